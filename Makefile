@@ -1,0 +1,72 @@
+# What can be done here? Every target makes `.venv` itself when it is missing or stale.
+#
+#   make demo    train a small model under FSDP2, convert its checkpoint, open the result
+#                (make demo SRC=checkpoint DST=folder converts your own the same way)
+#   make test    `make check`, then the tests
+#   make check   format, lint, types, layers, migrations, generated tables
+#   make bench   measure against the peers, print the table
+#   make soak    the long repeats that `make test` leaves out
+#   make docs    write the generated tables of README.md anew
+#   make clean   remove what these targets made
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+PYTHON ?= python3
+JOBS ?= 2
+# Debian packages that a test needs, installed by set-up where missing. None so far.
+DEBIAN_PACKAGES :=
+
+bin := .venv/bin
+python := $(bin)/python
+stamp := .venv/.stamp
+# One source of truth for the pin: pip needs it on the command line too, so that the resolver
+# does not first fetch the newest torch.
+torch := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+paths := ckptcore tasks flows alembic tests
+
+.PHONY: help demo test check bench soak docs clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(stamp)
+	@$(python) -m flows.demo $(if $(SRC),--src "$(SRC)") $(if $(DST),--dst "$(DST)")
+
+test: check
+	@$(python) -m pytest -n $(JOBS)
+
+check: $(stamp)
+	@$(bin)/ruff format --check --quiet $(paths) || { echo "run: $(bin)/ruff format $(paths)" >&2; exit 1; }
+	@$(bin)/ruff check --quiet $(paths)
+	@$(bin)/mypy
+	@$(bin)/lint-imports --no-timings > .venv/layers.log || { cat .venv/layers.log >&2; exit 1; }
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	export CKPTCORE_CATALOG_URL="sqlite:///$$folder/catalog.db"; \
+	{ $(bin)/alembic upgrade head && $(bin)/alembic check; } > "$$folder/log" 2>&1 || { cat "$$folder/log" >&2; exit 1; }
+	@$(python) tests/architecture/readme_tables.py --check
+
+bench: $(stamp)
+	@$(python) tests/benchmarks/run.py
+
+soak: $(stamp)
+	@$(python) -m pytest -m soak
+
+docs: $(stamp)
+	@$(python) tests/architecture/readme_tables.py --write
+
+clean:
+	@rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find ckptcore tasks flows alembic tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(stamp): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@for package in $(DEBIAN_PACKAGES); do \
+	  dpkg -s "$$package" > /dev/null 2>&1 || apt-get install -y -q --no-install-recommends "$$package"; done
+	@echo "setting up .venv (some minutes the first time)" >&2
+	@$(python) -c pass 2> /dev/null || $(PYTHON) -m venv --clear .venv
+	@$(bin)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' $(torch)
+	@touch $@
