@@ -68,5 +68,5 @@ $(stamp): pyproject.toml constraints.txt
 	  dpkg -s "$$package" > /dev/null 2>&1 || apt-get install -y -q --no-install-recommends "$$package"; done
 	@echo "setting up .venv (some minutes the first time)" >&2
 	@$(python) -c pass 2> /dev/null || $(PYTHON) -m venv --clear .venv
-	@$(bin)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' $(torch)
+	@$(bin)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' $(torch)
 	@touch $@

@@ -1,0 +1,113 @@
+"""README tables: what do the code's own tables look like in the README, and do they still agree?
+
+`make docs` writes them between the markers, `make check` compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ckptcore.errors import FINDINGS, error_classes
+from ckptcore.formats import FORMATS, KNOWN
+
+README = Path(__file__).parents[2] / "README.md"
+SLOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+
+
+def tables() -> dict[str, str]:
+    """Every generated table by the name in its marker."""
+    return {"formats": formats(), "errors": errors(), "findings": findings()}
+
+
+def formats() -> str:
+    """The support matrix, then the names that are recognised only to be refused."""
+    columns = ("reads", "writes", "checksums", "partial", "objects")
+    rows = [
+        (
+            f"`{fmt.name}`",
+            fmt.title,
+            fmt.recognised_by,
+            *("yes" if getattr(fmt.abilities, column) else "no" for column in columns),
+        )
+        for fmt in FORMATS
+    ]
+    head = ("format", "what it is", "recognised by", "reads", "writes", "checksums")
+    known = ", ".join(sorted(KNOWN))
+    return (
+        table((*head, "partial reads", "objects"), rows)
+        + f"\nRecognised by name and refused, with the reason: {known}.\n"
+    )
+
+
+def errors() -> str:
+    """Every error class in the order of exit codes."""
+    rows = [
+        (
+            str(cls.exit_code),
+            f"`{cls.code}`",
+            (cls.__doc__ or "").strip().splitlines()[0],
+            "yes" if cls.transient else "no",
+            cls.default_hint,
+        )
+        for cls in error_classes()
+    ]
+    return table(("exit code", "error", "meaning", "retry", "next step"), rows)
+
+
+def findings() -> str:
+    """Every finding code in the order of the code's table."""
+    rows = [
+        (f"`{code}`", severity, meaning, hint)
+        for code, (severity, meaning, hint) in FINDINGS.items()
+    ]
+    return table(("finding", "severity", "meaning", "next step"), rows)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A markdown table; a cell's bars are escaped."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(map(escaped, cells)) + " |\n" for cells in lines)
+
+
+def escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def filled(text: str) -> str:
+    """The text with every marked table made anew.
+
+    Raises ValueError when a table has no marker or a marker no table.
+    """
+    made = tables()
+    marked = [match[1] for match in SLOT.finditer(text)]
+    if sorted(marked) != sorted(made):
+        raise ValueError(f"README marks the tables {marked}, the code makes {sorted(made)}")
+    return SLOT.sub(lambda match: f"{match[1]}{match[2]}{made[match[1]]}", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("readme", nargs="?", type=Path, default=README)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="fill the tables in")
+    action.add_argument("--check", action="store_true", help="exit with 1 when a table drifted")
+    arguments = parser.parse_args()
+    text = arguments.readme.read_text(encoding="utf-8")
+    wanted = filled(text)
+    if wanted == text:
+        return 0
+    if arguments.check:
+        print(
+            f"{arguments.readme.name}: a generated table drifted; run `make docs`", file=sys.stderr
+        )
+        return 1
+    arguments.readme.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

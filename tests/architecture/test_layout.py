@@ -1,0 +1,109 @@
+"""Layout: do the folders hold what their names promise, and nothing that shadows something else?"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from importlinter import cli as importlinter
+
+ROOT = Path(__file__).parents[2]
+TOP = ("ckptcore", "tasks", "flows")
+
+
+def test_layers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert importlinter.lint_imports(no_cache=True) == importlinter.EXIT_STATUS_SUCCESS
+
+
+def test_alembic_folder_does_not_shadow_the_library() -> None:
+    assert (ROOT / "alembic" / "env.py").is_file()
+    assert not (ROOT / "alembic" / "__init__.py").exists()
+    done = subprocess.run(
+        [sys.executable, "-c", "import alembic; print(alembic.__file__)"],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    )  # fmt: skip
+    assert Path(done.stdout.strip()).is_relative_to(sysconfig.get_path("purelib"))
+
+
+def test_tests_hold_no_packages() -> None:
+    # With tests/flows/__init__.py, `import flows` inside a test would find the tests.
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+@pytest.mark.parametrize("folder", ["flows", "tasks"])
+def test_file_names_shadow_no_module(folder: str) -> None:
+    # Prefect puts the flow file's own folder first on sys.path: flows/tasks.py would answer
+    # for `tasks`, flows/torch.py for torch.
+    names = [path.stem for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
+    assert names
+    shadowed = [name for name in names if importlib.util.find_spec(name) is not None]
+    assert shadowed == []
+
+
+def test_python_files_are_small() -> None:
+    sizes = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for top in TOP
+        for path in (ROOT / top).rglob("*.py")
+    }
+    assert sizes
+    assert {path: lines for path, lines in sizes.items() if lines > 350} == {}
+
+
+def test_modules_open_with_their_question() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for top in TOP
+        for path in (ROOT / top).rglob("*.py")
+        if "?" not in path.read_text(encoding="utf-8").split('"""')[1]
+    ]
+    assert silent == []
+
+
+def test_wheel_holds_library_flows_and_migrations(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    revisions = {path.name for path in (ROOT / "alembic" / "versions").glob("*.py")}
+    assert revisions
+    assert {f"ckptcore/_migrations/versions/{name}" for name in revisions} <= names
+    assert {
+        "ckptcore/_migrations/env.py",
+        "ckptcore/_migrations/script.py.mako",
+        "ckptcore/py.typed",
+        "flows/convert.py",
+        "tasks/__init__.py",
+    } <= names
+    # Anything else at the top would land beside the user's own packages.
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(TOP)
+
+
+def test_constraints_pin_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = list(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        wanted += extra
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all("==" in pin and "@" not in pin and "+" not in pin for pin in pins)
+    pinned = {plain(pin) for pin in pins}
+    assert {plain(requirement) for requirement in wanted} <= pinned
+
+
+def plain(requirement: str) -> str:
+    """The distribution's normal name: of ``"moto[server]>=5"`` it is ``"moto"``."""
+    name = requirement
+    for mark in "[<>=!~;":
+        name = name.split(mark)[0]
+    return name.strip().lower().replace("_", "-").replace(".", "-")

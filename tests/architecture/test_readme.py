@@ -1,0 +1,39 @@
+"""README: does each generated table say what the code says, and would a drift be seen?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("readme_tables.py")
+
+
+def check(readme: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--check", str(readme)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_tables_agree_with_the_code() -> None:
+    done = check(ROOT / "README.md")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("cell", ["`dcp`", "`destination-exists`", "`hole`"])
+def test_a_drift_is_seen_in_every_table(cell: str, tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| {cell} |" in text
+    copy = tmp_path / "README.md"
+    copy.write_text(text.replace(f"| {cell} |", "| `other` |"), encoding="utf-8")
+    done = check(copy)
+    assert done.returncode == 1
+    assert "make docs" in done.stderr
+
+
+def test_first_screen_has_the_two_commands() -> None:
+    first = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:12]
+    assert any(line.startswith("make demo") for line in first)
+    assert any(line.startswith("make test") for line in first)
