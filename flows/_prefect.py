@@ -1,0 +1,76 @@
+"""Prefect's environment: which server do the flows talk to, and how loud is it?
+
+1. A server that the user configured, by environment or profile, is used as it stands.
+2. Without one, Prefect starts an ephemeral server; its database lives in a home of our own, so
+   that nobody's ``~/.prefect`` is migrated or filled by a conversion.
+3. Nothing is sent to third parties, and an error that explains itself comes without a traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tomllib
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from platformdirs import user_state_path
+
+from ckptcore.errors import CkptError
+
+# Settings that only make a run quieter or more patient; whatever the user has set wins.
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    # The default of 20 s is too short for the first start on a busy machine (migrations).
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
+    # The core logs from worker threads too, where Prefect sees no flow run.
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    # The ephemeral server shares stderr with the run; SQLite retries are its own affair.
+    "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
+}
+
+
+def settle_environment(env: MutableMapping[str, str] = os.environ) -> None:
+    """Write the settings into ``env``; without effect once Prefect has read its own."""
+    if "prefect" in sys.modules:
+        return
+    for name, value in QUIET.items():
+        env.setdefault(name, value)
+    if not _server_configured(env):
+        env.setdefault("PREFECT_HOME", str(user_state_path("ckptcore") / "prefect"))
+
+
+def listen(level: int = logging.INFO) -> None:
+    """Send the core's log lines to the flow run's log, and take known errors' tracebacks out.
+
+    What ``PREFECT_LOGGING_EXTRA_LOGGERS=ckptcore`` does, for processes too that have imported
+    Prefect before this package (workers, tests); and the level, which that variable leaves alone.
+    """
+    core = logging.getLogger("ckptcore")
+    core.setLevel(level)
+    for handler in logging.getLogger("prefect.extra").handlers:
+        if handler not in core.handlers:
+            core.addHandler(handler)
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_without_known_traceback)
+
+
+def _without_known_traceback(record: logging.LogRecord) -> bool:
+    # A CkptError says what, where and what next; its traceback adds forty lines of Prefect.
+    if record.exc_info and isinstance(record.exc_info[1], CkptError):
+        record.exc_info = None
+    return True
+
+
+def _server_configured(env: MutableMapping[str, str]) -> bool:
+    if env.get("PREFECT_API_URL") or env.get("PREFECT_PROFILE"):
+        return True
+    profiles = Path(env.get("PREFECT_HOME", Path.home() / ".prefect")) / "profiles.toml"
+    try:
+        known = tomllib.loads(profiles.read_text())
+    except (OSError, tomllib.TOMLDecodeError):
+        return False  # no profiles, or none that Prefect itself could read
+    active = known.get("profiles", {}).get(known.get("active"), {})
+    return bool(active.get("PREFECT_API_URL"))

@@ -1,0 +1,135 @@
+"""The demo: does the main job run here, on real input, from nothing?
+
+``make demo`` trains a small Llama under FSDP2 in four processes, converts what it saved, and opens
+the result with transformers: the logits must be those of the model in memory, bit for bit.
+``make demo SRC=checkpoint DST=folder [CONFIG=folder]`` converts a checkpoint of your own.
+
+Everything lies in ``demo/``: the trained checkpoint, the exported model, the catalog (SQLite) and
+Prefect's database. A second run trains anew and replaces the model; catalog and runs are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.tree import Tree
+
+from ckptcore.store import local_path
+
+HOME = Path("demo")
+say = Console(highlight=False, soft_wrap=True)
+
+
+def main(
+    src: Annotated[str, typer.Option(help="A checkpoint of your own; none: train one.")] = "",
+    dst: Annotated[str, typer.Option(help="Where the model goes.")] = "",
+    config: Annotated[
+        str, typer.Option(envvar="CONFIG", help="Folder with config.json (and tokenizer).")
+    ] = "",
+) -> None:
+    """Train, convert, open, look at the catalog."""
+    HOME.mkdir(exist_ok=True)
+    os.environ["PREFECT_HOME"] = str((HOME / "prefect").resolve())
+    os.environ.setdefault(
+        "CKPTCORE_CATALOG_URL", f"sqlite:///{(HOME / 'catalog.sqlite').resolve()}"
+    )
+    job = HOME / "training"
+    if not src:
+        step(1, "Train a small Llama: FSDP2, 4 gloo processes, AdamW, bf16")
+        trained(job)
+        source, target = str(job / "checkpoint"), dst or str(HOME / "llama-hf")
+        options = ["--config", str(job / "config"), "--overwrite"]
+    else:
+        step(1, f"A checkpoint of your own: {src}")
+        run("ckptcore", "inspect", src)
+        source, target = src, dst or str(HOME / f"{src.rstrip('/').split('/')[-1]}-hf")
+        options = ["--config", config] if config else []
+        options += [] if dst else ["--overwrite"]
+
+    step(2, "Convert: read, check, plan, write, publish, register")
+    run("flows.export", source, target, *options)
+
+    step(3, "Open the result")
+    if src:
+        say.print(f"[dim]transformers.AutoModelForCausalLM.from_pretrained({target!r})[/]")
+    else:
+        compare(target, job / "reference.pt")
+
+    step(4, "What the catalog remembers")
+    run("ckptcore", "catalog", "list")
+    run("ckptcore", "catalog", "lineage", target)
+
+    step(5, "What is there now")
+    show(target)
+
+
+def step(number: int, title: str) -> None:
+    """A numbered heading."""
+    say.print(f"\n[bold cyan]{number}[/] [bold]{escape(title)}[/]")
+
+
+def run(module: str, *arguments: str) -> None:
+    """Show a command, run it, and end with its exit code if it fails."""
+    say.print(f"[green]$[/] python -m {module} {escape(shlex.join(arguments))}")
+    done = subprocess.run([sys.executable, "-m", module, *arguments], check=False)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+
+
+def trained(job: Path) -> None:
+    """Run the training job into a fresh folder, and show what it left behind."""
+    from flows.demo_train import train
+
+    shutil.rmtree(job, ignore_errors=True)
+    job.mkdir()
+    with say.status("starting"):
+        train(job, lambda line: say.print(f"  [dim]{escape(line)}[/]"))
+    show(str(job / "checkpoint"))
+
+
+def compare(folder: str, reference: Path) -> None:
+    """Open ``folder`` with transformers and compare its logits with the reference, bit for bit."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from flows.demo_train import logits
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers does not type it
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    ours, theirs = logits(model), torch.load(reference, weights_only=True)
+    same = ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    say.print(f"  {type(model).__name__}, {model.num_parameters():,} parameters, {model.dtype}")
+    say.print(f"  logits {tuple(ours.shape)} of the trained model in memory and of the folder:")
+    if not same:
+        say.print("  [bold red]they differ[/]")
+        raise typer.Exit(1)
+    say.print("  [bold green]equal, bit for bit[/]")
+
+
+def show(url: str) -> None:
+    """The files of a folder, with their sizes."""
+    path = local_path(url)
+    if path is None:
+        say.print(f"  {url}")
+        return
+    tree = Tree(f"[bold]{escape(str(path))}[/]")
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    for file in files:
+        name = file.relative_to(path) if path.is_dir() else file
+        tree.add(f"{escape(str(name))}  [dim]{decimal(file.stat().st_size)}[/]")
+    say.print(tree)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,157 @@
+"""The demo's training job: what does a real sharded run leave behind?
+
+`train` starts `WORLD` processes (gloo, CPU). Each of them
+
+1. builds a small Llama in bf16, the same on every rank, and shards it with FSDP2;
+2. takes a few AdamW steps on bytes of real text;
+3. saves model and optimizer with `torch.distributed.checkpoint`, one file per rank;
+4. gathers the parameters in memory; rank 0 writes down the logits of that model, the reference
+   that the converted checkpoint must reproduce bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WORLD = 4
+STEPS = 12
+BATCH = 4  # sequences per rank and step
+CONTEXT = 128  # tokens per sequence
+PROMPT = b"The training job leaves one file per rank; everybody after it wants one model."
+
+
+def train(folder: Path, report: Callable[[str], None]) -> None:
+    """Run the job into ``folder``: ``checkpoint/`` (DCP), ``config/``, ``reference.pt``.
+
+    report: called with one line per step. Raises RuntimeError with the last words of a rank that
+    fails.
+    """
+    env = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(WORLD)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    command = [sys.executable, "-W", "ignore", "-m", "flows.demo_train", str(folder)]
+    logs = [folder / f"rank{rank}.log" for rank in range(WORLD)]
+    ranks = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("w") as stderr:
+                out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                own = env | {"RANK": str(rank)}
+                ranks.append(
+                    subprocess.Popen(command, env=own, stdout=out, stderr=stderr, text=True)
+                )
+        for line in ranks[0].stdout or ():
+            report(line.rstrip())
+        for process, log in zip(ranks, logs, strict=True):
+            if process.wait() != 0:
+                words = log.read_text().strip().splitlines()[-3:]
+                raise RuntimeError("\n".join(["training failed:", *words]))
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def build() -> PreTrainedModel:
+    """A Llama of 8 layers and 23 million parameters, bf16, random weights from a fixed seed."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,  # bytes are the tokens: there is no tokenizer to fetch
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        architectures=["LlamaForCausalLM"],
+    )
+    # Not `.to(torch.bfloat16)`: that would round the frequencies of the rotary embedding too, which
+    # are no parameters, so that no checkpoint could tell a loader.
+    make = AutoModelForCausalLM.from_config
+    model: PreTrainedModel = make(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """Logits of `PROMPT`; shape (1, len(PROMPT), vocabulary), bf16."""
+    # The order of additions in a matmul may depend on the number of threads.
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.tensor([list(PROMPT)])).logits
+    return found
+
+
+def _rank(folder: Path) -> None:
+    # A rank that dies at its start must not keep the others for half an hour.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    rank = dist.get_rank()
+    model = build()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    text = torch.frombuffer(_text(), dtype=torch.uint8).long()
+    picks = torch.Generator().manual_seed(rank)
+    for step in range(1, STEPS + 1):
+        starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=picks)
+        batch = torch.stack([text[start : start + CONTEXT] for start in starts.tolist()])
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().float() / WORLD
+        dist.all_reduce(mean)
+        if rank == 0 and step % 4 in (0, 1):
+            print(f"step {step:2d}  loss {mean.item():.3f}", flush=True)
+
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / "checkpoint")
+
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered, _ = get_state_dict(model, [], options=whole)
+    if rank == 0:
+        in_memory = build()
+        in_memory.load_state_dict(gathered)
+        torch.save(logits(in_memory), folder / "reference.pt")
+        in_memory.config.save_pretrained(folder / "config")
+        in_memory.generation_config.save_pretrained(folder / "config")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _text() -> bytearray:
+    """A text that every Python brings along: the source of argparse."""
+    return bytearray(Path(argparse.__file__).read_bytes())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]))
