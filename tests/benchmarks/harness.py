@@ -1,0 +1,135 @@
+"""Harness: where do sources and outputs lie, and how is one command run and cleaned up after?
+
+Memory: a RAM-disk line needs about three times its source (source, peer, output).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from make_ckpt import SOURCES
+
+if TYPE_CHECKING:
+    from lines import Contender
+
+HERE = Path(__file__).parent
+
+
+class CommandError(Exception):
+    """A benchmarked command failed, or there is no room for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where and how to run.
+
+    places: place -> folder that this run may fill.
+    scale: divisor of the sources' widths.
+    judged: whether bounds count.
+    """
+
+    ckptcore: Path
+    places: dict[str, Path]
+    runs: int
+    scale: int
+    judged: bool
+    keep: bool
+    env: dict[str, str]
+
+    def argv(self, contender: Contender, source: Path, out: Path) -> list[str]:
+        """The command with its paths filled in."""
+        paths = {
+            "SRC": source,
+            "OUT": out,
+            "PYTHON": sys.executable,
+            "PEERS": HERE / "peers.py",
+            "CKPTCORE": self.ckptcore,
+        }
+        return [str(paths.get(word, word)) for word in contender.argv]
+
+    def nbytes(self, source: str) -> int:
+        """Bytes of a source's tensors."""
+        return SOURCES[source](self.scale).nbytes
+
+
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def call(argv: Sequence[str], env: dict[str, str] | None = None) -> tuple[float, str]:
+    """Run one command to its end: wall seconds and its stderr; CommandError when it fails."""
+    begin = time.perf_counter()
+    done = subprocess.run(
+        argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+    )
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        raise CommandError(f"{' '.join(argv)}: exit {done.returncode}: {done.stderr[-600:]}")
+    return seconds, done.stderr
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder and its staging folder, where they are."""
+    for each in (path, path.with_name(f".{path.name}.ckptcore")):
+        if each.is_dir():
+            shutil.rmtree(each)
+        else:
+            each.unlink(missing_ok=True)
+
+
+@contextmanager
+def checkpoint(bench: Bench, place: str, source: str) -> Iterator[Path]:
+    """The source as a folder, made if it is not there, removed unless it is to be kept."""
+    folder = bench.places[place] / source
+    need, free = 2.2 * bench.nbytes(source), shutil.disk_usage(folder.parent).free
+    memory_need = (3 if place == "ram" else 1) * bench.nbytes(source) + 1e9
+    memory_free = int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[0])
+    if not (folder / ".metadata").exists() and (free < need or memory_free * 1024 < memory_need):
+        raise CommandError(
+            f"{source} needs {need / 1e9:.1f} GB of {place} and {memory_need / 1e9:.1f} GB of"
+            f" memory; free are {free / 1e9:.1f} GB and {memory_free * 1024 / 1e9:.1f} GB"
+        )
+    try:
+        if not (folder / ".metadata").exists():
+            say(f"making {source} ({bench.nbytes(source) / 1e9:.3f} GB) on {place}")
+            script = str(HERE / "make_ckpt.py")
+            call([sys.executable, script, source, str(folder), "--scale", str(bench.scale)])
+        yield folder
+    finally:
+        if not bench.keep:
+            remove(folder)
+
+
+def verify(bench: Bench, source: str, out: Path, contender: Contender) -> None:
+    """CommandError unless ``out`` holds the source's tensors, bit by bit."""
+    cast = ["--dtype", contender.dtype] if contender.dtype else []
+    script = str(HERE / "verify.py")
+    call([sys.executable, script, source, str(out), "--scale", str(bench.scale), *cast])
+
+
+@contextmanager
+def folders(roots: dict[str, Path], scale: int, keep: bool) -> Iterator[dict[str, Path]]:
+    """One folder per place, below its root; removed in the end, however the run ends."""
+    name = f"ckptcore-bench-{scale}"
+    if not keep:  # two runs at a time must not share one
+        name += f"-{os.getpid()}"
+    places = {place: root / name for place, root in roots.items()}
+    try:
+        for folder in places.values():
+            folder.mkdir(parents=True, exist_ok=True)
+        yield places
+    finally:
+        for folder in places.values():
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)

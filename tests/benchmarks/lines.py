@@ -1,0 +1,219 @@
+"""Lines: what must `ckptcore` show, on which checkpoint, against whom?
+
+A table, no code that runs anything (run.py does). Each line names its source (make_ckpt.SOURCES)
+and its place: "disk", where Y is a plain copy of the source, flushed, or "ram", a RAM disk that
+keeps the disk from hiding the converter. There the peers do not sync. Sources are read as warm or
+cold as the contender before left them: who goes first changes from round to round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+BUDGET = "256MiB"
+BUDGET_BYTES = 256 << 20
+BASE_BYTES = 450 << 20  # interpreter and torch
+SPREAD = 0.10  # of the middle of the peaks, up and down
+INSPECT_SECONDS = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to convert.
+
+    argv: the command; SRC, OUT, PYTHON, PEERS and CKPTCORE stand for their paths.
+    suffix: of the output's name; "" for a folder.
+    dtype: the cast that it makes, or None.
+    verified: whether the output is compared with the source (a plain copy needs no proof).
+    """
+
+    argv: tuple[str, ...]
+    suffix: str = ""
+    dtype: str | None = None
+    verified: bool = True
+
+
+_PEER = ("PYTHON", "PEERS")
+_EXPORT = ("CKPTCORE", "export", "SRC", "OUT")
+_FAST = ("--no-verify", "--no-digest")
+_BF16 = ("--dtype", "bf16")
+
+CONTENDERS = {
+    "cp": Contender(("sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', "SRC", "OUT"), verified=False),
+    "dcp_to_torch_save": Contender((*_PEER, "dcp_to_torch_save", "SRC", "OUT"), ".pt"),
+    "dcp_to_torch_save+cast": Contender(
+        (*_PEER, "dcp_to_torch_save", "SRC", "OUT", *_BF16), ".pt", "bf16"
+    ),
+    "load+save_file": Contender((*_PEER, "load_and_save_file", "SRC", "OUT"), ".safetensors"),
+    "load+save_file+cast": Contender(
+        (*_PEER, "load_and_save_file", "SRC", "OUT", *_BF16), ".safetensors", "bf16"
+    ),
+    # Default mode: checksums verified, digest, fsync, catalog.
+    "ckptcore": Contender(_EXPORT),
+    "ckptcore+cast": Contender((*_EXPORT, *_BF16), dtype="bf16"),
+    "ckptcore fast": Contender((*_EXPORT, *_FAST)),
+    "ckptcore fast+cast": Contender((*_EXPORT, *_FAST, *_BF16), dtype="bf16"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """``subject`` takes at most ``factor`` times ``base`` plus ``plus`` seconds."""
+
+    subject: str
+    base: str
+    factor: float
+    plus: float
+
+    def figure(self, medians: Mapping[str, float]) -> float:
+        """The factor that was reached, ``plus`` taken off."""
+        return (medians[self.subject] - self.plus) / medians[self.base]
+
+    def holds(self, medians: Mapping[str, float]) -> bool:
+        """Whether the medians, in seconds, keep the bound."""
+        return self.figure(medians) <= self.factor
+
+    def words(self) -> str:
+        """The bound for a reader."""
+        return f"≤ {self.factor:g} x {self.base} + {self.plus:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Faster:
+    """``subject`` is at least ``times`` times as fast as ``base``."""
+
+    subject: str
+    base: str
+    times: float
+
+    def figure(self, medians: Mapping[str, float]) -> float:
+        """How many times as fast it was."""
+        return medians[self.base] / medians[self.subject]
+
+    def holds(self, medians: Mapping[str, float]) -> bool:
+        """Whether the medians, in seconds, keep the bound."""
+        return self.figure(medians) >= self.times
+
+    def words(self) -> str:
+        """The bound for a reader."""
+        return f"≥ {self.times:g} x {self.base}"
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Contenders in turn on one source, each a whole process; bounds on the medians."""
+
+    name: str
+    place: str
+    source: str
+    bounds: tuple[AtMost | Faster, ...]
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """All that the bounds speak of, each once."""
+        return tuple(dict.fromkeys(n for b in self.bounds for n in (b.base, b.subject)))
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Peak memory of one conversion under `BUDGET`.
+
+    group: the writer whose peaks must be equal (within `SPREAD`), or None where only the bound
+        counts.
+    """
+
+    name: str
+    place: str
+    source: str
+    contender: Contender
+    group: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """`ckptcore inspect`: fast, and without torch."""
+
+    name: str
+    place: str
+    source: str
+
+
+Line = Race | Peak | Look
+
+
+def _disk(source: str, factor: float, subject: str = "ckptcore") -> Race:
+    return Race(f"disk/{source}", "disk", source, (AtMost(subject, "cp", factor, plus=1.0),))
+
+
+def _ram(source: str, times: float, times_fast: float | None = None) -> Race:
+    cast = "+cast" if source.startswith("fp32") else ""
+    subjects = [(f"ckptcore{cast}", times)]
+    if times_fast is not None:
+        subjects.append((f"ckptcore fast{cast}", times_fast))
+    peers = (f"dcp_to_torch_save{cast}", f"load+save_file{cast}")
+    bounds = tuple(Faster(who, peer, by) for who, by in subjects for peer in peers)
+    return Race(f"ram/{source}", "ram", source, bounds)
+
+
+def _shape(source: str) -> Race:
+    return Race(f"ram/{source}", "ram", source, (Faster("ckptcore", "dcp_to_torch_save", 2.0),))
+
+
+WRITERS = {
+    "safetensors": Contender(
+        ("CKPTCORE", "consolidate", "SRC", "OUT", "--to", "safetensors", "--memory", BUDGET)
+    ),
+    "torch_save": Contender(
+        ("CKPTCORE", "consolidate", "SRC", "OUT", "--to", "torch_save", "--memory", BUDGET), ".pt"
+    ),
+    "cast": Contender((*_EXPORT, *_BF16, "--memory", BUDGET), dtype="bf16"),
+}
+
+
+def _peaks(source: str, place: str, writers: tuple[str, ...], equal: bool) -> tuple[Peak, ...]:
+    """One line per writer with 1 and with 4 workers."""
+    return tuple(
+        Peak(
+            f"memory/{source}/{writer}/workers-{workers}",
+            place,
+            source,
+            Contender(
+                (*WRITERS[writer].argv, "--workers", str(workers)),
+                WRITERS[writer].suffix,
+                WRITERS[writer].dtype,
+            ),
+            writer if equal else None,
+        )
+        for writer in writers
+        for workers in (1, 4)
+    )
+
+
+_BOTH = ("safetensors", "torch_save")
+
+LINES: tuple[Line, ...] = (
+    Look("inspect/row-2gb", "ram", "row-2gb"),
+    _ram("row-2gb", 2.0),
+    _ram("col-2gb", 2.0),
+    _ram("fp32-2gb", 2.0),
+    _ram("row-4gb", 2.5, 3.0),
+    _ram("col-4gb", 2.5, 3.0),
+    _ram("fp32-4gb", 2.5, 3.0),
+    _shape("many-small"),
+    _shape("many-small-8way"),
+    _shape("1024-way"),
+    *_peaks("row-0.5gb", "ram", _BOTH, equal=True),
+    *_peaks("row-2gb", "ram", _BOTH, equal=True),
+    *_peaks("row-8gb", "disk", _BOTH, equal=True),
+    *_peaks("big-row", "ram", _BOTH, equal=True),
+    *_peaks("big-col", "ram", _BOTH, equal=True),
+    *_peaks("col-2gb", "ram", _BOTH, equal=False),
+    *_peaks("fp32-2gb", "ram", ("cast",), equal=False),
+    *_peaks("1024-way", "ram", ("safetensors",), equal=False),
+    *_peaks("many-small", "ram", ("safetensors",), equal=False),
+    _disk("row-2gb", 1.6),
+    _disk("col-2gb", 2.5),
+    _disk("fp32-2gb", 2.5, "ckptcore+cast"),
+    _disk("row-8gb", 1.3),
+)

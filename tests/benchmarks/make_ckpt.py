@@ -1,0 +1,266 @@
+"""Sources for the benchmarks: which checkpoints does a converter meet, and how are they made?
+
+1. `SOURCES` names them: Llama-shaped models of several sizes, and the shapes that hurt.
+2. `shard` gives the bits of one shard from the tensor's place in the list, so that every element
+   of a checkpoint can be made again later and compared (see verify.py).
+3. `write` saves one with `torch.distributed.checkpoint.save` in a real gloo job, one process per
+   rank. Where that many processes do not fit on a machine, one process takes the place of each
+   rank in turn; torch's own planner and writer make the files either way, and the smoke test holds
+   the two ways against each other byte by byte.
+
+    python make_ckpt.py row-2gb FOLDER [--scale 16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+# The highest exponent bit stays clear: all values are finite and below 2, so that a cast has one
+# right answer, while every other bit (subnormals included) is random.
+_MASKS = {"bf16": 0xBFFF_BFFF_BFFF_BFFF, "fp32": 0xBFFF_FFFF_BFFF_FFFF}
+_WIDTHS = {"bf16": 2, "fp32": 4}  # bytes per element
+_MOST_PROCESSES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One checkpoint.
+
+    tensors: (name, shape) in the order of the state dict.
+    dtype: "bf16" or "fp32".
+    ranks: number of processes that save it.
+    dim: the dim that is sharded (the last one where a tensor has fewer); None = replicated.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    dtype: str
+    ranks: int
+    dim: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return sum(math.prod(shape) for _, shape in self.tensors) * _WIDTHS[self.dtype]
+
+    def sharded_dim(self, index: int) -> int | None:
+        """The sharded dim of tensor ``index``, or None where each rank holds all of it."""
+        if self.dim is None:
+            return None
+        return min(self.dim, len(self.tensors[index][1]) - 1)
+
+    def shard_shape(self, index: int) -> tuple[int, ...]:
+        """Shape of one rank's part of tensor ``index``; all parts are equal."""
+        shape, dim = self.tensors[index][1], self.sharded_dim(index)
+        if dim is None:
+            return shape
+        if shape[dim] % self.ranks:
+            raise ValueError(f"{shape} cannot be cut into {self.ranks} equal parts on dim {dim}")
+        return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
+
+
+def llama(
+    hidden: int, intermediate: int, kv: int, vocab: int, layers: int
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names and shapes of a `LlamaForCausalLM`, as in its state dict."""
+
+    def names() -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "model.embed_tokens.weight", (vocab, hidden)
+        for n in range(layers):
+            layer = f"model.layers.{n}"
+            yield f"{layer}.self_attn.q_proj.weight", (hidden, hidden)
+            yield f"{layer}.self_attn.k_proj.weight", (kv, hidden)
+            yield f"{layer}.self_attn.v_proj.weight", (kv, hidden)
+            yield f"{layer}.self_attn.o_proj.weight", (hidden, hidden)
+            yield f"{layer}.mlp.gate_proj.weight", (intermediate, hidden)
+            yield f"{layer}.mlp.up_proj.weight", (intermediate, hidden)
+            yield f"{layer}.mlp.down_proj.weight", (hidden, intermediate)
+            yield f"{layer}.input_layernorm.weight", (hidden,)
+            yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        yield "model.norm.weight", (hidden,)
+        yield "lm_head.weight", (vocab, hidden)
+
+    return tuple(names())
+
+
+def _llama_1b(layers: int, dtype: str, dim: int) -> Callable[[int], Source]:
+    """Widths of Llama 3.2 1B, a vocabulary of 32,000, as many layers as the size asks for."""
+    return lambda s: Source(
+        llama(2048 // s, 8192 // s, 512 // s, 32000 // s, layers), dtype, ranks=8, dim=dim
+    )
+
+
+def _llama_3b(layers: int, dtype: str, dim: int) -> Callable[[int], Source]:
+    """Widths of Llama 3.2 3B."""
+    return lambda s: Source(
+        llama(3072 // s, 8192 // s, 1024 // s, 32000 // s, layers), dtype, ranks=8, dim=dim
+    )
+
+
+def _llama_8b(layers: int, dtype: str, dim: int) -> Callable[[int], Source]:
+    """Widths of Llama 3.1 8B."""
+    return lambda s: Source(
+        llama(4096 // s, 14336 // s, 1024 // s, 32000 // s, layers), dtype, ranks=8, dim=dim
+    )
+
+
+def _one(name: str, shape: tuple[int, int], ranks: int, dim: int) -> Source:
+    return Source(((name, shape), ("model.norm.weight", (shape[1],))), "bf16", ranks, dim)
+
+
+# name -> the source at 1/scale of its widths (1/scale**2 of a matrix's bytes). Sizes are those of
+# the stored bytes, in decimal GB, within 2 %.
+SOURCES: dict[str, Callable[[int], Source]] = {
+    "row-0.5gb": _llama_1b(2, "bf16", 0),
+    "row-2gb": _llama_1b(14, "bf16", 0),
+    "row-4gb": _llama_3b(18, "bf16", 0),
+    "row-8gb": _llama_8b(17, "bf16", 0),
+    "col-2gb": _llama_1b(14, "bf16", 1),
+    "col-4gb": _llama_3b(18, "bf16", 1),
+    "fp32-2gb": _llama_1b(6, "fp32", 0),
+    "fp32-4gb": _llama_1b(14, "fp32", 0),
+    # 4 kB each; whole in one item, spread over 8 files as torch deduplicates replicas ...
+    "many-small": lambda s: Source(
+        tuple((f"model.small.{n}.weight", (2048,)) for n in range(20_000 // s)), "bf16", 8, None
+    ),
+    # ... and in 8 items of 512 bytes.
+    "many-small-8way": lambda s: Source(
+        tuple((f"model.small.{n}.weight", (2048,)) for n in range(20_000 // s)), "bf16", 8, 0
+    ),
+    # 32 columns of 2 bytes per rank: runs of 64 bytes; 2 GiB in all.
+    "1024-way": lambda s: _one("model.wide.weight", (32768 // s, 32 * 1024 // s), 1024 // s, 1),
+    # 1 GiB in one tensor: four times the memory budget of lines.py.
+    "big-row": lambda s: _one("model.embed_tokens.weight", (16384 // s, 32768 // s), 8, 0),
+    "big-col": lambda s: _one("model.embed_tokens.weight", (16384 // s, 32768 // s), 8, 1),
+}
+
+
+def shard(source: Source, index: int, rank: int) -> torch.Tensor:
+    """The bits of ``rank``'s part of tensor ``index``; the same for ever, and for every rank where
+    the tensor is replicated."""
+    import torch
+
+    shape = source.shard_shape(index)
+    nbytes = math.prod(shape) * _WIDTHS[source.dtype]
+    stream = np.random.SFC64([index, 0 if source.sharded_dim(index) is None else rank])
+    words = stream.random_raw(-(-nbytes // 8))
+    words &= np.uint64(_MASKS[source.dtype])
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[source.dtype]
+    return torch.from_numpy(words.view(np.uint8)[:nbytes]).view(dtype).view(shape)
+
+
+def _state_dict(source: Source, rank: int, mesh: Any) -> dict[str, Any]:
+    """What a training job on ``mesh`` hands to DCP on ``rank``: the model under the key "model"."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    model = {}
+    for index, (name, _) in enumerate(source.tensors):
+        dim = source.sharded_dim(index)
+        placement = Replicate() if dim is None else Shard(dim)
+        model[name] = DTensor.from_local(
+            shard(source, index, rank), mesh, [placement], run_check=False
+        )
+    return {"model": model}
+
+
+def write(source: Source, folder: Path) -> None:
+    """Save ``source`` as a DCP folder, made anew.
+
+    Peak memory: the checkpoint's bytes (as many processes as it has ranks hold one shard each).
+    """
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if source.ranks <= _MOST_PROCESSES:
+        write_in_job(source, folder)
+    else:
+        write_in_turn(source, folder)
+
+
+def write_in_job(source: Source, folder: Path) -> None:
+    """Save with one gloo process per rank."""
+    import torch.distributed.checkpoint  # imported before the fork: once, not once per rank
+    import torch.distributed.tensor  # noqa: F401
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as meeting:
+        mp.start_processes(
+            _rank_main,
+            args=(source, folder, f"file://{meeting}/rendezvous"),
+            nprocs=source.ranks,
+            start_method="fork",
+        )
+
+
+def _rank_main(rank: int, source: Source, folder: Path, meeting: str) -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=source.ranks, init_method=meeting)
+    mesh = init_device_mesh("cpu", (source.ranks,))
+    dcp.save(_state_dict(source, rank, mesh), checkpoint_id=folder)
+    dist.destroy_process_group()
+
+
+def write_in_turn(source: Source, folder: Path) -> None:
+    """Save from one process that is each rank in turn: the steps of `dcp.save`, in their order."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    writer = dcp.FileSystemWriter(folder)
+    planners, plans = [], []
+    for rank in range(source.ranks):
+        dist.init_process_group("fake", rank=rank, world_size=source.ranks, store=FakeStore())
+        planner = dcp.DefaultSavePlanner()
+        state_dict = _state_dict(source, rank, init_device_mesh("cpu", (source.ranks,)))
+        planner.set_up_planner(state_dict, writer.storage_meta(), is_coordinator=rank == 0)
+        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
+        planners.append(planner)
+        dist.destroy_process_group()
+
+    plans, metadata = planners[0].create_global_plan(plans)
+    plans = writer.prepare_global_plan(plans)
+    results = []
+    for planner, plan in zip(planners, plans, strict=True):
+        done = writer.write_data(planner.finish_plan(plan), planner)
+        done.wait()
+        results.append(done.value())
+    writer.finish(metadata, results)
+
+
+def main() -> int:
+    """Write one source; print its size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", choices=SOURCES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--scale", type=int, default=1, help="divide all widths by this")
+    parser.add_argument("--in-turn", action="store_true", help="one process for all ranks")
+    args = parser.parse_args()
+    source = SOURCES[args.source](args.scale)
+    (write_in_turn if args.in_turn else write)(source, args.folder)
+    print(f"{args.folder}: {source.nbytes / 1e9:.3f} GB, {len(source.tensors)} tensors")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

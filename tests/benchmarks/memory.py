@@ -1,0 +1,104 @@
+"""Memory: how much does a command and all of its children hold at its worst moment?
+
+The proportional set size (PSS) counts a page that n processes share as 1/n in each, so its sum over
+the process tree is the memory that the tree really takes, mapped file pages included.
+
+    python memory.py -- COMMAND ARG...      prints one line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+INTERVAL_SECONDS = 0.020
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One command, run to its end.
+
+    seconds: wall time, sampling included.
+    peak_bytes: the largest sum of PSS over the tree that a sample saw.
+    samples: number of samples.
+    longest_gap_seconds: the longest time between the starts of two samples; a peak shorter than
+        this may have been missed.
+    returncode: exit status of the command.
+    stderr: the end of what it wrote there.
+    """
+
+    seconds: float
+    peak_bytes: int
+    samples: int
+    longest_gap_seconds: float
+    returncode: int
+    stderr: str
+
+
+def measure(command: Sequence[str], env: Mapping[str, str] | None = None) -> Usage:
+    """Run ``command`` and sample its tree every `INTERVAL_SECONDS`. Linux only."""
+    with tempfile.TemporaryFile() as err:
+        begin = last = time.perf_counter()
+        peak = samples = 0
+        gap = 0.0
+        with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=err) as process:
+            try:
+                while process.poll() is None:
+                    now = time.perf_counter()
+                    gap, last = max(gap, now - last), now
+                    peak = max(peak, sum(_pss(pid) for pid in tree(process.pid)))
+                    samples += 1
+                    time.sleep(max(0.0, now + INTERVAL_SECONDS - time.perf_counter()))
+            except BaseException:
+                process.kill()
+                raise
+        seconds = time.perf_counter() - begin
+        err.seek(max(0, err.seek(0, os.SEEK_END) - 4000))
+        tail = err.read().decode(errors="replace")
+    return Usage(seconds, peak, samples, gap, process.returncode, tail)
+
+
+def tree(pid: int) -> Iterator[int]:
+    """``pid`` and all of its descendants that are alive."""
+    yield pid
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except FileNotFoundError:
+        return  # ended since it was listed
+    for thread in threads:
+        try:
+            children = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        for child in children.split():
+            yield from tree(int(child))
+
+
+def _pss(pid: int) -> int:
+    """Bytes; 0 for a process that has just ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def main() -> int:
+    """Measure the command behind "--"."""
+    if len(sys.argv) < 3 or sys.argv[1] != "--":
+        print("usage: memory.py -- COMMAND ARG...", file=sys.stderr)
+        return 2
+    usage = measure(sys.argv[2:])
+    print(json.dumps(asdict(usage)))
+    return usage.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The peers: how else does a DCP folder become one file?
+
+Each is what a person would run today, in a process of its own:
+
+- `dcp_to_torch_save`: torch's own utility; with a cast, its own steps with the cast in between.
+- `load_and_save_file`: fill tensors with `torch.distributed.checkpoint.load` in a single process,
+  then `safetensors.torch.save_file`. With a cast the tensors are allocated in the target dtype, so
+  that the load itself casts: no second pass, no second copy.
+
+    python peers.py dcp_to_torch_save SRC OUT.pt [--dtype bf16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def dcp_to_torch_save(source: Path, out: Path, dtype: str | None) -> None:
+    """`torch.distributed.checkpoint.format_utils.dcp_to_torch_save`.
+
+    Peak memory: the model, twice while it casts.
+    """
+    from torch.distributed.checkpoint import format_utils
+
+    if dtype is None:
+        format_utils.dcp_to_torch_save(source, out)
+        return
+
+    import torch
+
+    # The body of dcp_to_torch_save has no place for a cast: these are its two calls around one.
+    state_dict: dict[str, dict[str, torch.Tensor]] = {}
+    format_utils._load_state_dict(
+        state_dict,
+        storage_reader=format_utils.FileSystemReader(source),
+        planner=format_utils._EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    target = getattr(torch, _DTYPES[dtype])
+    for part in state_dict.values():
+        for name in part:
+            part[name] = part[name].to(target)
+    torch.save(state_dict, out)
+
+
+def load_and_save_file(source: Path, out: Path, dtype: str | None) -> None:
+    """`dcp.load` of the part "model" without a process group, then `save_file`.
+
+    Peak memory: the model.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+
+    metadata = dcp.FileSystemReader(source).read_metadata()
+    model = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        part, name = metadata.planner_data[key]
+        if part != "model":
+            raise ValueError(f"{key} is not part of the model")
+        target = stored.properties.dtype if dtype is None else getattr(torch, _DTYPES[dtype])
+        model[name] = torch.empty(stored.size, dtype=target)
+    dcp.load({"model": model}, checkpoint_id=source, no_dist=True)
+    save_file(model, out)
+
+
+PEERS: dict[str, Callable[[Path, Path, str | None], None]] = {
+    "dcp_to_torch_save": dcp_to_torch_save,
+    "load_and_save_file": load_and_save_file,
+}
+
+
+def main() -> int:
+    """Run one peer."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dtype", choices=_DTYPES, help="cast every tensor")
+    args = parser.parse_args()
+    # torch warns that no process group exists: that is the point of a single process.
+    warnings.filterwarnings("ignore", message=".*single process.*")
+    PEERS[args.peer](args.source, args.out, args.dtype)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Benchmarks: does `ckptcore` keep what lines.py says it must show, on this machine?
+
+1. Lines are grouped by source, so that each checkpoint is made once and removed after its lines.
+2. A race runs its contenders in turn, a different one first in each round, each a whole process,
+   outputs removed in between; in the first round every output is verified bit by bit.
+3. One table, one verdict per bound; exit status 1 where a bound or a command failed.
+
+    python run.py [--only REGEX] [--runs 5] [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import memory
+from harness import Bench, CommandError, call, checkpoint, folders, remove, say, verify
+from lines import (
+    BASE_BYTES,
+    BUDGET,
+    BUDGET_BYTES,
+    CONTENDERS,
+    INSPECT_SECONDS,
+    LINES,
+    SPREAD,
+    Line,
+    Look,
+    Peak,
+    Race,
+)
+from rich.console import Console
+from rich.table import Table
+
+MIB = 1 << 20
+QUICK_SCALE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One row of the table.
+
+    ok: None where the bound is not judged (quick mode: fixed costs are all there is).
+    data: the raw figures, for --json.
+    """
+
+    line: str
+    measured: str
+    bound: str
+    ok: bool | None
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def race(bench: Bench, line: Race, source: Path) -> Iterator[Outcome]:
+    """Run all contenders `runs` times, in turn; one outcome per bound."""
+    times: dict[str, list[float]] = {name: [] for name in line.contenders}
+    for turn in range(bench.runs):
+        first = turn % len(times)
+        for name in (*line.contenders[first:], *line.contenders[:first]):
+            contender = CONTENDERS[name]
+            out = source.parent / f"out{contender.suffix}"
+            try:
+                if line.place == "disk":  # nobody pays for what another one left unwritten
+                    call(["sync", "-f", str(source)])
+                seconds, _ = call(bench.argv(contender, source, out), bench.env)
+                if turn == 0 and contender.verified:
+                    verify(bench, line.source, out, contender)
+            finally:
+                remove(out)
+            times[name].append(seconds)
+            say(f"{line.name}: {name} {seconds:.2f} s")
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    for bound in line.bounds:
+        yield Outcome(
+            f"{line.name}: {bound.subject}",
+            f"{bound.figure(medians):.2f} x: {_times(times[bound.subject])}"
+            f" against {_times(times[bound.base])}",
+            bound.words(),
+            bound.holds(medians) if bench.judged else None,
+            {"seconds": times, "figure": bound.figure(medians)},
+        )
+
+
+def _times(seconds: Sequence[float]) -> str:
+    """Median and spread."""
+    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f})"
+
+
+def peak(bench: Bench, line: Peak, source: Path) -> Iterator[Outcome]:
+    """Run one conversion under the memory sampler."""
+    out = source.parent / f"out{line.contender.suffix}"
+    try:
+        usage = memory.measure(bench.argv(line.contender, source, out), bench.env)
+        if usage.returncode:
+            raise CommandError(f"exit {usage.returncode}: {usage.stderr[-600:]}")
+        verify(bench, line.source, out, line.contender)
+    finally:
+        remove(out)
+    say(f"{line.name}: {usage.peak_bytes / MIB:.0f} MiB, {usage.seconds:.2f} s")
+    limit = BASE_BYTES + BUDGET_BYTES
+    yield Outcome(
+        line.name,
+        f"{usage.peak_bytes / MIB:.0f} MiB ({usage.samples} samples, {usage.seconds:.1f} s)",
+        f"≤ {limit / MIB:.0f} MiB (budget {BUDGET})",
+        usage.peak_bytes <= limit if bench.judged else None,
+        {"group": line.group, **asdict(usage)},
+    )
+
+
+def spreads(bench: Bench, outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
+    """How far the peaks of one writer lie apart, whatever the checkpoint and the workers."""
+    groups: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        if group := outcome.data.get("group"):
+            groups.setdefault(group, []).append(outcome.data["peak_bytes"])
+    for group, peaks in groups.items():
+        low, high = min(peaks), max(peaks)
+        figure = (high - low) / (high + low)
+        yield Outcome(
+            f"memory: same peak, {group}",
+            f"±{figure:.1%} ({low / MIB:.0f}-{high / MIB:.0f} MiB, {len(peaks)} lines)",
+            f"±{SPREAD:.0%}",
+            figure <= SPREAD if bench.judged else None,
+            {"figure": figure},
+        )
+
+
+def look(bench: Bench, line: Look, source: Path) -> Iterator[Outcome]:
+    """Time `inspect`, then ask the interpreter what it imported."""
+    argv = [str(bench.ckptcore), "inspect", str(source)]
+    seconds = [call(argv, bench.env)[0] for _ in range(bench.runs)]
+    _, imports = call(argv, bench.env | {"PYTHONPROFILEIMPORTTIME": "1"})
+    modules = {row.rpartition("|")[2].strip() for row in imports.splitlines()}
+    if "ckptcore" not in modules:
+        raise CommandError(f"no list of imports from {' '.join(argv)}")
+    median = statistics.median(seconds)
+    yield Outcome(
+        line.name,
+        _times(seconds),
+        f"< {INSPECT_SECONDS} s",
+        median < INSPECT_SECONDS if bench.judged else None,
+        {"seconds": seconds},
+    )
+    torch = sorted(name for name in modules if name.partition(".")[0] == "torch")
+    yield Outcome(f"{line.name}: imports", f"{len(torch)} modules of torch", "none", not torch, {})
+
+
+def outcomes(bench: Bench, lines: Sequence[Line]) -> Iterator[Outcome]:
+    """All lines, source by source; a command that fails costs its own lines only."""
+    groups: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line.place, line.source), []).append(line)
+    for (place, source), group in groups.items():
+        done: set[str] = set()
+        try:
+            with checkpoint(bench, place, source) as folder:
+                for line in group:
+                    try:
+                        yield from _outcomes(bench, line, folder)
+                    except CommandError as error:
+                        yield Outcome(line.name, str(error), "runs", ok=False)
+                    done.add(line.name)
+        except CommandError as error:
+            for line in group:
+                if line.name not in done:
+                    yield Outcome(line.name, str(error), "runs", ok=False)
+
+
+def _outcomes(bench: Bench, line: Line, source: Path) -> Iterator[Outcome]:
+    match line:
+        case Race():
+            return race(bench, line, source)
+        case Peak():
+            return peak(bench, line, source)
+        case Look():
+            return look(bench, line, source)
+
+
+def show(rows: Sequence[Outcome]) -> None:
+    """The table, as wide as its words where stdout is a file."""
+    table = Table("line", "measured", "bound", "verdict", title="ckptcore benchmarks")
+    words = {True: "ok", False: "[red]FAIL[/red]", None: "not judged"}
+    for row in rows:
+        table.add_row(row.line, row.measured, row.bound, words[row.ok])
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="REGEX", help="lines whose name it matches")
+    parser.add_argument("--list", action="store_true", help="print the names of the lines")
+    parser.add_argument("--runs", type=int, help="rounds of a race (default 5; quick: 1)")
+    parser.add_argument(
+        "--quick", action="store_true", help="sources 256 times smaller; bounds are not judged"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--keep", action="store_true", help="keep the sources, and use kept ones")
+    parser.add_argument("--ckptcore", type=Path, default=Path(sys.executable).with_name("ckptcore"))
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the chosen lines; 1 where one of them fails."""
+    args = arguments()
+    lines = [line for line in LINES if re.search(args.only, line.name)]
+    if args.list:
+        print("\n".join(line.name for line in lines))
+        return 0
+    if not lines:
+        say(f"no line matches {args.only!r}")
+        return 2
+    # A terminated run must clean up as an interrupted one does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    scale = QUICK_SCALE if args.quick else 1
+    with folders({"disk": args.disk, "ram": args.ram}, scale, args.keep) as places:
+        bench = Bench(
+            ckptcore=args.ckptcore,
+            places=places,
+            runs=args.runs or (1 if args.quick else 5),
+            scale=scale,
+            judged=not args.quick,
+            keep=args.keep,
+            env=os.environ | {"CKPTCORE_CATALOG_URL": f"sqlite:///{places['disk']}/catalog.db"},
+        )
+        # The catalog's tables are made once, not inside the first timed run.
+        try:
+            call([str(bench.ckptcore), "catalog", "upgrade"], bench.env)
+        except CommandError as error:
+            say(str(error))
+            return 1
+        load = os.getloadavg()
+        rows = list(outcomes(bench, lines))
+        rows += spreads(bench, rows)
+    show(rows)
+    machine = {
+        "cpus": os.cpu_count(),
+        "machine": platform.platform(),
+        "python": platform.python_version(),
+        "load_before": load,
+        "load_after": os.getloadavg(),
+        "runs": bench.runs,
+    }
+    say(", ".join(f"{key} {value}" for key, value in machine.items()))
+    if args.json:
+        lines_json = [asdict(row) for row in rows]
+        args.json.write_text(json.dumps({"machine": machine, "lines": lines_json}, indent=1))
+    return 1 if any(row.ok is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

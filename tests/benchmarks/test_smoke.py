@@ -1,0 +1,119 @@
+"""Do the benchmarks measure what they say? Small sources, one run; times are not judged here."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCE, SCALE = "col-2gb", "64"
+
+
+def program(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run one of the programs here to its end."""
+    argv = [sys.executable, str(HERE / name), *map(str, args)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that 8 gloo processes saved."""
+    folder = tmp_path_factory.mktemp("saved") / "ckpt"
+    made = program("make_ckpt.py", SOURCE, folder, "--scale", SCALE)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def test_one_process_in_turn_writes_the_bytes_of_a_real_job(saved: Path, tmp_path: Path) -> None:
+    made = program("make_ckpt.py", SOURCE, tmp_path / "turn", "--scale", SCALE, "--in-turn")
+    assert made.returncode == 0, made.stderr
+    names = sorted(path.name for path in saved.iterdir())
+    assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(8))]
+    # .metadata holds the folder's path and a random id; the rest of it is what torch's loader
+    # needs to find these bytes, which the peers of the next tests do.
+    _, different, missing = filecmp.cmpfiles(saved, tmp_path / "turn", names[1:], shallow=False)
+    assert (different, missing) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("peer", "suffix"), [("dcp_to_torch_save", ".pt"), ("load_and_save_file", ".safetensors")]
+)
+def test_peers_convert_and_verify_sees_one_flipped_bit(
+    saved: Path, tmp_path: Path, peer: str, suffix: str
+) -> None:
+    out = tmp_path / f"out{suffix}"
+    converted = program("peers.py", peer, saved, out)
+    assert converted.returncode == 0, converted.stderr
+    good = program("verify.py", SOURCE, out, "--scale", SCALE)
+    assert good.returncode == 0, good.stderr
+
+    content = bytearray(out.read_bytes())
+    content[len(content) // 2] ^= 1
+    out.write_bytes(content)
+    bad = program("verify.py", SOURCE, out, "--scale", SCALE)
+    assert bad.returncode == 1
+    assert "bits differ" in bad.stderr
+
+
+def test_memory_counts_what_a_grandchild_holds() -> None:
+    hold = "import time; held = b'x' * (200 << 20); time.sleep(0.5)"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+    measured = program("memory.py", "--", sys.executable, "-c", child)
+    peak_mib = json.loads(measured.stdout)["peak_bytes"] / (1 << 20)
+    assert 200 < peak_mib < 260
+
+
+def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    from lines import LINES, AtMost, Faster
+    from make_ckpt import SOURCES
+
+    assert Faster("ours", "peer", 2.0).holds({"ours": 1.0, "peer": 2.0})
+    assert not Faster("ours", "peer", 2.0).holds({"ours": 1.0, "peer": 1.99})
+    assert AtMost("ours", "cp", 1.5, plus=1.0).holds({"ours": 4.0, "cp": 2.0})
+    assert not AtMost("ours", "cp", 1.5, plus=1.0).holds({"ours": 4.1, "cp": 2.0})
+
+    assert len({line.name for line in LINES}) == len(LINES)
+    assert {line.source for line in LINES} == set(SOURCES)
+
+
+def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> None:
+    ran = program(
+        "run.py",
+        *("--quick", "--ram", tmp_path / "ram", "--disk", tmp_path / "disk"),
+        *("--json", tmp_path / "figures.json"),
+        *("--only", "^(inspect|ram)/row-2gb|^memory/row-2gb/safetensors/workers-1"),
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = json.loads((tmp_path / "figures.json").read_text())["lines"]
+    assert [row["line"] for row in rows] == [
+        "inspect/row-2gb",
+        "inspect/row-2gb: imports",
+        "ram/row-2gb: ckptcore",
+        "ram/row-2gb: ckptcore",
+        "memory/row-2gb/safetensors/workers-1",
+        "memory: same peak, safetensors",
+    ]
+    assert rows[2]["data"]["figure"] > 0
+    assert rows[4]["data"]["peak_bytes"] > 50 << 20
+    assert not any((tmp_path / "ram").iterdir())
+    assert not any((tmp_path / "disk").iterdir())
+
+
+def test_a_command_that_fails_fails_its_line_and_the_run(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text('#!/bin/sh\n[ "$1" = catalog ] || { echo "no such verb" >&2; exit 2; }\n')
+    broken.chmod(0o755)
+    ran = program(
+        "run.py",
+        *("--quick", "--ram", tmp_path / "ram", "--disk", tmp_path / "disk"),
+        *("--ckptcore", broken, "--only", "^inspect/"),
+    )
+    assert ran.returncode == 1
+    assert "no such verb" in ran.stdout
+    assert not any((tmp_path / "ram").iterdir())

@@ -1,0 +1,117 @@
+"""Verification: does a converted checkpoint hold the bits that were saved?
+
+The truth is made again from the source's name (make_ckpt.shard), so neither torch's loader nor the
+converter is trusted; each tensor is read by the loader of the output's own format (safetensors or
+`torch.load`). Every name, shape, dtype and bit is compared, one tensor at a time.
+
+    python verify.py row-2gb OUT [--scale 16] [--dtype bf16]
+
+Peak memory: a few times the largest tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from make_ckpt import SOURCES, Source, shard
+from safetensors import safe_open
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def truth(source: Source, index: int) -> torch.Tensor:
+    """Tensor ``index`` as it was before it was sharded."""
+    dim = source.sharded_dim(index)
+    if dim is None:
+        return shard(source, index, 0)
+    return torch.cat([shard(source, index, rank) for rank in range(source.ranks)], dim)
+
+
+@contextmanager
+def opened(output: Path) -> Iterator[dict[str, Callable[[], torch.Tensor]]]:
+    """The tensors of a safetensors file or Hugging Face folder, or of a torch.save file, by name.
+
+    Raises ValueError for a file that the index names but that lacks the tensor.
+    """
+    if output.suffix == ".pt":
+        yield dict(_flat(torch.load(output, mmap=True, weights_only=True)))
+        return
+    with ExitStack() as stack:
+        tensors: dict[str, Callable[[], torch.Tensor]] = {}
+        for path, names in _safetensors_files(output).items():
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            held = set(file.keys())
+            if names is not None and names != held:
+                raise ValueError(f"{path} and the index differ in {sorted(names ^ held)[:3]}")
+            tensors |= {name: lambda f=file, n=name: f.get_tensor(n) for name in held}
+        yield tensors
+
+
+def _safetensors_files(output: Path) -> dict[Path, set[str] | None]:
+    """Each file and the names that an index gives it; None where there is no index."""
+    if output.is_file():
+        return {output: None}
+    index = output / "model.safetensors.index.json"
+    if not index.exists():
+        return {output / "model.safetensors": None}
+    files: dict[Path, set[str] | None] = {}
+    for name, file in json.loads(index.read_text())["weight_map"].items():
+        files.setdefault(output / file, set()).add(name)  # type: ignore[union-attr]  # never None
+    return files
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Callable[[], Any]]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, lambda v=value: v
+
+
+def differences(source: Source, output: Path, dtype: str | None) -> Iterator[str]:
+    """One line for each tensor that is missing, unexpected or unequal."""
+    names = [name for name, _ in source.tensors]
+    with opened(output) as tensors:
+        # A whole state dict has its "model" part under that name, a model's file has not.
+        whole = {f"model.{name}" for name in names} == set(tensors)
+        prefix = "model." if whole else ""
+        yield from (f"{n}: unexpected" for n in sorted(set(tensors) - {prefix + n for n in names}))
+        for index, name in enumerate(names):
+            if prefix + name not in tensors:
+                yield f"{name}: missing"
+                continue
+            want = truth(source, index)
+            if dtype is not None:
+                want = want.to(_DTYPES[dtype])
+            got = tensors[prefix + name]()
+            if got.shape != want.shape or got.dtype != want.dtype:
+                yield f"{name}: {got.dtype} {tuple(got.shape)} where {want.dtype} {want.shape}"
+            elif not torch.equal(got.contiguous().view(torch.uint8), want.view(torch.uint8)):
+                yield f"{name}: bits differ"
+
+
+def main() -> int:
+    """Print the differences; exit status 1 when there are any."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", choices=SOURCES)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument("--dtype", choices=_DTYPES, help="the cast that was asked for")
+    args = parser.parse_args()
+    found = list(differences(SOURCES[args.source](args.scale), args.output, args.dtype))
+    for line in found[:20]:
+        print(line, file=sys.stderr)
+    if found:
+        print(f"{args.output}: {len(found)} tensors differ from the source", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
