@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import ckptcore
 from ckptcore.errors import FINDINGS, error_classes
 from ckptcore.formats import FORMATS, KNOWN
 
@@ -25,32 +28,35 @@ def tables() -> dict[str, str]:
 
 def formats() -> str:
     """The support matrix, then the names that are recognised only to be refused."""
-    columns = ("reads", "writes", "checksums", "partial", "objects")
     rows = [
         (
             f"`{fmt.name}`",
             fmt.title,
             fmt.recognised_by,
-            *("yes" if getattr(fmt.abilities, column) else "no" for column in columns),
+            said(fmt.abilities.reads),
+            said(fmt.abilities.writes),
+            fmt.abilities.checksums,
+            said(fmt.abilities.objects),
         )
         for fmt in FORMATS
     ]
-    head = ("format", "what it is", "recognised by", "reads", "writes", "checksums")
-    known = ", ".join(sorted(KNOWN))
-    return (
-        table((*head, "partial reads", "objects"), rows)
-        + f"\nRecognised by name and refused, with the reason: {known}.\n"
-    )
+    head = ("format", "what it is", "recognised by", "read", "write", "own checksums", "objects")
+    refused = "".join(f"- `{known.name}`: {known.title}\n" for known in KNOWN)
+    return table(head, rows) + f"\nRecognised by name, and refused with the next step:\n\n{refused}"
 
 
 def errors() -> str:
     """Every error class in the order of exit codes."""
+    # A class may stand beside its one user; it exists once that module is imported.
+    for module in pkgutil.walk_packages(ckptcore.__path__, "ckptcore."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     rows = [
         (
             str(cls.exit_code),
             f"`{cls.code}`",
             (cls.__doc__ or "").strip().splitlines()[0],
-            "yes" if cls.transient else "no",
+            said(cls.transient),
             cls.default_hint,
         )
         for cls in error_classes()
@@ -77,6 +83,10 @@ def escaped(cell: str) -> str:
     return cell.replace("|", "\\|")
 
 
+def said(ability: bool) -> str:
+    return "yes" if ability else "no"
+
+
 def filled(text: str) -> str:
     """The text with every marked table made anew.
 
@@ -86,7 +96,7 @@ def filled(text: str) -> str:
     marked = [match[1] for match in SLOT.finditer(text)]
     if sorted(marked) != sorted(made):
         raise ValueError(f"README marks the tables {marked}, the code makes {sorted(made)}")
-    return SLOT.sub(lambda match: f"{match[1]}{match[2]}{made[match[1]]}", text)
+    return SLOT.sub(lambda match: f"{match[1]}{match[2]}\n{made[match[1]]}\n", text)
 
 
 def main() -> int:

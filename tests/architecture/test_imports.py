@@ -17,9 +17,10 @@ def imported(*arguments: str) -> set[str]:
     """Top-level packages that `python -m ckptcore ARGUMENTS` imports, as the interpreter saw it."""
     command = [sys.executable, "-X", "importtime", "-m", "ckptcore", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
-    return {line.split("|")[-1].strip().split(".")[0] for line in lines}
+    lines = done.stderr.splitlines()
+    words = [line for line in lines if not line.startswith("import time:")]
+    assert done.returncode == 0, done.stdout + "\n".join(words)
+    return {line.split("|")[-1].strip().split(".")[0] for line in lines if line not in words}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -48,21 +49,16 @@ def test_file_names_shadow_no_module(folder: str) -> None:
 
 
 def test_python_files_are_small() -> None:
-    sizes = {
-        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for top in TOP
-        for path in (ROOT / top).rglob("*.py")
-    }
-    assert sizes
-    assert {path: lines for path, lines in sizes.items() if lines > 350} == {}
+    # 350 lines is the aim; past 400 a file has two questions.
+    sizes = {str(path.relative_to(ROOT)): text.count("\n") for path, text in sources()}
+    assert {path: lines for path, lines in sizes.items() if lines > 400} == {}
 
 
 def test_modules_open_with_their_question() -> None:
     silent = [
         str(path.relative_to(ROOT))
-        for top in TOP
-        for path in (ROOT / top).rglob("*.py")
-        if "?" not in path.read_text(encoding="utf-8").split('"""')[1]
+        for path, text in sources()
+        if "?" not in (ast.get_docstring(ast.parse(text)) or "")
     ]
     assert silent == []
 
@@ -87,6 +83,17 @@ def test_wheel_holds_library_flows_and_migrations(tmp_path: Path) -> None:
     } <= names
     # Anything else at the top would land beside the user's own packages.
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(TOP)
+
+
+def sources() -> list[tuple[Path, str]]:
+    """Path and text of every Python file that is not empty, of the three packages."""
+    found = [
+        (path, path.read_text(encoding="utf-8"))
+        for top in TOP
+        for path in (ROOT / top).rglob("*.py")
+    ]
+    assert found
+    return [(path, text) for path, text in found if text.strip()]
 
 
 def test_constraints_pin_every_dependency() -> None:
