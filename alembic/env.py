@@ -1,0 +1,45 @@
+"""Alembic's way in: which database do the scripts run on, inside which transaction?
+
+`ckptcore catalog upgrade` hands its own connection over; the `alembic` command opens the
+catalog of CKPTCORE_CATALOG_URL (or the default one) in the same way. Migrations run in one
+transaction with foreign keys off, and the keys are checked before it commits.
+"""
+
+from alembic import context
+
+from ckptcore.catalog import default_url
+from ckptcore.catalog.database import parse
+from ckptcore.catalog.migrate import migrating
+from ckptcore.catalog.models import Base, UtcDateTime
+
+
+def render_item(kind, item, _context):
+    """Migrations spell times plainly: they must outlive the classes of today."""
+    if kind == "type" and isinstance(item, UtcDateTime):
+        return "sa.DateTime(timezone=True)"
+    return False
+
+
+OPTIONS = {
+    "target_metadata": Base.metadata,
+    "render_as_batch": True,  # SQLite can alter hardly anything in place
+    "compare_type": True,
+    "render_item": render_item,
+}
+
+
+def run(connection):
+    context.configure(connection=connection, **OPTIONS)
+    context.run_migrations()
+
+
+given = context.config.attributes.get("connection")
+if context.is_offline_mode():
+    context.configure(url=parse(default_url()), literal_binds=True, **OPTIONS)
+    with context.begin_transaction():
+        context.run_migrations()
+elif given is not None:
+    run(given)
+else:
+    with migrating(default_url()) as own:
+        run(own)

@@ -1,0 +1,251 @@
+"""Recording checkpoints: which row is it, what stood there before, and what is known against it?
+
+Every function works inside the writer's transaction that it is given: nobody else writes
+meanwhile, so reading a row and changing it is safe.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import bindparam, delete, insert, select, update
+
+from ckptcore.catalog.models import (
+    Checkpoint,
+    CheckpointFile,
+    FindingRecord,
+    Tag,
+    Tensor,
+    TrainingRun,
+)
+from ckptcore.catalog.text import clean, clean_json, hex_digest, normal_uri
+from ckptcore.catalog.values import LEVELS, CheckpointFacts, Kind, State
+from ckptcore.errors import Finding, UsageError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+
+def put_checkpoint(
+    conn: Connection, now: datetime, facts: CheckpointFacts, kind: Kind
+) -> tuple[int, str]:
+    """The row of what stands at `facts.uri`: found again or new; (row id, public id).
+
+    A row is one content at one URI. The same manifest with other file digests is other content.
+    All other rows of the URI are marked as replaced.
+    """
+    uri, manifest = normal_uri(facts.uri), hex_digest(facts.manifest_digest)
+    files = [(clean(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.files]
+    content = content_digest(files)
+    known = select(
+        Checkpoint.id, Checkpoint.uuid, Checkpoint.content_digest, Checkpoint.state,
+        Checkpoint.run_id, Checkpoint.step,
+    ).where(Checkpoint.uri == uri, Checkpoint.manifest_digest == manifest)  # fmt: skip
+    same = conn.execute(
+        known.order_by(Checkpoint.replaced_at.is_not(None), Checkpoint.id.desc())
+    ).all()
+    if content:
+        # Known content fills the unknown; unknown content is taken for what is known to be there.
+        same = [row for row in same if row.content_digest == content] or [
+            row for row in same if not row.content_digest
+        ]
+    run = _run(conn, now, facts.run)
+    if same:
+        row = same[0]
+        changes: dict[str, Any] = {"replaced_at": None}
+        if row.state == State.REPLACED:
+            changes["state"] = State.PRESENT.value
+        if kind is Kind.DERIVED:
+            changes["kind"] = kind.value
+        if run is not None and row.run_id is None:
+            changes["run_id"] = run
+        if facts.step is not None and row.step is None:
+            changes["step"] = facts.step
+        if content and not row.content_digest:
+            changes |= {"content_digest": content, "num_files": len(files)}
+            conn.execute(delete(CheckpointFile).where(CheckpointFile.checkpoint_id == row.id))
+            _put_files(conn, row.id, files)
+        conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(changes))
+        checkpoint, public = row.id, row.uuid
+    else:
+        public = str(uuid.uuid4())
+        checkpoint = conn.execute(
+            insert(Checkpoint)
+            .values(
+                uuid=public,
+                run_id=run,
+                kind=kind.value,
+                format=facts.format,
+                uri=uri,
+                state=State.PRESENT.value,
+                step=facts.step,
+                total_bytes=facts.nbytes,
+                num_tensors=len(facts.tensors),
+                num_files=len(files),
+                dtypes=",".join(_dtypes(facts)),
+                manifest_digest=manifest,
+                content_digest=content,
+                origin=clean_json(facts.origin),
+                created_at=now,
+            )
+            .returning(Checkpoint.id)
+        ).scalar_one()
+        _put_files(conn, checkpoint, files)
+        _put_tensors(conn, checkpoint, facts.tensors)
+    conn.execute(
+        update(Checkpoint)
+        .where(
+            Checkpoint.uri == uri,
+            Checkpoint.id != checkpoint,
+            Checkpoint.state != State.REPLACED.value,
+        )
+        .values(state=State.REPLACED.value, replaced_at=now)
+    )
+    return checkpoint, public
+
+
+def note_findings(
+    conn: Connection, now: datetime, findings: Iterable[Finding], *, checkpoint: int | None,
+    conversion: int | None, level: str | None,
+) -> None:  # fmt: skip
+    """Write what was found, close what a check of `level` no longer finds, and settle the state.
+
+    level: the deepest level that was checked in full; None closes nothing.
+    A finding that a later check repeats stays one row; a conversion always gets rows of its own.
+    """
+    told = {_identity(f.code, f.level, clean(f.message), _clean(f.fqn), _clean(f.file)): f
+            for f in findings}  # fmt: skip
+    if checkpoint is not None:
+        closed = []
+        for row in _open_findings(conn, checkpoint):
+            same = _identity(row.code, row.level, row.message, row.fqn, row.file)
+            if same in told and conversion is None:
+                del told[same]
+            elif same in told or _depth(row.level) <= _depth(level):
+                closed.append({"row": row.id})
+        if closed:
+            conn.execute(
+                update(FindingRecord)
+                .where(FindingRecord.id == bindparam("row"))
+                .values(resolved_at=now),
+                closed,
+            )
+    rows = [
+        {"checkpoint_id": checkpoint, "conversion_id": conversion, "code": f.code,
+         "level": f.level, "severity": f.severity, "message": clean(f.message),
+         "fqn": _clean(f.fqn), "file": _clean(f.file), "hint": clean(f.hint), "found_at": now}
+        for f in told.values()
+    ]  # fmt: skip
+    if rows:
+        conn.execute(insert(FindingRecord), rows)
+    if checkpoint is not None:
+        _settle(conn, now, checkpoint, level)
+
+
+def set_tag(conn: Connection, now: datetime, checkpoint: int, key: str, value: str | None) -> None:
+    """Put, change or (value None) remove a tag."""
+    if not key or key != key.strip():
+        raise UsageError(f"{key!r} cannot be the key of a tag", hint="give a word without blanks")
+    conn.execute(delete(Tag).where(Tag.checkpoint_id == checkpoint, Tag.key == clean(key)))
+    if value is not None:
+        conn.execute(
+            insert(Tag).values(
+                checkpoint_id=checkpoint, key=clean(key), value=clean(value), updated_at=now
+            )
+        )
+
+
+def content_digest(files: Sequence[tuple[str, int, str | None]]) -> str:
+    """BLAKE3 over paths, sizes and digests, in the order of paths; '' unless all are known."""
+    if not files or any(digest is None for _, _, digest in files):
+        return ""
+    import blake3
+
+    listing = json.dumps(sorted(files), ensure_ascii=True, separators=(",", ":"))
+    return blake3.blake3(listing.encode()).hexdigest()
+
+
+def _put_files(
+    conn: Connection, checkpoint: int, files: Sequence[tuple[str, int, str | None]]
+) -> None:
+    rows = [
+        {"checkpoint_id": checkpoint, "path": path, "nbytes": nbytes, "digest": digest}
+        for path, nbytes, digest in files
+    ]
+    if rows:
+        conn.execute(insert(CheckpointFile), rows)
+
+
+def _put_tensors(
+    conn: Connection, checkpoint: int, tensors: Sequence[tuple[str, str, Sequence[int], int]]
+) -> None:
+    rows = [
+        {"checkpoint_id": checkpoint, "fqn": clean(fqn), "dtype": dtype,
+         "shape": json.dumps([int(n) for n in shape]), "nbytes": nbytes}
+        for fqn, dtype, shape, nbytes in tensors
+    ]  # fmt: skip
+    if rows:
+        conn.execute(insert(Tensor), rows)
+
+
+def _dtypes(facts: CheckpointFacts) -> list[str]:
+    total: dict[str, int] = defaultdict(int)
+    for _, dtype, _, nbytes in facts.tensors:
+        total[dtype] += nbytes
+    return sorted(total, key=lambda dtype: (-total[dtype], dtype))
+
+
+def _run(conn: Connection, now: datetime, name: str | None) -> int | None:
+    if name is None:
+        return None
+    found = conn.execute(select(TrainingRun.id).where(TrainingRun.name == clean(name))).scalar()
+    if found is not None:
+        return found
+    return conn.execute(
+        insert(TrainingRun).values(name=clean(name), created_at=now).returning(TrainingRun.id)
+    ).scalar_one()
+
+
+def _settle(conn: Connection, now: datetime, checkpoint: int, level: str | None) -> None:
+    """State and proof follow from the findings that are open now."""
+    codes = {row.code for row in _open_findings(conn, checkpoint) if row.severity == "error"}
+    changes: dict[str, Any]
+    if codes:
+        state = State.INCOMPLETE if "not-complete" in codes else State.DAMAGED
+        changes = {"state": state.value, "verified_at": None, "verified_level": None}
+    else:
+        changes = {"state": State.PRESENT.value}
+        before = conn.execute(
+            select(Checkpoint.verified_level).where(Checkpoint.id == checkpoint)
+        ).scalar_one()
+        # A shallow look does not take back what a deeper one has proven.
+        if level is not None and _depth(level) >= _depth(before):
+            changes |= {"verified_at": now, "verified_level": level}
+    conn.execute(update(Checkpoint).where(Checkpoint.id == checkpoint).values(changes))
+
+
+def _open_findings(conn: Connection, checkpoint: int) -> Sequence[Any]:
+    return conn.execute(
+        select(FindingRecord).where(
+            FindingRecord.checkpoint_id == checkpoint, FindingRecord.resolved_at.is_(None)
+        )
+    ).all()
+
+
+def _identity(*parts: str | None) -> tuple[str | None, ...]:
+    return parts
+
+
+def _clean(text: str | None) -> str | None:
+    return None if text is None else clean(text)
+
+
+def _depth(level: str | None) -> int:
+    if level is None:
+        return -1
+    return LEVELS.index(level) if level in LEVELS else len(LEVELS)

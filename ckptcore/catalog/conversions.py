@@ -1,0 +1,188 @@
+"""Recording conversions: what is written when one begins, succeeds, fails, or a check ends?
+
+Every function works inside the writer's transaction that it is given: nobody else writes
+meanwhile, so reading a row and changing it is safe.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import func, insert, select, update
+
+from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
+from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
+from ckptcore.catalog.text import clean, clean_json, normal_uri
+from ckptcore.catalog.values import CheckpointFacts, Direction, Kind, Outcome
+from ckptcore.errors import CatalogError, Finding, UsageError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+
+def begin_conversion(
+    conn: Connection, now: datetime, request: Mapping[str, Any], *, source_uri: str,
+    destination_uri: str, verb: str, tool_version: str, flow_run_id: str | None,
+) -> str:  # fmt: skip
+    """A new running conversion; its id."""
+    new = str(uuid.uuid4())
+    conn.execute(
+        insert(Conversion).values(
+            uuid=new,
+            verb=verb,
+            state=Outcome.RUNNING.value,
+            source_uri=normal_uri(source_uri),
+            destination_uri=normal_uri(destination_uri),
+            request=clean_json(request),
+            tool_version=tool_version,
+            flow_run_id=flow_run_id,
+            started_at=now,
+            timings="{}",
+        )
+    )
+    return new
+
+
+def succeed(
+    conn: Connection, now: datetime, conversion: str, *, source: CheckpointFacts,
+    derived: CheckpointFacts, plan_digest: str, bytes_in: int, bytes_out: int,
+    peak_memory: int | None, timings: Mapping[str, float], findings: Iterable[Finding],
+) -> str:  # fmt: skip
+    """Both checkpoints, the edge between them, and the end of the conversion; the derived's id.
+
+    Told twice (a retried task), the second time changes nothing.
+    """
+    row = _conversion(conn, conversion)
+    if row.state == Outcome.SUCCEEDED:
+        return _output_of(conn, row.id)
+    source_id, _ = put_checkpoint(conn, now, source, Kind.SOURCE)
+    derived_id, derived_uuid = put_checkpoint(conn, now, derived, Kind.DERIVED)
+    _link(conn, row.id, {(source_id, Direction.IN), (derived_id, Direction.OUT)})
+    note_findings(
+        conn, now, findings, checkpoint=source_id, conversion=row.id, level=source.verified
+    )
+    note_findings(conn, now, (), checkpoint=derived_id, conversion=row.id, level=derived.verified)
+    _inherit(conn, source_id, derived_id)
+    conn.execute(
+        update(Conversion)
+        .where(Conversion.id == row.id)
+        .values(
+            state=Outcome.SUCCEEDED.value,
+            ended_at=now,
+            plan_digest=plan_digest,
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            peak_memory=peak_memory,
+            timings=clean_json(timings),
+            error_code=None,
+            error_message=None,
+        )
+    )
+    # Runs that were killed say nothing. Only one can hold a destination, and this one has just
+    # published there: whoever began before it and still "runs" is gone.
+    conn.execute(
+        update(Conversion)
+        .where(
+            Conversion.destination_uri == row.destination_uri,
+            Conversion.state == Outcome.RUNNING.value,
+            Conversion.id < row.id,
+        )
+        .values(
+            state=Outcome.FAILED.value,
+            ended_at=now,
+            error_code="interrupted",
+            error_message=f"ended without a word; {conversion} wrote the destination",
+        )
+    )
+    return derived_uuid
+
+
+def fail(
+    conn: Connection, now: datetime, conversion: str, *, code: str, message: str,
+    findings: Iterable[Finding], source: CheckpointFacts | None,
+) -> None:  # fmt: skip
+    """The end of a conversion that published nothing."""
+    row = _conversion(conn, conversion)
+    if row.state == Outcome.SUCCEEDED:
+        raise CatalogError(
+            f"conversion {conversion} is recorded as succeeded and cannot fail any more",
+            hint="begin a new conversion for a new attempt",
+        )
+    source_id = None
+    if source is not None:
+        source_id, _ = put_checkpoint(conn, now, source, Kind.SOURCE)
+        _link(conn, row.id, {(source_id, Direction.IN)})
+    level = source.verified if source else None
+    note_findings(conn, now, findings, checkpoint=source_id, conversion=row.id, level=level)
+    conn.execute(
+        update(Conversion)
+        .where(Conversion.id == row.id)
+        .values(
+            state=Outcome.FAILED.value,
+            ended_at=now,
+            error_code=code,
+            error_message=clean(message),
+        )
+    )
+
+
+def record_validation(
+    conn: Connection, now: datetime, facts: CheckpointFacts, findings: Iterable[Finding], level: str
+) -> str:
+    """What a check of `level` found; the checkpoint's id. It closes what it no longer finds."""
+    checkpoint, public = put_checkpoint(conn, now, facts, Kind.SOURCE)
+    note_findings(conn, now, findings, checkpoint=checkpoint, conversion=None, level=level)
+    return public
+
+
+def _conversion(conn: Connection, conversion: str) -> Any:
+    row = conn.execute(
+        select(Conversion.id, Conversion.state, Conversion.destination_uri)
+        .where(Conversion.uuid == conversion)
+        .with_for_update()
+    ).first()
+    if row is None:
+        raise UsageError(f"the catalog has no conversion {conversion}", hint="begin it first")
+    return row
+
+
+def _output_of(conn: Connection, conversion: int) -> str:
+    return conn.execute(
+        select(Checkpoint.uuid)
+        .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
+        .where(
+            ConversionIO.conversion_id == conversion,
+            ConversionIO.direction == Direction.OUT.value,
+        )
+    ).scalar_one()
+
+
+def _inherit(conn: Connection, source: int, derived: int) -> None:
+    """What is made from a step of a run belongs to it, unless it says otherwise."""
+    made_from = select(Checkpoint).where(Checkpoint.id == source).subquery()
+    conn.execute(
+        update(Checkpoint)
+        .where(Checkpoint.id == derived)
+        .values(
+            run_id=func.coalesce(Checkpoint.run_id, select(made_from.c.run_id).scalar_subquery()),
+            step=func.coalesce(Checkpoint.step, select(made_from.c.step).scalar_subquery()),
+        )
+    )
+
+
+def _link(conn: Connection, conversion: int, ends: set[tuple[int, Direction]]) -> None:
+    known = conn.execute(
+        select(ConversionIO.checkpoint_id, ConversionIO.direction).where(
+            ConversionIO.conversion_id == conversion
+        )
+    ).all()
+    rows = [
+        {"conversion_id": conversion, "checkpoint_id": checkpoint, "direction": direction.value}
+        for checkpoint, direction in sorted(ends)
+        if (checkpoint, direction.value) not in {tuple(row) for row in known}
+    ]
+    if rows:
+        conn.execute(insert(ConversionIO), rows)

@@ -1,0 +1,258 @@
+"""Opening the catalog: which database, with which habits, and is its schema the one we know?
+
+1. `parse` makes a SQLAlchemy URL of what the user gave.
+2. `engine_for` gives SQLite the habits a catalog needs: transactions that hold from the first
+   read on, a patient wait for other writers, foreign keys.
+3. `connect` looks at the schema's revision, makes a fresh SQLite database, refuses all others.
+
+Alembic is not imported here: on every run the schema is normally at `HEAD` already.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from sqlalchemy import Connection, Engine, create_engine, event, exc, inspect
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.pool import NullPool, Pool, StaticPool
+
+from ckptcore.catalog.models import Base
+from ckptcore.errors import CatalogError, MissingDependency
+
+# The revisions in alembic/versions, oldest first; a test compares the two.
+REVISIONS = ("0001",)
+HEAD = REVISIONS[-1]
+
+WAIT_MS = 30_000  # for another writer; measured waits of 8 busy writers stay below one second
+
+# What makes a transaction a writer from its first statement on. SQLite's default begins as a
+# reader: two processes read the same row, both write, and one update is lost.
+WRITER_BEGIN = {
+    "sqlite": "BEGIN IMMEDIATE",
+    "postgresql": "SELECT pg_advisory_xact_lock(7163384699)",  # any constant: one writer at a time
+}
+READER_BEGIN = {"sqlite": "BEGIN"}
+READER = "ckptcore_reader"  # execution option of connections that only read
+
+# Write-ahead logging needs memory shared by all users of the file: one machine only.
+SHARED_FILE_SYSTEMS = (
+    "nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs", "fuse",
+)  # fmt: skip
+
+_STAMP = "CREATE TABLE IF NOT EXISTS alembic_version (version_num VARCHAR(32) NOT NULL, \
+CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
+
+
+def default_url() -> str:
+    """``CKPTCORE_CATALOG_URL``, or a SQLite file in the user-data folder of the platform."""
+    given = os.environ.get("CKPTCORE_CATALOG_URL")
+    return given or str(platformdirs.user_data_path("ckptcore") / "catalog.sqlite")
+
+
+def connect(url: str, *, create: bool) -> Engine:
+    """An engine on the catalog at `url` with the schema at `HEAD`. Raises as `open_catalog`."""
+    parsed = parse(url)
+    path = sqlite_path(parsed)
+    shown = parsed.render_as_string(hide_password=True)
+    if path is not None:
+        if not create and not path.exists():
+            raise CatalogError(
+                f"there is no catalog at {path}",
+                hint="the first conversion makes it; name another with --catalog URL",
+                url=shown,
+            )
+        if create:
+            make_folder(path.parent)
+    engine = engine_for(parsed)
+    try:
+        with translated(shown):
+            _ensure_head(engine, shown, create)
+    except BaseException:
+        engine.dispose()
+        raise
+    return engine
+
+
+def parse(url: str) -> URL:
+    """The URL of the catalog; a bare path is a SQLite file. Raises `CatalogError`."""
+    if "://" not in url:
+        return URL.create("sqlite", database=os.path.abspath(os.path.expanduser(url)))
+    try:
+        return make_url(url)
+    except (exc.ArgumentError, ValueError) as error:
+        raise CatalogError(
+            "the catalog's URL cannot be read",  # not shown: it may hold a password
+            hint="use a path, sqlite:////absolute/path or postgresql+psycopg://user@host/database",
+        ) from error
+
+
+def sqlite_path(url: URL) -> Path | None:
+    """The file of a SQLite URL; None for other servers and for databases in memory."""
+    name = url.database
+    if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
+        return None
+    return Path(name)
+
+
+def make_folder(folder: Path) -> None:
+    """The folder of a SQLite file. Raises `CatalogError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CatalogError(
+            f"the catalog's folder {folder} cannot be made: {error.strerror}",
+            hint="name another place with CKPTCORE_CATALOG_URL, or pass --no-catalog",
+        ) from error
+
+
+def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
+    """An engine with the habits of this module.
+
+    foreign_keys: off for migrations only: SQLite changes a table by dropping and rebuilding it,
+        and the drop would delete or refuse its children.
+    """
+    sqlite = url.get_backend_name() == "sqlite"
+    # A SQLite connection opens in a millisecond and must not be carried over a fork. A database
+    # in memory lives as long as its one connection.
+    pool: type[Pool] | None = None
+    options: dict[str, Any] = {"pool_pre_ping": True}
+    if sqlite:
+        path = sqlite_path(url)
+        pool, options = (StaticPool if path is None else NullPool), {}
+        options["connect_args"] = {"check_same_thread": False}
+    try:
+        engine = create_engine(url, poolclass=pool, **options)
+    except (exc.NoSuchModuleError, ModuleNotFoundError) as error:
+        raise MissingDependency(
+            f"no driver for {url.drivername} is installed: {error}",
+            hint="install it beside ckptcore, for example psycopg for postgresql+psycopg://",
+        ) from error
+    if sqlite:
+        journal = "WAL" if path is None else journal_mode(path)
+
+        @event.listens_for(engine, "connect")
+        def _habits(connection: Any, _record: Any) -> None:
+            connection.isolation_level = None  # or the driver would begin where it sees fit
+            connection.execute(f"PRAGMA busy_timeout={WAIT_MS}")
+            _set_journal(connection, journal)
+            # A commit may be lost when the machine loses power, but never torn: the truth lies
+            # beside the checkpoints.
+            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        reader = connection.get_execution_options().get(READER, False)
+        statement = (READER_BEGIN if reader else WRITER_BEGIN).get(connection.dialect.name)
+        if statement:
+            connection.exec_driver_sql(statement)
+
+    return engine
+
+
+@contextmanager
+def translated(url: str) -> Iterator[None]:
+    """Raise `CatalogError` for what the database says, without statement and parameters."""
+    try:
+        yield
+    except exc.SQLAlchemyError as error:
+        said = getattr(error, "orig", None) or error
+        raise CatalogError(
+            f"the catalog cannot be used: {str(said).strip()}",
+            hint="check the path, its permissions and the free space, or pass --no-catalog",
+            url=url,
+        ) from error
+
+
+def journal_mode(path: Path, mounts: str | None = None) -> str:
+    """WAL on a local file system, DELETE where several machines may share the file.
+
+    mounts: the text of /proc/self/mounts; read when None.
+    """
+    if mounts is None:
+        table = Path("/proc/self/mounts")
+        mounts = table.read_text(errors="replace") if table.exists() else ""
+    folder = os.path.realpath(path.parent)
+    best, kind = "", ""
+    for line in mounts.splitlines():
+        words = line.split()
+        if len(words) < 3:
+            continue
+        point = words[1].replace("\\040", " ")
+        inside = folder == point or folder.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, words[2]
+    return "DELETE" if kind.startswith(SHARED_FILE_SYSTEMS) else "WAL"
+
+
+def revision(connection: Connection) -> str | None:
+    """The schema revision; None for a database without any table.
+
+    Raises `CatalogError` when the tables are somebody else's.
+    """
+    tables = inspect(connection).get_table_names()
+    foreign = [name for name in tables if name != "alembic_version"]
+    if len(foreign) < len(tables):
+        found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+        if found is not None:
+            return str(found)
+    if foreign:
+        raise CatalogError(
+            f"the database is not a ckptcore catalog: it has the tables {', '.join(foreign[:5])}",
+            hint="name an empty database or another file with --catalog URL",
+        )
+    return None
+
+
+def _ensure_head(engine: Engine, shown: str, create: bool) -> None:
+    with engine.execution_options(**{READER: True}).begin() as connection:
+        found = revision(connection)
+    if found == HEAD:
+        return
+    if found is None and engine.dialect.name == "sqlite" and create:
+        with engine.begin() as connection:
+            # Another process may have been faster; the writer's lock is ours only now.
+            if revision(connection) is None:
+                Base.metadata.create_all(connection)
+                connection.exec_driver_sql(_STAMP)
+                connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{HEAD}')")
+        return
+    if found is None:
+        raise CatalogError(
+            "the catalog's database has no tables yet",
+            hint="run `ckptcore catalog upgrade` once",
+            url=shown,
+        )
+    if found in REVISIONS:
+        raise CatalogError(
+            f"the catalog's schema is {found}, this version needs {HEAD}",
+            hint="run `ckptcore catalog upgrade`",
+            url=shown,
+        )
+    raise CatalogError(
+        f"the catalog's schema {found} is newer than this version, which knows {HEAD}",
+        hint="upgrade ckptcore, name another catalog, or pass --no-catalog",
+        url=shown,
+    )
+
+
+def _set_journal(connection: Any, mode: str) -> None:
+    """Switch once per file; processes that come to a fresh file together take turns."""
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while connection.execute("PRAGMA journal_mode").fetchone()[0].upper() not in (mode, "MEMORY"):
+        try:
+            connection.execute(f"PRAGMA journal_mode={mode}")
+        except sqlite3.OperationalError as error:
+            if "readonly" in str(error):
+                return  # a catalog that may only be read stays as it is
+            # Switching ignores the busy timeout: SQLite will not wait for an exclusive lock here.
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)

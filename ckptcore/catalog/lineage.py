@@ -1,0 +1,180 @@
+"""Lineage: what was this made from, what was made from it, and where does this file come from?"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from sqlalchemy import select
+from sqlalchemy.orm import aliased
+
+from ckptcore.catalog.models import Checkpoint, CheckpointFile, Conversion, ConversionIO
+from ckptcore.catalog.query import (
+    checkpoint_row,
+    checkpoint_rows,
+    checkpoints_of,
+    conversion_row,
+    conversions_of,
+    current_first,
+    resolve_checkpoint,
+)
+from ckptcore.catalog.text import hex_digest, normal_uri, parents
+from ckptcore.catalog.values import Direction, FileRow, Lineage, LineageStep, Origin, State
+from ckptcore.errors import SourceUnreadable
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+_DIGEST = re.compile(r"(?:blake3:)?[0-9a-f]{8,64}")
+_DIGEST_LENGTH = 64
+_READ = 1 << 20  # bytes per read; larger fresh buffers are slower
+
+
+def lineage(conn: Connection, ref: str, *, up: bool, down: bool) -> Lineage:
+    """Everything upstream and downstream of the checkpoint that `ref` names, nearest first."""
+    row_id = resolve_checkpoint(conn, ref)
+    row = conn.execute(checkpoint_rows().where(Checkpoint.id == row_id)).one()
+    return Lineage(
+        checkpoint=checkpoint_row(row),
+        ancestors=_steps(conn, row_id, Direction.OUT, Direction.IN) if up else (),
+        descendants=_steps(conn, row_id, Direction.IN, Direction.OUT) if down else (),
+    )
+
+
+def which(conn: Connection, what: str) -> list[Origin]:
+    """By digest where `what` looks like one and is known, else by URI, else by containing URI."""
+    found: list[Origin] = []
+    if _DIGEST.fullmatch(what.lower()):
+        found = _by_digest(conn, hex_digest(what))
+    return found or _by_place(conn, normal_uri(what))
+
+
+def digest_of_file(path: str) -> str | None:
+    """The BLAKE3 digest of a local file; None where there is no such file."""
+    import blake3
+
+    if not os.path.isfile(path):
+        return None
+    digest, buffer = blake3.blake3(), bytearray(_READ)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+    except OSError as error:
+        raise SourceUnreadable(f"{path} cannot be read: {error.strerror}", path=path) from error
+    return digest.hexdigest()
+
+
+def _by_digest(conn: Connection, digest: str) -> list[Origin]:
+    same = (
+        CheckpointFile.digest == digest
+        if len(digest) == _DIGEST_LENGTH
+        else CheckpointFile.digest.startswith(digest, autoescape=True)
+    )
+    wanted = (
+        select(Checkpoint.id, CheckpointFile.path, CheckpointFile.nbytes, CheckpointFile.digest)
+        .join(Checkpoint, Checkpoint.id == CheckpointFile.checkpoint_id)
+        .where(same)
+        .order_by(*current_first(), CheckpointFile.path)
+    )
+    return [
+        _origin(conn, row.id, FileRow(row.path, row.nbytes, row.digest))
+        for row in conn.execute(wanted).all()
+    ]
+
+
+def _by_place(conn: Connection, uri: str) -> list[Origin]:
+    here = select(Checkpoint.id, Checkpoint.uri, Checkpoint.state).order_by(*current_first())
+    exact = conn.execute(here.where(Checkpoint.uri == uri)).first()
+    if exact is not None:
+        return [_origin(conn, exact.id, _only_file(conn, exact.id, uri))]
+    above = conn.execute(here.where(Checkpoint.uri.in_(parents(uri)))).all()
+    # The innermost folder first; there, what stands there now before what was replaced.
+    for row in sorted(above, key=lambda row: (-len(row.uri), row.state == State.REPLACED)):
+        inside = uri[len(row.uri) :].lstrip("/")
+        file = conn.execute(
+            select(CheckpointFile).where(
+                CheckpointFile.checkpoint_id == row.id, CheckpointFile.path == inside
+            )
+        ).first()
+        if file is not None:
+            return [_origin(conn, row.id, FileRow(file.path, file.nbytes, file.digest))]
+    return []
+
+
+def _only_file(conn: Connection, checkpoint: int, uri: str) -> FileRow | None:
+    """The file of a checkpoint that is a single file itself."""
+    files = conn.execute(
+        select(CheckpointFile).where(CheckpointFile.checkpoint_id == checkpoint).limit(2)
+    ).all()
+    if len(files) != 1 or files[0].path != uri.rpartition("/")[2]:
+        return None
+    return FileRow(files[0].path, files[0].nbytes, files[0].digest)
+
+
+def _origin(conn: Connection, checkpoint: int, file: FileRow | None) -> Origin:
+    row = conn.execute(checkpoint_rows().where(Checkpoint.id == checkpoint)).one()
+    conversion = next(iter(conversions_of(conn, checkpoint, Direction.OUT)), None)
+    return Origin(
+        checkpoint=checkpoint_row(row),
+        file=file,
+        conversion=conversion,
+        sources=checkpoints_of(conn, conversion.id, Direction.IN) if conversion else (),
+    )
+
+
+def _steps(
+    conn: Connection, start: int, near: Direction, far: Direction
+) -> tuple[LineageStep, ...]:
+    """The conversions reached by going from the `near` end of each to its `far` end."""
+    reached = select(Checkpoint.id).where(Checkpoint.id == start).cte("reached", recursive=True)
+    here, there = aliased(ConversionIO), aliased(ConversionIO)
+    # UNION, not UNION ALL: a checkpoint that was converted onto itself must not go round for ever.
+    reached = reached.union(
+        select(there.checkpoint_id)
+        .join(here, here.conversion_id == there.conversion_id)
+        .join(reached, reached.c.id == here.checkpoint_id)
+        .where(here.direction == near.value, there.direction == far.value)
+    )
+    edges = conn.execute(
+        select(here.checkpoint_id, here.conversion_id, there.checkpoint_id.label("other"))
+        .join(there, there.conversion_id == here.conversion_id)
+        .join(reached, reached.c.id == here.checkpoint_id)
+        .where(here.direction == near.value, there.direction == far.value)
+        .order_by(here.conversion_id)
+    ).all()
+    ids = {edge.checkpoint_id for edge in edges} | {edge.other for edge in edges}
+    runs = {edge.conversion_id for edge in edges}
+    rows = {
+        row.id: checkpoint_row(row)
+        for row in conn.execute(checkpoint_rows().where(Checkpoint.id.in_(ids)))
+    }
+    made = {
+        row.id: conversion_row(row)
+        for row in conn.execute(select(Conversion).where(Conversion.id.in_(runs)))
+    }
+    depth = _depths(start, [(edge.checkpoint_id, edge.other) for edge in edges])
+    steps = []
+    for edge in edges:
+        ends = rows[edge.checkpoint_id], rows[edge.other]
+        derived, source = ends if near is Direction.OUT else ends[::-1]
+        steps.append(
+            LineageStep(depth[edge.checkpoint_id] + 1, source, made[edge.conversion_id], derived)
+        )
+    return tuple(sorted(steps, key=lambda step: (step.depth, step.conversion.started_at)))
+
+
+def _depths(start: int, edges: list[tuple[int, int]]) -> dict[int, int]:
+    """How many edges each end is away from `start`."""
+    ahead = defaultdict(list)
+    for here, there in edges:
+        ahead[here].append(there)
+    depth, queue = {start: 0}, [start]
+    for here in queue:
+        for there in ahead[here]:
+            if there not in depth:
+                depth[there] = depth[here] + 1
+                queue.append(there)
+    return depth

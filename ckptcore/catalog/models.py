@@ -1,0 +1,199 @@
+"""Catalog tables: which facts are rows, and how do they hang together?
+
+Values are TEXT and states are plain strings: both have always outgrown their limits elsewhere.
+JSON stands as text, and only in columns that nobody filters by. Every foreign key is indexed.
+The same tables serve SQLite and PostgreSQL; a change here needs a migration in `alembic/versions`.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from sqlalchemy import (
+    BigInteger,
+    DateTime,
+    Dialect,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """An aware time. SQLite forgets the zone, so it is put back on the way out."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"a time without a zone: {value!r}")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+# SQLite numbers rows by itself only in a column that is declared INTEGER.
+_Id = BigInteger().with_variant(Integer(), "sqlite")
+
+# Names that Alembic can refer to when a constraint must be dropped one day.
+NAMING = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class Base(DeclarativeBase):
+    """The declarative base: naming convention and the types of plain annotations."""
+
+    metadata = MetaData(naming_convention=NAMING)
+    type_annotation_map = {str: Text(), int: BigInteger(), datetime: UtcDateTime()}  # noqa: RUF012
+
+
+class TrainingRun(Base):
+    """A training run that checkpoints come from."""
+
+    __tablename__ = "training_run"
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    created_at: Mapped[datetime]
+
+
+class Checkpoint(Base):
+    """One content at one URI: what stands there later is another row.
+
+    content_digest is '' while unknown, because NULLs would all count as different in the key.
+    dtypes is a comma-separated list, the dtype with the most bytes first. origin is JSON.
+    """
+
+    __tablename__ = "checkpoint"
+    __table_args__ = (
+        UniqueConstraint("uri", "manifest_digest", "content_digest"),
+        Index(None, "run_id", "step"),
+        Index(None, "state", "created_at"),
+    )
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    run_id: Mapped[int | None] = mapped_column(ForeignKey("training_run.id"))
+    kind: Mapped[str]
+    format: Mapped[str]
+    uri: Mapped[str]
+    state: Mapped[str]
+    step: Mapped[int | None]
+    total_bytes: Mapped[int]
+    num_tensors: Mapped[int]
+    num_files: Mapped[int]
+    dtypes: Mapped[str]
+    manifest_digest: Mapped[str] = mapped_column(index=True)
+    content_digest: Mapped[str] = mapped_column(index=True)
+    origin: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(index=True)
+    verified_at: Mapped[datetime | None]
+    verified_level: Mapped[str | None]
+    replaced_at: Mapped[datetime | None]
+
+
+class CheckpointFile(Base):
+    """A file of a checkpoint, relative to its URI."""
+
+    __tablename__ = "checkpoint_file"
+
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    path: Mapped[str] = mapped_column(primary_key=True)
+    nbytes: Mapped[int]
+    digest: Mapped[str | None] = mapped_column(index=True)
+
+
+class Tensor(Base):
+    """A logical tensor of a checkpoint; shape is a JSON list of elements."""
+
+    __tablename__ = "tensor"
+
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    fqn: Mapped[str] = mapped_column(primary_key=True, index=True)
+    dtype: Mapped[str]
+    shape: Mapped[str]
+    nbytes: Mapped[int]
+
+
+class Conversion(Base):
+    """One run of a conversion, recorded when it begins. request and timings are JSON."""
+
+    __tablename__ = "conversion"
+    __table_args__ = (Index(None, "state", "started_at"),)
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    verb: Mapped[str]
+    state: Mapped[str]
+    source_uri: Mapped[str] = mapped_column(index=True)
+    destination_uri: Mapped[str] = mapped_column(index=True)
+    request: Mapped[str]
+    plan_digest: Mapped[str | None]
+    tool_version: Mapped[str]
+    flow_run_id: Mapped[str | None] = mapped_column(index=True)
+    started_at: Mapped[datetime] = mapped_column(index=True)
+    ended_at: Mapped[datetime | None]
+    bytes_in: Mapped[int | None]
+    bytes_out: Mapped[int | None]
+    peak_memory: Mapped[int | None]
+    error_code: Mapped[str | None]
+    error_message: Mapped[str | None]
+    timings: Mapped[str]
+
+
+class ConversionIO(Base):
+    """Which checkpoints a conversion read (in) and wrote (out): the edges of lineage."""
+
+    __tablename__ = "conversion_io"
+    __table_args__ = (Index(None, "checkpoint_id", "direction"),)
+
+    conversion_id: Mapped[int] = mapped_column(ForeignKey("conversion.id"), primary_key=True)
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    direction: Mapped[str] = mapped_column(primary_key=True)
+
+
+class FindingRecord(Base):
+    """What a check reported; open until a check at least as deep no longer reports it."""
+
+    __tablename__ = "finding"
+    __table_args__ = (Index(None, "checkpoint_id", "resolved_at"),)
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    checkpoint_id: Mapped[int | None] = mapped_column(ForeignKey("checkpoint.id"))
+    conversion_id: Mapped[int | None] = mapped_column(ForeignKey("conversion.id"), index=True)
+    code: Mapped[str] = mapped_column(index=True)
+    level: Mapped[str]
+    severity: Mapped[str]
+    message: Mapped[str]
+    fqn: Mapped[str | None]
+    file: Mapped[str | None]
+    hint: Mapped[str]
+    found_at: Mapped[datetime]
+    resolved_at: Mapped[datetime | None]
+
+
+class Tag(Base):
+    """A word that people or other tools put on a checkpoint."""
+
+    __tablename__ = "tag"
+    __table_args__ = (Index(None, "key", "value"),)
+
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]
+    updated_at: Mapped[datetime]

@@ -1,0 +1,270 @@
+"""Reading the catalog: which checkpoints and conversions are there, and what is one of them?"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, select
+
+from ckptcore.catalog.models import (
+    Checkpoint,
+    CheckpointFile,
+    Conversion,
+    ConversionIO,
+    FindingRecord,
+    Tag,
+    Tensor,
+    TrainingRun,
+)
+from ckptcore.catalog.text import normal_uri
+from ckptcore.catalog.values import (
+    CheckpointDetail,
+    CheckpointRow,
+    ConversionDetail,
+    ConversionRow,
+    Direction,
+    FileRow,
+    Kind,
+    Outcome,
+    State,
+    TensorRow,
+)
+from ckptcore.errors import Finding, UsageError
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Connection
+
+_PREFIX = re.compile(r"[0-9a-f][0-9a-f-]{3,35}")
+
+
+def list_checkpoints(
+    conn: Connection, limit: int | None, kind: str | None, state: str | None, run: str | None
+) -> tuple[CheckpointRow, ...]:
+    """Checkpoints, the newest first."""
+    wanted = checkpoint_rows()
+    if kind is not None:
+        wanted = wanted.where(Checkpoint.kind == _member(Kind, kind))
+    if state is not None:
+        wanted = wanted.where(Checkpoint.state == _member(State, state))
+    if run is not None:
+        wanted = wanted.where(TrainingRun.name == run)
+    newest = wanted.order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc()).limit(limit)
+    return tuple(checkpoint_row(row) for row in conn.execute(newest))
+
+
+def list_conversions(
+    conn: Connection, limit: int | None, state: str | None
+) -> tuple[ConversionRow, ...]:
+    """Conversions, the newest first."""
+    wanted = select(Conversion)
+    if state is not None:
+        wanted = wanted.where(Conversion.state == _member(Outcome, state))
+    newest = wanted.order_by(Conversion.started_at.desc(), Conversion.id.desc()).limit(limit)
+    return tuple(conversion_row(row) for row in conn.execute(newest))
+
+
+def show(conn: Connection, ref: str, tensors: bool) -> CheckpointDetail | ConversionDetail:
+    """All about what `ref` names."""
+    table, row_id = resolve(conn, ref)
+    if table is Conversion:
+        return _conversion_detail(conn, row_id)
+    return _checkpoint_detail(conn, row_id, tensors)
+
+
+def resolve_checkpoint(conn: Connection, ref: str) -> int:
+    """The row id of the checkpoint that `ref` names. Raises `UsageError`."""
+    table, row_id = resolve(conn, ref)
+    if table is Conversion:
+        raise UsageError(
+            f"{ref} is a conversion, not a checkpoint",
+            hint=f"`ckptcore catalog show {ref}` names its checkpoints",
+        )
+    return row_id
+
+
+def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], int]:
+    """Which row an id, a unique prefix of one (4 digits and more) or a URI means.
+
+    A URI means what stands there now; of what was replaced, the newest. Raises `UsageError`.
+    """
+    if _PREFIX.fullmatch(ref.lower()):
+        tables: tuple[type[Checkpoint | Conversion], ...] = (Checkpoint, Conversion)
+        found = [
+            (table, row.id, row.uuid)
+            for table in tables
+            for row in conn.execute(
+                select(table.id, table.uuid)
+                .where(table.uuid.startswith(ref.lower(), autoescape=True))
+                .limit(6)
+            )
+        ]
+        if len(found) == 1:
+            return found[0][:2]
+        if found:
+            raise UsageError(
+                f"{ref} is the beginning of several ids: "
+                + ", ".join(sorted(public for _, _, public in found)[:5]),
+                hint="give more of the id",
+            )
+    row = conn.execute(
+        select(Checkpoint.id).where(Checkpoint.uri == normal_uri(ref)).order_by(*current_first())
+    ).first()
+    if row is None:
+        raise UsageError(
+            f"the catalog has no checkpoint or conversion {ref}",
+            hint="`ckptcore catalog list` shows ids and URIs",
+        )
+    return Checkpoint, row.id
+
+
+def current_first() -> tuple[ColumnElement[Any], ...]:
+    """The order in which checkpoints answer for a URI."""
+    return Checkpoint.replaced_at.is_not(None), Checkpoint.id.desc()
+
+
+def checkpoint_rows() -> Select[Any, Any]:
+    """The query whose rows `checkpoint_row` understands."""
+    return select(Checkpoint, TrainingRun.name.label("run_name")).outerjoin(
+        TrainingRun, TrainingRun.id == Checkpoint.run_id
+    )
+
+
+def checkpoint_row(row: Any) -> CheckpointRow:
+    """A row of `checkpoint_rows` as a value."""
+    return CheckpointRow(
+        id=row.uuid,
+        kind=row.kind,
+        format=row.format,
+        uri=row.uri,
+        state=row.state,
+        run=row.run_name,
+        step=row.step,
+        nbytes=row.total_bytes,
+        num_tensors=row.num_tensors,
+        num_files=row.num_files,
+        dtypes=tuple(filter(None, row.dtypes.split(","))),
+        manifest_digest=row.manifest_digest,
+        content_digest=row.content_digest or None,
+        origin=json.loads(row.origin),
+        created_at=row.created_at,
+        verified_at=row.verified_at,
+        verified_level=row.verified_level,
+        replaced_at=row.replaced_at,
+    )
+
+
+def conversion_row(row: Any) -> ConversionRow:
+    """A row of ``select(Conversion)`` as a value."""
+    return ConversionRow(
+        id=row.uuid,
+        verb=row.verb,
+        state=row.state,
+        source_uri=row.source_uri,
+        destination_uri=row.destination_uri,
+        request=json.loads(row.request),
+        plan_digest=row.plan_digest,
+        tool_version=row.tool_version,
+        flow_run_id=row.flow_run_id,
+        started_at=row.started_at,
+        ended_at=row.ended_at,
+        bytes_in=row.bytes_in,
+        bytes_out=row.bytes_out,
+        peak_memory=row.peak_memory,
+        error_code=row.error_code,
+        error_message=row.error_message,
+        timings=json.loads(row.timings),
+    )
+
+
+def conversions_of(
+    conn: Connection, checkpoint: int, direction: Direction
+) -> tuple[ConversionRow, ...]:
+    """The conversions that wrote (out) or read (in) a checkpoint, the newest first."""
+    wanted = (
+        select(Conversion)
+        .join(ConversionIO, ConversionIO.conversion_id == Conversion.id)
+        .where(ConversionIO.checkpoint_id == checkpoint, ConversionIO.direction == direction.value)
+        .order_by(Conversion.id.desc())
+    )
+    return tuple(conversion_row(row) for row in conn.execute(wanted))
+
+
+def checkpoints_of(
+    conn: Connection, conversion: str, direction: Direction
+) -> tuple[CheckpointRow, ...]:
+    """The checkpoints that a conversion (public id) read (in) or wrote (out)."""
+    wanted = (
+        checkpoint_rows()
+        .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
+        .join(Conversion, Conversion.id == ConversionIO.conversion_id)
+        .where(Conversion.uuid == conversion, ConversionIO.direction == direction.value)
+        .order_by(Checkpoint.id)
+    )
+    return tuple(checkpoint_row(row) for row in conn.execute(wanted))
+
+
+def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> CheckpointDetail:
+    row = conn.execute(checkpoint_rows().where(Checkpoint.id == row_id)).one()
+    files = select(CheckpointFile).where(CheckpointFile.checkpoint_id == row_id)
+    named = select(Tensor).where(Tensor.checkpoint_id == row_id)
+    tags = select(Tag.key, Tag.value).where(Tag.checkpoint_id == row_id).order_by(Tag.key)
+    found = select(FindingRecord).where(
+        FindingRecord.checkpoint_id == row_id, FindingRecord.resolved_at.is_(None)
+    )
+    return CheckpointDetail(
+        checkpoint=checkpoint_row(row),
+        files=tuple(
+            sorted(
+                (FileRow(r.path, r.nbytes, r.digest) for r in conn.execute(files)),
+                key=lambda file: _natural(file.path),
+            )
+        ),
+        tensors=tuple(
+            sorted(
+                (
+                    TensorRow(r.fqn, r.dtype, tuple(json.loads(r.shape)), r.nbytes)
+                    for r in (conn.execute(named) if tensors else ())
+                ),
+                key=lambda tensor: _natural(tensor.fqn),
+            )
+        ),
+        findings=_findings(conn, found),
+        tags={r.key: r.value for r in conn.execute(tags)},
+        written_by=conversions_of(conn, row_id, Direction.OUT),
+        used_by=conversions_of(conn, row_id, Direction.IN),
+    )
+
+
+def _conversion_detail(conn: Connection, row_id: int) -> ConversionDetail:
+    row = conn.execute(select(Conversion).where(Conversion.id == row_id)).one()
+    return ConversionDetail(
+        conversion=conversion_row(row),
+        sources=checkpoints_of(conn, row.uuid, Direction.IN),
+        derived=checkpoints_of(conn, row.uuid, Direction.OUT),
+        findings=_findings(
+            conn, select(FindingRecord).where(FindingRecord.conversion_id == row_id)
+        ),
+    )
+
+
+def _findings(conn: Connection, wanted: Select[Any]) -> tuple[Finding, ...]:
+    return tuple(
+        Finding(r.code, r.level, r.message, r.fqn, r.file, r.hint, r.severity)
+        for r in conn.execute(wanted.order_by(FindingRecord.id))
+    )
+
+
+def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """layers.2 before layers.10."""
+    return tuple(
+        (0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name)
+    )
+
+
+def _member(kind: type[Kind | State | Outcome], value: str) -> str:
+    names = [member.value for member in kind]
+    if value not in names:
+        raise UsageError(f"{value!r} is none of {', '.join(names)}")
+    return value

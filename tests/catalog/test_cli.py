@@ -1,0 +1,160 @@
+"""Does `ckptcore catalog` answer in lines that fit and JSON that parses?"""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ckptcore.catalog import default_url, open_catalog
+from ckptcore.catalog.cli import app
+from ckptcore.catalog.database import HEAD
+from ckptcore.errors import CatalogError, UsageError, finding
+
+LONG = "/data/" + "very-long-folder-name/" * 6
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
+    return default_url()
+
+
+@pytest.fixture
+def ask(path):
+    """Runs a command; its stdout. Lines of text must fit a terminal."""
+
+    def run(*words):
+        result = CliRunner().invoke(app, [*words], catch_exceptions=False, standalone_mode=False)
+        assert result.stderr == ""
+        if "json" not in words:
+            assert max(map(len, result.stdout.splitlines()), default=0) <= 100
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture
+def filled(path, facts):
+    """One conversion that worked, one that did not; (conversion, derived, failed)."""
+    source = facts(LONG + "step-1000", step=1000, run="llama", origin={"ranks": 8})
+    derived = facts(LONG + "model", content="c1", num_tensors=30, verified="bytes",
+                    files=[(f"model-{i:05}-of-00025.safetensors", 10**10, f"{i:064x}")
+                           for i in range(1, 26)])  # fmt: skip
+    with open_catalog(path) as catalog:
+        conversion = catalog.begin({"dtype": "bfloat16"}, source_uri=source.uri,
+                                   destination_uri=derived.uri, verb="export",
+                                   tool_version="0.1.0")  # fmt: skip
+        public = catalog.succeed(
+            conversion, source=source, derived=derived, plan_digest="p" * 64, bytes_in=196,
+            bytes_out=196, peak_memory=10**9, timings={"write": 1.25},
+        )  # fmt: skip
+        failed = catalog.begin({}, source_uri=source.uri, destination_uri=LONG + "again",
+                               verb="consolidate", tool_version="0.1.0")  # fmt: skip
+        message = "rows of a tensor " + "are missing " * 12
+        holes = [finding("hole", "cover", message, fqn=f"model.layers.{i}.mlp.experts.weight")
+                 for i in range(25)]  # fmt: skip
+        catalog.fail(failed, code="damaged", message="25 findings", findings=holes, source=source)
+    return conversion, public, failed
+
+
+def test_upgrade(ask, path):
+    assert ask("upgrade") == f"the catalog went from schema none to {HEAD}\n"
+    assert ask("upgrade") == f"the catalog is up to date (schema {HEAD})\n"
+    said = json.loads(ask("upgrade", "--output", "json"))
+    assert said == {"from": HEAD, "to": HEAD, "changed": False}
+    with open_catalog(path, create=False) as catalog:
+        assert catalog.list() == ()
+
+
+def test_list(ask, filled):
+    said = ask("list").splitlines()
+    assert said[0].split() == ["id", "kind", "format", "step", "tensors", "size", "state", "uri"]
+    assert said[1].split()[:4] == [filled[1][:8], "derived", "safetensors", "1000"]
+    assert said[2].split()[-2] == "damaged"
+    assert said[2].split()[-1].endswith("/step-1000")
+    assert ask("list", "--state", "replaced") == "nothing found\n"
+    [row] = json.loads(ask("list", "--kind", "source", "--run", "llama", "--output", "json"))
+    assert (row["uri"], row["step"], row["run"]) == (LONG + "step-1000", 1000, "llama")
+    assert row["origin"] == {"ranks": 8}
+    assert json.loads(ask("list", "--limit", "1", "--output", "json"))[0]["id"] == filled[1]
+
+
+def test_list_conversions(ask, filled):
+    said = ask("list", "--conversions")
+    assert [line.split()[2] for line in said.splitlines()[1:]] == ["failed", "succeeded"]
+    assert "damaged" in said
+    [row] = json.loads(ask("list", "--conversions", "--state", "failed", "--output", "json"))
+    assert (row["id"], row["error_code"]) == (filled[2], "damaged")
+    with pytest.raises(UsageError, match="choose checkpoints"):
+        ask("list", "--conversions", "--kind", "source")
+
+
+def test_show_a_checkpoint(ask, filled):
+    said = ask("show", filled[1][:8])
+    for words in (filled[1], "bytes, 2", "llama", "31 (bfloat16, float32)", "and 5 more files"):
+        assert words in said
+    assert "layers.29.weight" not in said
+    assert "layers.29.weight" in ask("show", filled[1], "--tensors")
+    shown = json.loads(ask("show", LONG + "model", "--tensors", "--output", "json"))
+    assert (len(shown["files"]), len(shown["tensors"])) == (25, 31)
+    assert shown["tensors"][0]["shape"] == [4, 8]
+    assert shown["checkpoint"]["created_at"].endswith("+00:00")
+
+
+def test_show_a_conversion(ask, filled):
+    said = ask("show", filled[2])
+    for words in ("damaged: 25 findings", "findings: 25 error", "and 5 more", "layers.0.mlp"):
+        assert words in said
+    shown = json.loads(ask("show", filled[2], "--output", "json"))
+    assert len(shown["findings"]) == 25
+    assert shown["conversion"]["state"] == "failed"
+    assert "1.25 s" in ask("show", filled[0])
+
+
+def test_lineage(ask, filled):
+    up, here = ask("lineage", filled[1]).splitlines()
+    assert up.startswith("^ ")
+    assert "-> export" in up
+    assert here.startswith(f"* {filled[1][:8]}")
+    here, down = ask("lineage", LONG + "step-1000").splitlines()
+    assert down.startswith(f"v {filled[1][:8]}")
+    assert len(ask("lineage", filled[1], "--down").splitlines()) == 1
+    found = json.loads(ask("lineage", filled[1], "--up", "--output", "json"))
+    assert found["ancestors"][0]["source"]["uri"] == LONG + "step-1000"
+    assert found["descendants"] == []
+
+
+def test_which(ask, filled):
+    said = ask("which", LONG + "model/model-00003-of-00025.safetensors")
+    for words in ("model-00003-of-00025.safetensors, 10.0 GB", f"export {filled[0]}", f"{3:064x}"):
+        assert words in said
+    [origin] = json.loads(ask("which", f"{3:064x}", "--output", "json"))
+    assert origin["sources"][0]["uri"] == LONG + "step-1000"
+
+
+def test_tag(ask, filled):
+    assert "eval.mmlu=71.3, owner=ana" in ask("tag", filled[1], "eval.mmlu=71.3", "owner=ana")
+    assert "eval.mmlu=71.3 " in ask("tag", filled[1], "owner=") + " "
+    shown = json.loads(ask("show", filled[1], "--output", "json"))
+    assert shown["tags"] == {"eval.mmlu": "71.3"}
+    with pytest.raises(UsageError, match="not KEY=VALUE"):
+        ask("tag", filled[1], "oops")
+
+
+def test_markup_in_names_is_only_text(ask, path, facts):
+    with open_catalog(path) as catalog:
+        catalog.record_validation(facts("/runs/[bold]x[/nope]", format="[red]"))
+    assert "/runs/[bold]x[/nope]" in ask("list")
+    assert "[red]" in ask("show", "/runs/[bold]x[/nope]")
+
+
+@pytest.mark.parametrize("words", [["list"], ["show", "x"], ["lineage", "x"], ["which", "x"]])
+def test_no_catalog_yet(ask, path, words):
+    with pytest.raises(CatalogError, match="there is no catalog at"):
+        ask(*words)
+
+
+def test_a_catalog_named_on_the_command_line(ask, tmp_path):
+    other = str(tmp_path / "other.sqlite")
+    ask("upgrade", "--catalog", other)
+    assert ask("list", "--catalog", other) == "nothing found\n"

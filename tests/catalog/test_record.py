@@ -1,0 +1,404 @@
+"""Does what is recorded become the right rows, whatever was there before?"""
+
+import json
+import os
+import time
+from datetime import UTC, datetime
+
+import pytest
+from sqlalchemy import func, select
+
+from ckptcore.catalog import CheckpointFacts, open_catalog
+from ckptcore.catalog.models import Checkpoint, CheckpointFile, FindingRecord, Tensor, TrainingRun
+from ckptcore.errors import CatalogError, Finding, UsageError, finding
+
+
+def begin(catalog, destination="/out/model", **more):
+    given = {"source_uri": "/runs/step-1", "verb": "export", "tool_version": "0.1.0"}
+    return catalog.begin({}, destination_uri=destination, **(given | more))
+
+
+def count(catalog, table):
+    with catalog.reading() as conn:
+        return conn.execute(select(func.count()).select_from(table)).scalar_one()
+
+
+def test_a_running_conversion_is_visible(catalog):
+    request = {"verb": "export", "rename": [["a", "b"]], "dtype": None}
+    before = datetime.now(UTC)
+    conversion = catalog.begin(
+        request, source_uri="/runs/step-1/", destination_uri="s3://bucket/out/", verb="export",
+        tool_version="0.1.0", flow_run_id="f-1",
+    )  # fmt: skip
+    [row] = catalog.conversions(state="running")
+    assert (row.id, row.source_uri, row.destination_uri) == (
+        conversion,
+        "/runs/step-1",
+        "s3://bucket/out",
+    )
+    assert row.request == request
+    assert (row.verb, row.tool_version, row.flow_run_id) == ("export", "0.1.0", "f-1")
+    assert before <= row.started_at <= datetime.now(UTC)
+    assert row.ended_at is None
+    assert catalog.show(conversion).sources == ()
+
+
+def test_success_links_source_and_derived(catalog, facts, convert):
+    source = facts("/runs/a/step-7", step=7, run="a", origin={"ranks": 8}, verified="cover")
+    derived = facts("/out/model", content="c1", verified="bytes")
+    warning = finding("stray-file", "files", "left over", file="x.distcp")
+    conversion, public = convert(source, derived, findings=[warning])
+
+    shown = catalog.show(conversion)
+    assert shown.conversion.state == "succeeded"
+    assert shown.conversion.timings == {"plan": 0.25, "write": 2.0}
+    assert shown.conversion.bytes_in == source.nbytes
+    assert shown.conversion.peak_memory == 1 << 20
+    assert shown.conversion.plan_digest == "p" * 64
+    assert shown.findings == (warning,)
+
+    made = catalog.show(public)
+    [from_row], [made_row] = shown.sources, shown.derived
+    assert made.checkpoint == made_row
+    assert (from_row.kind, from_row.uri, from_row.step, from_row.run) == (
+        "source",
+        "/runs/a/step-7",
+        7,
+        "a",
+    )
+    assert (from_row.origin, from_row.verified_level) == ({"ranks": 8}, "cover")
+    assert (made_row.kind, made_row.format, made_row.state) == ("derived", "safetensors", "present")
+    assert made_row.verified_level == "bytes"
+    assert made_row.verified_at is not None
+    assert [f.path for f in made.files] == ["model.safetensors"]
+    assert [(t.fqn, t.dtype, t.shape, t.nbytes) for t in made.tensors] == [
+        ("layers.0.weight", "bfloat16", (4, 8), 64),
+        ("layers.1.weight", "bfloat16", (4, 8), 64),
+        ("layers.2.weight", "bfloat16", (4, 8), 64),
+        ("scale", "float32", (), 4),
+    ]
+    assert made_row.dtypes == ("bfloat16", "float32")
+    assert (made_row.num_tensors, made_row.num_files, made_row.nbytes) == (4, 1, 196)
+    assert [c.id for c in made.written_by] == [conversion]
+    assert catalog.show(from_row.id).used_by == made.written_by
+
+
+def test_derived_belongs_to_the_run_and_step_of_its_source(catalog, facts, convert):
+    convert(facts("/runs/a/step-7", step=7, run="a"), facts("/out/model", content="c"))
+    convert(facts("/out/model", content="c"), facts("/out/model.pt", content="d"))
+    assert [(r.uri, r.run, r.step) for r in catalog.list(run="a")] == [
+        ("/out/model.pt", "a", 7),
+        ("/out/model", "a", 7),
+        ("/runs/a/step-7", "a", 7),
+    ]
+    assert count(catalog, TrainingRun) == 1
+
+
+def test_success_told_twice_changes_nothing(catalog, facts):
+    conversion = begin(catalog)
+    given = {
+        "source": facts("/runs/step-1"), "derived": facts("/out/model", content="c1"),
+        "plan_digest": "p", "bytes_in": 1, "bytes_out": 1, "peak_memory": None, "timings": {},
+        "findings": [finding("stray-file", "files", "left over")],
+    }  # fmt: skip
+    first = catalog.succeed(conversion, **given)
+    before = catalog.show(conversion)
+    assert catalog.succeed(conversion, **given) == first
+    assert catalog.show(conversion) == before
+    assert count(catalog, FindingRecord) == 1
+
+
+def test_failure_keeps_its_error_and_stands_against_the_source(catalog, facts):
+    conversion = begin(catalog)
+    torn = finding("truncated-file", "files", "500 of 900 bytes", file="__0_0.distcp")
+    catalog.fail(
+        conversion, code="damaged", message="1 finding", findings=[torn],
+        source=facts("/runs/step-1"),
+    )  # fmt: skip
+    shown = catalog.show(conversion)
+    assert shown.conversion.state == "failed"
+    assert (shown.conversion.error_code, shown.conversion.error_message) == ("damaged", "1 finding")
+    assert shown.conversion.ended_at is not None
+    assert shown.findings == (torn,)
+    assert [row.state for row in shown.sources] == ["damaged"]
+    assert shown.derived == ()
+
+
+def test_failure_before_the_source_was_read(catalog):
+    conversion = begin(catalog)
+    catalog.fail(conversion, code="source-unreadable", message="no such path")
+    assert catalog.show(conversion).conversion.error_code == "source-unreadable"
+    assert catalog.list() == ()
+
+
+def test_a_failed_conversion_may_still_succeed_but_not_the_other_way(catalog, facts):
+    conversion = begin(catalog)
+    catalog.fail(conversion, code="storage-trouble", message="connection reset")
+    catalog.succeed(
+        conversion, source=facts("/runs/step-1"), derived=facts("/out/model", content="c1"),
+        plan_digest="p", bytes_in=1, bytes_out=1, peak_memory=None, timings={},
+    )  # fmt: skip
+    [row] = catalog.conversions()
+    assert (row.state, row.error_code, row.error_message) == ("succeeded", None, None)
+    with pytest.raises(CatalogError, match="cannot fail any more"):
+        catalog.fail(conversion, code="x", message="y")
+    assert catalog.conversions() == (row,)
+
+
+def test_unknown_conversion(catalog, facts):
+    with pytest.raises(UsageError, match="no conversion nope"):
+        catalog.fail("nope", code="x", message="y")
+
+
+def test_success_ends_what_was_killed_before_it(catalog, facts):
+    killed, elsewhere = begin(catalog), begin(catalog, "/out/other")
+    conversion, waiting = begin(catalog), begin(catalog)
+    catalog.succeed(
+        conversion, source=facts("/runs/step-1"), derived=facts("/out/model", content="c1"),
+        plan_digest="p", bytes_in=1, bytes_out=1, peak_memory=None, timings={},
+    )  # fmt: skip
+    states = {row.id: (row.state, row.error_code) for row in catalog.conversions()}
+    assert states == {
+        killed: ("failed", "interrupted"),
+        elsewhere: ("running", None),
+        conversion: ("succeeded", None),
+        waiting: ("running", None),
+    }
+
+
+def test_the_same_checkpoint_is_one_row(catalog, facts):
+    first = catalog.record_validation(facts("/runs/step-1"))
+    assert catalog.record_validation(facts("/runs/step-1/")) == first
+    assert catalog.record_validation(facts("file:///runs/step-1")) == first
+    assert catalog.record_validation(facts("/runs/../runs/step-1")) == first
+    assert count(catalog, Checkpoint) == 1
+    assert (count(catalog, Tensor), count(catalog, CheckpointFile)) == (4, 1)
+
+
+def test_links_are_followed(catalog, facts, tmp_path):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "latest").symlink_to("step-1")
+    first = catalog.record_validation(facts(tmp_path / "latest"))
+    assert catalog.record_validation(facts(tmp_path / "step-1")) == first
+
+
+def test_other_content_replaces_what_stood_there(catalog, facts, convert):
+    source = facts("/runs/step-1")
+    _, first = convert(source, facts("/out/model", manifest="m1", content="c1"))
+    _, second = convert(source, facts("/out/model", manifest="m2", content="c2"))
+    rows = {row.id: row for row in catalog.list(kind="derived")}
+    assert (rows[first].state, rows[second].state) == ("replaced", "present")
+    assert rows[first].replaced_at is not None
+    assert catalog.show("/out/model").checkpoint.id == second
+    # And back again: the row of the first content is the current one once more.
+    _, third = convert(source, facts("/out/model", manifest="m1", content="c1"))
+    assert third == first
+    rows = {row.id: row for row in catalog.list(kind="derived")}
+    assert (rows[first].state, rows[second].state) == ("present", "replaced")
+    assert rows[first].replaced_at is None
+
+
+def test_equal_manifests_with_other_bytes_are_other_content(catalog, facts, convert):
+    # Two steps of one run have equal manifests: only the digests of the files tell them apart.
+    one, first = convert(facts("/runs/step-1"), facts("/out/model", content="c1"))
+    two, second = convert(facts("/runs/step-2"), facts("/out/model", content="c2"))
+    assert first != second
+    assert [c.id for c in catalog.show(first).written_by] == [one]
+    assert [c.id for c in catalog.show(second).written_by] == [two]
+    assert [step.source.uri for step in catalog.lineage("/out/model").ancestors] == ["/runs/step-2"]
+
+
+def test_unknown_digests_are_taken_for_what_is_known(catalog, facts, convert):
+    _, public = convert(facts("/runs/step-1"), facts("/out/model", content="c1"))
+    seen = facts("/out/model", files=[("model.safetensors", 260, None)], format="safetensors")
+    assert catalog.record_validation(seen, level="bytes") == public
+    shown = catalog.show(public)
+    assert shown.checkpoint.kind == "derived"
+    assert shown.files[0].digest is not None
+
+
+def test_digests_learned_later_fill_the_row(catalog, facts):
+    seen = facts("/out/model", files=[("model.safetensors", 260, None)])
+    public = catalog.record_validation(seen)
+    assert catalog.show(public).checkpoint.content_digest is None
+    assert catalog.record_validation(facts("/out/model", content="c1")) == public
+    shown = catalog.show(public)
+    assert shown.checkpoint.content_digest is not None
+    assert shown.files[0].digest == b"c1".hex().ljust(64, "0")
+
+
+def test_run_and_step_learned_later_fill_the_row(catalog, facts):
+    public = catalog.record_validation(facts("/runs/step-1"))
+    catalog.record_validation(facts("/runs/step-1", run="a", step=3))
+    catalog.record_validation(facts("/runs/step-1"))
+    row = catalog.show(public).checkpoint
+    assert (row.run, row.step) == ("a", 3)
+
+
+HOLE = finding("hole", "cover", "rows 4..8 are in no file", fqn="w")
+TORN = finding("crc-mismatch", "bytes", "stored CRC differs", file="__0_0.distcp")
+STRAY = finding("stray-file", "files", "left over", file="old.distcp")
+
+
+def test_findings_stand_until_a_check_as_deep_no_longer_has_them(catalog, facts):
+    here = facts("/runs/step-1")
+    public = catalog.record_validation(here, [HOLE, TORN, STRAY], level="bytes")
+    assert set(catalog.show(public).findings) == {HOLE, TORN, STRAY}
+
+    catalog.record_validation(here, [STRAY], level="cover")  # the hole is mended, the CRC unseen
+    assert set(catalog.show(public).findings) == {TORN, STRAY}
+    assert catalog.show(public).checkpoint.state == "damaged"
+    assert catalog.show(public).checkpoint.verified_at is None
+
+    catalog.record_validation(here, [], level="bytes")
+    shown = catalog.show(public)
+    assert shown.findings == ()
+    assert (shown.checkpoint.state, shown.checkpoint.verified_level) == ("present", "bytes")
+    assert count(catalog, FindingRecord) == 3  # closed, not forgotten
+
+
+def test_a_repeated_finding_is_one_row(catalog, facts):
+    for _ in range(3):
+        catalog.record_validation(facts("/runs/step-1"), [HOLE, STRAY])
+    assert count(catalog, FindingRecord) == 2
+
+
+def test_a_conversion_has_rows_of_its_own(catalog, facts):
+    public = catalog.record_validation(facts("/runs/step-1"), [HOLE])
+    for _ in range(2):
+        conversion = begin(catalog)
+        catalog.fail(
+            conversion, code="damaged", message="hole", findings=[HOLE],
+            source=facts("/runs/step-1"),
+        )  # fmt: skip
+        assert catalog.show(conversion).findings == (HOLE,)
+    assert catalog.show(public).findings == (HOLE,)
+    catalog.record_validation(facts("/runs/step-1"), [], level="cover")
+    assert catalog.show(public).findings == ()
+    assert catalog.show(conversion).findings == (HOLE,)
+
+
+def test_a_shallow_check_does_not_take_back_a_deep_one(catalog, facts):
+    public = catalog.record_validation(facts("/runs/step-1"), level="bytes")
+    proven = catalog.show(public).checkpoint.verified_at
+    catalog.record_validation(facts("/runs/step-1"), level="files")
+    row = catalog.show(public).checkpoint
+    assert (row.verified_level, row.verified_at) == ("bytes", proven)
+
+
+def test_unfinished_is_not_damaged(catalog, facts):
+    unfinished = finding("not-complete", "files", "only .metadata.tmp")
+    public = catalog.record_validation(facts("/runs/step-1"), [unfinished], level="files")
+    assert catalog.show(public).checkpoint.state == "incomplete"
+    catalog.record_validation(facts("/runs/step-1"), [], level="files")
+    assert catalog.show(public).checkpoint.state == "present"
+
+
+def test_unknown_levels(catalog, facts):
+    with pytest.raises(UsageError, match="no check level 'deep'"):
+        catalog.record_validation(facts("/runs/step-1"), level="deep")
+    with pytest.raises(ValueError, match="is none of files, cover, bytes, values"):
+        facts("/runs/step-1", verified="deep")
+
+
+def test_tags(catalog, facts):
+    public = catalog.record_validation(facts("/runs/step-1"))
+    catalog.tag(public, "eval.mmlu", "70")
+    catalog.tag("/runs/step-1", "eval.mmlu", "71.3")
+    catalog.tag(public[:8], "owner", "ana")
+    assert catalog.show(public).tags == {"eval.mmlu": "71.3", "owner": "ana"}
+    catalog.tag(public, "owner", None)
+    assert catalog.show(public).tags == {"eval.mmlu": "71.3"}
+    with pytest.raises(UsageError, match="cannot be the key"):
+        catalog.tag(public, " ", "x")
+    with pytest.raises(UsageError, match="is a conversion"):
+        catalog.tag(begin(catalog), "a", "b")
+
+
+def test_credentials_are_not_kept(catalog, facts, url):
+    secret = "hunter2"
+    conversion = catalog.begin(
+        {"source": f"s3://me:{secret}@bucket/x", "extra": [{"at": f"https://u:{secret}@h/"}]},
+        source_uri=f"s3://me:{secret}@bucket/x",
+        destination_uri=f"https://host/x?X-Amz-Signature={secret}&v=1",
+        verb="export", tool_version="0.1.0",
+    )  # fmt: skip
+    found = Finding("malformed-metadata", "files", f"at s3://me:{secret}@bucket/x", hint="none")
+    catalog.fail(
+        conversion, code="x", message=f"GET https://me:{secret}@host/x?sig={secret} failed",
+        findings=[found], source=facts(f"s3://me:{secret}@bucket/x"),
+    )  # fmt: skip
+    shown = catalog.show(conversion)
+    assert secret not in str(shown)
+    assert shown.sources[0].uri == "s3://bucket/x"
+    assert shown.conversion.destination_uri == "https://host/x?X-Amz-Signature=...&v=1"
+    if "://" not in url:
+        with open(url, "rb") as file:
+            assert secret.encode() not in file.read()
+
+
+def test_any_name_can_be_kept(catalog, facts):
+    names = ["наука.weight", "nul\x00byte", os.fsdecode(b"bad-\xff.bin"), "a'b;--", "😀", ""]
+    public = catalog.record_validation(
+        facts(
+            "/runs/" + os.fsdecode(b"step-\xfe"),
+            tensors=[(name, "float32", (1,), 4) for name in names],
+            files=[(name, 4, None) for name in names],
+            run="run\x00\udcff",
+            origin={"odd\udc80": "\x00", "set": {3, 1}, "when": datetime(2026, 1, 1, tzinfo=UTC)},
+        ),
+        [Finding("hole", "cover", "in \udcff\x00", fqn="nul\x00byte")],
+    )
+    shown = catalog.show(public)
+    assert {t.fqn for t in shown.tensors} == {
+        "наука.weight", "nul\\x00byte", "bad-\\udcff.bin", "a'b;--", "😀", "",
+    }  # fmt: skip
+    assert shown.checkpoint.uri == "/runs/step-\\udcfe"
+    assert shown.checkpoint.run == "run\\x00\\udcff"
+    assert shown.checkpoint.origin["set"] == [1, 3]
+    assert shown.findings[0].message == "in \\udcff\\x00"
+    json.dumps(shown.checkpoint.origin)
+
+
+def test_large_numbers_fit(catalog, facts):
+    huge = 405_000_000_000_000_000
+    public = catalog.record_validation(
+        facts("/runs/big", nbytes=huge, tensors=[("w", "bfloat16", (1 << 40,), huge)],
+              files=[("f", huge, None)], step=1 << 40)
+    )  # fmt: skip
+    shown = catalog.show(public)
+    assert shown.checkpoint.nbytes == shown.tensors[0].nbytes == shown.files[0].nbytes == huge
+    assert shown.tensors[0].shape == (1 << 40,)
+
+
+def test_what_cannot_be_recorded_leaves_nothing(catalog, facts):
+    twice = facts("/runs/step-1", tensors=[("w", "float32", (1,), 4)] * 2)
+    with pytest.raises(CatalogError, match=r"(?i)unique"):
+        catalog.record_validation(twice)
+    assert count(catalog, Checkpoint) == count(catalog, Tensor) == 0
+
+
+def test_an_empty_checkpoint(catalog):
+    public = catalog.record_validation(CheckpointFacts("/runs/none", "dcp", "m", 0, (), ()))
+    shown = catalog.show(public)
+    assert (shown.files, shown.tensors, shown.checkpoint.dtypes) == ((), (), ())
+
+
+def test_names_stand_in_natural_order(catalog, facts):
+    public = catalog.record_validation(facts("/runs/step-1", num_tensors=12))
+    names = [t.fqn for t in catalog.show(public).tensors]
+    assert names == [*(f"layers.{i}.weight" for i in range(12)), "scale"]
+
+
+def test_a_hundred_thousand_tensors_in_two_seconds(tmp_path, facts):
+    tensors = [(f"model.layers.{i}.mlp.experts.weight", "bfloat16", (64, 64), 8192)
+               for i in range(100_000)]  # fmt: skip
+    files = [(f"__{i}_0.distcp", 8192, f"{i:064x}") for i in range(1024)]
+    with open_catalog(str(tmp_path / "big.sqlite")) as catalog:
+        start = time.process_time()
+        public = catalog.record_validation(facts("/runs/big", tensors=tensors, files=files))
+        assert time.process_time() - start < 2
+        start = time.process_time()
+        catalog.record_validation(facts("/runs/big", tensors=tensors, files=files))
+        assert time.process_time() - start < 0.5  # known already: not written again
+        assert len(catalog.show(public).tensors) == 100_000

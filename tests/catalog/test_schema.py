@@ -1,0 +1,190 @@
+"""Are the migrations, the models and the constant `HEAD` one and the same schema?"""
+
+import shutil
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from alembic.script import ScriptDirectory
+
+from ckptcore.catalog import open_catalog, upgrade
+from ckptcore.catalog.database import HEAD, REVISIONS
+from ckptcore.catalog.migrate import configuration, migrate, migrating
+from ckptcore.catalog.models import Base
+from ckptcore.errors import CatalogError
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def schema(path):
+    """name -> the sorted lines of every CREATE statement: the order of clauses is free."""
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+        found = {
+            name: sorted(line.strip().rstrip(",") for line in sql.splitlines())
+            for name, sql in rows
+        }
+    connection.close()
+    return found
+
+
+def test_revisions_are_the_scripts():
+    scripts = ScriptDirectory.from_config(configuration())
+    assert tuple(reversed([s.revision for s in scripts.walk_revisions()])) == REVISIONS
+    assert scripts.get_heads() == [HEAD]
+
+
+def test_a_fresh_catalog_is_what_the_migrations_make(tmp_path):
+    open_catalog(str(tmp_path / "made.sqlite")).close()
+    assert upgrade(str(tmp_path / "migrated.sqlite")) == (None, HEAD)
+    made, migrated = schema(tmp_path / "made.sqlite"), schema(tmp_path / "migrated.sqlite")
+    # Alembic's own table, written on one line in the one and on several in the other.
+    assert made.pop("alembic_version")
+    assert migrated.pop("alembic_version")
+    assert len(made) == len(Base.metadata.tables) + sum(
+        len(table.indexes) for table in Base.metadata.tables.values()
+    )
+    assert made == migrated
+
+
+def test_models_need_no_new_migration(tmp_path, monkeypatch):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
+    open_catalog().close()
+    command.check(configuration())  # raises when the models and the database differ
+
+
+def test_the_check_above_sees_a_difference(tmp_path, monkeypatch):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
+    open_catalog().close()
+    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
+        connection.execute("ALTER TABLE checkpoint DROP COLUMN dtypes")
+    connection.close()
+    with pytest.raises(Exception, match="New upgrade operations detected"):
+        command.check(configuration())
+
+
+def test_alembic_finds_its_scripts_from_the_checkout(tmp_path, python, finish):
+    script = "import sys; from alembic.config import main; main(sys.argv[1:])"
+    where = {"CKPTCORE_CATALOG_URL": str(tmp_path / "catalog.sqlite")}
+    finish(python(script, "upgrade", "head", **where))
+    finish(python(script, "check", **where))
+    [current] = finish(python(script, "current", **where))
+    assert current.strip() == f"{HEAD} (head)"
+
+
+def test_down_to_nothing_and_up_again(tmp_path, monkeypatch):
+    path = tmp_path / "catalog.sqlite"
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(path))
+    upgrade(str(path))
+    before = schema(path)
+    command.downgrade(configuration(), "base")
+    assert set(schema(path)) == {"alembic_version"}
+    assert upgrade(str(path)) == (None, HEAD)
+    assert schema(path) == before
+
+
+def test_upgrade_with_nothing_to_do(tmp_path):
+    upgrade(str(tmp_path / "catalog.sqlite"))
+    assert upgrade(str(tmp_path / "catalog.sqlite")) == (HEAD, HEAD)
+
+
+def test_upgrade_refuses_what_is_newer(tmp_path):
+    path = tmp_path / "catalog.sqlite"
+    open_catalog(str(path)).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num='9999'")
+    connection.close()
+    with pytest.raises(CatalogError, match="newer than this version"):
+        migrate(str(path), HEAD)
+
+
+def test_a_failing_migration_leaves_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "catalog.sqlite"
+    scripts = tmp_path / "alembic"
+    shutil.copytree(REPO / "alembic", scripts, ignore=shutil.ignore_patterns("__pycache__"))
+    first = scripts / "versions" / "0001_first_tables.py"
+    first.write_text(first.read_text().replace("\n\ndef downgrade", "    1 / 0\n\n\ndef downgrade"))
+    monkeypatch.setattr("ckptcore.catalog.migrate.scripts_folder", lambda: scripts)
+    with pytest.raises(ZeroDivisionError):
+        upgrade(str(path))
+    assert schema(path) == {}
+
+
+@pytest.fixture
+def filled(tmp_path, facts):
+    path = str(tmp_path / "catalog.sqlite")
+    with open_catalog(path) as catalog:
+        catalog.record_validation(facts(tmp_path / "step-1", num_tensors=5))
+    return path
+
+
+def test_rebuilding_a_parent_table_keeps_its_children(filled):
+    # With foreign keys on, SQLite would refuse or cascade the DROP inside a batch operation.
+    with migrating(filled) as connection:
+        operations = Operations(MigrationContext.configure(connection))
+        with operations.batch_alter_table("checkpoint", recreate="always") as batch:
+            batch.add_column(sa.Column("extra", sa.Text()))
+    with sqlite3.connect(filled) as connection:
+        assert connection.execute("SELECT count(*) FROM tensor").fetchone() == (6,)
+        assert connection.execute("SELECT count(extra), count(*) FROM checkpoint").fetchone() == (
+            0,
+            1,
+        )
+    connection.close()
+
+
+def test_a_migration_that_orphans_rows_is_undone(filled):
+    def orphan():
+        with migrating(filled) as connection:
+            connection.exec_driver_sql("DELETE FROM checkpoint_file")
+            connection.exec_driver_sql("DELETE FROM checkpoint")
+
+    with pytest.raises(CatalogError, match="6 rows without their parent, first in table tensor"):
+        orphan()
+    with sqlite3.connect(filled) as connection:
+        assert connection.execute("SELECT count(*) FROM checkpoint").fetchone() == (1,)
+    connection.close()
+
+
+def test_every_foreign_key_leads_an_index():
+    bare = []
+    for table in Base.metadata.tables.values():
+        leading = {next(iter(index.columns)).name for index in table.indexes}
+        leading.add(next(iter(table.primary_key.columns)).name)
+        bare += [f"{table.name}.{key.parent.name}" for key in table.foreign_keys
+                 if key.parent.name not in leading]  # fmt: skip
+    assert bare == []
+
+
+def test_the_same_scripts_speak_postgresql(python, finish):
+    script = "import sys; from alembic.config import main; main(sys.argv[1:])"
+    [sql] = finish(
+        python(script, "upgrade", "head", "--sql", CKPTCORE_CATALOG_URL="postgresql+psycopg://h/d")
+    )
+    assert sql.count("CREATE TABLE ") == len(Base.metadata.tables) + 1
+    assert "id BIGSERIAL NOT NULL" in sql
+    assert "created_at TIMESTAMP WITH TIME ZONE NOT NULL" in sql
+
+
+def test_an_installed_package_brings_its_scripts(tmp_path, python, finish):
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPO / "ckptcore", tmp_path / "site" / "ckptcore", ignore=ignore)
+    shutil.copytree(REPO / "alembic", tmp_path / "site" / "ckptcore" / "_migrations", ignore=ignore)
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from ckptcore.catalog import upgrade\n"
+        "import ckptcore.catalog.migrate as migrate\n"
+        "print(migrate.scripts_folder(), upgrade(sys.argv[2]))"
+    )
+    [said] = finish(python(script, tmp_path / "site", tmp_path / "catalog.sqlite"))
+    assert said == f"{tmp_path}/site/ckptcore/_migrations (None, '{HEAD}')\n"
+
+
+def test_the_migrations_folder_does_not_hide_alembic():
+    assert not (REPO / "alembic" / "__init__.py").exists()
+    assert Path(sys.modules["alembic"].__file__).parent != REPO / "alembic"
