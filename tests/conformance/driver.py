@@ -1,0 +1,244 @@
+"""Driving the command line: what does one call print, return, use and leave behind?
+
+A server process imports the product and torch once; every call is a fork of it, so that a
+thousand calls cost a thousand forks and not a thousand imports of torch. Each call has its own
+session, its own limits on memory, time and file size, and may run as another user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One finished call.
+
+    code: exit code; negative: the signal that ended it. seconds: wall time.
+    peak: highest resident set of the process, bytes. killed: ended by the driver.
+    """
+
+    argv: tuple[str, ...]
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    peak: int
+    killed: bool
+
+    @property
+    def json(self) -> Any:
+        """What was printed under ``--output json``; fails the test when that is not JSON."""
+        try:
+            return json.loads(self.stdout)
+        except ValueError as error:
+            raise AssertionError(f"stdout is not JSON ({error})\n{self}") from error
+
+    def __str__(self) -> str:
+        return (
+            f"$ ckptcore {' '.join(self.argv)}\nexit {self.code} after {self.seconds:.2f} s\n"
+            f"stdout: {self.stdout[-3000:]}\nstderr: {self.stderr[-3000:]}"
+        )
+
+
+class Cli:
+    """A running server; use as a context manager. Calls are one at a time."""
+
+    def __init__(self, *, environment: dict[str, str] | None = None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ckptcore-cli-")
+        os.chmod(self._folder.name, 0o755)  # a call may run as another user
+        env = dict(os.environ) | {
+            "CKPTCORE_CATALOG_URL": f"sqlite:///{self._folder.name}/catalog.db",
+            "OMP_NUM_THREADS": "2",
+            "NO_COLOR": "1",
+            "COLUMNS": "200",
+        }
+        env |= environment or {}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=REPOSITORY,
+        )  # fmt: skip
+
+    def __enter__(self) -> Cli:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+    def __call__(self, *argv: object, catalog: bool = False, seconds: float = 60.0,
+                 kill_after: float | None = None, memory: int = 6 * GIB, user: int | None = None,
+                 file_size: int | None = None,
+                 env: dict[str, str] | None = None) -> Outcome:  # fmt: skip
+        """Runs ``ckptcore argv``.
+
+        catalog: let it register itself. seconds: the call is killed, and the test fails, after.
+        kill_after: kill it with SIGKILL then, if it still runs. memory: RLIMIT_AS, bytes.
+        user: run as this uid. file_size: RLIMIT_FSIZE, bytes. env: more environment.
+        """
+        words = [str(a) for a in argv]
+        if not catalog and words and words[0] in REGISTERING:
+            words.append("--no-catalog")
+        request = {
+            "argv": words, "seconds": seconds, "kill_after": kill_after, "memory": memory,
+            "user": user, "file_size": file_size, "folder": self._folder.name, "env": env or {},
+        }  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the driver's server ended while it ran {words}")
+        reply = json.loads(line)
+        out, err = (Path(self._folder.name, n).read_bytes() for n in ("stdout", "stderr"))
+        done = Outcome(
+            tuple(words), reply["code"], out.decode(errors="replace"), err.decode(errors="replace"),
+            reply["seconds"], reply["peak"], reply["killed"],
+        )  # fmt: skip
+        if done.killed and kill_after is None:
+            raise AssertionError(f"not finished within {seconds} s\n{done}")
+        return done
+
+
+REGISTERING = frozenset({"consolidate", "export", "apply"})
+
+
+def run_process(*argv: object, seconds: float = 120.0, **env: str) -> Outcome:
+    """The same call as a process of its own, as a user starts it."""
+    words = [str(a) for a in argv]
+    if words[0] in REGISTERING:
+        words.append("--no-catalog")
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptcore", *words],
+        capture_output=True, text=True, timeout=seconds, check=False, cwd=REPOSITORY,
+        env=dict(os.environ) | env,
+    )  # fmt: skip
+    spent = time.monotonic() - start
+    return Outcome(tuple(words), done.returncode, done.stdout, done.stderr, spent, 0, False)
+
+
+def _serve() -> None:
+    """The server: one JSON request a line on stdin, one JSON reply a line on stdout."""
+    sys.path.insert(0, str(REPOSITORY))
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import importlib
+
+    for name in ("numpy", "torch", "zstandard", "fsspec", "ckptcore.__main__", *_own_modules()):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        replies.write(json.dumps(_call(json.loads(line))) + "\n")
+        replies.flush()
+
+
+def _own_modules() -> list[str]:
+    """Every module of the library below its top: imported once here instead of once a call."""
+    root = REPOSITORY / "ckptcore"
+    found = [p.relative_to(REPOSITORY).with_suffix("") for p in sorted(root.rglob("*.py"))]
+    names = [".".join(p.parts).removesuffix(".__init__") for p in found]
+    return [n for n in names if not n.endswith("__main__")]
+
+
+def _call(request: dict[str, Any]) -> dict[str, Any]:
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _run_child(request)
+    limit = request["kill_after"] if request["kill_after"] is not None else request["seconds"]
+    status, usage, killed = None, None, False
+    while status is None:
+        pid, got, usage = os.wait4(child, os.WNOHANG)
+        if pid:
+            status = got
+        elif time.monotonic() - started > limit and not killed:
+            killed = True
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+        else:
+            time.sleep(0.001)
+    spent = time.monotonic() - started
+    with suppress(ProcessLookupError):  # what the call left running in its session
+        os.killpg(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(status)
+    assert usage is not None
+    return {"code": code, "seconds": spent, "peak": usage.ru_maxrss * 1024, "killed": killed}
+
+
+def _run_child(request: dict[str, Any]) -> None:
+    """Never returns."""
+    code = 99
+    try:
+        os.setsid()
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            to = os.open(
+                Path(request["folder"], name), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644
+            )
+            os.dup2(to, number)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (request["memory"],) * 2)
+        if request["file_size"] is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"],) * 2)
+        os.environ.update(request["env"])
+        if request["user"] is not None:
+            os.setgroups([])
+            os.setgid(request["user"])
+            os.setuid(request["user"])
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
+        sys.argv = ["ckptcore", *request["argv"]]
+        from ckptcore.__main__ import main
+
+        code = _exit_code(main)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # the fork must end here, whatever happened
+        import traceback
+
+        traceback.print_exc()
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _exit_code(main: Any) -> int:
+    try:
+        result = main()
+    except SystemExit as stop:
+        result = stop.code
+    if result is None:
+        return 0
+    if isinstance(result, int):
+        return result
+    print(result, file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    _serve()

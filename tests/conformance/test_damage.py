@@ -1,0 +1,262 @@
+"""Damage: does a damaged checkpoint ever become a silent good one?
+
+Every row of the one damage table is done to every sample that it fits. After each, `validate` and
+`consolidate` must refuse with a stable code and a documented exit code, or give the right result:
+the bytes of the undamaged sample. Whatever happens: no traceback, nothing half-published, no code
+from the checkpoint executed, the source as it was, and time and memory bounded.
+
+`make test` does every row to a few small samples that hold every kind of item, and the rows that
+touch data to all of them; the whole grid is a soak.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import damage
+import gaps
+import pytest
+from damage_files import swappable
+from damaging import Damage, Folder, NotApplicable, layout
+from driver import GIB, Cli, Outcome
+from samples import SAMPLES, Sample, differences, flatten, read_torch, tensors_of, tree_digest
+
+from ckptcore.errors import FINDINGS, error_classes
+
+CODES = {c.code: c.exit_code for c in error_classes()}
+BUDGET = 256 << 20
+# The interpreter, torch and what the forked server holds, plus the budget.
+PEAK = BUDGET + (700 << 20)
+SECONDS = 20.0
+
+# Small samples that together hold every kind of item and of metadata: every damage is done to them.
+CORE = frozenset(
+    {
+        "dcp_nested_2r",
+        "dcp_safetensors_fmt_2r",
+        "dcp_zstd_2r",
+        "dcp_nocollectives_2r",
+        "dcp_dims_4r",
+    }
+)
+# Rows whose outcome does not depend on the tensors around them.
+NARROW = re.compile(r"attack-|absurd-|flip-metadata-|view-|numbers-|zip-|item-is-|metadata-is-")
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What an undamaged sample gives."""
+
+    raw: bytes
+    file: Path
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "row" not in metafunc.fixturenames:
+        return
+    cases = []
+    for victim in metafunc.config.stash[SAMPLES]:
+        if victim.megatron:
+            continue
+        for folder in victim.dcp_folders:
+            if gaps.lookup(gaps.REFUSED_DCP, victim.name, folder.name):
+                continue
+            name = f"{victim.name}/{folder.name}" if len(victim.dcp_folders) > 1 else victim.name
+            for row in damage.damages(folder):
+                marks = [pytest.mark.xdist_group(victim.name)]
+                if victim.name not in CORE and (NARROW.match(row.name) or is_large(folder)):
+                    marks.append(pytest.mark.soak)
+                cases.append(
+                    pytest.param(folder, victim, row, id=f"{name}-{row.name}", marks=marks)
+                )
+    metafunc.parametrize(("folder", "victim", "row"), cases)
+
+
+def is_large(folder: Path) -> bool:
+    return sum(f.stat().st_size for f in folder.glob("*.distcp")) > 1_000_000
+
+
+@pytest.fixture(scope="session")
+def truths(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Truth]:
+    return {}
+
+
+@pytest.fixture
+def truth(
+    folder: Path, truths: dict[Path, Truth], cli: Cli, tmp_path_factory: pytest.TempPathFactory
+) -> Truth:
+    """The undamaged sample's result; test_read proves that it is right."""
+    if folder not in truths:
+        file = tmp_path_factory.mktemp("truth") / "good.pt"
+        done = cli("consolidate", folder, file, "--to", "torch_save")
+        assert done.code == 0, done
+        truths[folder] = Truth(file.read_bytes(), file)
+    return truths[folder]
+
+
+def test_damage(folder: Path, victim: Sample, row: Damage, truth: Truth, cli: Cli, tmp_path: Path,
+                request: pytest.FixtureRequest) -> None:  # fmt: skip
+    source = tmp_path / "ckpt"
+    shutil.copytree(folder, source)
+    copy = Folder(source, tmp_path / "sentinel", other_folders(request.config, folder))
+    excuse = excused(copy, row)
+    try:
+        row.make(copy)
+    except NotApplicable as why:
+        pytest.skip(f"not applicable: {why}")
+    assert not copy.sentinel.exists(), "the damage itself ran the attack"
+    before = snapshot(source)
+
+    checked = cli("validate", source, "--level", "bytes", "--output", "json", **LIMITS)
+    dst = tmp_path / "out" / "model.pt"
+    dst.parent.mkdir()
+    done = cli("consolidate", source, dst, "--to", "torch_save", "--workers", "1",
+               "--memory", "256MiB", "--output", "json", **LIMITS)  # fmt: skip
+
+    assert not copy.sentinel.exists(), "code from the checkpoint was executed"
+    assert snapshot(source) == before, "the source was modified"
+    for outcome in (checked, done):
+        well_behaved(outcome)
+    if done.code == 0:
+        wrong = wrong_with(dst, truth, objects=not row.opaque)
+        if excuse and excuse.renames:
+            wrong = wrong and other_values(dst, truth)
+        elif excuse:
+            assert wrong or row.harmless, f"harmless now: take {row.name} off UNDETECTABLE"
+            return
+        assert not wrong, f"a silent wrong result: {wrong[:5]}\n{done}\n{checked}"
+        assert row.harmless or row.opaque, f"accepted: {done}"
+    else:
+        assert not dst.exists(), "published although it failed"
+        assert not [p for p in dst.parent.iterdir() if not p.name.startswith(".")]
+        assert checked.code != 0, f"refused, yet validated\n{done}\n{checked}"
+        assert not excuse or row.harmless, f"refused now: take {row.name} off UNDETECTABLE\n{done}"
+    said = codes_of(checked) | codes_of(done)
+    noticed = done.code != 0 or checked.code != 0 or row.opaque
+    assert not (noticed and row.codes) or said & row.codes, (
+        f"said {sorted(said)}, not one of {sorted(row.codes)}\n{checked}\n{done}"
+    )
+
+
+LIMITS: dict[str, Any] = {"seconds": SECONDS, "memory": 6 * GIB}
+
+
+def other_folders(config: pytest.Config, folder: Path) -> tuple[Path, ...]:
+    """Good checkpoints to take foreign files from; small ones first."""
+    found = [s.dcp_folders for s in config.stash[SAMPLES] if s.name in CORE | {"dcp_stale_4r"}]
+    return tuple(f[0] for f in found if f[0] != folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Excuse:
+    """Why a damage cannot be noticed. renames: names may differ, values may not."""
+
+    why: str
+    renames: bool = False
+
+
+def excused(copy: Folder, row: Damage) -> Excuse | None:
+    """The excuse of this row for this folder, which is looked at before the damage; or None."""
+    entry = gaps.UNDETECTABLE.get(row.name) or gaps.UNDETECTABLE.get(row.name.rstrip("0123456789-"))
+    if entry is None:
+        return None
+    condition, why = entry
+    return Excuse(why, condition == "names-only") if CONDITIONS[condition](copy) else None
+
+
+def equal_layout(copy: Folder) -> bool:
+    one, two = swappable(copy)
+    return layout(copy, one) == layout(copy, two)
+
+
+CONDITIONS: dict[str, Callable[[Folder], bool]] = {
+    "any": lambda copy: True,
+    "names-only": lambda copy: True,
+    "equal-layout": equal_layout,
+    "zip": lambda copy: copy.kind(copy.tensors()[0]) in {"zip", "zstd"},
+    "no-crc": lambda copy: copy.kind(copy.tensors()[0]) == "safetensors",
+}
+
+
+def snapshot(source: Path) -> str:
+    """The source as it is; pipes and endless files are compared by what they are."""
+    endless = [p for p in source.iterdir() if p.is_fifo() or (p.is_symlink() and not p.is_file())]
+    if not endless:
+        return tree_digest(source)
+    return repr(sorted((p.name, p.lstat().st_mode, p.lstat().st_size) for p in source.iterdir()))
+
+
+def well_behaved(outcome: Outcome) -> None:
+    """Documented exit code, stable codes, words and no traceback, bounded memory."""
+    assert "Traceback" not in outcome.stderr, outcome
+    assert outcome.code == 0 or outcome.code in CODES.values(), outcome
+    assert outcome.peak <= PEAK, f"{outcome.peak >> 20} MiB\n{outcome}"
+    answer = outcome.json
+    if "error" in answer:
+        error = answer["error"]
+        assert set(error) >= {"code", "exit_code", "message", "hint", "values"}, outcome
+        assert CODES.get(error["code"]) == error["exit_code"] == outcome.code, outcome
+        assert error["message"], outcome
+        assert error["hint"], outcome
+    if "findings" in answer:
+        for finding in answer["findings"]:
+            assert finding["code"] in FINDINGS, outcome
+            assert finding["message"], outcome
+        errors = [f for f in answer["findings"] if f["severity"] == "error"]
+        assert (outcome.code == 0) == (not errors), outcome
+        assert answer["ok"] is not bool(errors), outcome
+
+
+def codes_of(outcome: Outcome) -> set[str]:
+    """Every error and finding code that was said."""
+    answer = outcome.json
+    found = {f["code"] for f in answer.get("findings", [])}
+    found |= {w["code"] for w in answer.get("warnings", [])}
+    if "error" in answer:
+        found.add(answer["error"]["code"])
+        found |= {f["code"] for f in answer["error"]["values"].get("findings", [])}
+    return found
+
+
+def wrong_with(dst: Path, truth: Truth, *, objects: bool = True) -> list[str]:
+    """What differs from the undamaged sample, tensor by tensor and object by object."""
+    if dst.read_bytes() == truth.raw:
+        return []
+    ours, theirs = read_torch(dst), read_torch(truth.file)
+    found, wanted = tensors_of(ours), tensors_of(theirs)
+    out = [f"{name}: extra" for name in found.keys() - wanted.keys()]
+    out += differences(wanted, found)
+    if objects:
+        mine, good = plain(ours), plain(theirs)
+        out += [f"{k}: object differs" for k in good if mine.get(k) != good[k]]
+    return out
+
+
+def other_values(dst: Path, truth: Truth) -> list[str]:
+    """What differs when names do not count."""
+    ours, theirs = read_torch(dst), read_torch(truth.file)
+    mine, good = sorted(tensors_of(ours).values()), sorted(tensors_of(theirs).values())
+    out = [] if mine == good else ["the values of the tensors differ"]
+    if sorted(plain(ours).values()) != sorted(plain(theirs).values()):
+        out.append("the objects differ")
+    return out
+
+
+def plain(tree: dict[str, Any]) -> dict[str, str]:
+    """The values that are no tensors, in words."""
+    import torch
+
+    leaves = flatten(tree, descend_tuples=False)
+    return {k: repr(v) for k, v in leaves.items() if not isinstance(v, torch.Tensor)}
+
+
+def test_table_is_whole() -> None:
+    """Every excuse names a row of the table, and every row has a name of its own."""
+    rows = {name.rstrip("0123456789-") for name in damage.TABLE} | set(damage.TABLE)
+    assert not set(gaps.UNDETECTABLE) - rows
+    assert len(damage.TABLE) > 200

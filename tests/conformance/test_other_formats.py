@@ -1,0 +1,140 @@
+"""Other formats: is what cannot be read refused by its name, and what can be read exact?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import gaps
+import pytest
+from samples import (
+    SAMPLES,
+    Sample,
+    Tensors,
+    differences,
+    expected_tensors,
+    read_safetensors,
+    tree_digest,
+)
+
+if TYPE_CHECKING:
+    from driver import Cli
+
+
+def test_refused_by_name_or_exact(other: Sample, cli: Cli, tmp_path: Path) -> None:
+    """A sample that is no DCP folder is either refused with a reason, or read bit for bit."""
+    for number, folder in enumerate(checkpoint_paths(other)):
+        before = tree_digest(folder)
+        dst = tmp_path / str(number)
+        done = cli("consolidate", folder, dst, "--output", "json")
+        assert tree_digest(folder) == before
+        assert "Traceback" not in done.stderr, done
+        refusal = gaps.lookup(gaps.REFUSED_OTHER, other.name)
+        if refusal or done.code:
+            codes = (
+                refusal.codes if refusal else frozenset({"unsupported-format", "unknown-format"})
+            )
+            assert not dst.exists()
+            assert done.code == (refusal.exit if refusal else done.json["error"]["exit_code"])
+            assert done.json["error"]["code"] in codes, done
+            assert done.json["error"]["hint"]
+            continue
+        found = read_safetensors(dst)
+        assert sorted(found) == sorted(stored(folder, other))
+        assert not differences(stored(folder, other), found)
+        if not gaps.lookup(gaps.STORED_DIFFERS, other.name):
+            truth = expected_tensors(other.root / "expected.safetensors")
+            plain = {n.removeprefix("state_dict."): v for n, v in found.items()}
+            assert not differences(truth, plain)
+
+
+def checkpoint_paths(sample: Sample) -> list[Path]:
+    """What the sample's user would name on the command line."""
+    inside = [p for p in sorted(sample.root.iterdir()) if not p.name.startswith("expected")]
+    return [p for p in inside if p.is_dir() or p.suffix in {".ckpt", ".pt", ".safetensors"}]
+
+
+def stored(folder: Path, sample: Sample) -> Tensors:
+    """The tensors of a folder of safetensors files or of a torch file, by the foreign reader."""
+    from samples import read_torch, tensors_of
+
+    if folder.is_file():
+        return tensors_of(read_torch(folder, trusted=not sample.corpus))
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return read_safetensors(folder)
+    out: Tensors = {}
+    for name in sorted(set(json.loads(index.read_text())["weight_map"].values())):
+        out |= read_safetensors_loose(folder / name)
+    return out
+
+
+def read_safetensors_loose(path: Path) -> Tensors:
+    """As the safetensors library reads it."""
+    from safetensors.torch import load_file
+    from samples import value
+
+    return {k: value(v) for k, v in load_file(path).items()}
+
+
+NAMED = {
+    "deepspeed": (
+        ["latest", "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+         "global_step3/mp_rank_00_model_states.pt"],
+        "deepspeed",
+    ),
+    "megatron-zarr": (["metadata.json", "common.pt", "embedding.weight/.zarray"], "megatron"),
+    "verl": (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "verl"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_known_by_name(name: str, cli: Cli, tmp_path: Path) -> None:
+    """A folder that looks like a format that is known is refused by that format's name."""
+    files, word = NAMED[name]
+    for file in files:
+        path = tmp_path / "ckpt" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b'{"sharded_backend": "zarr"}' if file.endswith(".json") else b"\x00" * 64)
+    done = cli("inspect", tmp_path / "ckpt", "--output", "json")
+    assert done.code == 5, done
+    error = done.json["error"]
+    assert error["code"] == "unsupported-format"
+    assert word in (error["message"] + json.dumps(error["values"])).lower(), error
+
+
+@pytest.mark.parametrize("content", ["empty-folder", "text-files", "text-file", "empty-file"])
+def test_nothing_known(content: str, cli: Cli, tmp_path: Path) -> None:
+    """What is no checkpoint at all is said to be none, with the next step."""
+    source = tmp_path / "thing"
+    if content.endswith("file"):
+        source.write_bytes(b"hello\n" if content == "text-file" else b"")
+    else:
+        source.mkdir()
+        if content == "text-files":
+            (source / "notes.txt").write_text("hello")
+    for verb in (
+        ["inspect", source],
+        ["validate", source],
+        ["consolidate", source, tmp_path / "o"],
+    ):
+        done = cli(*verb, "--output", "json")
+        assert done.code == 4, done
+        assert done.json["error"]["code"] == "unknown-format"
+        assert done.json["error"]["hint"]
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_folder_of_two_checkpoints_names_them(
+    cli: Cli, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Accelerate writes model and optimizer side by side: the folder above says so."""
+    found = {s.name: s for s in request.config.stash[SAMPLES]}
+    root = found["accelerate_fsdp2_2r"].root
+    done = cli("consolidate", root / "ckpt", tmp_path / "out", "--output", "json")
+    assert done.code in {4, 5}, done
+    error = done.json["error"]
+    said = error["message"] + error["hint"] + json.dumps(error["values"])
+    assert "pytorch_model_fsdp_0" in said
+    assert "optimizer_0" in said

@@ -1,0 +1,70 @@
+"""Shared fixtures: which samples are there, and how is the command line driven?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Under `--import-mode=importlib` pytest adds nothing to `sys.path`; test helpers live in these two.
+HERE = Path(__file__).parent
+for folder in (HERE, HERE / "conformance"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import driver  # noqa: E402
+import gaps  # noqa: E402
+import samples  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--corpus",
+        metavar="DIR",
+        type=Path,
+        default=None,
+        help="also run the conformance tests on every sample folder in DIR: <family>/<sample>/ or "
+        "<sample>/, with a checkpoint folder and beside it expected*.safetensors, expected_all.pt",
+    )
+    parser.addoption(
+        "--seed",
+        type=int,
+        default=None,
+        help="first seed of the tests on fresh checkpoints; they print the one they used",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[samples.SAMPLES] = samples.discover(
+        unpacked(config), config.getoption("--corpus", default=None)
+    )
+
+
+def unpacked(config: pytest.Config) -> Path:
+    """Where the archived samples lie unpacked: the cache folder, once per archive."""
+    return samples.unpack(Path(str(config.rootpath)) / ".pytest_cache" / "samples")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`sample` is every sample; the other names are those of `SELECT`."""
+    for name in SELECT.keys() & set(metafunc.fixturenames):
+        found = [s for s in metafunc.config.stash[samples.SAMPLES] if SELECT[name](s)]
+        metafunc.parametrize(name, found, ids=[s.name for s in found])
+
+
+SELECT: dict[str, Callable[[samples.Sample], bool]] = {
+    "sample": lambda s: True,
+    "readable": lambda s: bool(gaps.readable(s)),
+    "refused": lambda s: bool(gaps.refused(s)),
+    "recoverable": lambda s: gaps.lookup(gaps.RECOVERABLE, s.name) is not None,
+    "other": lambda s: not s.dcp_folders,
+}
+
+
+@pytest.fixture(scope="session")
+def cli() -> Iterator[driver.Cli]:
+    """The command line, each call in a fresh forked process with limits of its own."""
+    with driver.Cli() as running:
+        yield running
