@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptcore.catalog import as_dict, default_url, open_catalog, upgrade
-from ckptcore.errors import UsageError
+from ckptcore.errors import CatalogError, UsageError
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -78,11 +78,18 @@ def list_(
         raise UsageError(
             "--kind and --run choose checkpoints, not conversions", hint="leave out --conversions"
         )
-    with _opened(catalog) as found:
-        if conversions:
-            rows: Any = found.conversions(limit, state=state)
-        else:
-            rows = found.list(limit, kind=kind, state=state, run=run)
+    rows: Any = ()
+    try:
+        with _opened(catalog) as found:
+            if conversions:
+                rows = found.conversions(limit, state=state)
+            else:
+                rows = found.list(limit, kind=kind, state=state, run=run)
+    except CatalogError as error:
+        if not error.values.get("missing"):
+            raise
+        # Before the first conversion the list is empty, which is no failure.
+        print(error.message, file=sys.stderr)
     _answer(rows, output)
 
 

@@ -67,6 +67,7 @@ def connect(url: str, *, create: bool) -> Engine:
                 f"there is no catalog at {path}",
                 hint="the first conversion makes it; name another with --catalog URL",
                 url=shown,
+                missing=True,
             )
         if create:
             make_folder(path.parent)

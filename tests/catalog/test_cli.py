@@ -148,10 +148,25 @@ def test_markup_in_names_is_only_text(ask, path, facts):
     assert "[red]" in ask("show", "/runs/[bold]x[/nope]")
 
 
-@pytest.mark.parametrize("words", [["list"], ["show", "x"], ["lineage", "x"], ["which", "x"]])
+@pytest.mark.parametrize(
+    "words", [["show", "x"], ["tag", "x", "a=b"], ["lineage", "x"], ["which", "x"]]
+)
 def test_no_catalog_yet(ask, path, words):
     with pytest.raises(CatalogError, match="there is no catalog at"):
         ask(*words)
+
+
+def test_a_list_before_the_first_conversion_is_empty(path, tmp_path):
+    result = CliRunner().invoke(app, ["list", "--output", "json"], catch_exceptions=False)
+    assert (result.exit_code, json.loads(result.stdout)) == (0, [])
+    assert result.stderr == f"there is no catalog at {path}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_list_of_what_is_no_catalog_fails(ask, tmp_path):
+    (tmp_path / "other.sqlite").write_text("no database" * 100)
+    with pytest.raises(CatalogError, match="not a database"):
+        ask("list", "--catalog", str(tmp_path / "other.sqlite"))
 
 
 def test_a_catalog_named_on_the_command_line(ask, tmp_path):
