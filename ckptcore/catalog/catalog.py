@@ -139,9 +139,7 @@ class Catalog:
         with self.reading() as conn:
             return query.list_checkpoints(conn, limit, kind, state, run)
 
-    def conversions(
-        self, limit: int | None = 50, *, state: str | None = None
-    ) -> tuple[ConversionRow, ...]:
+    def conversions(self, limit: int | None = 50, *, state: str | None = None) -> tuple[ConversionRow, ...]:
         """Conversions, the newest first: failed and running ones too."""
         with self.reading() as conn:
             return query.list_conversions(conn, limit, state)

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 
-def put_checkpoint(
-    conn: Connection, now: datetime, facts: CheckpointFacts, kind: Kind
-) -> tuple[int, str]:
+def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind: Kind) -> tuple[int, str]:
     """The row of what stands at `facts.uri`: found again or new; (row id, public id).
 
     A row is one content at one URI. The same manifest with other file digests is other content.
@@ -46,9 +44,7 @@ def put_checkpoint(
         Checkpoint.id, Checkpoint.uuid, Checkpoint.content_digest, Checkpoint.state,
         Checkpoint.run_id, Checkpoint.step,
     ).where(Checkpoint.uri == uri, Checkpoint.manifest_digest == manifest)  # fmt: skip
-    same = conn.execute(
-        known.order_by(Checkpoint.replaced_at.is_not(None), Checkpoint.id.desc())
-    ).all()
+    same = conn.execute(known.order_by(Checkpoint.replaced_at.is_not(None), Checkpoint.id.desc())).all()
     if content:
         # Known content fills the unknown; unknown content is taken for what is known to be there.
         same = [row for row in same if row.content_digest == content] or [
@@ -130,9 +126,7 @@ def note_findings(
                 closed.append({"row": row.id})
         if closed:
             conn.execute(
-                update(FindingRecord)
-                .where(FindingRecord.id == bindparam("row"))
-                .values(resolved_at=now),
+                update(FindingRecord).where(FindingRecord.id == bindparam("row")).values(resolved_at=now),
                 closed,
             )
     rows = [
@@ -154,9 +148,7 @@ def set_tag(conn: Connection, now: datetime, checkpoint: int, key: str, value: s
     conn.execute(delete(Tag).where(Tag.checkpoint_id == checkpoint, Tag.key == clean(key)))
     if value is not None:
         conn.execute(
-            insert(Tag).values(
-                checkpoint_id=checkpoint, key=clean(key), value=clean(value), updated_at=now
-            )
+            insert(Tag).values(checkpoint_id=checkpoint, key=clean(key), value=clean(value), updated_at=now)
         )
 
 
@@ -170,9 +162,7 @@ def content_digest(files: Sequence[tuple[str, int, str | None]]) -> str:
     return blake3.blake3(listing.encode()).hexdigest()
 
 
-def _put_files(
-    conn: Connection, checkpoint: int, files: Sequence[tuple[str, int, str | None]]
-) -> None:
+def _put_files(conn: Connection, checkpoint: int, files: Sequence[tuple[str, int, str | None]]) -> None:
     rows = [
         {"checkpoint_id": checkpoint, "path": path, "nbytes": nbytes, "digest": digest}
         for path, nbytes, digest in files

@@ -61,8 +61,7 @@ def list_(
     state: Annotated[
         str | None,
         typer.Option(
-            help="present, damaged, incomplete or replaced; "
-            "with --conversions: running, succeeded or failed."
+            help="present, damaged, incomplete or replaced; with --conversions: running, succeeded or failed."
         ),
     ] = None,
     run: Annotated[str | None, typer.Option(help="The name of a training run.")] = None,

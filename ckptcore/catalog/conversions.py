@@ -61,9 +61,7 @@ def succeed(
     source_id, _ = put_checkpoint(conn, now, source, Kind.SOURCE)
     derived_id, derived_uuid = put_checkpoint(conn, now, derived, Kind.DERIVED)
     _link(conn, row.id, {(source_id, Direction.IN), (derived_id, Direction.OUT)})
-    note_findings(
-        conn, now, findings, checkpoint=source_id, conversion=row.id, level=source.verified
-    )
+    note_findings(conn, now, findings, checkpoint=source_id, conversion=row.id, level=source.verified)
     note_findings(conn, now, (), checkpoint=derived_id, conversion=row.id, level=derived.verified)
     _inherit(conn, source_id, derived_id)
     conn.execute(

@@ -80,8 +80,7 @@ def _by_digest(conn: Connection, digest: str) -> list[Origin]:
         .order_by(*current_first(), CheckpointFile.path)
     )
     return [
-        _origin(conn, row.id, FileRow(row.path, row.nbytes, row.digest))
-        for row in conn.execute(wanted).all()
+        _origin(conn, row.id, FileRow(row.path, row.nbytes, row.digest)) for row in conn.execute(wanted).all()
     ]
 
 
@@ -125,9 +124,7 @@ def _origin(conn: Connection, checkpoint: int, file: FileRow | None) -> Origin:
     )
 
 
-def _steps(
-    conn: Connection, start: int, near: Direction, far: Direction
-) -> tuple[LineageStep, ...]:
+def _steps(conn: Connection, start: int, near: Direction, far: Direction) -> tuple[LineageStep, ...]:
     """The conversions reached by going from the `near` end of each to its `far` end."""
     reached = select(Checkpoint.id).where(Checkpoint.id == start).cte("reached", recursive=True)
     here, there = aliased(ConversionIO), aliased(ConversionIO)
@@ -148,21 +145,17 @@ def _steps(
     ids = {edge.checkpoint_id for edge in edges} | {edge.other for edge in edges}
     runs = {edge.conversion_id for edge in edges}
     rows = {
-        row.id: checkpoint_row(row)
-        for row in conn.execute(checkpoint_rows().where(Checkpoint.id.in_(ids)))
+        row.id: checkpoint_row(row) for row in conn.execute(checkpoint_rows().where(Checkpoint.id.in_(ids)))
     }
     made = {
-        row.id: conversion_row(row)
-        for row in conn.execute(select(Conversion).where(Conversion.id.in_(runs)))
+        row.id: conversion_row(row) for row in conn.execute(select(Conversion).where(Conversion.id.in_(runs)))
     }
     depth = _depths(start, [(edge.checkpoint_id, edge.other) for edge in edges])
     steps = []
     for edge in edges:
         ends = rows[edge.checkpoint_id], rows[edge.other]
         derived, source = ends if near is Direction.OUT else ends[::-1]
-        steps.append(
-            LineageStep(depth[edge.checkpoint_id] + 1, source, made[edge.conversion_id], derived)
-        )
+        steps.append(LineageStep(depth[edge.checkpoint_id] + 1, source, made[edge.conversion_id], derived))
     return tuple(sorted(steps, key=lambda step: (step.depth, step.conversion.started_at)))
 
 

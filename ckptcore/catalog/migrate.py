@@ -97,7 +97,6 @@ def scripts_folder() -> Path:
         if (folder / "env.py").is_file():
             return folder
     raise CatalogError(
-        f"the migration scripts are in neither {package / '_migrations'} nor "
-        f"{package.parent / 'alembic'}",
+        f"the migration scripts are in neither {package / '_migrations'} nor {package.parent / 'alembic'}",
         hint="install ckptcore again",
     )

@@ -54,9 +54,7 @@ def list_checkpoints(
     return tuple(checkpoint_row(row) for row in conn.execute(newest))
 
 
-def list_conversions(
-    conn: Connection, limit: int | None, state: str | None
-) -> tuple[ConversionRow, ...]:
+def list_conversions(conn: Connection, limit: int | None, state: str | None) -> tuple[ConversionRow, ...]:
     """Conversions, the newest first."""
     wanted = select(Conversion)
     if state is not None:
@@ -178,9 +176,7 @@ def conversion_row(row: Any) -> ConversionRow:
     )
 
 
-def conversions_of(
-    conn: Connection, checkpoint: int, direction: Direction
-) -> tuple[ConversionRow, ...]:
+def conversions_of(conn: Connection, checkpoint: int, direction: Direction) -> tuple[ConversionRow, ...]:
     """The conversions that wrote (out) or read (in) a checkpoint, the newest first."""
     wanted = (
         select(Conversion)
@@ -191,9 +187,7 @@ def conversions_of(
     return tuple(conversion_row(row) for row in conn.execute(wanted))
 
 
-def checkpoints_of(
-    conn: Connection, conversion: str, direction: Direction
-) -> tuple[CheckpointRow, ...]:
+def checkpoints_of(conn: Connection, conversion: str, direction: Direction) -> tuple[CheckpointRow, ...]:
     """The checkpoints that a conversion (public id) read (in) or wrote (out)."""
     wanted = (
         checkpoint_rows()
@@ -243,9 +237,7 @@ def _conversion_detail(conn: Connection, row_id: int) -> ConversionDetail:
         conversion=conversion_row(row),
         sources=checkpoints_of(conn, row.uuid, Direction.IN),
         derived=checkpoints_of(conn, row.uuid, Direction.OUT),
-        findings=_findings(
-            conn, select(FindingRecord).where(FindingRecord.conversion_id == row_id)
-        ),
+        findings=_findings(conn, select(FindingRecord).where(FindingRecord.conversion_id == row_id)),
     )
 
 
@@ -258,9 +250,7 @@ def _findings(conn: Connection, wanted: Select[Any]) -> tuple[Finding, ...]:
 
 def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
     """layers.2 before layers.10."""
-    return tuple(
-        (0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name)
-    )
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name))
 
 
 def _member(kind: type[Kind | State | Outcome], value: str) -> str:

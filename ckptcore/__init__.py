@@ -1,0 +1,47 @@
+"""ckptcore: sharded training checkpoints made whole, in bounded memory.
+
+    import ckptcore
+    manifest = ckptcore.open("/runs/llama/step-300")
+    report = ckptcore.check(manifest, level="bytes")
+    weight = ckptcore.read(manifest, "model.lm_head.weight")
+    ckptcore.convert("/runs/llama/step-300", "/models/llama", verb="export")
+
+Nothing from a checkpoint is executed, memory is a budget instead of the model's size, and torch is
+imported only when tensors are touched.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# name -> module; imported on first use, so that `import ckptcore` costs nothing.
+_WHERE = {
+    "open": "ckptcore.api", "read": "ckptcore.api", "load_into": "ckptcore.api", "check": "ckptcore.api",
+    "plan": "ckptcore.api", "execute": "ckptcore.api", "convert": "ckptcore.api",
+    "Manifest": "ckptcore.manifest", "TensorSpec": "ckptcore.manifest", "Box": "ckptcore.box",
+    "Request": "ckptcore.request", "Settings": "ckptcore.request", "Report": "ckptcore.check",
+    "CkptError": "ckptcore.errors", "Finding": "ckptcore.errors", "Result": "ckptcore.convert",
+}  # fmt: skip
+
+if TYPE_CHECKING:
+    from ckptcore.api import check, convert, execute, load_into, open, plan, read
+    from ckptcore.box import Box
+    from ckptcore.check import Report
+    from ckptcore.convert import Result
+    from ckptcore.errors import CkptError, Finding
+    from ckptcore.manifest import Manifest, TensorSpec
+    from ckptcore.request import Request, Settings
+
+__all__ = [
+    "Box", "CkptError", "Finding", "Manifest", "Report", "Request", "Result", "Settings", "TensorSpec",
+    "check", "convert", "execute", "load_into", "open", "plan", "read",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'ckptcore' has no attribute {name!r}")

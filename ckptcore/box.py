@@ -1,0 +1,196 @@
+"""Boxes: which elements of an n-d tensor does a piece hold?
+
+A `Box` is a half-open n-d interval in the index space of one tensor: dim ``d`` covers
+``[offset[d], offset[d] + shape[d])``. Every other module speaks of tensor pieces in boxes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Half-open n-d interval of one tensor's index space; rank 0 is ``Box((), ())``.
+
+    offset: first index per dim, elements.
+    shape: extent per dim, elements.
+
+    >>> Box((2, 0), (4, 8)).intersect(Box((4, 4), (4, 8)))
+    Box(offset=(4, 4), shape=(2, 4))
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise ValueError(f"box offset {self.offset} and shape {self.shape} differ in rank")
+        if any(o < 0 for o in self.offset) or any(n < 0 for n in self.shape):
+            raise ValueError(f"box offset {self.offset} or shape {self.shape} is negative")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box that covers a whole tensor of ``shape``."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for rank 0."""
+        return prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last index, per dim."""
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common elements, or None where there are none.
+
+        >>> Box((0,), (2,)).intersect(Box((2,), (2,))) is None
+        True
+        """
+        lo = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        hi = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
+        if any(h <= o for o, h in zip(lo, hi, strict=True)):
+            return None
+        return Box(lo, tuple(h - o for o, h in zip(lo, hi, strict=True)))
+
+    def contains(self, other: Box) -> bool:
+        """Whether every index of ``other`` lies in this box."""
+        return all(
+            a <= b and y <= x
+            for a, b, x, y in zip(self.offset, other.offset, self.end, other.end, strict=True)
+        )
+
+    def translate(self, by: tuple[int, ...]) -> Box:
+        """The box moved by ``by`` elements per dim.
+
+        >>> Box((4, 4), (2, 2)).translate((-4, 0))
+        Box(offset=(0, 4), shape=(2, 2))
+        """
+        return Box(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.shape)
+
+    def within(self, other: Box) -> Box:
+        """This box in the coordinates of ``other``, which must contain it."""
+        return self.translate(tuple(-o for o in other.offset))
+
+    def subtract(self, other: Box) -> list[Box]:
+        """Disjoint boxes that cover exactly the elements of this box that are not in ``other``.
+
+        >>> Box((0, 0), (2, 4)).subtract(Box((0, 1), (2, 2)))
+        [Box(offset=(0, 0), shape=(2, 1)), Box(offset=(0, 3), shape=(2, 1))]
+        """
+        common = self.intersect(other)
+        if common is None:
+            return [self] if self.numel else []
+        out: list[Box] = []
+        lo, shape = list(self.offset), list(self.shape)
+        for d in range(len(lo)):
+            below = common.offset[d] - lo[d]
+            above = lo[d] + shape[d] - common.end[d]
+            if below:
+                out.append(Box(tuple(lo), (*shape[:d], below, *shape[d + 1 :])))
+            if above:
+                start = (*lo[:d], common.end[d], *lo[d + 1 :])
+                out.append(Box(start, (*shape[:d], above, *shape[d + 1 :])))
+            lo[d], shape[d] = common.offset[d], common.shape[d]
+        return out
+
+    def tiles(self, max_elements: int) -> Iterator[Box]:
+        """Cut into boxes that are each one run of this box's row-major order, in that order.
+
+        Every tile but a last one per run holds as many whole rows as fit into ``max_elements``
+        (at least one element).
+
+        >>> [t.shape for t in Box((0, 0), (3, 4)).tiles(8)]
+        [(2, 4), (1, 4)]
+        >>> [t.offset for t in Box((0, 0), (2, 4)).tiles(3)]
+        [(0, 0), (0, 3), (1, 0), (1, 3)]
+        """
+        if self.numel == 0:
+            return
+        limit = max(1, max_elements)
+        if self.numel <= limit:
+            yield self
+            return
+        # The first dim whose rows (everything behind it) fit is the one that is cut.
+        cut = next(d for d in range(len(self.shape)) if prod(self.shape[d + 1 :]) <= limit)
+        step = limit // prod(self.shape[cut + 1 :])
+        for lead in _indices(self.shape[:cut]):
+            at = tuple(o + i for o, i in zip(self.offset, lead, strict=False))
+            for first in range(0, self.shape[cut], step):
+                count = min(step, self.shape[cut] - first)
+                yield Box(
+                    (*at, self.offset[cut] + first, *self.offset[cut + 1 :]),
+                    ((1,) * cut + (count,) + self.shape[cut + 1 :]),
+                )
+
+
+def from_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The boxes, in order, that the row-major elements ``[start, stop)`` of ``shape`` make up.
+
+    A flat range of an n-d tensor is at most ``2n - 1`` boxes.
+
+    >>> from_flat_range((3, 4), 2, 9)
+    [Box(offset=(0, 2), shape=(1, 2)), Box(offset=(1, 0), shape=(1, 4)), Box(offset=(2, 0), shape=(1, 1))]
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise ValueError(f"flat range [{start}, {stop}) is outside a tensor of shape {shape}")
+    if start == stop:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (stop - start,))] if shape else [Box((), ())]
+    row = prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last:
+        return _under(first, from_flat_range(shape[1:], start - first * row, stop - first * row))
+    out: list[Box] = []
+    if start % row:
+        out += _under(first, from_flat_range(shape[1:], start % row, row))
+        first += 1
+    rows = stop // row - first
+    if rows:
+        out.append(Box((first, *(0,) * (len(shape) - 1)), (rows, *shape[1:])))
+    if stop % row:
+        out += _under(stop // row, from_flat_range(shape[1:], 0, stop % row))
+    return out
+
+
+def flat_start(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
+    """Row-major element number of index ``offset`` in a tensor of ``shape``.
+
+    >>> flat_start((3, 4), (1, 2))
+    6
+    """
+    at = 0
+    for n, o in zip(shape, offset, strict=True):
+        at = at * n + o
+    return at
+
+
+def is_run(shape: tuple[int, ...], inner: tuple[int, ...]) -> bool:
+    """Whether a box of shape ``inner`` inside a row-major tensor of ``shape`` is one run of bytes.
+
+    >>> is_run((3, 4), (2, 4)), is_run((3, 4), (2, 3)), is_run((3, 4), (1, 3))
+    (True, False, True)
+    """
+    d = len(shape)
+    while d and inner[d - 1] == shape[d - 1]:
+        d -= 1
+    return all(n == 1 for n in inner[: max(d - 1, 0)])
+
+
+def _under(row: int, boxes: list[Box]) -> list[Box]:
+    return [Box((row, *b.offset), (1, *b.shape)) for b in boxes]
+
+
+def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not shape:
+        yield ()
+        return
+    for i in range(shape[0]):
+        for rest in _indices(shape[1:]):
+            yield (i, *rest)

@@ -1,0 +1,185 @@
+"""Checking: is it there, is it whole, are the bytes right, are the values sane?
+
+Four levels, each with everything below it: ``files`` (present, sizes, stray files), ``cover``
+(every element in exactly one place, from metadata alone), ``bytes`` (stored checksums, layouts,
+equal replicas; reads everything once) and ``values`` (NaN and Inf). Rules are rows of a table. A
+report can be complete and bad: checks return findings and never stop at the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptcore.cover import coverage
+from ckptcore.dtype import BY_NAME
+from ckptcore.errors import Finding, UsageError, finding
+from ckptcore.manifest import Envelope, Manifest
+from ckptcore.store import Store
+
+LEVELS = ("files", "cover", "bytes", "values")
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a check found.
+
+    level: how deep it looked. tensors: number of tensors. nbytes: bytes of tensor data.
+    findings: in the order of levels. unverified: items without a stored checksum.
+    """
+
+    level: str
+    format: str
+    tensors: int
+    nbytes: int
+    findings: tuple[Finding, ...]
+    unverified: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing found is an error."""
+        return not any(f.severity == "error" for f in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON of `ckptcore validate --output json`."""
+        return {
+            "ok": self.ok,
+            "level": self.level,
+            "format": self.format,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "findings": [f.as_dict() for f in self.findings],
+        }
+
+
+def check(manifest: Manifest, store: Store | None = None, level: str = "cover", *,
+          workers: int = 2, progress: Progress | None = None) -> Report:  # fmt: skip
+    """Checks a manifest up to ``level``; ``bytes`` and ``values`` read the files of ``store``.
+
+    Peak memory: a few MiB a worker. Raises `UsageError` for an unknown level, or when the level
+    needs a store and none is given.
+    """
+    if level not in LEVELS:
+        raise UsageError(f"no level is called {level!r}", hint=f"one of: {', '.join(LEVELS)}")
+    depth = LEVELS.index(level)
+    found = [f for f in manifest.findings if LEVELS.index(f.level) <= depth]
+    for rule_level, rule in RULES:
+        if LEVELS.index(rule_level) <= depth:
+            found += rule(manifest)
+    unverified = 0
+    if depth >= LEVELS.index("bytes"):
+        if store is None:
+            raise UsageError(f"level {level!r} reads files: a store is needed")
+        from ckptcore.scan import scan
+
+        broken = {f.file for f in found if f.severity == "error" and f.code in _UNREADABLE}
+        more, unverified = scan(manifest, store, skip_files=broken, values=level == "values",
+                                workers=workers, progress=progress)  # fmt: skip
+        found += more
+    order = {name: i for i, name in enumerate(LEVELS)}
+    unique = tuple(dict.fromkeys(sorted(found, key=lambda f: order[f.level])))
+    return Report(level, manifest.format, manifest.num_tensors, manifest.nbytes, unique, unverified)
+
+
+_UNREADABLE = {"missing-file", "truncated-file"}
+
+
+def _files(manifest: Manifest) -> Iterable[Finding]:
+    """Every named file is there and as long as what is placed in it."""
+    items = manifest.items
+    need = np.zeros(len(manifest.files), np.int64)
+    if len(items):
+        np.maximum.at(need, items.file, items.start + items.length)
+    used = np.zeros(len(manifest.files), np.bool_)
+    used[items.file] = True
+    # In a safetensors blob inside a DCP file the item length is made from the size itself, and a
+    # raw item (safetensors, torch_save) has its own exact layout check in its reader.
+    exact = np.ones(len(manifest.files), np.bool_)
+    exact[items.file[items.envelope != int(Envelope.TORCHZIP)]] = False
+    for i, file in enumerate(manifest.files):
+        if not used[i]:
+            continue
+        if file.size is None:
+            yield finding(
+                "missing-file",
+                "files",
+                f"{file.path} is not there{_rank(file.path)}",
+                file=file.path,
+            )
+        elif file.size < need[i]:
+            yield finding("truncated-file", "files", f"{file.path} has {file.size} bytes, the metadata "
+                          f"places data up to {need[i]}", file=file.path)  # fmt: skip
+        elif file.size > need[i] and exact[i]:
+            yield finding("oversized-file", "files", f"{file.path} has {file.size} bytes, the metadata "
+                          f"places data only up to {need[i]}", file=file.path)  # fmt: skip
+
+
+def _lengths(manifest: Manifest) -> Iterable[Finding]:
+    """No item is shorter than its chunk's bytes."""
+    chunks, items = manifest.chunks, manifest.items
+    if not len(chunks):
+        return
+    width = np.array([BY_NAME[t.dtype].itemsize for t in manifest.tensors], np.float64)
+    nbytes = width[chunks.tensor] * np.prod(chunks.shape.astype(np.float64), axis=1)
+    placed = chunks.item >= 0
+    item = np.where(placed, chunks.item, 0)
+    plain = (items.codec[item] == 0) & (items.envelope[item] == int(Envelope.TORCHZIP))
+    short = placed & plain & (items.length[item] < nbytes)
+    for row in np.flatnonzero(short)[:100].tolist():
+        at = items[int(chunks.item[row])]
+        fqn = manifest.tensors[int(chunks.tensor[row])].fqn
+        path = manifest.files[at.file].path
+        yield finding("length-mismatch", "cover", f"{fqn}: a chunk of {int(nbytes[row])} bytes is placed in "
+                      f"{at.length} bytes of {path}", fqn=fqn, file=path)  # fmt: skip
+
+
+def _item_overlaps(manifest: Manifest) -> Iterable[Finding]:
+    """No two items share bytes of a file (members of one safetensors blob share its range)."""
+    items = manifest.items
+    rows = np.flatnonzero((items.envelope == int(Envelope.TORCHZIP)) & (items.length > 0))
+    if len(rows) < 2:
+        return
+    rows = rows[np.lexsort((items.length[rows], items.start[rows], items.file[rows]))]
+    a, b = rows[:-1], rows[1:]
+    same = items.file[a] == items.file[b]
+    equal = (items.start[a] == items.start[b]) & (items.length[a] == items.length[b])
+    shared = same & (items.start[b] < items.start[a] + items.length[a])
+    # One chunk named twice in the metadata is the same item twice; different chunks are not.
+    owner = _owners(manifest)
+    clash = shared & ~(equal & (owner[a] == owner[b]))
+    for row in np.flatnonzero(clash)[:100].tolist():
+        one, two = items[int(a[row])], items[int(b[row])]
+        path = manifest.files[one.file].path
+        yield finding("item-overlap", "cover", f"{path}: items at {one.start} ({one.length} bytes) and "
+                      f"{two.start} ({two.length} bytes) overlap", file=path)  # fmt: skip
+
+
+def _owners(manifest: Manifest) -> Any:
+    """int64 [items]: a number that is equal for items of equal chunks (tensor and box)."""
+    chunks = manifest.chunks
+    owner = np.arange(len(manifest.items), dtype=np.int64) + len(chunks)
+    placed = np.flatnonzero(chunks.item >= 0)
+    if len(placed):
+        keys = np.concatenate([chunks.tensor[placed, None], chunks.lo[placed], chunks.shape[placed]], axis=1)
+        _, group = np.unique(keys, axis=0, return_inverse=True)
+        owner[chunks.item[placed]] = group.reshape(-1)
+    return owner
+
+
+def _rank(path: str) -> str:
+    name = path.rsplit("/", 1)[-1]
+    digits = name.removeprefix("__").split("_")[0]
+    return f" (written by rank {digits})" if name.startswith("__") and digits.isdigit() else ""
+
+
+# level, rule; a rule sees the whole manifest and yields findings.
+RULES: tuple[tuple[str, Callable[[Manifest], Iterable[Finding]]], ...] = (
+    ("files", _files),
+    ("cover", coverage),
+    ("cover", _lengths),
+    ("cover", _item_overlaps),
+)

@@ -1,0 +1,286 @@
+"""The command line: thin verbs over the library. Parse, call, show.
+
+Answers go to standard output (text, or JSON with ``--output json``); words and progress go to
+standard error. Every error ends with its documented exit code, and never with a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from ckptcore import output as show
+from ckptcore.catalog.cli import app as catalog_app
+from ckptcore.errors import CkptError, Interrupted, UsageError
+from ckptcore.sizes import parse_size
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Sharded training checkpoints made whole: validated, consolidated and exported in bounded memory.",
+)  # fmt: skip
+app.add_typer(catalog_app, name="catalog")
+
+
+class Output(StrEnum):
+    """How an answer is written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Level(StrEnum):
+    """How deep to check."""
+
+    FILES = "files"
+    COVER = "cover"
+    BYTES = "bytes"
+    VALUES = "values"
+
+
+Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a path or any fsspec URL.")]
+Dst = Annotated[
+    str,
+    typer.Argument(metavar="DST", help="A new folder; or one file: .safetensors, .pt, .pth, .bin."),
+]
+As = Annotated[Output, typer.Option("--output", help="Text for people, JSON for programs.")]
+Recover = Annotated[bool, typer.Option("--recover", help="Take an aborted save's .metadata.tmp as it is.")]
+To = Annotated[
+    str,
+    typer.Option("--to", metavar="FORMAT", help="Output format; default by DST's suffix, else safetensors."),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option("--include", metavar="GLOB", help="Only these names (repeatable)."),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="GLOB", help="Not these names (repeatable)."),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename", metavar="OLD=NEW", help="Rename a prefix, or a pattern with one * (repeatable)."
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="Cast floating-point tensors: bf16, fp16, fp32, ....")
+]
+DtypeFor = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype-for",
+        metavar="GLOB=DTYPE",
+        help="Exceptions to --dtype; DTYPE may be keep (repeatable).",
+    ),
+]
+MaxFile = Annotated[
+    str,
+    typer.Option("--max-file-size", metavar="SIZE", help="Tensor bytes per output file of a folder."),
+]
+Tie = Annotated[
+    list[str] | None,
+    typer.Option("--tie", metavar="A=B", help="A equals B: store only B, check equality (repeatable)."),
+]
+Prefix = Annotated[
+    str | None,
+    typer.Option("--model-prefix", metavar="PREFIX", help="Where the model is in the checkpoint."),
+]
+Config = Annotated[
+    str | None,
+    typer.Option("--config", metavar="DIR", help="Folder with config.json, tokenizer files, ...."),
+]
+Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Budget for tensor buffers.")]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads; default by the machine.")]
+Device = Annotated[str, typer.Option("--device", help="Where to cast: cpu, cuda, cuda:1.")]
+Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Keep verified files of an earlier run.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST as a whole.")]
+Verify = Annotated[
+    bool, typer.Option("--verify/--no-verify", help="Check stored CRC-32 and copies while moving.")
+]
+Digest = Annotated[bool, typer.Option("--digest/--no-digest", help="BLAKE3 of every output file.")]
+Catalog = Annotated[
+    str | None,
+    typer.Option("--catalog", metavar="URL", envvar="CKPTCORE_CATALOG_URL", help="Where to register."),
+]
+NoCatalog = Annotated[bool, typer.Option("--no-catalog", help="Do not register.")]
+
+
+@app.command()
+def inspect(src: Src, recover: Recover = False, include: Include = None, output: As = Output.TEXT) -> None:
+    """What is there: format with evidence, tensors, shapes, dtypes, bytes. Reads headers only."""
+    from ckptcore.convert import inspect as read
+
+    show.manifest(read(src, recover), include or [], as_json=output is Output.JSON)
+
+
+@app.command()
+def validate(src: Src, level: Annotated[Level, typer.Option("--level", help="How deep to look.")] = Level.COVER,
+             recover: Recover = False, workers: Workers = None, no_catalog: NoCatalog = False,
+             catalog: Catalog = None, output: As = Output.TEXT) -> None:  # fmt: skip
+    """Is it there, whole, right? Exit code 1 when something is damaged."""
+    from ckptcore.convert import inspect as read
+    from ckptcore.convert import validate as check
+    from ckptcore.request import Settings
+
+    try:
+        with show.progress() as progress:
+            manifest = read(src, recover)
+            report = check(
+                manifest, level.value, workers=Settings(workers=workers).threads, progress=progress
+            )
+    except CkptError as error:
+        if error.exit_code != 1:
+            raise
+        show.report(show.report_of(error, src, level.value), as_json=output is Output.JSON)
+        raise typer.Exit(1) from error
+    if not no_catalog:
+        from ckptcore.register import record_report
+
+        record_report(manifest, src, report, catalog)
+    show.report(report, as_json=output is Output.JSON)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def consolidate(
+    src: Src, dst: Annotated[str | None, typer.Argument(metavar="[DST]", help="Default: SRC.consolidated")] = None,
+    to: To = "", include: Include = None, exclude: Exclude = None, rename: Rename = None, dtype: Dtype = None,
+    dtype_for: DtypeFor = None, max_file_size: MaxFile = "5GB", tie: Tie = None, recover: Recover = False,
+    memory: Memory = "1GiB", workers: Workers = None, device: Device = "cpu", resume: Resume = True,
+    overwrite: Overwrite = False, verify: Verify = True, digest: Digest = True, catalog: Catalog = None,
+    no_catalog: NoCatalog = False, output: As = Output.TEXT,
+) -> None:  # fmt: skip
+    """Every tensor, model and optimizer, under its stored name, in one file or folder."""
+    given = _request(locals(), "consolidate")
+    _convert(given, locals())
+
+
+@app.command()
+def export(
+    src: Src, dst: Dst, to: To = "", model_prefix: Prefix = None, config: Config = None, include: Include = None,
+    exclude: Exclude = None, rename: Rename = None, dtype: Dtype = None, dtype_for: DtypeFor = None,
+    max_file_size: MaxFile = "5GB", tie: Tie = None, recover: Recover = False, memory: Memory = "1GiB",
+    workers: Workers = None, device: Device = "cpu", resume: Resume = True, overwrite: Overwrite = False,
+    verify: Verify = True, digest: Digest = True, catalog: Catalog = None, no_catalog: NoCatalog = False,
+    output: As = Output.TEXT,
+) -> None:  # fmt: skip
+    """The model part as a Hugging Face folder: shards, index, config and tokenizer."""
+    given = _request(locals(), "export")
+    _convert(given, locals())
+
+
+@app.command()
+def plan(
+    src: Src, dst: Dst, to: To = "", verb: Annotated[str, typer.Option("--verb", help="consolidate or export.")] = "consolidate",
+    model_prefix: Prefix = None, config: Config = None, include: Include = None, exclude: Exclude = None,
+    rename: Rename = None, dtype: Dtype = None, dtype_for: DtypeFor = None, max_file_size: MaxFile = "5GB",
+    tie: Tie = None, recover: Recover = False, overwrite: Overwrite = False, resume: Resume = True,
+    memory: Memory = "1GiB", workers: Workers = None,
+    save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Keep the plan for `ckptcore apply`.")] = None,
+    output: As = Output.TEXT,
+) -> None:  # fmt: skip
+    """What a conversion would do: bytes, files, renames, casts, drops, peak memory. Writes nothing."""
+    from ckptcore.compose import compose
+    from ckptcore.convert import inspect as read
+    from ckptcore.convert import peak_memory
+    from ckptcore.planfile import save_request
+
+    given = _request(locals(), verb)
+    settings = _settings({"memory": memory, "workers": workers})
+    manifest = read(src, recover)
+    composed = compose(given, manifest)
+    if save is not None:
+        save_request(save, given, composed)
+    show.plan(composed, peak_memory(composed.plan, settings), as_json=output is Output.JSON)
+
+
+@app.command()
+def apply(
+    plan_dir: Annotated[Path, typer.Argument(metavar="PLAN", help="What `ckptcore plan --save` wrote.")],
+    memory: Memory = "1GiB", workers: Workers = None, device: Device = "cpu", verify: Verify = True,
+    digest: Digest = True, catalog: Catalog = None, no_catalog: NoCatalog = False, output: As = Output.TEXT,
+) -> None:  # fmt: skip
+    """Carries out a saved plan; refuses when the source has changed since."""
+    from ckptcore.planfile import load_request
+
+    _convert(load_request(plan_dir), locals())
+
+
+@app.command()
+def formats(output: As = Output.TEXT) -> None:
+    """What can be read and written, and what is recognised and refused by name."""
+    show.formats(as_json=output is Output.JSON)
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command line; gives the exit code. Errors become words (or JSON) and a code."""
+    as_json = any(a == "--output=json" for a in argv) or any(
+        a == "--output" and b == "json" for a, b in zip(argv, argv[1:], strict=False)
+    )
+    try:
+        done: Any = app(args=argv, prog_name="ckptcore", standalone_mode=False)
+        return done if isinstance(done, int) else 0
+    except CkptError as error:
+        show.error(error, as_json=as_json)
+        return error.exit_code
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        show.error(UsageError(error.format_message(), hint=_usage_hint(error)), as_json=as_json)
+        return UsageError.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        show.error(Interrupted("stopped by the user"), as_json=as_json)
+        return Interrupted.exit_code
+    except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
+        sys.stderr.close()
+        return 0
+
+
+def _usage_hint(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    return f"see `{context.command_path} --help`" if context is not None else "see `ckptcore --help`"
+
+
+def _request(given: dict[str, Any], verb: str) -> Any:
+    from ckptcore.request import Request
+
+    return Request(
+        given["src"], given["dst"] or given["src"].rstrip("/") + ".consolidated", verb, given["to"],
+        tuple(given["include"] or ()), tuple(given["exclude"] or ()), _pairs(given["rename"], "--rename"),
+        given["dtype"], _pairs(given["dtype_for"], "--dtype-for"), given.get("model_prefix"), given.get("config"),
+        parse_size(given["max_file_size"]), _pairs(given["tie"], "--tie"), given["recover"], given["overwrite"],
+        given["resume"],
+    )  # fmt: skip
+
+
+def _settings(given: dict[str, Any]) -> Any:
+    from ckptcore.request import Settings
+
+    return Settings(
+        parse_size(given["memory"]), given["workers"], given.get("device", "cpu"), given.get("verify", True),
+        given.get("digest", True),
+    )  # fmt: skip
+
+
+def _convert(request: Any, given: dict[str, Any]) -> None:
+    from ckptcore.convert import convert
+
+    catalog: str | bool | None = False if given["no_catalog"] else given["catalog"]
+    with show.progress() as progress:
+        result = convert(request, _settings(given), progress, catalog)
+    show.result(result, as_json=given["output"] is Output.JSON)
+
+
+def _pairs(given: list[str] | None, option: str) -> tuple[tuple[str, str], ...]:
+    out = []
+    for text in given or ():
+        left, sign, right = text.partition("=")
+        if not sign or not left:
+            raise UsageError(f"{option} {text!r} is not LEFT=RIGHT")
+        out.append((left, right))
+    return tuple(out)

@@ -1,0 +1,197 @@
+"""Composing: from a request and a manifest to a plan, before anything is written.
+
+1. The manifest must be complete (level ``cover``).
+2. Names: globs, for an export the model part, wrappers off, renames, ties.
+3. Dtypes: the cast and its exceptions.
+4. For a Hugging Face folder: the config's files, and names and shapes checked against the model.
+5. The plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from ckptcore import dtype as dtypes
+from ckptcore.check import Report, check
+from ckptcore.errors import (
+    DamagedCheckpoint,
+    Finding,
+    NameMismatch,
+    NotComplete,
+    UsageError,
+    finding,
+)
+from ckptcore.formats import by_name
+from ckptcore.hf import ConfigFolder, check_names, model_card, read_config
+from ckptcore.manifest import Manifest
+from ckptcore.model_part import ModelPart, find_model
+from ckptcore.plan import FilePlan, Plan, Target, make_plan
+from ckptcore.remap import Mapped, keep_blobs, matches, remap
+from ckptcore.request import Request
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A plan with everything around it.
+
+    extra: path -> bytes of the small files that go beside the tensors. warnings: findings that do
+    not stop the conversion. model: where the model was found, for an export.
+    """
+
+    plan: Plan
+    files: tuple[FilePlan, ...]
+    extra: Mapping[str, bytes]
+    report: Report
+    warnings: tuple[Finding, ...]
+    model: ModelPart | None
+    timings: dict[str, float]
+
+
+def compose(request: Request, manifest: Manifest) -> Composed:
+    """The plan of a request.
+
+    Raises `DamagedCheckpoint` with the findings when the source is not whole, and the errors of
+    naming: `AmbiguousModel`, `NameMismatch`, `UnsupportedDtype`, `UsageError`.
+    """
+    began = time.perf_counter()
+    writer = by_name(request.format, writes=True)
+    report = require_whole(manifest)
+    checked = time.perf_counter()
+    warnings = [f for f in report.findings if f.severity == "warning"]
+    export = request.verb == "export"
+    config = read_config(request.config) if request.config else None
+    model = find_model(manifest, request.model_prefix) if export else None
+    mapped, told = _names(request, manifest, model, config)
+    warnings += told
+    target = Target(
+        request.format, request.single, request.max_file_size,
+        _dtypes(request, mapped.manifest), {} if export else _objects(request, manifest, warnings),
+    )  # fmt: skip
+    if not mapped.manifest.tensors:
+        raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
+    extra = _extra(request, mapped, target, config, manifest)
+    plan, files = make_plan(
+        mapped.manifest, target, writer, twins=mapped.twins, ties=mapped.ties, renamed=mapped.renamed,
+        dropped=[(d.fqn, d.rule) for d in mapped.dropped] + _dropped_objects(request, manifest, target),
+        extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
+        source=manifest,
+    )  # fmt: skip
+    timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
+    return Composed(plan, files, extra, report, tuple(warnings), model, timings)
+
+
+def require_whole(manifest: Manifest) -> Report:
+    """The report of a manifest that is complete; raises `DamagedCheckpoint` otherwise."""
+    report = check(manifest, None, "cover")
+    errors = [f for f in report.findings if f.severity == "error"]
+    if errors:
+        more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
+        cls = NotComplete if all(f.code == "not-complete" for f in errors) else DamagedCheckpoint
+        raise cls(f"{errors[0].message}{more}", hint=errors[0].hint, findings=tuple(errors))
+    return report
+
+
+def _names(request: Request, manifest: Manifest, model: ModelPart | None,
+           config: ConfigFolder | None) -> tuple[Mapped, list[Finding]]:  # fmt: skip
+    options: dict[str, Any] = {
+        "include": request.include, "exclude": request.exclude, "rename": request.rename,
+    }  # fmt: skip
+    if model is not None:
+        options |= {"prefix": model.prefix, "also": model.foreign, "unwrap": True}
+    mapped = remap(manifest, **options, tie=request.tie)
+    if config is None or model is None:
+        return mapped, []
+    expected = check_names(config, {t.fqn: t.shape for t in mapped.manifest.tensors},
+                           {a for a, _ in request.tie})  # fmt: skip
+    present = {t.fqn for t in mapped.manifest.tensors}
+    ties = [(a, b) for a, b in expected.ties if a in present and b in present]
+    ties = [*request.tie, *(t for t in ties if t not in request.tie)]
+    if ties != list(request.tie):
+        mapped = remap(manifest, **options, tie=ties)
+    return mapped, list(expected.warnings)
+
+
+def _dtypes(request: Request, manifest: Manifest) -> dict[str, str]:
+    """Name -> output dtype, where it differs from the stored one."""
+    general = dtypes.get(request.dtype) if request.dtype else None
+    if general is not None and not general.is_float:
+        raise UsageError(f"--dtype {request.dtype} is not a floating-point dtype")
+    exceptions = [(g, None if d == "keep" else dtypes.get(d)) for g, d in request.dtype_for]
+    for glob, _ in exceptions:
+        if not any(matches(t.fqn, [glob]) for t in manifest.tensors):
+            raise UsageError(f"--dtype-for {glob} matches nothing")
+    found: dict[str, str] = {}
+    for spec in manifest.tensors:
+        hit = next(((True, d) for g, d in exceptions if matches(spec.fqn, [g])), (False, general))
+        wanted = hit[1]
+        if wanted is None or wanted.name == spec.dtype:
+            continue
+        if not dtypes.get(spec.dtype).is_float or not wanted.is_float:
+            if hit[0]:
+                raise UsageError(f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {wanted.name}; "
+                                 "only floating-point dtypes are cast")  # fmt: skip
+            continue
+        found[spec.fqn] = wanted.name
+    return found
+
+
+def _objects(request: Request, manifest: Manifest, warnings: list[Finding]) -> dict[str, Any]:
+    """Plain values to carry; one whose tree is unknown stays out, and a finding has said so."""
+    kept = keep_blobs(manifest.blobs, request.include, request.exclude)
+    names = {t.fqn for t in manifest.tensors if not matches(t.fqn, request.exclude)}
+    found: dict[str, Any] = {}
+    for blob in kept:
+        if blob.tree is None:
+            continue
+        gone = sorted(set(_references(blob.tree)) - names)
+        if gone:
+            warnings.append(finding("refused-global", "cover", f"object {blob.key} refers to {gone[0]}, which is "
+                                    "left out; the object is left out too", fqn=blob.key))  # fmt: skip
+            continue
+        found[blob.key] = blob.tree
+    return found
+
+
+def _references(tree: Any) -> list[str]:
+    """FQNs of the tensors that an object's tree refers to."""
+    found, queue = [], [tree]
+    while queue:
+        value = queue.pop()
+        if isinstance(value, list):
+            queue += value
+        elif isinstance(value, dict):
+            if value.get("$") == "tensor":
+                found.append(value["fqn"])
+            else:
+                queue += value.values()
+    return found
+
+
+def _dropped_objects(request: Request, manifest: Manifest, target: Target) -> list[tuple[str, str]]:
+    if request.verb == "export":
+        return [(b.key, "an export holds the model only") for b in manifest.blobs]
+    out = []
+    for blob in manifest.blobs:
+        if blob.key not in target.objects:
+            why = f"needs {', '.join(blob.refused)}" if blob.refused else "left out by --include or --exclude"
+            out.append((blob.key, why))
+    return out
+
+
+def _extra(request: Request, mapped: Mapped, target: Target, config: ConfigFolder | None,
+           manifest: Manifest) -> dict[str, bytes]:  # fmt: skip
+    if request.verb != "export" or request.single is not None:
+        return {}
+    written = {target.dtypes.get(t.fqn, t.dtype) for t in mapped.manifest.tensors}
+    floats = {d for d in written if dtypes.get(d).is_float}
+    files = dict(config.files(floats.pop() if len(floats) == 1 else None)) if config is not None else {}
+    files.setdefault("README.md", model_card(request, mapped, manifest, has_config=config is not None))
+    for spec in mapped.manifest.tensors:
+        if spec.fqn in files:
+            raise NameMismatch(f"a tensor is called {spec.fqn}, like a file of the folder")
+    return files

@@ -1,0 +1,223 @@
+"""Coverage: do the chunks of every tensor hold each element, and none of them twice?
+
+1. Tensors cut along one dim only (nearly all of them) are proven all at once, in sorted columns.
+2. For the others, one by one: bounds; identical boxes are replicas and count once; the volumes must add up to
+   the tensor's; and no two boxes may share an element.
+3. "No two share" is decided by cutting the set of boxes wherever a plane separates it (a grid, or
+   any guillotine partition, falls apart in n log n); what no plane cuts is compared pairwise.
+
+Only where something is wrong is the exact hole computed, to be told to the user.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.box import Box
+from ckptcore.errors import Finding, finding
+from ckptcore.manifest import Ints, Manifest
+
+_MAX_PAIRWISE = 4096
+_MAX_TOLD = 3  # holes or overlaps told per tensor; the count is always exact in the message
+
+
+def coverage(manifest: Manifest) -> list[Finding]:
+    """Findings ``hole``, ``overlap``, ``out-of-bounds`` for every tensor of a manifest.
+
+    Peak memory: a few int64 columns as long as the number of chunks.
+    """
+    chunks, tensors = manifest.chunks, manifest.tensors
+    if not tensors:
+        return []
+    rank = chunks.lo.shape[1]
+    want = np.ones((len(tensors), rank), np.int64)
+    for i, t in enumerate(tensors):
+        want[i, : len(t.shape)] = t.shape
+    suspects = np.flatnonzero(~_strips(manifest, want))
+    found: list[Finding] = []
+    for t in suspects.tolist():
+        a, b = int(chunks.first[t]), int(chunks.first[t + 1])
+        lo, shape = chunks.lo[a:b], chunks.shape[a:b]
+        if not _covers(lo, shape, want[t]):
+            found += _explain(manifest, t, lo, shape)
+    return found
+
+
+def replicas(manifest: Manifest) -> list[tuple[int, int]]:
+    """(first, copy) chunk rows of one tensor with equal boxes, where the bytes are not the same item."""
+    chunks = manifest.chunks
+    counts = np.diff(chunks.first)
+    pairs: list[tuple[int, int]] = []
+    for t in np.flatnonzero(counts > 1).tolist():
+        a, b = int(chunks.first[t]), int(chunks.first[t + 1])
+        both = np.concatenate([chunks.lo[a:b], chunks.shape[a:b]], axis=1)
+        _, first, inverse = np.unique(both, axis=0, return_index=True, return_inverse=True)
+        if len(first) == b - a:
+            continue
+        for row, group in enumerate(inverse.reshape(-1).tolist()):
+            if first[group] != row and chunks.item[a + row] != chunks.item[a + first[group]]:
+                pairs.append((a + int(first[group]), a + row))
+    return pairs
+
+
+def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
+    """Per tensor, whether its chunks are whole in every dim but one and follow each other there."""
+    chunks = manifest.chunks
+    owner = chunks.tensor
+    proven = np.zeros(len(want), np.bool_)
+    if not len(owner):
+        return proven
+    partial = (chunks.lo != 0) | (chunks.shape != want[owner])
+    present = np.flatnonzero(np.diff(chunks.first))
+    cut = np.zeros(want.shape, np.bool_)
+    cut[present] = np.logical_or.reduceat(partial, chunks.first[present], axis=0)
+    simple = np.zeros(len(want), np.bool_)
+    simple[present] = cut[present].sum(axis=1) <= 1
+    if want.shape[1] == 0:  # only rank 0 tensors: a chunk is the whole
+        return simple
+    dim = np.argmax(cut, axis=1)
+    rows = np.flatnonzero(simple[owner])
+    owner, dims = owner[rows], dim[owner[rows]]
+    start, count = chunks.lo[rows, dims], chunks.shape[rows, dims]
+    # Empty chunks hold nothing; replicas count once.
+    kept = np.flatnonzero(count > 0)
+    kept = kept[np.lexsort((count[kept], start[kept], owner[kept]))]
+    owner, start, count = owner[kept], start[kept], count[kept]
+    if len(owner):
+        fresh = np.ones(len(owner), np.bool_)
+        fresh[1:] = (np.diff(owner) != 0) | (np.diff(start) != 0) | (np.diff(count) != 0)
+        owner, start, count = owner[fresh], start[fresh], count[fresh]
+        head = np.ones(len(owner), np.bool_)
+        head[1:] = np.diff(owner) != 0
+        tail = np.append(head[1:], True)
+        follows = np.where(head, start == 0, True)
+        follows[1:] &= head[1:] | (start[1:] == (start + count)[:-1])
+        follows &= np.where(tail, start + count == want[owner, dim[owner]], True)
+        proven[owner[head]] = np.logical_and.reduceat(follows, np.flatnonzero(head))
+    return proven
+
+
+def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
+    hi = lo + shape
+    if (lo < 0).any() or (hi > want).any():
+        return False
+    kept = (shape > 0).all(axis=1)
+    both = np.unique(np.concatenate([lo[kept], shape[kept]], axis=1), axis=0)
+    lo, shape = both[:, : lo.shape[1]], both[:, lo.shape[1] :]
+    # Python integers: a lying header could make int64 volumes wrap around.
+    volume = _volume(shape)
+    total = 1
+    for n in want.tolist():
+        total *= n
+    return volume == total and _disjoint(lo, lo + shape)
+
+
+def _volume(shape: Ints) -> int:
+    if not len(shape):
+        return 0
+    if float(np.prod(shape.astype(np.float64), axis=1).sum()) < 2**62:
+        return int(np.prod(shape, axis=1).sum())
+    return sum(int(np.prod(row.astype(object))) for row in shape)
+
+
+def _disjoint(lo: Ints, hi: Ints) -> bool:
+    """Whether no two of the non-empty boxes [lo, hi) share an element."""
+    queue = [np.arange(len(lo))]
+    while queue:
+        rows = queue.pop()
+        if len(rows) < 2:
+            continue
+        for d in _dims_by_variety(lo[rows]):
+            parts = _cut(rows, lo[:, d], hi[:, d])
+            if len(parts) > 1:
+                queue += parts
+                break
+        else:
+            if not _pairwise_disjoint(lo[rows], hi[rows]):
+                return False
+    return True
+
+
+def _dims_by_variety(lo: Ints) -> list[int]:
+    spread = [len(np.unique(lo[:, d])) for d in range(lo.shape[1])]
+    return sorted(range(lo.shape[1]), key=lambda d: -spread[d])
+
+
+def _cut(rows: Ints, lo: Ints, hi: Ints) -> list[Ints]:
+    """Groups of rows with a plane between each two: no interval of a group reaches the next."""
+    order = rows[np.argsort(lo[rows], kind="stable")]
+    reach = np.maximum.accumulate(hi[order])
+    gaps = np.flatnonzero(lo[order][1:] >= reach[:-1]) + 1
+    return np.split(order, gaps)
+
+
+def _pairwise_disjoint(lo: Ints, hi: Ints) -> bool:
+    for at in range(0, len(lo), _MAX_PAIRWISE):
+        a_lo, a_hi = lo[at : at + _MAX_PAIRWISE], hi[at : at + _MAX_PAIRWISE]
+        for row in range(len(a_lo)):
+            rest_lo, rest_hi = lo[at + row + 1 :], hi[at + row + 1 :]
+            if ((a_lo[row] < rest_hi) & (rest_lo < a_hi[row])).all(axis=1).any():
+                return False
+    return True
+
+
+def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Finding]:
+    spec = manifest.tensors[tensor]
+    rank = len(spec.shape)
+    whole = Box.whole(spec.shape)
+    boxes = sorted({
+        Box(tuple(a[:rank]), tuple(n[:rank]))
+        for a, n in zip(lo.tolist(), shape.tolist(), strict=True)
+    }, key=lambda b: (b.offset, b.shape))  # fmt: skip
+    found: list[Finding] = []
+    outside = [b for b in boxes if not whole.contains(b)]
+    for b in outside[:_MAX_TOLD]:
+        found.append(finding("out-of-bounds", "cover", f"{spec.fqn}: a chunk holds {_show(b)}, the "
+                             f"tensor is {list(spec.shape)}", fqn=spec.fqn))  # fmt: skip
+    inside = [b for b in boxes if b not in outside and b.numel]
+    shared = _overlaps(inside)
+    for a, b in shared[:_MAX_TOLD]:
+        found.append(finding("overlap", "cover", f"{spec.fqn}: chunks {_show(a)} and {_show(b)} both "
+                             "hold the same elements", fqn=spec.fqn))  # fmt: skip
+    holes = _holes(whole, inside)
+    missing = sum(h.numel for h in holes)
+    if missing:
+        shown = ", ".join(_show(h) for h in holes[:_MAX_TOLD])
+        more = f" and {len(holes) - _MAX_TOLD} more boxes" if len(holes) > _MAX_TOLD else ""
+        found.append(finding("hole", "cover", f"{spec.fqn} {list(spec.shape)}: {missing} of {spec.numel} "
+                             f"elements are in no file: {shown}{more}", fqn=spec.fqn))  # fmt: skip
+    if not found:  # too many pieces to name one, but the volumes do not add up
+        found.append(finding("overlap", "cover", f"{spec.fqn}: its {len(boxes)} chunks do not tile "
+                             f"{list(spec.shape)}", fqn=spec.fqn))  # fmt: skip
+    return found
+
+
+def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
+    found: list[tuple[Box, Box]] = []
+    for i, a in enumerate(boxes[:_MAX_PAIRWISE]):
+        for b in boxes[i + 1 : _MAX_PAIRWISE]:
+            if b.offset and b.offset[0] >= a.end[0]:
+                break  # sorted by first dim: no later box reaches back
+            if a.intersect(b):
+                found.append((a, b))
+                if len(found) >= _MAX_TOLD:
+                    return found
+    return found
+
+
+def _holes(whole: Box, boxes: list[Box]) -> list[Box]:
+    left = [whole] if whole.numel else []
+    for box in boxes[:_MAX_PAIRWISE]:
+        left = [part for piece in left for part in piece.subtract(box)]
+    if len(boxes) > _MAX_PAIRWISE:
+        return []
+    return left
+
+
+def _show(box: Box) -> str:
+    """
+    >>> _show(Box((0, 4), (2, 4)))
+    '[0:2, 4:8]'
+    """
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.offset, box.end, strict=True)) + "]"

@@ -1,0 +1,74 @@
+"""CRC-32 of a whole from the CRC-32s of its parts, in any order of arrival.
+
+Joining two CRCs multiplies by a power of x in GF(2)[x] modulo the CRC polynomial, as zlib's
+``crc32_combine`` does (crc32.c, `multmodp`, `x2nmodp`); Python's zlib module does not offer it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+_POLY = 0xEDB88320  # reflected, as in zlib
+
+
+def combine(first: int, second: int, second_length: int) -> int:
+    """CRC-32 of A + B from those of A and of B, and B's length in bytes.
+
+    >>> combine(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
+    True
+    """
+    return _multiply(_shift(second_length), first) ^ second
+
+
+class Pieces:
+    """The CRC-32 of a record whose pieces come in any order.
+
+    length: bytes of the whole. `add` gives the record's CRC-32 when its last byte has come, and
+    None before; a byte that comes twice is ignored the second time only as a whole piece.
+    """
+
+    __slots__ = ("_length", "_parts", "_seen")
+
+    def __init__(self, length: int) -> None:
+        self._length, self._seen = length, 0
+        self._parts: dict[int, tuple[int, int]] = {}  # start -> (length, crc)
+
+    def add(self, start: int, length: int, crc: int) -> int | None:
+        """Adds the CRC-32 of bytes ``[start, start + length)``."""
+        if start in self._parts or not length:
+            return None
+        self._parts[start] = (length, crc)
+        self._seen += length
+        if self._seen < self._length:
+            return None
+        whole, at = 0, 0
+        for begin, (count, part) in sorted(self._parts.items()):
+            if begin != at:
+                return None
+            whole, at = combine(whole, part, count), begin + count
+        return whole
+
+
+def _multiply(a: int, b: int) -> int:
+    product, bit = 0, 1 << 31
+    while True:
+        if a & bit:
+            product ^= b
+            if not a & (bit - 1):
+                return product
+        bit >>= 1
+        if not bit:
+            return product
+        b = (b >> 1) ^ _POLY if b & 1 else b >> 1
+
+
+@lru_cache(maxsize=4096)
+def _shift(nbytes: int) -> int:
+    """x ** (8 * nbytes) modulo the polynomial."""
+    power, result, n = 0x00800000, 1 << 31, nbytes  # x ** 8, one
+    while n:
+        if n & 1:
+            result = _multiply(power, result)
+        power = _multiply(power, power)
+        n >>= 1
+    return result

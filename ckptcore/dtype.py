@@ -1,0 +1,86 @@
+"""Dtypes: one table of names, widths and spellings.
+
+The canonical name is torch's (``bfloat16``, ``float8_e4m3fn``); every other world's spelling of
+the same element is a column. A dtype without a spelling in a target format cannot be written
+there, and the writer says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptcore.errors import UnsupportedDtype
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    name: torch's name, without ``torch.``.
+    itemsize: bytes an element.
+    kind: ``f`` float, ``i`` signed, ``u`` unsigned, ``b`` bool, ``c`` complex.
+    safetensors: the spelling in a safetensors header (safetensors 0.8 `Dtype`), or None.
+    storage: the legacy torch storage class that a pickle names (torch/storage.py), or None for
+        those that are pickled as `UntypedStorage` with `_rebuild_tensor_v3`.
+    zarr: the zarr v2 dtype string, little-endian, or None.
+    """
+
+    name: str
+    itemsize: int
+    kind: str
+    safetensors: str | None = None
+    storage: str | None = None
+    zarr: str | None = None
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind == "f"
+
+
+DTYPES: tuple[DType, ...] = (
+    DType("float64", 8, "f", "F64", "DoubleStorage", "<f8"),
+    DType("float32", 4, "f", "F32", "FloatStorage", "<f4"),
+    DType("float16", 2, "f", "F16", "HalfStorage", "<f2"),
+    DType("bfloat16", 2, "f", "BF16", "BFloat16Storage", "bfloat16"),
+    DType("float8_e4m3fn", 1, "f", "F8_E4M3"),
+    DType("float8_e5m2", 1, "f", "F8_E5M2"),
+    DType("float8_e4m3fnuz", 1, "f", "F8_E4M3FNUZ"),
+    DType("float8_e5m2fnuz", 1, "f", "F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", 1, "f", "F8_E8M0"),
+    DType("int64", 8, "i", "I64", "LongStorage", "<i8"),
+    DType("int32", 4, "i", "I32", "IntStorage", "<i4"),
+    DType("int16", 2, "i", "I16", "ShortStorage", "<i2"),
+    DType("int8", 1, "i", "I8", "CharStorage", "|i1"),
+    DType("uint64", 8, "u", "U64", None, "<u8"),
+    DType("uint32", 4, "u", "U32", None, "<u4"),
+    DType("uint16", 2, "u", "U16", None, "<u2"),
+    DType("uint8", 1, "u", "U8", "ByteStorage", "|u1"),
+    DType("bool", 1, "b", "BOOL", "BoolStorage", "|b1"),
+    DType("complex128", 16, "c", None, "ComplexDoubleStorage", "<c16"),
+    DType("complex64", 8, "c", "C64", "ComplexFloatStorage", "<c8"),
+    DType("complex32", 4, "c"),
+)
+BY_NAME = {d.name: d for d in DTYPES}
+BY_SAFETENSORS = {d.safetensors: d for d in DTYPES if d.safetensors}
+BY_STORAGE = {d.storage: d for d in DTYPES if d.storage}
+BY_ZARR = {d.zarr: d for d in DTYPES if d.zarr}
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
+          "half": "float16", "float": "float32", "double": "float64", "long": "int64"}  # fmt: skip
+
+
+def get(name: str) -> DType:
+    """The dtype of a name as people write it: ``bf16``, ``bfloat16``, ``torch.bfloat16``.
+
+    Raises `UnsupportedDtype` for a name that no table row has.
+
+    >>> get("bf16").itemsize
+    2
+    """
+    plain = name.removeprefix("torch.")
+    found = BY_NAME.get(_SHORT.get(plain, plain))
+    if found is None:
+        raise UnsupportedDtype(
+            f"no dtype is called {name!r}", hint=f"one of: {', '.join(BY_NAME)}", dtype=name
+        )
+    return found

@@ -1,0 +1,293 @@
+"""Errors: what can go wrong, under which stable code, with which next step, is a retry worthwhile?
+
+A class per thing a caller can act on. The class docstring is the meaning shown in the README's
+generated table; `code`, `exit_code`, `transient` and the default `hint` are class attributes.
+`Finding` is what a check reports without stopping; every finding code stands in `FINDINGS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+
+class CkptError(Exception):
+    """Base of every error that ckptcore raises on purpose."""
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 4
+    transient: ClassVar[bool] = False
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, message: str, *, hint: str | None = None, **values: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = self.default_hint if hint is None else hint
+        self.values = values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process borders (Prefect task runners); keyword-only arguments would be lost.
+        return (_rebuild, (type(self), self.message, self.hint, self.values))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON face: code, message, hint, values."""
+        values = {k: v for k, v in self.values.items() if k != "findings"}
+        return {
+            "code": self.code,
+            "exit_code": self.exit_code,
+            "message": self.message,
+            "hint": self.hint,
+            "values": values,
+        }
+
+
+class DamagedCheckpoint(CkptError):
+    """The source has findings: something is missing, torn, altered or contradictory."""
+
+    code, exit_code = "damaged", 1
+    default_hint = "run `ckptcore validate SRC --level bytes` for every finding"
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        found: Sequence[Finding] = self.values.get("findings", ())
+        return found
+
+
+class MalformedCheckpoint(DamagedCheckpoint):
+    """A header or metadata file of the source cannot be what its format prescribes."""
+
+    code, exit_code = "malformed", 1
+    default_hint = "copy the file again from where it was written; if it is the original, report it"
+
+
+class UsageError(CkptError):
+    """The arguments contradict each other or name something that does not exist."""
+
+    code, exit_code = "usage", 2
+
+
+class NotComplete(CkptError):
+    """The checkpoint is still being written, or its save was aborted."""
+
+    code, exit_code, transient = "not-complete", 3, False
+    default_hint = "wait until the save has finished, then run the command again"
+
+
+class UnknownFormat(CkptError):
+    """Nothing at the URL is a checkpoint of a known format."""
+
+    code, exit_code = "unknown-format", 4
+    default_hint = "`ckptcore formats` lists what can be read and by which files it is recognised"
+
+
+class UnsupportedFormat(CkptError):
+    """The format is recognised, but this version does not read (or write) it."""
+
+    code, exit_code = "unsupported-format", 5
+    default_hint = "`ckptcore formats` lists what can be read and written"
+
+
+class UnsafeContent(CkptError):
+    """The source asks for something that is never done: run code, or leave its own folder."""
+
+    code, exit_code = "unsafe", 6
+    default_hint = "do not load this checkpoint with other tools either; find out who wrote it"
+
+
+class DestinationExists(CkptError):
+    """The destination is already there."""
+
+    code, exit_code = "destination-exists", 7
+    default_hint = "choose another destination, or replace it as a whole with --overwrite"
+
+
+class SourceUnreadable(CkptError):
+    """The source cannot be opened or read: no such path, no permission, no connection."""
+
+    code, exit_code = "source-unreadable", 8
+    default_hint = "check the URL, the permissions and the credentials"
+
+
+class DestinationUnwritable(CkptError):
+    """The destination cannot be created or written."""
+
+    code, exit_code = "destination-unwritable", 9
+    default_hint = "check the path and its permissions"
+
+
+class DiskFull(CkptError):
+    """There is not enough room for the output."""
+
+    code, exit_code = "disk-full", 10
+    default_hint = "free the space named above and run again with --resume: finished files are kept"
+
+
+class SourceChanged(CkptError):
+    """The source is not what the plan was made from."""
+
+    code, exit_code = "source-changed", 11
+    default_hint = "make a new plan"
+
+
+class AmbiguousModel(CkptError):
+    """More than one part of the checkpoint, or none, can be the model."""
+
+    code, exit_code = "ambiguous-model", 12
+    default_hint = "name the part with --model-prefix"
+
+
+class NameMismatch(CkptError):
+    """Names or shapes do not fit the model that config.json describes, or collide."""
+
+    code, exit_code = "name-mismatch", 13
+    default_hint = "rename with --rename, drop with --exclude, or give the right --config"
+
+
+class UnsupportedDtype(CkptError):
+    """A dtype is unknown, or the target format cannot hold it."""
+
+    code, exit_code = "unsupported-dtype", 14
+    default_hint = "cast it (--dtype), leave it out (--exclude), or choose another target format"
+
+
+class BudgetTooSmall(CkptError):
+    """The memory budget cannot hold one unit of work."""
+
+    code, exit_code = "budget-too-small", 15
+    default_hint = "raise --memory or lower --workers"
+
+
+class CatalogError(CkptError):
+    """The catalog database cannot be used as it is."""
+
+    code, exit_code = "catalog", 16
+    default_hint = "run `ckptcore catalog upgrade`, or pass --no-catalog"
+
+
+class Busy(CkptError):
+    """Another process is writing the same destination now."""
+
+    code, exit_code, transient = "busy", 17, True
+    default_hint = "wait for the other run, or stop it; its finished files will be reused"
+
+
+class StorageTrouble(CkptError):
+    """A read or write failed in a way that often passes: connection reset, throttling, time-out."""
+
+    code, exit_code, transient = "storage-trouble", 18, True
+    default_hint = "run again: finished files are kept"
+
+
+class MissingDependency(CkptError):
+    """An optional package that this step needs is not installed."""
+
+    code, exit_code = "missing-dependency", 19
+
+
+class DeviceUnavailable(CkptError):
+    """The device asked for is not there."""
+
+    code, exit_code = "device-unavailable", 20
+    default_hint = "run with --device cpu: the bytes are the same"
+
+
+class Interrupted(CkptError):
+    """The run was stopped by the user."""
+
+    code, exit_code = "interrupted", 130
+    default_hint = "run the same command again: finished files are kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a check found.
+
+    code: a key of `FINDINGS`.
+    level: the check level that found it: files, cover, bytes or values.
+    message: what is wrong, with the values.
+    fqn: the tensor or object concerned, or None.
+    file: the file concerned, relative to the checkpoint's root, or None.
+    hint: the next step.
+    severity: ``error`` makes the checkpoint not ok; ``warning`` and ``info`` do not.
+    """
+
+    code: str
+    level: str
+    message: str
+    fqn: str | None = None
+    file: str | None = None
+    hint: str = ""
+    severity: str = "error"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# code: (severity, meaning, default next step)
+FINDINGS: dict[str, tuple[str, str, str]] = {
+    "missing-file": ("error", "a file that the metadata names is not there",
+                     "copy the file from the rank that wrote it"),
+    "truncated-file": ("error", "a file is shorter than the metadata says",
+                       "copy the file again; a torn overwrite cannot be repaired"),
+    "oversized-file": ("error", "a file is longer than everything the metadata places in it",
+                       "the file may be from another save: check its date and rank"),
+    "stray-file": ("warning", "a data file that no metadata refers to; it is ignored",
+                   "a leftover of an earlier save; delete it when the checkpoint is proven"),
+    "empty-file": ("info", "a rank wrote an empty file that nothing refers to: normal", ""),
+    "stale-file": ("warning", "a file beside the index that a loader could prefer to it",
+                   "remove the stale file"),
+    "missing-rank": ("error", "no metadata of a rank that must have taken part",
+                     "copy that rank's files"),
+    "bad-path": ("error", "the metadata names a file outside the checkpoint's folder",
+                 "do not load this checkpoint"),
+    "hole": ("error", "elements of a tensor that no file holds",
+             "find the rank that should have written them"),
+    "overlap": ("error", "two chunks hold the same elements without being replicas",
+                "the metadata is damaged or mixes two saves"),
+    "out-of-bounds": ("error", "a chunk lies outside its tensor", "the metadata is damaged"),
+    "no-place": ("error", "a chunk has no place in any file", "the metadata is damaged"),
+    "item-overlap": ("error", "two items share bytes of a file", "the metadata is damaged"),
+    "length-mismatch": ("error", "an item cannot hold as many bytes as its chunk has",
+                        "the metadata is damaged or from another save"),
+    "item-mismatch": ("error", "what is stored is not what the metadata says: dtype, shape or name",
+                      "the file is from another step, world size or save"),
+    "malformed-item": ("error", "an item in a file is not what its format prescribes",
+                       "copy the file again"),
+    "malformed-metadata": ("error", "the metadata file cannot be parsed", "copy the file again"),
+    "crc-mismatch": ("error", "stored bytes do not match their stored CRC-32",
+                     "copy the file again from where it was written"),
+    "replica-mismatch": ("error", "two copies of the same elements differ",
+                         "find out which copy is right; nothing in the checkpoint says"),
+    "no-checksum": ("info", "the format carries no checksum here: bytes cannot be proven", ""),
+    "refused-global": ("warning", "an object names classes that are not on the allow-list; it is kept out",
+                       "it cannot be carried over; tensors are not affected"),
+    "not-finite": ("warning", "a tensor holds NaN or Inf", "look at the training run"),
+    "lost-at-save": ("error", "the writer lost data when it saved", "no tool can bring it back"),
+    "names-unchecked": ("warning", "names and shapes were not compared with the model class",
+                        "open the result with transformers"),
+    "not-complete": ("error", "the save did not finish",
+                     "wait, or recover on request with --recover"),
+}  # fmt: skip
+
+
+def finding(code: str, level: str, message: str, *, fqn: str | None = None, file: str | None = None,
+            hint: str | None = None) -> Finding:  # fmt: skip
+    """A `Finding` with the severity and, unless given, the next step of its code."""
+    severity, _, default = FINDINGS[code]
+    return Finding(code, level, message, fqn, file, default if hint is None else hint, severity)
+
+
+def error_classes() -> list[type[CkptError]]:
+    """Every error class, in the order of exit codes."""
+    found: list[type[CkptError]] = []
+    queue = list(CkptError.__subclasses__())
+    while queue:
+        cls = queue.pop(0)
+        found.append(cls)
+        queue += cls.__subclasses__()
+    return sorted(found, key=lambda c: (c.exit_code, c.code))
+
+
+def _rebuild(cls: type[CkptError], message: str, hint: str, values: dict[str, Any]) -> CkptError:
+    return cls(message, hint=hint, **values)

@@ -1,0 +1,213 @@
+"""Executing: one FilePlan -> bytes, inside a memory budget, verified and digested on the way.
+
+1. A file is cut into jobs of at most one tile (`ckptcore.tiles`), in file order.
+2. Workers take jobs in order: gather the boxes from the source (CRC-32 of every range read),
+   compare replicas, cast on the device, and write the tile at its place.
+3. In file order, whoever completes the next tile also digests it (BLAKE3), fills in checksums that
+   the format stores behind the data, and hands the buffer back.
+4. The last tile's worker makes the file durable and writes its receipt.
+
+Peak memory: the interpreter plus ``Settings.memory``: 2 tiles a worker in flight, one for casts
+and one for strided reads, all reused. Nothing grows with a tensor's or the checkpoint's size.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ckptcore.errors import BudgetTooSmall, CkptError, DiskFull, SourceChanged
+from ckptcore.filejob import FileWork
+from ckptcore.plan import FilePlan
+from ckptcore.receipts import Receipt, is_intact, read_receipt, write_receipt
+from ckptcore.request import Settings
+from ckptcore.store import Store
+from ckptcore.tiles import Job, jobs
+
+Progress = Callable[[str, int, int], None]
+_MIN_TILE = 64 << 10
+_MAX_TILE = 256 << 20
+
+
+def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, plan_digest: str, source: Store,
+                  files: Store, receipts: Store, settings: Settings, resume: bool = True,
+                  scratch: str | None = None, progress: Progress | None = None,
+                  total: int = 0) -> tuple[Receipt, ...]:  # fmt: skip
+    """Writes the output files ``indices`` of a plan into ``files``; gives their receipts in order.
+
+    load: gives the plan of a file by index. receipts: where finished files are recorded.
+    resume: reuse files whose receipt holds and whose bytes hash to it.
+    scratch: folder for decoded items. total: bytes of the whole plan, for progress.
+    Raises the first error of any worker; finished files and receipts stay.
+    """
+    done: dict[int, Receipt] = {}
+    moved = 0
+    for index in indices:
+        old = read_receipt(receipts, plan_digest, index) if resume else None
+        if old is not None and is_intact(files, old):
+            done[index] = Receipt(**{**old.as_dict(), "reused": True})
+            moved += old.nbytes
+            if progress is not None:
+                progress("write", moved, total)
+    todo = [i for i in indices if i not in done]
+    if todo:
+        run = _Run(
+            load,
+            todo,
+            plan_digest,
+            source,
+            files,
+            receipts,
+            settings,
+            scratch,
+            progress,
+            moved,
+            total,
+        )
+        done |= run.finish()
+    return tuple(done[i] for i in indices)
+
+
+def tile_bytes(settings: Settings) -> int:
+    """Bytes of one tile buffer under a budget; raises `BudgetTooSmall`."""
+    # Two tiles in flight a worker, one to cast from, one to read strided data into.
+    size = min(settings.memory // (4 * settings.threads), _MAX_TILE) // 4096 * 4096
+    if size < _MIN_TILE:
+        raise BudgetTooSmall(
+            f"{settings.memory} bytes are too little for {settings.threads} workers: "
+            f"each needs 4 tiles of at least {_MIN_TILE} bytes"
+        )
+    return size
+
+
+class _Run:
+    """The workers, buffers and shared state of one `execute_files` call."""
+
+    def __init__(self, load: Callable[[int], FilePlan], todo: Sequence[int], plan_digest: str, source: Store,
+                 files: Store, receipts: Store, settings: Settings, scratch: str | None,
+                 progress: Progress | None, moved: int, total: int) -> None:  # fmt: skip
+        self._settings, self._source, self._files, self._receipts = (
+            settings,
+            source,
+            files,
+            receipts,
+        )
+        self._plan_digest, self._scratch = plan_digest, scratch
+        self._tile = tile_bytes(settings)
+        self._progress, self._moved, self._total = progress, moved, total
+        self._stream = self._jobs(load, todo)
+        self._take, self._report = threading.Lock(), threading.Lock()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._done: dict[int, Receipt] = {}
+        self._open: dict[int, FileWork] = {}
+        self._buffers: queue.SimpleQueue[np.ndarray[tuple[int], np.dtype[np.uint8]] | None] = (
+            queue.SimpleQueue()
+        )
+        for _ in range(2 * settings.threads):
+            self._buffers.put(np.empty(self._tile, np.uint8))
+
+    def finish(self) -> dict[int, Receipt]:
+        """Runs to the end; raises the first error."""
+        threads = [
+            threading.Thread(target=self._work, name=f"ckptcore-{n}", daemon=True)
+            for n in range(self._settings.threads)
+        ]
+        for t in threads:
+            t.start()
+        try:
+            for t in threads:
+                while t.is_alive():
+                    t.join(0.2)  # with a time-out, so that Ctrl-C is seen
+        except BaseException as error:  # also KeyboardInterrupt: stop the workers, then pass it on
+            self._fail(error)
+            for t in threads:
+                t.join()
+        for work in self._open.values():
+            work.abort()
+        if self._error is not None:
+            raise self._error
+        return self._done
+
+    def _jobs(self, load: Callable[[int], FilePlan], todo: Sequence[int]) -> Iterator[tuple[FileWork, Job]]:
+        for index in todo:
+            plan = load(index)
+            self._same_source(plan)
+            work = FileWork(plan, self._source, self._files, self._settings, self._scratch)
+            self._open[index] = work
+            pending = None
+            for job in jobs(plan, self._tile):
+                if pending is not None:
+                    yield work, pending
+                pending = job
+            assert pending is not None  # a file has at least one job, even an empty one
+            work.last_is(pending.sequence)
+            yield work, pending
+
+    def _same_source(self, plan: FilePlan) -> None:
+        for file in plan.files:
+            size = self._source.size(file.path)
+            if size != file.size:
+                raise SourceChanged(
+                    f"{self._source.url}/{file.path} had {file.size} bytes when the plan was made, "
+                    f"now {'it is gone' if size is None else size}", file=file.path,
+                )  # fmt: skip
+
+    def _work(self) -> None:
+        scratch = np.empty(self._tile, np.uint8)
+        cast = np.empty(self._tile, np.uint8)
+        try:
+            while not self._stop.is_set():
+                buffer = self._buffers.get()
+                if buffer is None:
+                    break
+                with self._take:  # buffers first, then jobs: the oldest job always holds a buffer
+                    taken = None if self._stop.is_set() else next(self._stream, None)
+                    if taken is None:
+                        break
+                work, job = taken
+                began = time.perf_counter()
+                work.fill(job, buffer, scratch, cast)
+                work.settle(job, buffer, self._buffers.put, time.perf_counter() - began)
+                self._advance(job.nbytes)
+                receipt = work.complete()
+                if receipt is not None:
+                    write_receipt(self._receipts, self._plan_digest, receipt)
+                    with self._report:
+                        self._done[receipt.index] = receipt
+                        del self._open[receipt.index]
+        except BaseException as error:  # carried to `finish`, which raises it
+            self._fail(error)
+        finally:
+            self._buffers.put(None)  # wakes the next worker
+
+    def _fail(self, error: BaseException) -> None:
+        with self._report:
+            if self._error is None:
+                self._error = self._explain(error)
+        self._stop.set()
+        self._buffers.put(None)
+
+    def _explain(self, error: BaseException) -> BaseException:
+        if isinstance(error, DiskFull):
+            free = self._files.free_bytes()
+            error.values.setdefault("free_bytes", free)
+            error.message += f"; {free} bytes are free, {self._total} are needed in all"
+            error.args = (error.message,)
+        if isinstance(error, MemoryError):
+            return BudgetTooSmall(f"no memory for the buffers: {error or 'allocation failed'}")
+        return error
+
+    def _advance(self, nbytes: int) -> None:
+        if self._progress is not None:
+            with self._report:
+                self._moved += nbytes
+                moved = self._moved
+            self._progress("write", moved, self._total)
+
+
+__all__ = ["CkptError", "Receipt", "execute_files", "tile_bytes"]

@@ -1,0 +1,339 @@
+"""One output file in the making: filling its tiles in any order, settling them in file order.
+
+`fill` runs on any worker at any time; `settle` passes each filled tile on in file order to the
+digest, to checksums stored behind the data, and to writers that only append.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from ckptcore.box import Box, flat_start, is_run
+from ckptcore.casting import cast_into
+from ckptcore.crc import Pieces
+from ckptcore.dtype import BY_NAME
+from ckptcore.errors import DamagedCheckpoint, finding
+from ckptcore.gather import Seen, gather, tile_view
+from ckptcore.manifest import view_of
+from ckptcore.plan import COMPARE, FilePlan
+from ckptcore.receipts import Receipt
+from ckptcore.request import Settings
+from ckptcore.resolve import Payload, resolve
+from ckptcore.store import Store
+from ckptcore.tiles import Job, LiteralPart, TensorPart
+
+Bytes = npt.NDArray[np.uint8]
+_RUN = 64 << 10  # bytes: a kernel copy of less costs more than a read and a write
+_KEEP = 1 << 20  # bytes: chunks above this are resolved once and remembered while they last
+
+
+class FileWork:
+    """The state of one file while it is written."""
+
+    def __init__(self, plan: FilePlan, source: Store, files: Store, settings: Settings,
+                 scratch: str | None) -> None:  # fmt: skip
+        self.plan = plan
+        self._source, self._settings, self._scratch = source, settings, scratch
+        self._writer = files.writer(plan.path, plan.nbytes)
+        self._began = time.perf_counter()
+        self._patched = any(x.crc_at for x in plan.literals)
+        self._digest = blake3() if settings.digest else None
+        # Where nobody looks at the bytes, the kernel moves them.
+        self._direct = not (settings.verify or settings.digest or self._patched or self._writer.sequential)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[Job, Bytes, Callable[[Bytes], None]]] = {}
+        self._next, self._settling, self._closed = 0, False, False
+        self._last: int | None = None
+        self._payloads: dict[int, Payload] = {}
+        self._records: dict[int, Pieces] = {}  # by item, while it is read in pieces
+        self._known: set[int] = set()
+        self._verified: set[int] = set()
+        self._slot_crc: dict[int, Pieces] = {}
+        self._slot_done: dict[int, int] = {}
+        self._by_tensor = self._index()
+
+    def _index(self) -> list[tuple[int, int]]:
+        first = self.plan.reads.first.tolist()
+        return list(zip(first[:-1], first[1:], strict=True))
+
+    def fill(self, job: Job, buffer: Bytes, scratch: Bytes, cast: Bytes) -> None:
+        """Puts a job's bytes into ``buffer`` and, where the writer allows, into the file."""
+        if self._direct:
+            self._copy(job, buffer, scratch, cast)
+            return
+        for part in job.parts:
+            if isinstance(part, LiteralPart):
+                literal = self.plan.literals[part.literal]
+                raw = np.frombuffer(literal.data, np.uint8)[part.begin : part.end]
+                buffer[part.at : part.at + len(raw)] = raw
+            else:
+                self._tensor(part, buffer[part.at : part.at + part.nbytes], scratch, cast)
+        if not self._writer.sequential:
+            self._writer.write(job.start, buffer[: job.nbytes].data)
+
+    def settle(self, job: Job, buffer: Bytes, give_back: Callable[[Bytes], None], seconds: float) -> None:
+        """Passes filled tiles on in file order, as far as they are there."""
+        with self._lock:
+            self._waiting[job.sequence] = (job, buffer, give_back)
+            if self._settling:
+                return
+            self._settling = True
+        while True:
+            with self._lock:
+                ready = self._waiting.pop(self._next, None)
+                if ready is None:
+                    self._settling = False
+                    return
+            self._pass_on(ready[0], ready[1])
+            ready[2](ready[1])
+            with self._lock:
+                self._next += 1
+
+    def last_is(self, sequence: int) -> None:
+        """Tells which job is the file's last."""
+        with self._lock:
+            self._last = sequence
+
+    def complete(self) -> Receipt | None:
+        """Makes the file durable when its last tile has settled; the receipt, once."""
+        with self._lock:
+            if self._closed or self._last is None or self._next <= self._last or self._settling:
+                return None
+            self._closed = True
+        for payload in self._payloads.values():
+            payload.close()
+        self._writer.commit()
+        return Receipt(
+            self.plan.index, self.plan.path, self.plan.nbytes,
+            self._digest.hexdigest() if self._digest is not None else None,
+            round(time.perf_counter() - self._began, 6), len(self._verified),
+            len(self._known - self._verified),
+        )  # fmt: skip
+
+    def abort(self) -> None:
+        """Drops the file."""
+        for payload in self._payloads.values():
+            payload.close()
+        if not self._closed:
+            self._writer.abort()
+
+    def _copy(self, job: Job, buffer: Bytes, scratch: Bytes, cast: Bytes) -> None:
+        """Writes a job part by part, with kernel copies where a part is whole runs of the source."""
+        for part in job.parts:
+            at = job.start + part.at
+            if isinstance(part, LiteralPart):
+                self._writer.write(at, self.plan.literals[part.literal].data[part.begin : part.end])
+            elif not self._copied(part, at):
+                target = buffer[: part.nbytes]
+                self._tensor(part, target, scratch, cast)
+                self._writer.write(at, target.data)
+
+    def _copied(self, part: TensorPart, at: int) -> bool:
+        tensor = self.plan.tensors[part.tensor]
+        if tensor.dtype != tensor.source_dtype or part.nbytes < _RUN:
+            return False
+        itemsize = BY_NAME[tensor.dtype].itemsize
+        for row, chunk, common in self._overlaps(part):
+            inside = common.within(chunk)
+            if not is_run(part.box.shape, common.shape) or not is_run(chunk.shape, inside.shape):
+                return False
+            payload, kept = self._payload(row, chunk, part)
+            try:
+                if payload.path is None or payload.strides is not None or payload.flags:
+                    return False
+                start = payload.start + flat_start(chunk.shape, inside.offset) * itemsize
+                place = at + flat_start(part.box.shape, common.within(part.box).offset) * itemsize
+                if not self._writer.copy(self._source, payload.path, start, common.numel * itemsize, place):
+                    return False
+            finally:
+                if not kept:
+                    payload.close()
+        return True
+
+    def _tensor(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes) -> None:
+        tensor = self.plan.tensors[part.tensor]
+        changes = tensor.dtype != tensor.source_dtype
+        where = cast if changes else target
+        tile = tile_view(where, part.box.shape, tensor.source_dtype)
+        self._gather(part, tile, scratch)
+        if changes:
+            cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._settings.device)
+        if self._patched:
+            with self._lock:
+                pieces = self._slot_crc.setdefault(part.tensor, Pieces(tensor.nbytes))
+            crc = zlib.crc32(target)
+            with self._lock:
+                whole = pieces.add(part.offset, part.nbytes, crc)
+                if whole is not None:
+                    self._slot_done[part.tensor] = whole
+
+    def _gather(self, part: TensorPart, tile: npt.NDArray[Any], scratch: Bytes) -> None:
+        compared: list[tuple[int, Box, Box]] = []
+        for row, chunk, common in self._overlaps(part):
+            if self.plan.op[row] == COMPARE:
+                compared.append((row, chunk, common))
+            else:
+                self._read(row, part, chunk, common, _sub(tile, common, part.box), scratch)
+        if self._settings.verify:
+            for row, chunk, common in compared:
+                self._compare(row, part, chunk, common, _sub(tile, common, part.box), scratch)
+
+    def _overlaps(self, part: TensorPart) -> Iterator[tuple[int, Box, Box]]:
+        """(read, its box, what it shares with the part) of every read that shares something."""
+        first, last = self._by_tensor[part.tensor]
+        reads, rank = self.plan.reads, len(part.box.shape)
+        rows: Any = range(first, last)
+        if last - first > 8 and rank:
+            lo = reads.lo[first:last, :rank]
+            hi = lo + reads.shape[first:last, :rank]
+            begin, end = np.array(part.box.offset), np.array(part.box.end)
+            rows = (first + np.flatnonzero(((lo < end) & (hi > begin)).all(axis=1))).tolist()
+        for row in rows:
+            chunk = Box(tuple(reads.lo[row, :rank].tolist()), tuple(reads.shape[row, :rank].tolist()))
+            common = chunk.intersect(part.box)
+            if common is not None:
+                yield row, chunk, common
+
+    def _read(self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any],
+              scratch: Bytes) -> None:  # fmt: skip
+        tensor = self.plan.tensors[part.tensor]
+        payload, kept = self._payload(row, chunk, part)
+        try:
+            gather(
+                payload,
+                chunk,
+                common,
+                tensor.source_dtype,
+                tile,
+                scratch,
+                self._seen(row, payload, tensor.name),
+            )
+        finally:
+            if not kept:
+                payload.close()
+
+    def _compare(self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any],
+                 scratch: Bytes) -> None:  # fmt: skip
+        """Reads a copy in halves of the scratch buffer and holds it against the tile."""
+        tensor = self.plan.tensors[part.tensor]
+        half = len(scratch) // 2
+        for piece in common.tiles(half // BY_NAME[tensor.source_dtype].itemsize):
+            other = tile_view(scratch[:half], piece.shape, tensor.source_dtype)
+            self._read(row, part, chunk, piece, other, scratch[half:])
+            mine = _sub(tile, piece, common)
+            if not np.array_equal(_bits(mine), _bits(other)):
+                path = self._path(row)
+                message = f"{tensor.name}: its copy in {path} differs within {list(piece.offset)} + {list(piece.shape)}"
+                raise DamagedCheckpoint(message, findings=(
+                    finding("replica-mismatch", "bytes", message, fqn=tensor.name, file=path),
+                ))  # fmt: skip
+
+    def _payload(self, row: int, chunk: Box, part: TensorPart) -> tuple[Payload, bool]:
+        with self._lock:
+            found = self._payloads.get(row)
+        if found is not None:
+            return found, True
+        plan, tensor = self.plan, self.plan.tensors[part.tensor]
+        item = plan.items[int(plan.reads.item[row])]
+        path = plan.files[item.file].path
+        view = view_of(plan.reads, row, len(chunk.shape))
+        payload = resolve(
+            self._source,
+            path,
+            item,
+            tensor.source_dtype,
+            chunk.shape,
+            view,
+            tensor.name,
+            self._scratch,
+        )
+        with self._lock:
+            self._known.add(int(plan.reads.item[row]))
+            if item.length < _KEEP:
+                return payload, False
+            other = self._payloads.setdefault(row, payload)
+        if other is not payload:
+            payload.close()
+        return other, True
+
+    def _path(self, row: int) -> str:
+        return self.plan.files[self.plan.items[int(self.plan.reads.item[row])].file].path
+
+    def _seen(self, row: int, payload: Payload, name: str) -> Seen | None:
+        """What checks the CRC-32 of a record from the ranges that are read of it."""
+        if not self._settings.verify or payload.crc32 is None:
+            return None
+        key = int(self.plan.reads.item[row])
+
+        def seen(start: int, length: int, crc: int) -> None:
+            begin = start - payload.record_start
+            if length == payload.record_length:
+                whole: int | None = crc
+            else:
+                with self._lock:
+                    pieces = self._records.setdefault(key, Pieces(payload.record_length))
+                    whole = pieces.add(begin, length, crc)
+            if whole is None:
+                return
+            if whole != payload.crc32:
+                message = (
+                    f"{name}: bytes in {payload.path or 'a compressed item'} have CRC-32 {whole:08x}, "
+                    f"{payload.crc32:08x} is stored"
+                )
+                raise DamagedCheckpoint(message, findings=(
+                    finding("crc-mismatch", "bytes", message, fqn=name, file=payload.path),
+                ))  # fmt: skip
+            with self._lock:
+                self._verified.add(key)
+                self._records.pop(key, None)
+
+        return seen
+
+    def _pass_on(self, job: Job, buffer: Bytes) -> None:
+        if self._patched:
+            for part in job.parts:
+                if isinstance(part, LiteralPart) and self.plan.literals[part.literal].crc_at:
+                    self._patch(part, job, buffer)
+        view = buffer[: job.nbytes].data
+        if self._writer.sequential and job.nbytes:
+            self._writer.write(job.start, view)
+        if self._digest is not None:
+            self._digest.update(view)
+
+    def _patch(self, part: LiteralPart, job: Job, buffer: Bytes) -> None:
+        literal = self.plan.literals[part.literal]
+        for at, slot in literal.crc_at:
+            raw = self._crc(slot).to_bytes(4, "little")
+            for n in range(4):
+                if part.begin <= at + n < part.end:
+                    buffer[part.at + at + n - part.begin] = raw[n]
+        if not self._writer.sequential:
+            self._writer.write(job.start + part.at, buffer[part.at : part.at + part.end - part.begin].data)
+
+    def _crc(self, slot: int) -> int:
+        if not self.plan.tensors[slot].nbytes:
+            return 0
+        return self._slot_done[slot]
+
+
+def _sub(tile: npt.NDArray[Any], box: Box, of: Box) -> npt.NDArray[Any]:
+    """The part of a tile over ``of`` that is ``box``."""
+    if box == of:
+        return tile
+    inside = box.within(of)
+    return tile[tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))]
+
+
+def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Equal bits, not equal values: NaN equals itself."""
+    if array.dtype.itemsize == 16:
+        return np.ascontiguousarray(array).view(np.uint64)
+    return array

@@ -1,0 +1,119 @@
+"""Formats: what is at this URL, and who reads it? The whole world of formats is one tuple."""
+
+from __future__ import annotations
+
+from ckptcore.errors import (
+    AmbiguousModel,
+    SourceUnreadable,
+    UnknownFormat,
+    UnsupportedFormat,
+    UsageError,
+)
+from ckptcore.formats import dcp, safetensors, torch_save
+from ckptcore.formats._known import KNOWN
+from ckptcore.formats.base import (
+    Abilities,
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    KnownFormat,
+    Literal,
+    Slot,
+    Source,
+)
+from ckptcore.manifest import Manifest
+from ckptcore.store import Store, open_store, split_url
+
+# In the order they are asked. A format is recognised by its own files, never by elimination.
+FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, torch_save.FORMAT)
+
+__all__ = [
+    "FORMATS", "KNOWN", "Abilities", "Arrangement", "Evidence", "FileLayout", "Format",
+    "KnownFormat", "Literal", "Slot", "Source", "by_name", "detect", "open_source",
+    "read_manifest",
+]  # fmt: skip
+
+
+def by_name(name: str, *, writes: bool = False) -> Format:
+    """The format of a name; raises `UsageError` listing what there is."""
+    usable = [f for f in FORMATS if f.abilities.writes or not writes]
+    for found in usable:
+        if found.name == name:
+            return found
+    raise UsageError(
+        f"no format is called {name!r}" if not writes else f"cannot write format {name!r}",
+        hint=f"one of: {', '.join(f.name for f in usable)}",
+    )
+
+
+def open_source(url: str, *, recover: bool = False) -> Source:
+    """What is at a URL: a folder, or one file of a folder. Raises `SourceUnreadable`."""
+    store = open_store(url)
+    if store.local is not None:
+        if store.local.is_dir():
+            return Source(store, None, store.list(), recover)
+        parent, name = split_url(url)
+        store = open_store(parent)
+        size = store.size(name)
+        if size is None:
+            raise SourceUnreadable(f"{url} does not exist, or is no regular file")
+        return Source(store, name, {name: size}, recover)
+    parent, name = split_url(url)
+    if "." in name:  # object stores have no folders to ask; a name with a suffix may be a file
+        above = open_store(parent)
+        size = above.size(name)
+        if size is not None:
+            return Source(above, name, {name: size}, recover)
+    return Source(store, None, store.list(), recover)
+
+
+def detect(source: Source) -> tuple[Format, Evidence]:
+    """The format of a source and why.
+
+    Raises `UnsupportedFormat` for a format that is known but not read, `UnknownFormat` with what
+    was found, and `AmbiguousModel` when the files of two formats lie in one folder.
+    """
+    for known in KNOWN:
+        because = known.detect(source)
+        if because:
+            raise UnsupportedFormat(
+                f"{_shown(source)} is {known.title}: {'; '.join(because)}", hint=known.hint,
+                format=known.name,
+            )  # fmt: skip
+    found = [(f, e) for f in FORMATS if (e := f.detect(source)) is not None]
+    if len(found) > 1:
+        told = "; ".join(f"{f.name} ({', '.join(e.because)})" for f, e in found)
+        raise AmbiguousModel(
+            f"{_shown(source)} holds checkpoints of more than one format: {told}",
+            hint="name the file that is meant, or move one of them away",
+        )
+    if found:
+        return found[0]
+    names = sorted(source.listing)
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    raise UnknownFormat(
+        f"{_shown(source)} is no checkpoint that is known here; it holds: {shown or 'nothing'}"
+    )
+
+
+def read_manifest(source: Source) -> Manifest:
+    """The manifest of a source, read by its format; the evidence goes into ``origin``."""
+    found, evidence = detect(source)
+    assert found.read is not None  # every entry of FORMATS reads
+    manifest = found.read(source)
+    return Manifest(
+        manifest.format, manifest.root, manifest.tensors, manifest.chunks, manifest.items,
+        manifest.files, manifest.blobs,
+        {**manifest.origin, "evidence": list(evidence.because), "file": source.name},
+        manifest.findings,
+    )  # fmt: skip
+
+
+def store_of(manifest: Manifest) -> Store:
+    """The store that a manifest's files lie in."""
+    return open_store(manifest.root)
+
+
+def _shown(source: Source) -> str:
+    return f"{source.store.url}/{source.name}" if source.name else source.store.url

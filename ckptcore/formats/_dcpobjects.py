@@ -1,0 +1,140 @@
+"""Byte items of a DCP folder: which plain values do they hold, and which tensors inside?
+
+Each is a torch zip of one Python object. They lie at the start of each file, back to back, so
+they are read in a few large ranges and parsed from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptcore.dtype import BY_NAME
+from ckptcore.errors import CkptError, MalformedCheckpoint, SourceUnreadable, UnsafeContent, finding
+from ckptcore.formats._codecs import decode_small
+from ckptcore.formats._torchtables import StoredView
+from ckptcore.formats._torchzip import ChecksumMismatch, Objects, check_view, read_objects
+from ckptcore.manifest import Blob, Builder, Envelope, Item, TensorSpec, View
+from ckptcore.objects import TensorRef, encode
+from ckptcore.store import Store
+
+_GAP, _RANGE = 64 << 10, 8 << 20
+_MAX_OBJECT = 64 << 20  # larger ones are read in place, never as a whole
+
+
+def add_blobs(builder: Builder, store: Store, blobs: Mapping[str, Item]) -> list[int]:
+    """Adds every byte item to the builder, with the tensors inside; gives their name prefixes.
+
+    An item that cannot be read or parsed becomes a finding, and a blob without a tree.
+    """
+    prefixes: list[int] = []
+    sizes = builder.file_sizes()
+    names = builder.file_names()
+    whole = {k: i for k, i in blobs.items() if i.start + i.length <= (sizes[i.file] or 0)}
+    for key, item in blobs.items():
+        if key not in whole:  # `check` reports the missing or short file
+            builder.blobs.append(Blob(key, builder.item(item)))
+    for key, item, data in _read_all(store, names, whole):
+        at = builder.item(item)
+        what = f"object {key} in {names[item.file]}"
+        try:
+            if isinstance(data, CkptError):
+                raise data
+            content, length = _reader(store, names[item.file], item, data)
+            objects = read_objects(content, length, what)
+            tree = _adopt(builder, key, item, objects, what, prefixes)
+        except (MalformedCheckpoint, SourceUnreadable, UnsafeContent) as error:
+            code = error.code if isinstance(error, ChecksumMismatch) else "malformed-item"
+            builder.findings.append(finding(code, "cover", error.message, fqn=key, file=names[item.file]))
+            builder.blobs.append(Blob(key, at))
+            continue
+        if objects.refused:
+            builder.findings.append(
+                finding("refused-global", "files", f"object {key} needs {', '.join(objects.refused)}",
+                        fqn=key, file=names[item.file])
+            )  # fmt: skip
+            tree = None
+        builder.blobs.append(Blob(key, at, tree, objects.refused))
+    return prefixes
+
+
+def _read_all(store: Store, names: list[str], blobs: Mapping[str, Item]) -> Iterator[tuple[str, Item, Any]]:
+    """(key, item, bytes or None for a large one or the error) in file order."""
+    rows = sorted(blobs.items(), key=lambda row: (row[1].file, row[1].start))
+    at = 0
+    while at < len(rows):
+        first = rows[at][1]
+        stop, end = at, first.start
+        while stop < len(rows):
+            item = rows[stop][1]
+            new_end = max(end, item.start + item.length)
+            if item.file != first.file or item.start > end + _GAP or new_end - first.start > _RANGE:
+                break
+            stop, end = stop + 1, new_end
+        if stop == at:  # one object larger than a range
+            yield (*rows[at], None)
+            at += 1
+            continue
+        try:
+            data: Any = store.read(names[first.file], first.start, end - first.start)
+        except (SourceUnreadable, UnsafeContent) as error:
+            data = error
+        for key, item in rows[at:stop]:
+            begin = item.start - first.start
+            yield (
+                key,
+                item,
+                data if isinstance(data, CkptError) else data[begin : begin + item.length],
+            )
+        at = stop
+
+
+def _reader(store: Store, path: str, item: Item, data: bytes | None) -> tuple[Any, int]:
+    if item.codec:
+        raw = store.read(path, item.start, item.length) if data is None else data
+        plain = decode_small(item.codec, raw, _MAX_OBJECT, path)
+        return (lambda start, n: plain[start : start + n]), len(plain)
+    if data is None:
+        return (lambda start, n: store.read(path, item.start + start, n)), item.length
+    return (lambda start, n: data[start : start + n]), item.length
+
+
+def _adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str,
+           prefixes: list[int]) -> Any:  # fmt: skip
+    """The tree in JSON form, its tensors added to the builder under ``key.path``."""
+    found: list[tuple[TensorSpec, Item, View]] = []
+
+    def adopt(value: Any, path: str, depth: int) -> Any:
+        if depth > 200:
+            raise MalformedCheckpoint(f"{what} nests deeper than 200 levels")
+        if isinstance(value, StoredView):
+            if value.key not in objects.storages:
+                raise MalformedCheckpoint(f"{what} has no storage {value.key!r}")
+            start, length, crc = objects.storages[value.key]
+            view = check_view(value, length, 0, what, objects.swapped)
+            if item.codec:
+                place = Item(item.file, item.start, item.length, Envelope.RAW, item.codec)
+                view = View(view.start + start, view.strides, view.flags)
+            else:
+                place = Item(item.file, item.start + start, length, Envelope.RAW, "", crc)
+            found.append((TensorSpec(path, value.dtype, value.shape), place, view))
+            if len(found) > 1_000_000:
+                raise MalformedCheckpoint(f"{what} refers to more than 10^6 tensors")
+            return TensorRef(path)
+        if isinstance(value, dict):
+            kind = type(value)
+            return kind((k, adopt(v, f"{path}.{k}", depth + 1)) for k, v in value.items())
+        if isinstance(value, (list, tuple)):
+            return type(value)(adopt(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value))
+        return value
+
+    try:
+        tree = encode(adopt(objects.tree, key, 0))
+    except TypeError as error:
+        raise MalformedCheckpoint(f"{what}: {error}") from error
+    for spec, place, view in found:
+        at = builder.tensor(spec)
+        prefixes.append(-1)
+        assert BY_NAME[spec.dtype]
+        builder.chunk(at, (0,) * len(spec.shape), spec.shape, builder.item(place), view)
+    return tree

@@ -1,0 +1,100 @@
+"""Formats that are recognised only to be refused by name, with what helps instead.
+
+A refusal that says what the files are saves its reader an afternoon; "unknown format" does not.
+Checked before the readable formats, because some of these hold files that look like theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from ckptcore.errors import CkptError
+from ckptcore.formats.base import KnownFormat, Source
+
+
+def _first(source: Source, pattern: str) -> str | None:
+    """The first name that matches, in a folder source."""
+    if source.name is not None:
+        return None
+    rule = re.compile(pattern)
+    return next((p for p in source.listing if rule.search(p)), None)
+
+
+def _named(pattern: str, also: str = "") -> Callable[[Source], tuple[str, ...] | None]:
+    def detect(source: Source) -> tuple[str, ...] | None:
+        found = _first(source, pattern)
+        if found is None:
+            return None
+        more = _first(source, also) if also else ""
+        if more is None:
+            return None
+        return (f"found {found}", *([f"and {more}"] if more else []))
+
+    return detect
+
+
+def _dcp_shards(source: Source) -> tuple[str, ...] | None:
+    """Shards of torch's HuggingFaceStorageWriter say so in their header."""
+    found = source.name if source.name and source.name.endswith(".safetensors") else None
+    if found is None and source.name is None:
+        loose = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
+        if "model.safetensors.index.json" not in source.listing and loose:
+            found = loose[0]
+    if found is None or source.listing[found] < 8:
+        return None
+    try:
+        length = int.from_bytes(source.store.read(found, 0, 8), "little")
+        if length > min(source.listing[found] - 8, 100_000_000):
+            return None
+        header = json.loads(source.store.read(found, 8, length))
+        metadata = header.get("__metadata__") or {}
+    except (CkptError, ValueError, AttributeError, RecursionError):
+        return None  # not a readable header: the safetensors reader will say what is wrong
+    if "DCP_SHARDING_INFO" not in metadata:
+        return None
+    return (f"the header of {found} has DCP_SHARDING_INFO",)
+
+
+def _flat_local(source: Source) -> tuple[str, ...] | None:
+    found = _first(source, r"(^|/)[^/]*rank[_-]?\d+[^/]*\.(pt|bin)$")
+    if found is None or _first(source, r"(^|/)\.metadata$"):
+        return None
+    return (f"found {found}", "not a DCP folder, because there is no .metadata")
+
+
+def _nested(source: Source) -> tuple[str, ...] | None:
+    if source.name is not None or ".metadata" in source.listing:
+        return None
+    inner = sorted(p.rsplit("/", 1)[0] for p in source.listing if p.endswith("/.metadata"))
+    if not inner or any("/" not in p and p.endswith(".distcp") for p in source.listing):
+        return None
+    return (f"checkpoints lie in its subfolders: {', '.join(inner[:4])}",)
+
+
+_BACK_HINT = "consolidate it with the tool that wrote it, then run ckptcore on the result"
+KNOWN: tuple[KnownFormat, ...] = (
+    KnownFormat("verl", "a verl checkpoint of per-rank DTensor pickles",
+                _named(r"(^|/)model_world_size_\d+_rank_\d+\.pt$"), _BACK_HINT),
+    KnownFormat("deepspeed", "a DeepSpeed ZeRO checkpoint",
+                _named(r"(^|/)(mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)_(model|optim)_states\.pt$"
+                       r"|(^|/)bf16_zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt$"),
+                "run the zero_to_fp32.py that lies in the checkpoint, then run ckptcore on the result"),
+    KnownFormat("megatron-legacy", "a legacy Megatron-LM checkpoint of mp_rank folders",
+                _named(r"(^|/)mp_rank_\d+(_\d+)*/model_optim_rng\.pt$"),
+                "save it once as torch_dist with Megatron-LM's tools/checkpoint"),
+    KnownFormat("megatron-zarr", "a Megatron-Core zarr checkpoint",
+                _named(r"(^|/)metadata\.json$", r"/\.zarray$"), _BACK_HINT),
+    KnownFormat("megatron-torch-dist", "a Megatron-Core torch_dist checkpoint",
+                _named(r"^metadata\.json$", r"^\.metadata$"),
+                "its model and optimizer need Megatron's own rules, which are not here yet"),
+    KnownFormat("olmo-core-0.1", "an OLMo-core 0.1 checkpoint",
+                _named(r"(^|/)rank_\d+\.safetensors$", r"(^|/)metadata\.json$"), _BACK_HINT),
+    KnownFormat("torch-hf-shards", "what torch's HuggingFaceStorageWriter leaves before consolidation",
+                _dcp_shards, "the shards do not record the tensors' global shapes; consolidate them with torch"),
+    KnownFormat("fsdp-local-shards", "FSDP per-rank pickles (local or sharded state dicts)",
+                _flat_local, "save with a full state dict, or through torch.distributed.checkpoint"),
+    KnownFormat("trainer-folder", "a trainer's folder, not one checkpoint", _nested,
+                "name one of the subfolders"),
+)  # fmt: skip

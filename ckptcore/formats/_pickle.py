@@ -1,0 +1,341 @@
+"""The allow-list unpickler: what plain values does a pickle hold, without running any of it?
+
+A small virtual machine for pickle protocols 2 to 5 (Lib/pickletools.py, CPython). It builds None,
+bools, numbers, strings, bytes, lists, tuples, dicts and sets, and calls nothing but the builders
+of the table it is given. Any other global is refused: an error (strict), or a `Refused` value in
+its place. Work and memory are linear in the input's length: opcodes that could ask for more are
+bounded or not known, keys that would be slow to hash are rejected.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptcore.errors import MalformedCheckpoint, UnsafeContent
+from ckptcore.objects import Named, Refused, TensorRef
+
+_MAX_LONG_BYTES = 64
+_MAX_STACK = 100_000  # nesting of marks, far over any real pickle
+_SCALARS = frozenset({str, int, bytes, float, bool, type(None)})
+
+
+class Call:
+    """A permitted global that may be called: ``build`` makes the value from plain arguments."""
+
+    __slots__ = ("build", "name")
+
+    def __init__(self, name: str, build: Callable[..., Any]) -> None:
+        self.name, self.build = name, build
+
+
+class Record:
+    """An instance of a permitted class, never instantiated: its name, arguments and state."""
+
+    __slots__ = ("args", "kind", "state")
+
+    def __init__(self, kind: str, args: tuple[Any, ...] = ()) -> None:
+        self.kind, self.args, self.state = kind, args, None
+
+    state: Any
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+def record(kind: str) -> Call:
+    """A table entry for a class whose instances are kept as `Record`."""
+    return Call(kind, lambda *args: Record(kind, args))
+
+
+def loads(data: bytes, table: Mapping[str, Any], *, what: str,
+          persistent: Callable[[Any], Any] | None = None,
+          refused: list[str] | None = None) -> Any:  # fmt: skip
+    """The value that ``data`` pickles.
+
+    table: ``module.name`` -> a `Call`, or a constant that stands for the global itself.
+    what: the file or record, for messages. persistent: resolves persistent ids.
+    refused: when given, globals outside the table become `Refused` and are listed here;
+        otherwise they raise `UnsafeContent`.
+    Raises `MalformedCheckpoint` when the bytes are not a whole, bounded pickle.
+    """
+    try:
+        return _run(data, table, what, persistent, refused)
+    except (IndexError, struct.error) as error:
+        raise MalformedCheckpoint(f"{what} is not a whole pickle: it ends in the middle") from error
+    except (TypeError, ValueError, AttributeError, UnicodeDecodeError, KeyError, OverflowError,
+            RecursionError, MemoryError) as error:  # fmt: skip
+        raise MalformedCheckpoint(f"{what} is not a sound pickle: {error}") from error
+
+
+def _run(
+    data: bytes,
+    table: Mapping[str, Any],
+    what: str,
+    persistent: Callable[[Any], Any] | None,
+    refused: list[str] | None,
+) -> Any:
+    stack: list[Any] = []
+    marks: list[list[Any]] = []
+    memo: dict[int, Any] = {}
+    at, size = 0, len(data)
+    append = stack.append
+    while True:
+        op = data[at]
+        at += 1
+        # Ordered by how often real `.metadata` files use them.
+        if op == 0x94:  # MEMOIZE
+            memo[len(memo)] = stack[-1]
+        elif op == 0x68:  # BINGET
+            append(memo[data[at]])
+            at += 1
+        elif op == 0x4B:  # BININT1
+            append(data[at])
+            at += 1
+        elif op == 0x6A:  # LONG_BINGET
+            append(memo[int.from_bytes(data[at : at + 4], "little")])
+            at += 4
+        elif op == 0x28:  # MARK
+            marks.append(stack)
+            if len(marks) > _MAX_STACK:
+                raise MalformedCheckpoint(f"{what} nests deeper than {_MAX_STACK} levels")
+            stack = []
+            append = stack.append
+        elif op == 0x7D:  # EMPTY_DICT
+            append({})
+        elif op == 0x75:  # SETITEMS
+            items, stack = stack, marks.pop()
+            append = stack.append
+            _set_items(stack[-1], items, what)
+        elif op == 0x62:  # BUILD
+            state = stack.pop()
+            _build(stack[-1], state, what)
+        elif op == 0x81 or op == 0x52:  # NEWOBJ
+            args = stack.pop()
+            stack[-1] = _call(stack[-1], args, what)
+        elif op == 0x85:  # TUPLE1
+            stack[-1] = (stack[-1],)
+        elif op == 0x86:  # TUPLE2
+            last = stack.pop()
+            stack[-1] = (stack[-1], last)
+        elif op == 0x4D:  # BININT2
+            append(data[at] | data[at + 1] << 8)
+            at += 2
+        elif op == 0x4A:  # BININT
+            append(int.from_bytes(_take(data, at, 4), "little", signed=True))
+            at += 4
+        elif op == 0x29:  # EMPTY_TUPLE
+            append(())
+        elif op == 0x8C:  # SHORT_BINUNICODE
+            n = data[at]
+            append(_take(data, at + 1, n).decode("utf-8", "surrogatepass"))
+            at += 1 + n
+        elif op == 0x58:  # BINUNICODE
+            n = int.from_bytes(_take(data, at, 4), "little")
+            append(_take(data, at + 4, n).decode("utf-8", "surrogatepass"))
+            at += 4 + n
+        elif op == 0x4E:  # NONE
+            append(None)
+        elif op == 0x5D:  # EMPTY_LIST
+            append([])
+        elif op == 0x65:  # APPENDS
+            items, stack = stack, marks.pop()
+            append = stack.append
+            _extend(stack[-1], items, what)
+        elif op == 0x61:  # APPEND
+            last = stack.pop()
+            _extend(stack[-1], [last], what)
+        elif op == 0x74:  # TUPLE
+            items, stack = stack, marks.pop()
+            append = stack.append
+            append(tuple(items))
+        elif op == 0x87:  # TUPLE3
+            last = stack.pop()
+            middle = stack.pop()
+            stack[-1] = (stack[-1], middle, last)
+        elif op == 0x71:  # BINPUT
+            memo[data[at]] = stack[-1]
+            at += 1
+        elif op == 0x72:  # LONG_BINPUT: a dict memo, so that a huge index costs nothing
+            memo[int.from_bytes(_take(data, at, 4), "little")] = stack[-1]
+            at += 4
+        elif op == 0x93:  # STACK_GLOBAL
+            name, module = stack.pop(), stack.pop()
+            append(_global(module, name, table, what, refused))
+        elif op == 0x63:  # GLOBAL
+            end = data.index(b"\n", at)
+            stop = data.index(b"\n", end + 1)
+            module, name = data[at:end].decode(), data[end + 1 : stop].decode()
+            append(_global(module, name, table, what, refused))
+            at = stop + 1
+        elif op == 0x51:  # BINPERSID
+            if persistent is None:
+                raise MalformedCheckpoint(f"{what} refers to storages that are not there")
+            stack[-1] = persistent(stack[-1])
+        elif op == 0x88:  # NEWTRUE
+            append(True)
+        elif op == 0x89:  # NEWFALSE
+            append(False)
+        elif op == 0x73:  # SETITEM
+            value, key = stack.pop(), stack.pop()
+            _set_items(stack[-1], [key, value], what)
+        elif op == 0x47:  # BINFLOAT
+            append(struct.unpack(">d", _take(data, at, 8))[0])
+            at += 8
+        elif op == 0x8A:  # LONG1
+            n = data[at]
+            if n > _MAX_LONG_BYTES:
+                raise MalformedCheckpoint(f"{what} holds an integer of {n} bytes")
+            append(int.from_bytes(_take(data, at + 1, n), "little", signed=True))
+            at += 1 + n
+        elif op == 0x95:  # FRAME
+            at += 8
+        elif op == 0x80:  # PROTO
+            if data[at] > 5:
+                raise MalformedCheckpoint(f"{what} is pickle protocol {data[at]}, known are 2 to 5")
+            at += 1
+        elif op == 0x43:  # SHORT_BINBYTES
+            n = data[at]
+            append(_take(data, at + 1, n))
+            at += 1 + n
+        elif op in (0x42, 0x54):  # BINBYTES, BINSTRING
+            n = int.from_bytes(_take(data, at, 4), "little")
+            append(_text_or_bytes(op == 0x54, _take(data, at + 4, n)))
+            at += 4 + n
+        elif op == 0x55:  # SHORT_BINSTRING
+            n = data[at]
+            append(_text_or_bytes(True, _take(data, at + 1, n)))
+            at += 1 + n
+        elif op in (0x8D, 0x8E):  # BINUNICODE8, BINBYTES8
+            n = int.from_bytes(_take(data, at, 8), "little")
+            raw = _take(data, at + 8, n)
+            append(raw.decode("utf-8", "surrogatepass") if op == 0x8D else raw)
+            at += 8 + n
+        elif op == 0x8F:  # EMPTY_SET
+            append(set())
+        elif op == 0x90:  # ADDITEMS
+            items, stack = stack, marks.pop()
+            append = stack.append
+            if type(stack[-1]) is not set:
+                raise MalformedCheckpoint(f"{what} adds set items to something else")
+            stack[-1].update(_keys(items, what))
+        elif op == 0x91:  # FROZENSET
+            items, stack = stack, marks.pop()
+            append = stack.append
+            append(frozenset(_keys(items, what)))
+        elif op == 0x92:  # NEWOBJ_EX
+            kwargs, args = stack.pop(), stack.pop()
+            if kwargs:
+                raise MalformedCheckpoint(f"{what} makes an object with keyword arguments")
+            stack[-1] = _call(stack[-1], args, what)
+        elif op == 0x30:  # POP
+            if stack:
+                stack.pop()
+            else:
+                stack = marks.pop()
+                append = stack.append
+        elif op == 0x31:  # POP_MARK
+            stack = marks.pop()
+            append = stack.append
+        elif op == 0x32:  # DUP
+            append(stack[-1])
+        elif op == 0x2E:  # STOP
+            if len(stack) != 1 or marks:
+                raise MalformedCheckpoint(f"{what} ends with {len(stack)} values on the stack")
+            return stack[0]
+        else:
+            raise MalformedCheckpoint(f"{what} uses pickle opcode {op:#04x} at {at - 1} of {size}")
+
+
+def _take(data: bytes, at: int, n: int) -> bytes:
+    raw = data[at : at + n]
+    if len(raw) != n:
+        raise IndexError(at)
+    return raw
+
+
+def _text_or_bytes(is_string: bool, raw: bytes) -> str | bytes:
+    # Python 2 `str`: torch reads it as text in latin-1/utf-8; anything else stays bytes.
+    if not is_string:
+        return raw
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
+def _global(module: Any, name: Any, table: Mapping[str, Any], what: str,
+            refused: list[str] | None) -> Any:  # fmt: skip
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise MalformedCheckpoint(f"{what} names a global by something that is not text")
+    full = f"{module}.{name}"
+    if full in table:
+        return table[full]
+    if refused is None:
+        raise UnsafeContent(f"{what} wants to load {full!r}, which is not on the allow-list",
+                            **{"global": full})  # fmt: skip
+    if full not in refused:
+        refused.append(full)
+    return Refused(full)
+
+
+def _call(function: Any, args: Any, what: str) -> Any:
+    if type(function) is Call:
+        if type(args) is not tuple:
+            raise MalformedCheckpoint(f"{what} calls {function.name} with no argument tuple")
+        return function.build(*args)
+    if type(function) is Refused:
+        return function
+    raise MalformedCheckpoint(f"{what} calls {type(function).__name__}, which cannot be called")
+
+
+def _build(target: Any, state: Any, what: str) -> None:
+    if type(target) is Record:
+        target.state = state
+    elif type(target) is OrderedDict and (state is None or type(state) is dict):
+        return  # torch's state dicts carry `_metadata` here: module versions, not data
+    elif type(target) is not Refused:
+        raise MalformedCheckpoint(f"{what} sets the state of {type(target).__name__}")
+
+
+def _set_items(target: Any, items: list[Any], what: str) -> None:
+    if type(target) is dict or type(target) is OrderedDict:
+        if len(items) % 2:
+            raise MalformedCheckpoint(f"{what} has a key without a value")
+        keys = items[::2]
+        for key in keys:
+            if type(key) not in _SCALARS and type(key) is not Record:
+                _check_key(key, what)
+        target.update(zip(keys, items[1::2], strict=True))
+    elif type(target) is not Refused:
+        raise MalformedCheckpoint(f"{what} sets items of {type(target).__name__}")
+
+
+def _extend(target: Any, items: list[Any], what: str) -> None:
+    if type(target) is list:
+        target.extend(items)
+    elif type(target) is not Refused:
+        raise MalformedCheckpoint(f"{what} appends to {type(target).__name__}")
+
+
+def _keys(items: list[Any], what: str) -> list[Any]:
+    for item in items:
+        _check_key(item, what)
+    return items
+
+
+def _check_key(key: Any, what: str, depth: int = 4) -> None:
+    """Tuples nested through the memo can take 2**n steps to hash; real keys are small."""
+    kind = type(key)
+    if kind in _SCALARS or kind is Record or kind is Refused or kind is TensorRef:
+        return
+    if kind is Named and depth:
+        _check_key(key.value, what, depth - 1)
+        return
+    if kind is tuple and depth and len(key) <= 64:
+        for part in key:
+            _check_key(part, what, depth - 1)
+        return
+    raise MalformedCheckpoint(f"{what} uses a {kind.__name__} as a key")

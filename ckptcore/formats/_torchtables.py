@@ -1,0 +1,140 @@
+"""Permitted globals of torch's own pickles, with what is built for each.
+
+Every entry names where torch (or the standard library) writes it. Nothing here is imported or
+called by name: the builders below make plain values.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.dtype import BY_NAME, DTYPES
+from ckptcore.formats._pickle import Call
+from ckptcore.manifest import CONJ, NEG
+from ckptcore.objects import Named
+
+_MAX_RANK = 64
+_MAX_DIM = 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class StoredView:
+    """A pickled tensor: a view of a storage.
+
+    key: the storage's record ``data/<key>``. storage_bytes: its length. dtype, shape: elements.
+    offset, strides: elements. flags: CONJ and NEG of `ckptcore.manifest`.
+    """
+
+    key: str
+    storage_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    flags: int = 0
+
+
+def _dims(values: Any, what: str) -> tuple[int, ...]:
+    dims = tuple(values)
+    if len(dims) > _MAX_RANK or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims):
+        raise ValueError(f"{what} {dims!r:.80}")
+    return dims
+
+
+def _rebuild(storage: Any, offset: Any, size: Any, stride: Any, dtype: str, extra: Any) -> StoredView:
+    key, _, _, nbytes = storage
+    shape, strides = _dims(size, "tensor shape"), _dims(stride, "tensor strides")
+    if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset < _MAX_DIM:
+        raise ValueError(f"tensor of shape {shape} with strides {strides} at {offset!r:.40}")
+    flags = 0
+    if extra is not None:
+        if type(extra) is not dict or not set(extra) <= {"conj", "neg"}:
+            raise ValueError(f"tensor metadata {extra!r:.80}")
+        flags = (CONJ if extra.get("conj") else 0) | (NEG if extra.get("neg") else 0)
+    return StoredView(key, nbytes, dtype, shape, offset, strides, flags)
+
+
+def _rebuild_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False,
+                hooks: Any = None, extra: Any = None) -> StoredView:  # fmt: skip
+    if type(storage) is not tuple or not storage[1]:
+        raise ValueError("tensor without a typed storage")
+    return _rebuild(storage, offset, size, stride, storage[1], extra)
+
+
+def _rebuild_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any,
+                dtype: Any, extra: Any = None) -> StoredView:  # fmt: skip
+    if type(storage) is not tuple or type(dtype) is not Named or dtype.kind != "dtype":
+        raise ValueError("tensor without a storage or dtype")
+    return _rebuild(storage, offset, size, stride, dtype.value, extra)
+
+
+def _parameter(data: Any, grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
+    if type(data) is not StoredView:
+        raise ValueError("parameter without a tensor")
+    return data
+
+
+def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
+    if items != ():
+        raise ValueError("OrderedDict with arguments")
+    return OrderedDict()
+
+
+def _size(values: Any = ()) -> Named:
+    return Named("size", _dims(values, "torch.Size"))
+
+
+def _plain_set(values: Any = ()) -> set[Any]:
+    if type(values) not in (list, tuple) or any(type(v) not in (int, str, float, bool) for v in values):
+        raise ValueError("set of something else than plain values")
+    return set(values)
+
+
+def _latin1(text: Any, encoding: Any) -> bytes:
+    # How protocol 2 spells bytes: _codecs.encode(text, "latin1").
+    if type(text) is not str or encoding != "latin1":
+        raise ValueError("encode of something else than latin-1 text")
+    return text.encode("latin1")
+
+
+def _path(*parts: Any) -> Named:
+    if not all(type(p) is str for p in parts):
+        raise ValueError("path of something else than text")
+    return Named("path", "/".join(parts) if parts else ".")
+
+
+# torch/storage.py: the legacy typed storages, and the untyped one of `_rebuild_tensor_v3`.
+STORAGES = {f"torch.{d.storage}": Named("storage", d.storage) for d in DTYPES if d.storage} | {
+    "torch.storage.UntypedStorage": Named("storage", "UntypedStorage")
+}
+# torch.dtype.__reduce__ gives its name: a global of module torch.
+DTYPE_GLOBALS = {f"torch.{name}": Named("dtype", name) for name in BY_NAME}
+# torch/_utils.py.
+REBUILDS = {
+    "torch._utils._rebuild_tensor_v2": Call("_rebuild_tensor_v2", _rebuild_v2),
+    "torch._utils._rebuild_tensor_v3": Call("_rebuild_tensor_v3", _rebuild_v3),
+    "torch._utils._rebuild_parameter": Call("_rebuild_parameter", _parameter),
+    "torch._utils._rebuild_parameter_with_state": Call("_rebuild_parameter_with_state", _parameter),
+}
+# pathlib's module moved in CPython 3.13 (pathlib._local) and moved back in 3.14.
+PATHS = {
+    f"{module}.{cls}": Call(cls, _path)
+    for module in ("pathlib", "pathlib._local")
+    for cls in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
+}
+COMMON: dict[str, Any] = {
+    "collections.OrderedDict": Call("OrderedDict", _ordered),
+    "torch.Size": Call("torch.Size", _size),
+    "torch.serialization._get_layout": Call("_get_layout", lambda name: Named("layout", str(name))),
+    "torch.device": Call("torch.device", lambda *a: Named("device", [str(x) for x in a])),
+}
+TENSOR_TABLE: dict[str, Any] = {**STORAGES, **DTYPE_GLOBALS, **REBUILDS, **COMMON}
+OBJECT_TABLE: dict[str, Any] = {
+    **TENSOR_TABLE,
+    **PATHS,
+    "builtins.set": Call("set", _plain_set),
+    "__builtin__.set": Call("set", _plain_set),
+    "_codecs.encode": Call("_codecs.encode", _latin1),
+}

@@ -1,0 +1,308 @@
+"""Torch zips: where are the tensor bytes inside what `torch.save` wrote?
+
+A torch zip is an uncompressed zip: ``<name>/data.pkl`` (a pickle whose persistent ids name
+storages), ``<name>/data/<key>`` (one record a storage, 64-byte aligned from the zip's start),
+``byteorder``, ``version`` (torch/serialization.py, caffe2/serialize/inline_container.cc). The
+central directory has every record's CRC-32, which torch itself never checks.
+
+`directory` locates the records, `read_tensor` resolves a zip with exactly one tensor, and
+`read_objects` gives a zip's whole tree. All read through a `Reader`, touch a few kB, and bound
+every count and offset before use.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.dtype import BY_NAME, BY_STORAGE
+from ckptcore.errors import MalformedCheckpoint, UnsafeContent
+from ckptcore.formats._pickle import loads
+from ckptcore.formats._torchtables import OBJECT_TABLE, TENSOR_TABLE, StoredView
+from ckptcore.manifest import SWAPPED, View, is_row_major, row_major
+
+Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
+_TAIL, _HEAD = 2048, 2048
+_MAX_PICKLE = 256 << 20
+_EOCD = struct.Struct("<4s4H2IH")
+_EOCD64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+_NONE32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """One record: where its payload starts in the zip, its length in bytes, its stored CRC-32."""
+
+    name: str
+    header: int
+    length: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A tensor inside a zip.
+
+    dtype, shape: as pickled. view: first byte inside the zip, element strides, flags.
+    record_start, record_length: the storage's record, bytes inside the zip.
+    crc32: stored CRC-32 of that record, or None where the zip was written without checksums.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    view: View
+    record_start: int
+    record_length: int
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """A zip's whole content: the tree (tensors as `StoredView`), its storages, what was refused."""
+
+    tree: Any
+    storages: Mapping[str, tuple[int, int, int | None]]  # key -> (start, length, crc32)
+    refused: tuple[str, ...]
+    swapped: bool
+
+
+class ChecksumMismatch(MalformedCheckpoint):
+    """Stored bytes do not match their stored CRC-32."""
+
+    code = "crc-mismatch"
+
+
+class Window:
+    """Reads of a zip served from its first and last bytes where they suffice."""
+
+    def __init__(self, read: Reader, length: int) -> None:
+        self._read, self.length = read, length
+        if length <= _HEAD + _TAIL + 4096:
+            self._head = read(0, length)
+            self._tail, self._tail_at = self._head, 0
+        else:
+            self._head = read(0, _HEAD)
+            self._tail_at = length - _TAIL
+            self._tail = read(self._tail_at, _TAIL)
+
+    def bytes(self, start: int, length: int) -> bytes:
+        if start < 0 or length < 0 or start + length > self.length:
+            raise MalformedCheckpoint(
+                f"zip of {self.length} bytes refers to bytes [{start}, {start + length})"
+            )
+        if start + length <= len(self._head):
+            return self._head[start : start + length]
+        if start >= self._tail_at:
+            at = start - self._tail_at
+            return self._tail[at : at + length]
+        return self._read(start, length)
+
+
+def is_zip(first: bytes) -> bool:
+    """Whether a file that starts with these bytes can be a torch zip."""
+    return first[:4] == b"PK\x03\x04"
+
+
+def directory(window: Window, what: str) -> tuple[dict[str, ZipRecord], bool]:
+    """Records by name without the archive's own folder, and whether the zip has checksums.
+
+    Raises `MalformedCheckpoint` for anything but a whole, uncompressed zip.
+    """
+    size = window.length
+    if size < _EOCD.size:
+        raise MalformedCheckpoint(f"{what}: {size} bytes are no torch zip")
+    sig, disk, cd_disk, here, count, cd_size, cd_at, comment = _EOCD.unpack(
+        window.bytes(size - _EOCD.size, _EOCD.size)
+    )
+    if sig != b"PK\x05\x06" or comment or disk or cd_disk:
+        raise MalformedCheckpoint(f"{what} does not end like a torch zip: it is cut or overwritten")
+    end = size - _EOCD.size
+    if end >= _LOCATOR.size:
+        sig, _, at64, _ = _LOCATOR.unpack(window.bytes(end - _LOCATOR.size, _LOCATOR.size))
+        if sig == b"PK\x06\x07":
+            sig, _, _, _, _, _, here, count, cd_size, cd_at = _EOCD64.unpack(window.bytes(at64, _EOCD64.size))
+            end = at64
+            if sig != b"PK\x06\x06":
+                raise MalformedCheckpoint(f"{what}: zip64 directory record is damaged")
+    if here != count or cd_at + cd_size > end or count * _CENTRAL.size > cd_size:
+        raise MalformedCheckpoint(f"{what}: zip directory claims {count} records in {cd_size} bytes")
+    raw = window.bytes(cd_at, cd_size)
+    records: dict[str, ZipRecord] = {}
+    at, prefix, checked = 0, None, False
+    for _ in range(count):
+        entry, at = _central_entry(raw, at, what)
+        folder, _, name = entry.name.partition("/")
+        if prefix is None:
+            prefix = folder
+        if folder != prefix or not name or name in records:
+            raise MalformedCheckpoint(f"{what}: unexpected zip record {entry.name!r}")
+        if entry.header + _LOCAL.size + entry.length > cd_at:
+            raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} lies behind the directory")
+        checked |= entry.crc32 != 0
+        records[name] = entry
+    return records, checked
+
+
+def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
+    """First byte of a record's payload; checks that the local header agrees."""
+    fields = _LOCAL.unpack(window.bytes(entry.header, _LOCAL.size))
+    name_length, extra_length = fields[9], fields[10]
+    name = window.bytes(entry.header + _LOCAL.size, name_length)
+    if fields[0] != b"PK\x03\x04" or fields[3] != 0 or name != entry.name.encode():
+        raise MalformedCheckpoint(f"{what}: zip header of {entry.name!r} is damaged")
+    start = entry.header + _LOCAL.size + name_length + extra_length
+    if start + entry.length > window.length:
+        raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is cut off")
+    return start
+
+
+def read_record(window: Window, entry: ZipRecord, checked: bool, what: str) -> bytes:
+    """A small record's payload, verified against its CRC-32 where there is one."""
+    if entry.length > _MAX_PICKLE:
+        raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} has {entry.length} bytes")
+    raw = window.bytes(payload_start(window, entry, what), entry.length)
+    if checked and zlib.crc32(raw) != entry.crc32:
+        raise ChecksumMismatch(
+            f"{what}: record {entry.name!r} has CRC-32 {zlib.crc32(raw):08x}, {entry.crc32:08x} is stored",
+            hint="copy the file again from where it was written",
+        )
+    return raw
+
+
+_parsed: dict[bytes, Any] = {}  # pickle bytes -> the one tensor in it; equal shards pickle equally
+
+
+def read_tensor(read: Reader, length: int, what: str) -> Resolved:
+    """The one tensor that a DCP tensor item holds.
+
+    Raises `MalformedCheckpoint`, `ChecksumMismatch` and `UnsafeContent`.
+    """
+    window = Window(read, length)
+    records, checked = directory(window, what)
+    swapped, pickled = _preamble(window, records, checked, what)
+    seen = _parsed.get(pickled)
+    if seen is None:
+        seen = loads(pickled, TENSOR_TABLE, what=what, persistent=_storage)
+        if len(_parsed) < 4096 and len(pickled) < 4096:
+            _parsed[pickled] = seen
+    if not isinstance(seen, StoredView):
+        raise MalformedCheckpoint(f"{what} holds {type(seen).__name__}, not a tensor")
+    entry = records.get(f"data/{seen.key}")
+    if entry is None:
+        raise MalformedCheckpoint(f"{what} has no storage {seen.key!r}")
+    start = payload_start(window, entry, what)
+    view = check_view(seen, entry.length, start, what, swapped)
+    return Resolved(seen.dtype, seen.shape, view, start, entry.length,
+                    entry.crc32 if checked else None)  # fmt: skip
+
+
+def read_objects(read: Reader, length: int, what: str) -> Objects:
+    """The whole tree of a torch zip; unknown globals become `Refused` values."""
+    window = Window(read, length)
+    records, checked = directory(window, what)
+    swapped, pickled = _preamble(window, records, checked, what)
+    refused: list[str] = []
+    tree = loads(pickled, OBJECT_TABLE, what=what, persistent=_storage, refused=refused)
+    storages = {
+        name.removeprefix("data/"): (
+            payload_start(window, entry, what),
+            entry.length,
+            entry.crc32 if checked else None,
+        )
+        for name, entry in records.items()
+        if name.startswith("data/")
+    }
+    return Objects(tree, storages, tuple(refused), swapped)
+
+
+def check_view(seen: StoredView, nbytes: int, start: int, what: str, swapped: bool) -> View:
+    """The view of a pickled tensor in its record; raises when it reaches outside."""
+    itemsize = BY_NAME[seen.dtype].itemsize
+    if seen.storage_bytes != nbytes:
+        raise MalformedCheckpoint(
+            f"{what}: storage {seen.key!r} should have {seen.storage_bytes} bytes, has {nbytes}"
+        )
+    last = seen.offset + sum((n - 1) * s for n, s in zip(seen.shape, seen.strides, strict=True))
+    if 0 not in seen.shape and (last + 1) * itemsize > nbytes:
+        raise MalformedCheckpoint(f"{what}: tensor {seen.shape} reaches outside its storage")
+    strides = None if is_row_major(seen.shape, seen.strides) else seen.strides
+    flags = seen.flags | (SWAPPED if swapped and itemsize > 1 else 0)
+    return View(start + seen.offset * itemsize, strides or row_major(seen.shape), flags)
+
+
+def _preamble(window: Window, records: Mapping[str, ZipRecord], checked: bool,
+              what: str) -> tuple[bool, bytes]:  # fmt: skip
+    if "data.pkl" not in records:
+        raise MalformedCheckpoint(f"{what} has no data.pkl")
+    if "constants.pkl" in records:
+        raise UnsafeContent(f"{what} is a TorchScript archive: it holds code, not a checkpoint")
+    order = b"little"
+    for name in ("byteorder", "version", ".format_version", ".storage_alignment"):
+        if name in records:
+            raw = read_record(window, records[name], checked, what)
+            order = raw if name == "byteorder" else order
+    if order not in (b"little", b"big"):
+        raise MalformedCheckpoint(f"{what}: byte order {order!r}")
+    return order == b"big", read_record(window, records["data.pkl"], checked, what)
+
+
+def _storage(pid: Any) -> tuple[str, str, int, int]:
+    """(key, dtype or "", elements, bytes) of ('storage', type, key, location, numel)."""
+    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
+        raise ValueError(f"unknown persistent id {pid!r:.80}")
+    _, kind, key, _, numel = pid
+    name = getattr(kind, "value", None)
+    if getattr(kind, "kind", "") != "storage" or type(key) is not str or type(numel) is not int:
+        raise ValueError(f"unknown persistent id {pid!r:.80}")
+    if numel < 0 or numel >= 1 << 50:
+        raise ValueError(f"storage {key!r} claims {numel} elements")
+    if name == "UntypedStorage":
+        return key, "", numel, numel
+    found = BY_STORAGE.get(name)
+    if found is None:
+        raise ValueError(f"unknown storage type {name!r}")
+    return key, found.name, numel, numel * found.itemsize
+
+
+def _central_entry(raw: bytes, at: int, what: str) -> tuple[ZipRecord, int]:
+    if at + _CENTRAL.size > len(raw):
+        raise MalformedCheckpoint(f"{what}: zip directory is cut")
+    fields = _CENTRAL.unpack_from(raw, at)
+    sig, method, crc, packed, plain = fields[0], fields[4], fields[7], fields[8], fields[9]
+    name_length, extra_length, comment_length = fields[10], fields[11], fields[12]
+    header = fields[16]
+    body = at + _CENTRAL.size
+    end = body + name_length + extra_length + comment_length
+    if sig != b"PK\x01\x02" or end > len(raw):
+        raise MalformedCheckpoint(f"{what}: zip directory is damaged")
+    try:
+        name = raw[body : body + name_length].decode()
+    except UnicodeDecodeError as error:
+        raise MalformedCheckpoint(f"{what}: zip record name is not text") from error
+    if _NONE32 in (packed, plain, header):
+        extra = raw[body + name_length : body + name_length + extra_length]
+        plain, packed, header = _zip64(extra, plain, packed, header, what)
+    if method or packed != plain:
+        raise MalformedCheckpoint(f"{what}: zip record {name!r} is compressed")
+    return ZipRecord(name, header, plain, crc), end
+
+
+def _zip64(extra: bytes, plain: int, packed: int, header: int, what: str) -> tuple[int, int, int]:
+    at = 0
+    while at + 4 <= len(extra):
+        kind, n = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            values = list(struct.unpack_from(f"<{min(n, len(extra) - at - 4) // 8}Q", extra, at + 4))
+            wanted = [v == _NONE32 for v in (plain, packed, header)]
+            if len(values) >= sum(wanted):
+                parts = [values.pop(0) if w else v
+                         for w, v in zip(wanted, (plain, packed, header), strict=True)]  # fmt: skip
+                return parts[0], parts[1], parts[2]
+        at += 4 + n
+    raise MalformedCheckpoint(f"{what}: zip64 sizes are missing")

@@ -1,0 +1,133 @@
+"""The seam every format fills: recognise a checkpoint, read its manifest, arrange output files.
+
+A format's reader turns headers and metadata into a `Manifest` and reads no tensor byte. Its
+`arrange` is pure: given what is to be written it says which literal bytes and which tensor slots
+make up each file. Moving bytes is `ckptcore.execute`'s job alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptcore.manifest import Manifest, TensorSpec
+from ckptcore.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a detector may look at.
+
+    store: the folder. name: the one file of it that was named, or None for the folder itself.
+    listing: relative path -> size. recover: whether an unfinished save may be taken as it is.
+    """
+
+    store: Store
+    name: str | None
+    listing: Mapping[str, int]
+    recover: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Why a source is taken for a format: sentences shown to the user."""
+
+    format: str
+    because: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a format can do here; columns of the support matrix.
+
+    reads, writes: whether there is a reader, a writer. checksums: what the format itself stores to
+    prove its bytes. objects: whether non-tensor values are carried.
+    """
+
+    reads: bool
+    writes: bool
+    checksums: str
+    objects: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor's bytes go in a file: the tensor's position in the layout's list, first byte."""
+
+    tensor: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes that are known before any tensor is moved.
+
+    start: first byte in the file. crc_at: (position in ``data``, tensor) pairs: four bytes there
+    are the little-endian CRC-32 of that tensor's slot, filled in when the slot is written.
+    """
+
+    start: int
+    data: bytes
+    crc_at: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """One output file: literals and slots tile ``[0, nbytes)`` exactly.
+
+    path: relative to the output's root. tensors: positions into the list given to `arrange`, in
+    file order; slots refer to positions in this tuple. commit: whether this file makes the folder
+    loadable, and is published last.
+    """
+
+    path: str
+    nbytes: int
+    tensors: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    literals: tuple[Literal, ...]
+    commit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What a writer is asked to lay out.
+
+    tensors: what to write, names final. objects: key -> value tree in `ckptcore.objects` JSON form.
+    single: name of the one output file, or None for a folder. max_file_bytes: tensor bytes a file
+    of a folder may hold. model_card: text of the folder's README.md, or None.
+    """
+
+    tensors: Sequence[TensorSpec]
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    single: str | None = None
+    max_file_bytes: int = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format: its facts, and its three functions.
+
+    name: as in `--to` and `inspect`. title: for people. recognised_by: for the support matrix.
+    """
+
+    name: str
+    title: str
+    recognised_by: str
+    abilities: Abilities
+    detect: Callable[[Source], Evidence | None]
+    read: Callable[[Source], Manifest] | None = None
+    arrange: Callable[[Arrangement], tuple[FileLayout, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFormat:
+    """A format that is recognised only to be refused by name.
+
+    detect: evidence sentences, or None. hint: the next step.
+    """
+
+    name: str
+    title: str
+    detect: Callable[[Source], tuple[str, ...] | None]
+    hint: str

@@ -1,0 +1,387 @@
+"""torch.distributed.checkpoint folders: `.metadata` and `__R_I.distcp` (torch 2.1 to today).
+
+`.metadata` pickles a `Metadata` (torch/distributed/checkpoint/metadata.py): per FQN the global
+size and the chunks, and per chunk the file, offset and length of its item (filesystem.py,
+`_StorageInfo`). An item is a torch zip; or, with `SerializationFormat.SAFETENSORS`, a member of a
+safetensors blob at the end of the file; behind an optional stream codec. With
+`use_collectives=False` each rank leaves its own `__R.metadata`, and the checkpoint is their union.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ckptcore.dtype import BY_NAME
+from ckptcore.errors import CkptError, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
+from ckptcore.formats._dcpobjects import add_blobs
+from ckptcore.formats._pickle import Record, loads, record
+from ckptcore.formats._torchtables import COMMON, DTYPE_GLOBALS, PATHS
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.manifest import Builder, Envelope, Item, Manifest, TensorSpec
+from ckptcore.objects import Named
+from ckptcore.store import inner_path
+
+_DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
+_RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
+_MAX_METADATA = 4 << 30
+_META = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    # torch >= 2.3 and, for the last two, what 2.1 and 2.2 wrote.
+    _META: ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+            "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    # OLMo-core's own storage layer, same fields (olmo_core/distributed/checkpoint/filesystem.py).
+    "olmo_core.distributed.checkpoint.filesystem": ("_StorageInfo",),
+}  # fmt: skip
+TABLE: dict[str, Any] = {
+    **{f"{m}.{c}": record(c) for m, names in _CLASSES.items() for c in names},
+    **COMMON, **DTYPE_GLOBALS, **PATHS,
+}  # fmt: skip
+_CODECS = {"stream.zstd": "zstd"}
+
+
+def detect(source: Source) -> Evidence | None:
+    """A DCP folder is known by its metadata file, finished or not."""
+    if source.name is not None:
+        return None
+    data = [p for p in source.listing if _DATA.search(p) and "/" not in p]
+    told = [f"{len(data)} *.distcp file(s)"] if data else []
+    if ".metadata" in source.listing:
+        return Evidence("dcp", ("found .metadata", *told))
+    ranks = sorted(int(m[1]) for p in source.listing if (m := _RANK_METADATA.match(p)))
+    if ranks:
+        return Evidence("dcp", (f"found rank-local metadata of ranks {_ranges(ranks)}", *told))
+    if ".metadata.tmp" in source.listing and (data or source.recover):
+        return Evidence("dcp", ("found .metadata.tmp of a save that did not finish", *told))
+    if data:
+        return Evidence("dcp", (*told, "but no .metadata"))
+    return None
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a DCP folder.
+
+    Raises `NotComplete` when the save did not finish, `MalformedCheckpoint`, `UnsafeContent`.
+    """
+    builder, origin = Builder(), dict[str, Any]()
+    names = _metadata_files(source)
+    parsed = [_Metadata(source, name) for name in names]
+    blobs: dict[str, Item] = {}
+    state = _Columns(builder, source.listing)
+    for metadata in parsed:
+        origin |= metadata.origin()
+        blobs |= state.add(metadata)
+    state.flush()
+    if names[0] != ".metadata":
+        origin["metadata"] = names
+    origin["prefix"] = state.prefixes
+    _note_files(builder, source, names)
+    origin["prefix"] += add_blobs(builder, source.store, blobs)
+    return builder.build("dcp", source.store.url, origin)
+
+
+class _Metadata:
+    """One parsed metadata file."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        size = source.listing[name]
+        if not 0 < size <= _MAX_METADATA:
+            raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
+        data = source.store.read(name, 0, size)
+        self.name, self.bound = name, size
+        top = loads(data, TABLE, what=name)
+        if not isinstance(top, Record) or top.kind != "Metadata" or type(top.state) is not dict:
+            raise MalformedCheckpoint(f"{name} does not hold torch checkpoint metadata", file=name)
+        self.tensors = _mapping(top.state, "state_dict_metadata", name)
+        self.storage = _mapping(top.state, "storage_data", name)
+        self.paths = top.state.get("planner_data")
+        self.version = top.state.get("version")
+        self.storage_meta = top.state.get("storage_meta")
+
+    def origin(self) -> dict[str, Any]:
+        """What the writer told of itself."""
+        told: dict[str, Any] = {}
+        if isinstance(self.version, str):
+            told["metadata_version"] = self.version
+        state = getattr(self.storage_meta, "state", None)
+        if type(state) is dict and isinstance(state.get("save_id"), str):
+            told["save_id"] = state["save_id"]
+        return told
+
+    def places(self) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+        """(FQN, offset or None, storage fields) of every stored item."""
+        for index, info in self.storage.items():
+            at, where = (
+                _state(index, "MetadataIndex", self.name),
+                _state(info, "_StorageInfo", self.name),
+            )
+            offset = at.get("offset")
+            yield at.get("fqn"), None if offset is None else _dims(offset, self.name), where
+
+    def prefix(self, fqn: str) -> int:
+        """Characters of ``fqn`` that name its container: path ('model', 'a.b') of 'model.a.b' -> 6."""
+        path = self.paths.get(fqn) if type(self.paths) is dict else None
+        if type(path) is not tuple or not path:
+            return -1
+        last = str(path[-1])
+        return len(fqn) - len(last) if fqn.endswith(last) else -1
+
+
+class _Columns:
+    """Collects the tensors and chunks of one or several metadata files into one builder."""
+
+    def __init__(self, builder: Builder, listing: Mapping[str, int]) -> None:
+        self._builder, self._listing = builder, listing
+        self._specs: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
+        # rows: tensor, offset, shape, (file, start, length, codec) or None
+        self._rows: list[tuple[int, tuple[int, ...], tuple[int, ...], Any]] = []
+        self.prefixes: list[int] = []
+
+    def add(self, metadata: _Metadata) -> dict[str, Item]:
+        """Adds one file's tensors; gives its byte items."""
+        places: dict[tuple[str, Any], tuple[int, int, int, str]] = {}
+        blobs: dict[str, Item] = {}
+        name = metadata.name
+        for fqn, offset, fields in metadata.places():
+            if type(fqn) is not str:
+                raise MalformedCheckpoint(f"{name} stores an item without a name", file=name)
+            places[fqn, offset] = self._place(fields, name)
+        count = 0
+        for fqn, entry in metadata.tensors.items():
+            if type(fqn) is not str or not isinstance(entry, Record):
+                raise MalformedCheckpoint(f"{name}: entry {fqn!r:.80} is not tensor metadata", file=name)
+            if entry.kind == "BytesStorageMetadata":
+                place = places.get((fqn, None))
+                if place is None:
+                    self._builder.findings.append(
+                        finding("no-place", "cover", f"object {fqn} has no place in any file", fqn=fqn)
+                    )
+                else:
+                    blobs[fqn] = Item(*place[:3], Envelope.TORCHZIP, place[3])
+                continue
+            state = _state(entry, "TensorStorageMetadata", name)
+            tensor = self._tensor(fqn, state, metadata)
+            chunks = state.get("chunks")
+            if type(chunks) is not list:
+                raise MalformedCheckpoint(f"{name}: {fqn} has no list of chunks", file=name)
+            # Every chunk takes far more bytes of pickle than this; shared lists could claim more.
+            count += len(chunks)
+            if count * 8 > metadata.bound:
+                raise MalformedCheckpoint(f"{name} claims more chunks than its size allows", file=name)
+            for chunk in chunks:
+                fields = _state(chunk, "ChunkStorageMetadata", name)
+                offset, shape = _dims(fields.get("offsets"), name), _dims(fields.get("sizes"), name)
+                if len(offset) != len(shape):
+                    raise MalformedCheckpoint(f"{name}: a chunk of {fqn} mixes ranks", file=name)
+                self._rows.append((tensor, offset, shape, places.get((fqn, offset))))
+        return blobs
+
+    def _place(self, fields: dict[str, Any], name: str) -> tuple[int, int, int, str]:
+        path, start, length = (
+            fields.get("relative_path"),
+            fields.get("offset"),
+            fields.get("length"),
+        )
+        if type(path) is not str or type(start) is not int or type(length) is not int:
+            raise MalformedCheckpoint(f"{name} has a storage entry without a place", file=name)
+        if min(start, length) < 0 or start + length >= 1 << 62:
+            raise MalformedCheckpoint(f"{name} places {length} bytes at {start} of {path!r}", file=name)
+        path = inner_path(path, what=name)
+        codec = _codec(fields.get("transform_descriptors"), name)
+        return self._builder.file(path, self._listing.get(path)), start, length, codec
+
+    def _tensor(self, fqn: str, state: dict[str, Any], metadata: _Metadata) -> int:
+        name = metadata.name
+        shape = _dims(state.get("size"), name)
+        dtype = _dtype(state.get("properties"), fqn, name)
+        seen = self._specs.get(fqn)
+        if seen is None:
+            at = self._builder.tensor(TensorSpec(fqn, dtype, shape))
+            self.prefixes.append(metadata.prefix(fqn))
+            self._specs[fqn] = at, (dtype, shape)
+            return at
+        if seen[1] != (dtype, shape):  # rank-local metadata of two different saves
+            raise MalformedCheckpoint(
+                f"{name} says {fqn} is {dtype} {list(shape)}, another rank says "
+                f"{seen[1][0]} {list(seen[1][1])}", file=name,
+            )  # fmt: skip
+        return seen[0]
+
+    def flush(self) -> None:
+        """Adds the chunks, now that all items of every file are known."""
+        members = self._safetensors_files()
+        seen: dict[tuple[str, int], tuple[int, ...]] = {}
+        for tensor, offset, shape, place in self._rows:
+            spec = self._builder.tensors[tensor]
+            if len(offset) != len(spec.shape):
+                raise MalformedCheckpoint(
+                    f"a chunk of {spec.fqn} has {len(offset)} dims, the tensor {len(spec.shape)}"
+                )
+            if place is None:
+                self._builder.findings.append(
+                    finding("no-place", "cover", f"{spec.fqn}: the chunk at {list(offset)} has no place "
+                            "in any file", fqn=spec.fqn)
+                )  # fmt: skip
+                self._builder.chunk(tensor, offset, shape, -1)
+                continue
+            file, start, length, codec = place
+            if file in members:
+                other = seen.setdefault((spec.fqn, file), offset)
+                if other != offset:
+                    self._builder.findings.append(_lost(spec.fqn, other, offset))
+                length = max(members[file] - start, 0)
+                item = Item(file, start, length, Envelope.SAFETENSORS, codec, None, spec.fqn)
+            else:
+                item = Item(file, start, length, Envelope.TORCHZIP, codec)
+            self._builder.chunk(tensor, offset, shape, self._builder.item(item))
+
+    def _safetensors_files(self) -> dict[int, int]:
+        """Files whose tensors are members of a safetensors blob -> file size.
+
+        There every item claims exactly its tensor's bytes; a torch zip is about 1 kB longer.
+        """
+        exact: dict[int, bool] = {}
+        for tensor, _, shape, place in self._rows:
+            if place is not None:
+                nbytes = BY_NAME[self._builder.tensors[tensor].dtype].itemsize
+                for n in shape:
+                    nbytes *= n
+                exact[place[0]] = exact.get(place[0], True) and place[2] == nbytes and not place[3]
+        sizes = self._builder.file_sizes()
+        return {file: sizes[file] or 0 for file, every in exact.items() if every}
+
+
+def _metadata_files(source: Source) -> list[str]:
+    listing = source.listing
+    if ".metadata" in listing:
+        return [".metadata"]
+    ranks = sorted((int(m[1]), p) for p in listing if (m := _RANK_METADATA.match(p)))
+    if ranks:
+        return [p for _, p in ranks]
+    if ".metadata.tmp" in listing:
+        if source.recover:
+            return [".metadata.tmp"]
+        raise NotComplete(
+            f"{source.store.url} has .metadata.tmp but no .metadata: the save is running, or was "
+            "aborted just before its last step",
+            hint="wait if it is running; if it was aborted, take it as it is with --recover",
+        )
+    raise NotComplete(
+        f"{source.store.url} has *.distcp files but no .metadata: the save is running, was aborted, "
+        "or .metadata was left on another node",
+        hint="wait if it is running; otherwise copy .metadata from the coordinator (rank 0)",
+    )
+
+
+def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
+    """Findings about files beside those that the metadata names."""
+    named = set(builder.file_names())
+    for path, size in source.listing.items():
+        if path in named or path in metadata or "/" in path:
+            continue
+        if _DATA.search(path):
+            if size:
+                builder.findings.append(
+                    finding(
+                        "stray-file",
+                        "files",
+                        f"{path} ({size} bytes) is not part of this save",
+                        file=path,
+                    )
+                )
+            else:
+                builder.findings.append(
+                    finding("empty-file", "files", f"{path} is empty and unused", file=path)
+                )
+        elif path.endswith(".metadata") or path == ".metadata.tmp":
+            builder.findings.append(
+                finding("stray-file", "files", f"{path} belongs to another save", file=path)
+            )
+    if metadata[0] not in (".metadata", ".metadata.tmp"):
+        ranks = [int(m[1]) for p in metadata if (m := _RANK_METADATA.match(p))]
+        for rank in sorted(set(range(max(ranks))) - set(ranks)):
+            builder.findings.append(
+                finding("missing-rank", "files", f"rank {rank} left no __{rank}.metadata, rank {max(ranks)} did",
+                        file=f"__{rank}.metadata")
+            )  # fmt: skip
+
+
+def _lost(fqn: str, first: tuple[int, ...], second: tuple[int, ...]) -> Any:
+    return finding(
+        "lost-at-save", "cover",
+        f"{fqn}: the chunks at {list(first)} and {list(second)} share one name in one safetensors "
+        "blob, so the writer kept only the last of them", fqn=fqn,
+    )  # fmt: skip
+
+
+def _state(value: Any, kind: str, name: str) -> dict[str, Any]:
+    if isinstance(value, Record) and value.kind == kind and type(value.state) is dict:
+        return value.state
+    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {value!r:.80}", file=name)
+
+
+def _mapping(state: dict[str, Any], key: str, name: str) -> dict[Any, Any]:
+    value = state.get(key)
+    if type(value) is not dict:
+        raise MalformedCheckpoint(f"{name} has no {key}", file=name)
+    return value
+
+
+def _dims(value: Any, name: str) -> tuple[int, ...]:
+    if type(value) is Named and value.kind == "size":
+        dims: tuple[int, ...] = value.value
+        return dims
+    if type(value) in (tuple, list) and all(type(n) is int and 0 <= n < 1 << 50 for n in value):
+        return tuple(value)
+    raise MalformedCheckpoint(f"{name}: {value!r:.80} is not a size", file=name)
+
+
+def _dtype(properties: Any, fqn: str, name: str) -> str:
+    state = properties.state if isinstance(properties, Record) else None
+    # TensorProperties.__getstate__ gives a tuple whose length grew over time; the dtype is first.
+    first = state[0] if type(state) is tuple and state else None
+    if type(state) is dict:
+        first = state.get("dtype")
+    if type(first) is Named and first.kind == "dtype":
+        return str(first.value)
+    raise MalformedCheckpoint(f"{name} does not tell the dtype of {fqn}", file=name)
+
+
+def _codec(descriptors: Any, name: str) -> str:
+    if descriptors in (None, [], ()):
+        return ""
+    if type(descriptors) in (list, tuple) and len(descriptors) == 1 and type(descriptors[0]) is str:
+        # form: name[@domain][/version]
+        known = _CODECS.get(descriptors[0].split("/")[0].split("@")[0])
+        if known:
+            return known
+    raise UnsupportedFormat(f"{name}: items are transformed by {descriptors!r:.120}",
+                            hint="known stream extensions: stream.zstd")  # fmt: skip
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """
+    >>> _ranges([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    out: list[list[int]] = []
+    for n in numbers:
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+
+
+FORMAT = Format(
+    name="dcp",
+    title="PyTorch Distributed Checkpoint (torch.distributed.checkpoint)",
+    recognised_by="`.metadata` (or `__R.metadata` per rank) beside `__R_I.distcp`",
+    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per item", objects=True),
+    detect=detect,
+    read=read,
+)
+__all__ = ["FORMAT", "CkptError", "detect", "read"]

@@ -1,0 +1,310 @@
+"""safetensors: one file, or files with a Hugging Face index.
+
+A file is: u64 little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
+and the tensors' bytes without holes (https://github.com/huggingface/safetensors). A folder has
+``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and ``model.safetensors.index.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptcore.dtype import BY_NAME, BY_SAFETENSORS
+from ckptcore.errors import (
+    MalformedCheckpoint,
+    NameMismatch,
+    UnsafeContent,
+    UnsupportedDtype,
+    finding,
+)
+from ckptcore.formats.base import (
+    Abilities,
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Literal,
+    Slot,
+    Source,
+)
+from ckptcore.frame import canonical_json
+from ckptcore.manifest import Blob, Builder, Item, Manifest, TensorSpec, View
+from ckptcore.store import inner_path
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+OBJECTS = "ckptcore.objects"  # `__metadata__` key that carries non-tensor values, as JSON
+_MAX_HEADER = 100_000_000  # the safetensors library's own bound
+_MAX_DIM = 1 << 50
+
+
+def detect(source: Source) -> Evidence | None:
+    """A .safetensors file, a folder with an index, or one with a lone safetensors file."""
+    if source.name is not None:
+        if not source.name.endswith(".safetensors"):
+            return None
+        return Evidence("safetensors", (f"{source.name} is named .safetensors",))
+    if INDEX in source.listing:
+        return Evidence("safetensors", (f"found {INDEX}",))
+    files = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
+    if SINGLE in files or len(files) == 1:
+        return Evidence("safetensors", (f"found {SINGLE if SINGLE in files else files[0]}",))
+    return None
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a safetensors file or folder; raises `MalformedCheckpoint`."""
+    builder, origin = Builder(), dict[str, Any]()
+    if source.name is not None:
+        files: dict[str, set[str] | None] = {source.name: None}
+    elif INDEX in source.listing:
+        files = _indexed(source, builder)
+    else:
+        lone = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
+        files = {SINGLE if SINGLE in lone else lone[0]: None}
+    seen: dict[str, str] = {}
+    for path in sorted(files, key=natural):
+        wanted = files[path]
+        if source.listing.get(path) is None:
+            builder.file(path, None)
+            builder.findings.append(finding("missing-file", "files", f"{path} is not there", file=path))
+            continue
+        names, metadata = _add_file(builder, source, path, seen)
+        for name in sorted((wanted or set()) - names):
+            builder.findings.append(
+                finding("hole", "cover", f"{INDEX} places {name} in {path}, which lacks it",
+                        fqn=name, file=path)
+            )  # fmt: skip
+        _add_objects(builder, metadata, path)
+        if "format" in metadata:
+            origin["written_for"] = str(metadata["format"])[:64]
+    return builder.build("safetensors", source.store.url, origin)
+
+
+def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(name -> (dtype, shape, start, stop)), metadata of a header; start and stop are relative to
+    the data. Raises `MalformedCheckpoint` unless the tensors tile ``data_length`` bytes exactly."""
+    try:
+        top = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{what}: header is not JSON: {error}") from error
+    if type(top) is not dict:
+        raise MalformedCheckpoint(f"{what}: header is not a JSON object")
+    metadata = top.pop("__metadata__", None) or {}
+    if type(metadata) is not dict:
+        raise MalformedCheckpoint(f"{what}: __metadata__ is not an object")
+    tensors = {name: _entry(name, entry, what) for name, entry in top.items()}
+    end = 0
+    for name, (_, _, start, stop) in sorted(tensors.items(), key=lambda row: row[1][2:]):
+        if start != end:
+            raise MalformedCheckpoint(f"{what}: {name} starts at {start}, the data before ends at {end}")
+        end = stop
+    if end != data_length:
+        raise MalformedCheckpoint(
+            f"{what}: header describes {end} bytes of data, the file has {data_length}",
+            hint="the file is truncated, or longer than it should be; copy it again",
+        )
+    return tensors, metadata
+
+
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """Files in the hub's packing: names in natural order, a new file when the next does not fit.
+
+    Raises `UnsupportedDtype` for a dtype that safetensors cannot hold.
+    """
+    for spec in request.tensors:
+        if BY_NAME[spec.dtype].safetensors is None:
+            raise UnsupportedDtype(
+                f"safetensors cannot hold {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
+            )
+    limit = request.max_file_bytes if request.single is None else None
+    groups = pack(request.tensors, limit)
+    single = request.single or SINGLE
+    count = len(groups)
+    layouts = []
+    for number, group in enumerate(groups):
+        path = single if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        metadata = {"format": "pt"}
+        if number == 0 and request.objects:
+            metadata[OBJECTS] = canonical_json(dict(request.objects)).decode()
+        layouts.append(_layout(path, group, request.tensors, metadata, commit=count == 1))
+    if count > 1:
+        layouts.append(_index(layouts, request.tensors))
+    return tuple(layouts)
+
+
+def pack(tensors: Sequence[TensorSpec], max_file_bytes: int | None) -> list[list[int]]:
+    """Positions of ``tensors`` by output file, as huggingface_hub packs them.
+
+    A tensor larger than the limit gets a file of its own (huggingface_hub
+    serialization/_base.py, `split_state_dict_into_shards_factory`).
+    """
+    order = sorted(range(len(tensors)), key=lambda i: natural(tensors[i].fqn))
+    if max_file_bytes is None:
+        return [order]
+    groups: list[list[int]] = []
+    current: list[int] = []
+    size = 0
+    for i in order:
+        nbytes = tensors[i].nbytes
+        if nbytes > max_file_bytes:
+            groups.append([i])
+            continue
+        if current and size + nbytes > max_file_bytes:
+            groups.append(current)
+            current, size = [], 0
+        current.append(i)
+        size += nbytes
+    if current or not groups:
+        groups.append(current)
+    return groups
+
+
+def natural(name: str) -> tuple[Any, ...]:
+    """Sort key that counts: layers.2 before layers.10.
+
+    >>> sorted(["l.10", "l.2"], key=natural)
+    ['l.2', 'l.10']
+    """
+    parts = re.split(r"(\d+)", name)
+    return tuple((int(p), "") if i % 2 else (0, p) for i, p in enumerate(parts)) + ((0, name),)
+
+
+def _layout(path: str, group: Sequence[int], tensors: Sequence[TensorSpec],
+            metadata: Mapping[str, str], *, commit: bool) -> FileLayout:  # fmt: skip
+    # Wide elements first: every tensor then starts at a multiple of its element's width.
+    order = sorted(group, key=lambda i: -BY_NAME[tensors[i].dtype].itemsize)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    starts = []
+    for i in order:
+        spec = tensors[i]
+        starts.append(at)
+        header[spec.fqn] = {
+            "dtype": BY_NAME[spec.dtype].safetensors,
+            "shape": list(spec.shape),
+            "data_offsets": [at, at + spec.nbytes],
+        }
+        at += spec.nbytes
+    body = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    body += b" " * (-(8 + len(body)) % 64)
+    prefix = len(body).to_bytes(8, "little") + body
+    if len(body) > _MAX_HEADER:
+        raise NameMismatch(
+            f"{path} needs a header of {len(body)} bytes, the format allows {_MAX_HEADER}",
+            hint="lower --max-file-size",
+        )
+    slots = tuple(Slot(n, len(prefix) + start) for n, start in enumerate(starts))
+    return FileLayout(path, len(prefix) + at, tuple(order), slots, (Literal(0, prefix),), commit)
+
+
+def _index(layouts: Sequence[FileLayout], tensors: Sequence[TensorSpec]) -> FileLayout:
+    places = {tensors[i].fqn: layout.path for layout in layouts for i in layout.tensors}
+    total = sum(t.nbytes for t in tensors)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: places[name] for name in sorted(places, key=natural)},
+    }
+    data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    return FileLayout(INDEX, len(data), (), (), (Literal(0, data),), commit=True)
+
+
+def _indexed(source: Source, builder: Builder) -> dict[str, set[str] | None]:
+    raw = source.store.read(INDEX, 0, source.listing[INDEX])
+    try:
+        top = json.loads(raw, object_pairs_hook=_no_duplicates)
+        weight_map = top["weight_map"]
+        rows = [(str(name), inner_path(path, what=INDEX)) for name, path in weight_map.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{INDEX} is not an index: {error}", file=INDEX) from error
+    except UnsafeContent:
+        raise
+    files: dict[str, set[str] | None] = {}
+    for name, path in rows:
+        names = files.setdefault(path, set())
+        assert names is not None
+        names.add(name)
+    if SINGLE in source.listing and SINGLE not in files:
+        builder.findings.append(
+            finding("stale-file", "files", f"{SINGLE} lies beside {INDEX} and is not part of it: "
+                    "transformers would load it instead", file=SINGLE)
+        )  # fmt: skip
+    for path in source.listing:
+        if path.endswith(".safetensors") and "/" not in path and path not in files and path != SINGLE:
+            builder.findings.append(finding("stray-file", "files", f"{path} is not in {INDEX}", file=path))
+    return files
+
+
+def _add_file(builder: Builder, source: Source, path: str,
+              seen: dict[str, str]) -> tuple[set[str], dict[str, Any]]:  # fmt: skip
+    size = source.listing[path]
+    if size < 8:
+        raise MalformedCheckpoint(f"{path}: {size} bytes are no safetensors file", file=path)
+    length = int.from_bytes(source.store.read(path, 0, 8), "little")
+    if length > min(_MAX_HEADER, size - 8):
+        raise MalformedCheckpoint(f"{path} claims a header of {length} bytes, has {size}", file=path)
+    header = source.store.read(path, 8, length)
+    tensors, metadata = parse_header(header, size - 8 - length, path)
+    file = builder.file(path, size)
+    for name, (dtype, shape, start, stop) in tensors.items():
+        if name in seen:
+            raise MalformedCheckpoint(f"{name} is in {seen[name]} and in {path}", file=path)
+        seen[name] = path
+        at = builder.tensor(TensorSpec(name, dtype, shape))
+        item = builder.item(Item(file, 8 + length + start, stop - start))
+        builder.chunk(at, (0,) * len(shape), shape, item, View())
+    return set(tensors), metadata
+
+
+def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> None:
+    raw = metadata.get(OBJECTS)
+    if raw is None:
+        return
+    try:
+        objects = json.loads(raw)
+        items = sorted(objects.items())
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{path}: {OBJECTS} is not JSON: {error}", file=path) from error
+    builder.blobs += [Blob(key, -1, tree) for key, tree in items]
+
+
+def _entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int, int]:
+    try:
+        dtype = BY_SAFETENSORS.get(entry["dtype"])
+        shape = tuple(entry["shape"])
+        start, stop = entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedCheckpoint(f"{what}: entry {name!r} is not a tensor: {error}") from error
+    if dtype is None:
+        raise UnsupportedDtype(f"{what}: {name} has dtype {entry['dtype']!r:.40}", fqn=name)
+    if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in shape):
+        raise MalformedCheckpoint(f"{what}: {name} has shape {list(shape)!r:.120}")
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
+        raise MalformedCheckpoint(f"{what}: {name} has offsets {[start, stop]!r:.80}")
+    spec = TensorSpec(name, dtype.name, shape)
+    if stop - start != spec.nbytes:
+        raise MalformedCheckpoint(
+            f"{what}: {name} ({dtype.name} {list(shape)}) needs {spec.nbytes} bytes, has {stop - start}"
+        )
+    return dtype.name, shape, start, stop
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+FORMAT = Format(
+    name="safetensors",
+    title="safetensors file or Hugging Face folder",
+    recognised_by="`model.safetensors.index.json`, or one `*.safetensors` file",
+    abilities=Abilities(reads=True, writes=True, checksums="none", objects=True),
+    detect=detect,
+    read=read,
+    arrange=arrange,
+)

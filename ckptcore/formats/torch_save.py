@@ -1,0 +1,242 @@
+"""One `torch.save` file that holds a full state dict: `.pt`, `.pth`, `.bin`, `.ckpt`.
+
+Dicts (and lists that hold tensors) are walked; a tensor's FQN is its path joined with dots, and
+every other leaf is an object. Written files are a flat dict of FQN -> tensor or value that
+``torch.load(weights_only=True, mmap=True)`` opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
+from ckptcore.formats import _torchwrite as write
+from ckptcore.formats._torchtables import StoredView
+from ckptcore.formats._torchzip import Objects, check_view, is_zip, read_objects
+from ckptcore.formats.base import (
+    Abilities,
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Literal,
+    Slot,
+    Source,
+)
+from ckptcore.formats.safetensors import natural
+from ckptcore.manifest import Blob, Builder, Item, Manifest, TensorSpec, View
+from ckptcore.objects import Refused, TensorRef, decode, encode
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+DEFAULT = "model.pt"
+# Globals that hold tensor data in ways this reader does not take apart.
+_TENSOR_CLASSES = ("torch._tensor.", "torch._utils.", "torch.distributed", "torch.nested",
+                   "torch.ao.", "torchao.", "torch.sparse", "torch.nn.modules")  # fmt: skip
+
+
+def detect(source: Source) -> Evidence | None:
+    """A torch zip that was named, or the only one of a folder."""
+    name = source.name or _only(source)
+    if name is None or not name.endswith(SUFFIXES):
+        return None
+    size = source.listing.get(name, 0)
+    if size < 4 or not is_zip(source.store.read(name, 0, 4)):
+        return None
+    return Evidence("torch_save", (f"{name} is a torch zip",))
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a full state dict.
+
+    Raises `MalformedCheckpoint`, and `UnsupportedFormat` when the tensors inside are pieces of
+    distributed ones, or of a class whose bytes are not plain.
+    """
+    name = source.name or _only(source)
+    assert name is not None  # detect said so
+    size, store = source.listing[name], source.store
+    objects = read_objects(lambda start, n: store.read(name, start, n), size, name)
+    _refuse_tensor_classes(objects, name)
+    builder = Builder()
+    file = builder.file(name, size)
+    items: dict[str, int] = {}
+    names: set[str] = set()
+    for fqn, value in _leaves(objects.tree, name):
+        if fqn in names:
+            raise NameMismatch(f"{name}: two values are called {fqn}")
+        names.add(fqn)
+        if isinstance(value, StoredView):
+            _add_tensor(builder, file, fqn, value, objects, items, name)
+        else:
+            _add_object(builder, fqn, value, name)
+    return builder.build("torch_save", store.url, {})
+
+
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """One file: data.pkl, byteorder, the storages in natural name order, version, directory."""
+    order = sorted(range(len(request.tensors)), key=lambda i: natural(request.tensors[i].fqn))
+    key = {request.tensors[i].fqn: (str(n), request.tensors[i]) for n, i in enumerate(order)}
+    pickled = write.Pickled(key.__getitem__)
+    whole: dict[str, Any] = {request.tensors[i].fqn: TensorRef(request.tensors[i].fqn) for i in order}
+    for name in sorted(request.objects, key=natural):
+        if name in whole:
+            raise NameMismatch(f"an object and a tensor are both called {name}")
+        value = decode(request.objects[name])
+        # An object with tensors inside is written leaf by leaf: its tensors have names of their own.
+        for path, leaf in _leaves_below(value, name, TensorRef):
+            if not isinstance(leaf, TensorRef):
+                whole[path] = leaf
+    pickled.value(whole)
+    literals: list[Literal] = []
+    slots: list[Slot] = []
+    rows: list[tuple[bytes, int | None]] = []  # directory row, the slot whose CRC it needs
+    at = 0
+    for name, data in (("data.pkl", pickled.finish()), ("byteorder", b"little")):
+        body, row = write.small_record(f"archive/{name}", at, data)
+        literals.append(Literal(at, body))
+        rows.append((row, None))
+        at += len(body)
+    for n, i in enumerate(order):
+        name, nbytes = f"archive/data/{n}", request.tensors[i].nbytes
+        head = write.local_header(name, at)
+        rows.append((write.central_entry(name, at, 0, nbytes), n))
+        literals.append(Literal(at, head))
+        slots.append(Slot(n, at + len(head)))
+        at += len(head) + nbytes
+        tail = write.descriptor(0, nbytes)
+        literals.append(Literal(at, tail, ((4, n),)))
+        at += len(tail)
+    body, row = write.small_record("archive/version", at, b"3\n")
+    literals.append(Literal(at, body))
+    rows.append((row, None))
+    at += len(body)
+    literals.append(_directory(rows, at))
+    end = at + len(literals[-1].data)
+    path = request.single or DEFAULT
+    return (FileLayout(path, end, tuple(order), tuple(slots), tuple(literals), commit=True),)
+
+
+def _directory(rows: list[tuple[bytes, int | None]], at: int) -> Literal:
+    data, patches = bytearray(), []
+    for row, slot in rows:
+        if slot is not None:
+            patches.append((len(data) + 16, slot))
+        data += row
+    data += write.end_records(len(rows), at, len(data))
+    return Literal(at, bytes(data), tuple(patches))
+
+
+def _only(source: Source) -> str | None:
+    found = [p for p in source.listing if p.endswith(SUFFIXES) and "/" not in p]
+    # Beside another format's own files (a DCP folder's meta.pt, say) it is not the checkpoint.
+    others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
+    return found[0] if len(found) == 1 and not others else None
+
+
+def _refuse_tensor_classes(objects: Objects, name: str) -> None:
+    held = [g for g in objects.refused if g.startswith(_TENSOR_CLASSES)]
+    if held:
+        raise UnsupportedFormat(
+            f"{name} is not a plain full state dict: its tensors are {', '.join(sorted(held)[:4])}",
+            hint="it is one rank's part of a distributed save, or holds tensor subclasses",
+            globals=held,
+        )
+
+
+def _leaves(tree: Any, what: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        raise UnsupportedFormat(f"{what} holds a {type(tree).__name__}, not a state dict")
+    for k, v in tree.items():
+        yield from _leaves_below(v, str(k), StoredView)
+
+
+def _leaves_below(tree: Any, name: str, tensor: type) -> Iterator[tuple[str, Any]]:
+    """(path, value) of what a tree holds; only containers that hold a tensor are taken apart."""
+    holds = _holders(tree, tensor)
+
+    def walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, (dict, list, tuple)) and id(value) in holds:
+            for k, v in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from walk(v, f"{path}.{k}")
+        else:
+            yield path, value
+
+    return walk(tree, name)
+
+
+def _holders(tree: Any, tensor: type) -> set[int]:
+    """ids of the containers that hold a tensor somewhere below."""
+    holds: set[int] = set()
+    seen: set[int] = set()
+
+    def visit(value: Any, depth: int) -> bool:
+        if isinstance(value, tensor):
+            return True
+        if not isinstance(value, (dict, list, tuple)) or depth > 200:
+            return False
+        if id(value) in seen:  # shared through the memo: visited once
+            return id(value) in holds
+        seen.add(id(value))
+        inside = value.values() if isinstance(value, dict) else value
+        if any([visit(v, depth + 1) for v in inside]):
+            holds.add(id(value))
+            return True
+        return False
+
+    visit(tree, 0)
+    return holds
+
+
+def _add_tensor(builder: Builder, file: int, fqn: str, value: StoredView, objects: Objects,
+                items: dict[str, int], what: str) -> None:  # fmt: skip
+    if value.key not in objects.storages:
+        raise MalformedCheckpoint(f"{what} has no storage {value.key!r} for {fqn}")
+    start, length, crc = objects.storages[value.key]
+    if value.key not in items:
+        items[value.key] = builder.item(Item(file, start, length, crc32=crc))
+    view = check_view(value, length, 0, what, objects.swapped)
+    at = builder.tensor(TensorSpec(fqn, value.dtype, value.shape))
+    shape = value.shape
+    builder.chunk(at, (0,) * len(shape), shape, items[value.key],
+                  View(view.start, view.strides, view.flags))  # fmt: skip
+    if len(builder.tensors) > 2_000_000:
+        raise MalformedCheckpoint(f"{what} refers to more than 2 * 10^6 tensors")
+
+
+def _add_object(builder: Builder, fqn: str, value: Any, what: str) -> None:
+    names = _refused_in(value)
+    if names:
+        builder.findings.append(
+            finding("refused-global", "files", f"object {fqn} needs {', '.join(names)}", fqn=fqn)
+        )
+        builder.blobs.append(Blob(fqn, -1, None, names))
+        return
+    try:
+        builder.blobs.append(Blob(fqn, -1, encode(value)))
+    except (TypeError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{what}: object {fqn}: {error}") from error
+
+
+def _refused_in(value: Any) -> tuple[str, ...]:
+    found: set[str] = set()
+    seen: set[int] = set()
+    queue = [value]
+    while queue:
+        v = queue.pop()
+        if isinstance(v, Refused):
+            found.add(v.name)
+        elif isinstance(v, (dict, list, tuple, set)) and id(v) not in seen:
+            seen.add(id(v))
+            queue += [*v, *v.values()] if isinstance(v, dict) else v
+    return tuple(sorted(found))
+
+
+FORMAT = Format(
+    name="torch_save",
+    title="torch.save file of a full state dict",
+    recognised_by="a torch zip named `.pt`, `.pth`, `.bin` or `.ckpt`",
+    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per record", objects=True),
+    detect=detect,
+    read=read,
+    arrange=arrange,
+)

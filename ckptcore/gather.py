@@ -1,0 +1,148 @@
+"""Gathering: how do the elements of a box get from a payload into a tile, within a buffer?
+
+One recursive rule serves every layout. The box's elements span a range of the payload. If that
+range is hardly larger than the elements in it and fits the buffer, it is read at once and copied
+with strides; otherwise the box is cut along its widest-strided dim. A row-major box that is one
+run needs no buffer at all: it is read straight into the tile.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.box import Box
+from ckptcore.dtype import BY_NAME
+from ckptcore.manifest import CONJ, NEG, SWAPPED, row_major
+from ckptcore.resolve import Payload
+
+Bytes = npt.NDArray[np.uint8]
+Seen = Callable[[int, int, int], None]  # (first byte, length, CRC-32) of every payload range read
+_OVERREAD = 4
+_SMALL = 4096  # bytes: one read of a page costs no less than one of an element
+# Element-wide integers: copies move bits, whatever they mean.
+_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+    """A row-major tile of ``shape`` over the buffer's first bytes, as integers of the same width."""
+    unit = _UNITS[BY_NAME[dtype].itemsize]
+    count = int(np.prod(shape, dtype=np.int64))
+    return buffer[: count * np.dtype(unit).itemsize].view(unit).reshape(shape)
+
+
+def gather(payload: Payload, chunk: Box, want: Box, dtype: str, tile: npt.NDArray[Any], scratch: Bytes,
+           seen: Seen | None) -> None:  # fmt: skip
+    """Copies the elements ``want`` of a chunk into ``tile``, a view of exactly that shape.
+
+    chunk, want: boxes of the tensor, want inside chunk. scratch: working memory.
+    seen: told the CRC-32 of every range read, for verification.
+    """
+    inside = want.within(chunk)
+    strides = payload.strides or row_major(chunk.shape)
+    itemsize = BY_NAME[dtype].itemsize
+    if payload.strides is None and not payload.flags and tile.flags.c_contiguous:
+        start, run = _run(inside, chunk.shape)
+        if run:
+            target = tile.reshape(-1).view(np.uint8).data
+            at = payload.start + start * itemsize
+            payload.read_into(at, target)
+            if seen is not None:
+                seen(at, len(target), zlib.crc32(target))
+            return
+    _descend(payload, inside.offset, inside.shape, strides, dtype, itemsize, tile, scratch, seen)
+
+
+def _run(inside: Box, shape: tuple[int, ...]) -> tuple[int, bool]:
+    """(first element, whether the box is one run) of a row-major chunk."""
+    at, partial = 0, False
+    for n, o, k in zip(shape, inside.offset, inside.shape, strict=True):
+        if partial and k != n:
+            return 0, False
+        partial = partial or k > 1
+        at = at * n + o
+    # `partial` is set by the first dim with extent over 1; that one may be cut.
+    return at, True
+
+
+def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...],
+             dtype: str, itemsize: int, tile: npt.NDArray[Any], scratch: Bytes,
+             seen: Seen | None) -> None:  # fmt: skip
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    count = 1
+    for n in shape:
+        count *= n
+    nbytes = span * itemsize
+    if nbytes <= len(scratch) and (span <= _OVERREAD * count or nbytes <= _SMALL):
+        first = payload.start + sum(o * s for o, s in zip(offset, strides, strict=True)) * itemsize
+        buffer = scratch[:nbytes]
+        payload.read_into(first, buffer.data)
+        if seen is not None:
+            seen(first, nbytes, zlib.crc32(buffer))
+        _assign(tile, buffer, shape, strides, dtype, payload.flags)
+        return
+    dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])
+    # As many steps along that dim as the buffer takes, or one by one where gaps are wide.
+    inner = span - (shape[dim] - 1) * strides[dim]
+    room = len(scratch) // itemsize
+    step = max(1, min(shape[dim] - 1, (room - inner) // max(strides[dim], 1)))
+    if step * strides[dim] + inner > _OVERREAD * (count // shape[dim]) * (step + 1):
+        step = 1
+    for at in range(0, shape[dim], step):
+        n = min(step, shape[dim] - at)
+        part_offset = (*offset[:dim], offset[dim] + at, *offset[dim + 1 :])
+        part_shape = (*shape[:dim], n, *shape[dim + 1 :])
+        index = (slice(None),) * dim + (slice(at, at + n),)
+        _descend(payload, part_offset, part_shape, strides, dtype, itemsize, tile[index], scratch, seen)
+
+
+def _assign(tile: npt.NDArray[Any], buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...],
+            dtype: str, flags: int) -> None:  # fmt: skip
+    itemsize = BY_NAME[dtype].itemsize
+    if flags & SWAPPED:
+        part = itemsize // 2 if BY_NAME[dtype].kind == "c" else itemsize
+        buffer.view(_UNITS[part]).byteswap(inplace=True)
+    unit = _UNITS[itemsize]
+    source: npt.NDArray[Any] = np.ndarray(
+        shape, unit, buffer=buffer.data, strides=tuple(s * itemsize for s in strides)
+    )
+    last = next((d for d in reversed(range(len(shape))) if shape[d] > 1), None)
+    if flags & (CONJ | NEG) or (last is not None and strides[last] != 1):
+        _assign_torch(tile, source, dtype, flags)
+    else:
+        tile[...] = source
+
+
+def _assign_torch(tile: npt.NDArray[Any], source: npt.NDArray[Any], dtype: str, flags: int) -> None:
+    """Transposes (numpy takes 17 times as long) and lazy conjugation or negation, by torch."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    if not flags & (CONJ | NEG):  # bits only: any type of the width will do
+        kind = {
+            1: torch.uint8,
+            2: torch.int16,
+            4: torch.int32,
+            8: torch.int64,
+            16: torch.complex128,
+        }[BY_NAME[dtype].itemsize]
+    target, values = _as_torch(torch, tile, kind), _as_torch(torch, source, kind)
+    if flags & CONJ:
+        values = values.conj()
+    if flags & NEG:
+        values = -values
+    target.copy_(values)
+
+
+def _as_torch(torch: Any, array: npt.NDArray[Any], kind: Any) -> Any:
+    """A tensor over the array's memory, with its strides."""
+    itemsize = array.dtype.itemsize
+    span = 1 + sum((n - 1) * s // itemsize for n, s in zip(array.shape, array.strides, strict=True))
+    flat = np.lib.stride_tricks.as_strided(array, (span,), (itemsize,)).view(np.uint8)
+    return (
+        torch.from_numpy(flat).view(kind).as_strided(array.shape, tuple(s // itemsize for s in array.strides))
+    )

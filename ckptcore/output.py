@@ -1,0 +1,280 @@
+"""Faces: how does a value look to a person, and how to a program?
+
+One function a kind of value; text with rich, JSON with a stable schema. Standard output carries
+the answer alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.errors import CkptError, Finding, finding
+from ckptcore.sizes import show_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ckptcore.check import Progress, Report
+    from ckptcore.compose import Composed
+    from ckptcore.convert import Result
+    from ckptcore.manifest import Manifest
+
+_LIMIT = 40  # rows of a table of names before it is cut for a terminal
+_STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
+
+
+def manifest(value: Manifest, include: Sequence[str], *, as_json: bool) -> None:
+    """The answer of `inspect`."""
+    from ckptcore.remap import matches
+
+    tensors = [(i, t) for i, t in enumerate(value.tensors) if not include or matches(t.fqn, include)]
+    dtypes: Counter[str] = Counter()
+    for t in value.tensors:
+        dtypes[t.dtype] += t.nbytes
+    chunks = (value.chunks.first[1:] - value.chunks.first[:-1]).tolist()
+    used = sorted({int(f) for f in value.items.file.tolist()})
+    if as_json:
+        _json({
+            "format": value.format, "evidence": value.origin.get("evidence", []), "root": value.root,
+            "digest": value.digest, "num_tensors": value.num_tensors, "bytes": value.nbytes,
+            "dtypes": dict(dtypes), "files": [{"path": value.files[f].path, "size": value.files[f].size} for f in used],
+            "tensors": [{"fqn": t.fqn, "dtype": t.dtype, "shape": list(t.shape), "chunks": chunks[i]} for i, t in tensors],
+            "objects": [{"key": b.key, "refused": list(b.refused)} for b in value.blobs],
+            "origin": {k: v for k, v in value.origin.items() if k not in ("prefix", "evidence")},
+        })  # fmt: skip
+        return
+    out = _console()
+    out.print(
+        f"[bold]{value.root}[/]: {value.format} ({'; '.join(value.origin.get('evidence', []))})",
+        highlight=False,
+    )
+    kinds = ", ".join(f"{show_size(n)} {d}" for d, n in dtypes.most_common())
+    out.print(f"{value.num_tensors} tensors, {show_size(value.nbytes)} ({kinds}); {len(value.chunks)} chunks in "
+              f"{len(used)} files; {len(value.blobs)} objects", highlight=False)  # fmt: skip
+    table = _table("tensor", "dtype", "shape", "chunks")
+    for i, t in tensors[:_LIMIT]:
+        table.add_row(t.fqn, t.dtype, str(list(t.shape)), str(chunks[i]))
+    out.print(table)
+    if len(tensors) > _LIMIT:
+        out.print(
+            f"and {len(tensors) - _LIMIT} more tensors (--output json has all, --include picks)",
+            highlight=False,
+        )
+
+
+def report(value: Report, *, as_json: bool) -> None:
+    """The answer of `validate`."""
+    if as_json:
+        _json(value.as_dict())
+        return
+    out = _console()
+    counts = Counter(f.severity for f in value.findings)
+    told = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items()) or "nothing found"
+    mark = "[green]ok[/]" if value.ok else "[red]damaged[/]"
+    out.print(f"{mark} at level {value.level}: {value.format or 'unknown format'}, {value.tensors} tensors, "
+              f"{show_size(value.nbytes)}; {told}", highlight=False)  # fmt: skip
+    _findings(out, value.findings)
+
+
+def report_of(error: CkptError, source: str, level: str) -> Report:
+    """A report for a source whose metadata could not even be read."""
+    from ckptcore.check import Report
+
+    findings = tuple(error.values.get("findings", ())) or (
+        finding(
+            "malformed-metadata",
+            "files",
+            error.message,
+            file=error.values.get("file"),
+            hint=error.hint,
+        ),
+    )
+    return Report(level, "", 0, 0, findings)
+
+
+def plan(value: Composed, peak: int, *, as_json: bool) -> None:
+    """The answer of `plan`."""
+    p = value.plan
+    if as_json:
+        _json({
+            "source": p.source, "format": p.target.format, "manifest_digest": p.manifest_digest, "plan_digest": p.digest,
+            "bytes_in": p.bytes_in, "bytes_out": p.bytes_out, "peak_memory": peak,
+            "files": [{"path": f.path, "bytes": f.nbytes, "tensors": f.tensors} for f in p.files],
+            "renamed": [list(r) for r in p.renamed], "cast": [list(c) for c in p.cast],
+            "dropped": [list(d) for d in p.dropped], "ties": [list(t) for t in p.ties],
+            "model": value.model.because if value.model else None,
+            "warnings": [w.as_dict() for w in value.warnings],
+        })  # fmt: skip
+        return
+    out = _console()
+    if value.model:
+        out.print(f"model: {value.model.because}", highlight=False)
+    out.print(f"reads {show_size(p.bytes_in)}, writes {show_size(p.bytes_out)} in {len(p.files)} files "
+              f"({p.target.format}), peak memory about {show_size(peak)}", highlight=False)  # fmt: skip
+    table = _table("file", "bytes", "tensors")
+    for f in p.files[:_LIMIT]:
+        table.add_row(f.path, f"{f.nbytes:,}", str(f.tensors))
+    out.print(table)
+    _pairs(out, "renamed", [(a, b) for a, b in p.renamed])
+    _pairs(out, "cast", [(a, f"{b} to {c}") for a, b, c in p.cast])
+    _pairs(out, "tied", [(a, f"{b}, equality is checked") for a, b in p.ties])
+    _pairs(out, "dropped", list(p.dropped))
+    _findings(out, value.warnings)
+
+
+def result(value: Result, *, as_json: bool) -> None:
+    """The answer of a conversion."""
+    if as_json:
+        _json(value.as_dict())
+        return
+    out = _console()
+    verified = sum(r.verified for r in value.files)
+    unproven = sum(r.unverified for r in value.files)
+    told = f"{verified} stored checksums verified" + (f", {unproven} pieces without one" if unproven else "")
+    out.print(f"[green]{value.destination}[/]: {value.format}, {len(value.tensors)} tensors, "
+              f"{show_size(value.nbytes)} in {len(value.files)} files; {told}", highlight=False)  # fmt: skip
+    seconds = ", ".join(f"{k} {v:.2f} s" for k, v in value.timings.items())
+    out.print(
+        f"{seconds}{f'; catalog {value.conversion}' if value.conversion else ''}",
+        highlight=False,
+        style="dim",
+    )
+    _findings(out, value.warnings)
+
+
+def formats(*, as_json: bool) -> None:
+    """The support matrix."""
+    from ckptcore.formats import FORMATS, KNOWN
+
+    if as_json:
+        _json({
+            "formats": [{"name": f.name, "title": f.title, "recognised_by": f.recognised_by, "reads": f.abilities.reads,
+                         "writes": f.abilities.writes, "checksums": f.abilities.checksums,
+                         "objects": f.abilities.objects} for f in FORMATS],
+            "refused": [{"name": k.name, "title": k.title, "hint": k.hint} for k in KNOWN],
+        })  # fmt: skip
+        return
+    out = _console()
+    table = _table("format", "what", "read", "write", "checksums", "recognised by")
+    for f in FORMATS:
+        a = f.abilities
+        table.add_row(
+            f.name,
+            f.title,
+            _yes(a.reads),
+            _yes(a.writes),
+            a.checksums,
+            f.recognised_by.replace("`", ""),
+        )
+    out.print(table)
+    table = _table("recognised, not read", "what", "next step")
+    for k in KNOWN:
+        table.add_row(k.name, k.title, k.hint)
+    out.print(table)
+
+
+def error(value: CkptError, *, as_json: bool) -> None:
+    """An error: JSON on standard output, or words on standard error."""
+    if as_json:
+        form = value.as_dict()
+        form["findings"] = [f.as_dict() for f in value.values.get("findings", ())]
+        _json({"error": form})
+        return
+    out = _console(stderr=True)
+    out.print(f"[red]{value.code}[/]: {_safe(value.message)}", highlight=False, soft_wrap=True)
+    if value.hint:
+        out.print(f"  next: {_safe(value.hint)}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A progress callback: a bar with bytes, rate and time left on a terminal, else a line a stage."""
+    if not sys.stderr.isatty():
+        seen: set[str] = set()
+
+        def line(stage: str, done: int, total: int) -> None:
+            if stage not in seen:
+                seen.add(stage)
+                print(f"{stage}: {show_size(total)}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    with Progress(TextColumn("{task.description:9}"), BarColumn(), DownloadColumn(binary_units=True),
+                  TransferSpeedColumn(), TimeRemainingColumn(), console=_console(stderr=True),
+                  transient=False) as bar:  # fmt: skip
+        tasks: dict[str, Any] = {}
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=max(total, 1))
+            bar.update(tasks[stage], completed=done)
+
+        yield advance
+
+
+def _findings(out: Console, found: Sequence[Finding]) -> None:
+    if not found:
+        return
+    table = _table("finding", "level", "what")
+    for f in found[:_LIMIT]:
+        next_step = f"\n[dim]next: {_safe(f.hint)}[/]" if f.hint else ""
+        table.add_row(f"[{_STYLE[f.severity]}]{f.code}[/]", f.level, f"{_safe(f.message)}{next_step}")
+    out.print(table)
+    if len(found) > _LIMIT:
+        out.print(f"and {len(found) - _LIMIT} more (--output json has all)", highlight=False)
+
+
+def _pairs(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    if not rows:
+        return
+    table = _table(title, "")
+    for a, b in rows[:_LIMIT]:
+        table.add_row(_safe(a), _safe(b))
+    out.print(table)
+    if len(rows) > _LIMIT:
+        out.print(f"and {len(rows) - _LIMIT} more {title} (--output json has all)", highlight=False)
+
+
+def _table(*columns: str) -> Any:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False, show_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _safe(text: str) -> str:
+    """Text from a checkpoint: no markup, no control characters that move the cursor."""
+    from rich.markup import escape
+
+    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "-"
+
+
+def _json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=True) + "\n")

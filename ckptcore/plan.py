@@ -1,0 +1,357 @@
+"""Planning: given what is stored and what is wanted, which bytes go where, in which file?
+
+1. The target format arranges the wanted tensors into file layouts (names, offsets, literal bytes).
+2. Per output file, the chunks that overlap its tensors become *reads*: a box, the item that holds
+   it, and whether it is placed or only compared (replicas, tied tensors).
+3. A plan is a folder: ``head.json`` and one frame per file, each readable alone on any worker.
+
+Plans are pure values: equal manifests and targets give equal bytes and one digest. A plan holds
+overlapping boxes, never byte runs, so its size is that of the manifest, not of the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from ckptcore import frame
+from ckptcore.cover import replicas
+from ckptcore.dtype import BY_NAME
+from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
+from ckptcore.formats.base import Arrangement, FileLayout, Format, Literal
+from ckptcore.manifest import Chunks, Ints, Items, Manifest, StoredFile, TensorSpec
+from ckptcore.store import Store
+
+PLACE, COMPARE = 0, 1
+HEAD = "head.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is wanted.
+
+    format: writer's name. single: name of the one output file, or None for a folder.
+    max_file_bytes: tensor bytes per file of a folder. dtypes: name -> output dtype, where it
+    differs. objects: non-tensor values to carry, JSON form.
+    """
+
+    format: str
+    single: str | None = None
+    max_file_bytes: int = 5_000_000_000
+    dtypes: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One tensor of an output file.
+
+    name, dtype, shape: as written. start: first byte in the file. source_dtype: as stored; a cast
+    is needed where it differs.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    source_dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return TensorSpec(self.name, self.dtype, self.shape).nbytes
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """Everything a worker needs to write one file.
+
+    index, path, nbytes, commit: see `FileLayout`. tensors: in file order. literals: known bytes.
+    reads: chunk columns grouped by tensor; ``reads.item`` points into items. op: int8 per read,
+    PLACE or COMPARE. items, files: the parts of the source this file needs. source: its root URL.
+    """
+
+    index: int
+    path: str
+    nbytes: int
+    commit: bool
+    source: str
+    tensors: tuple[PlannedTensor, ...]
+    literals: tuple[Literal, ...]
+    reads: Chunks
+    op: Ints
+    items: Items
+    files: tuple[StoredFile, ...]
+
+    def dump(self) -> bytes:
+        """The frame of this file's plan."""
+        r, i = self.reads, self.items
+        head = {
+            "index": self.index, "path": self.path, "nbytes": self.nbytes, "commit": self.commit,
+            "source": self.source,
+            "tensors": [[t.name, t.dtype, list(t.shape), t.start, t.source_dtype] for t in self.tensors],
+            "literals": [[x.start, len(x.data), [list(c) for c in x.crc_at]] for x in self.literals],
+            "files": [[f.path, f.size] for f in self.files],
+            "codecs": list(i.codecs), "member": [[k, v] for k, v in sorted(i.member.items())],
+        }  # fmt: skip
+        data = np.frombuffer(b"".join(x.data for x in self.literals), np.uint8)
+        arrays: dict[str, frame.Array] = {
+            "first": r.first, "lo": r.lo, "shape": r.shape, "item": r.item, "op": self.op,
+            "i.file": i.file, "i.start": i.start, "i.length": i.length, "i.envelope": i.envelope,
+            "i.codec": i.codec, "i.crc32": i.crc32, "literals": data,
+        }  # fmt: skip
+        if r.view is not None:
+            arrays["view"] = r.view
+        return frame.dump(head, arrays)
+
+    @classmethod
+    def load(cls, data: bytes) -> FilePlan:
+        """The plan of a frame; raises `MalformedCheckpoint`."""
+        h, a = frame.load(data)
+        raw, at, literals = a["literals"].tobytes(), 0, []
+        for start, length, patches in h["literals"]:
+            literals.append(Literal(start, raw[at : at + length], tuple((p, t) for p, t in patches)))
+            at += length
+        return cls(
+            h["index"], h["path"], h["nbytes"], h["commit"], h["source"],
+            tuple(PlannedTensor(n, d, tuple(s), b, e) for n, d, s, b, e in h["tensors"]),
+            tuple(literals),
+            Chunks(a["first"], a["lo"], a["shape"], a["item"], a.get("view")), a["op"],
+            Items(a["i.file"], a["i.start"], a["i.length"], a["i.envelope"], a["i.codec"],
+                  a["i.crc32"], tuple(h["codecs"]), {k: v for k, v in h["member"]}),
+            tuple(StoredFile(p, s) for p, s in h["files"]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A row of the plan's table of files. reads: source bytes it needs."""
+
+    index: int
+    path: str
+    nbytes: int
+    tensors: int
+    reads: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole plan: the head, and the file plans while they are in memory.
+
+    digest covers everything that decides the output's bytes.
+    """
+
+    source: str
+    manifest_digest: str
+    target: Target
+    files: tuple[PlannedFile, ...]
+    renamed: tuple[tuple[str, str], ...]
+    cast: tuple[tuple[str, str, str], ...]
+    dropped: tuple[tuple[str, str], ...]
+    ties: tuple[tuple[str, str], ...]
+    bytes_in: int
+    bytes_out: int
+    digest: str = ""
+    extra: tuple[tuple[str, str], ...] = ()
+
+    def head(self) -> dict[str, Any]:
+        """The JSON of ``head.json``."""
+        form = asdict(self)
+        form["target"].pop("objects")
+        return form
+
+
+def make_plan(manifest: Manifest, target: Target, writer: Format, *, twins: Manifest | None = None,
+              ties: Sequence[tuple[str, str]] = (), renamed: Sequence[tuple[str, str]] = (),
+              dropped: Sequence[tuple[str, str]] = (),
+              extra: Sequence[tuple[str, str]] = (), source: Manifest | None = None) -> tuple[Plan, tuple[FilePlan, ...]]:  # fmt: skip
+    """The plan that writes every tensor of ``manifest`` as ``target`` wants it.
+
+    twins: tensors, one per tie, whose bytes must equal those of the tie's kept tensor.
+    extra: (path, text digest) of small files that go beside the output; they are part of the digest.
+    source: the manifest before remapping, when that differs; its digest goes into the plan.
+    Raises `DamagedCheckpoint` for a chunk without a place, and what the writer's `arrange` raises.
+    """
+    if bool((manifest.chunks.item < 0).any()):
+        raise DamagedCheckpoint("a chunk of the manifest has no place in any file",
+                                findings=manifest.findings)  # fmt: skip
+    wanted = [TensorSpec(t.fqn, target.dtypes.get(t.fqn, t.dtype), t.shape) for t in manifest.tensors]
+    assert writer.arrange is not None  # the caller asked for a format that writes
+    layouts = writer.arrange(Arrangement(wanted, target.objects, target.single, target.max_file_bytes))
+    copies = np.zeros(len(manifest.chunks), np.bool_)
+    copies[[row for _, row in replicas(manifest)]] = True
+    copies |= _repeated(manifest)
+    followers = _followers(manifest, twins, ties)
+    plans = tuple(
+        _file_plan(n, layout, manifest, wanted, copies, twins, followers) for n, layout in enumerate(layouts)
+    )
+    rows = tuple(PlannedFile(p.index, p.path, p.nbytes, len(p.tensors), _bytes_in(p)) for p in plans)
+    cast = tuple(
+        (t.fqn, t.dtype, w.dtype) for t, w in zip(manifest.tensors, wanted, strict=True) if t.dtype != w.dtype
+    )
+    whole = blake3()
+    for p in plans:
+        whole.update(blake3(p.dump()).digest())
+    origin = (source or manifest).digest
+    whole.update(frame.canonical_json([origin, target.format, target.single, list(map(list, extra))]))
+    plan = Plan(
+        manifest.root, origin, target, rows, tuple(renamed), cast, tuple(dropped),
+        tuple((a, b) for a, b in ties), sum(r.reads for r in rows), sum(r.nbytes for r in rows),
+        whole.hexdigest(), tuple(extra),
+    )  # fmt: skip
+    return plan, plans
+
+
+def save_plan(store: Store, plan: Plan, files: Sequence[FilePlan]) -> None:
+    """Writes a plan as a folder; the head comes last, so that a folder with a head is whole."""
+    for p in files:
+        store.put(file_name(p.index), p.dump())
+    store.put(HEAD, frame.canonical_json(plan.head()))
+
+
+def load_head(store: Store) -> Plan:
+    """The head of a saved plan; raises `MalformedCheckpoint`, `SourceUnreadable`."""
+    size = store.size(HEAD)
+    if size is None:
+        raise MalformedCheckpoint(f"{store.url} holds no plan", hint="make one: ckptcore plan --save")
+    try:
+        form = json.loads(store.read(HEAD, 0, size))
+        target = Target(**form.pop("target"))
+        rows = tuple(PlannedFile(**row) for row in form.pop("files"))
+        pairs = {
+            k: tuple(tuple(r) for r in form.pop(k)) for k in ("renamed", "cast", "dropped", "ties", "extra")
+        }
+        return Plan(target=target, files=rows, **pairs, **form)
+    except (ValueError, TypeError, KeyError) as error:
+        raise MalformedCheckpoint(f"{store.url}/{HEAD} is damaged: {error}", hint="plan again") from error
+
+
+def load_file_plan(store: Store, index: int) -> FilePlan:
+    """One file's plan of a saved plan."""
+    name = file_name(index)
+    size = store.size(name)
+    if size is None:
+        raise SourceChanged(f"{store.url} lacks {name}")
+    return FilePlan.load(store.read(name, 0, size))
+
+
+def file_name(index: int) -> str:
+    """Name of a file plan in a plan folder."""
+    return f"file-{index:05d}.plan"
+
+
+def _file_plan(index: int, layout: FileLayout, manifest: Manifest, wanted: Sequence[TensorSpec],
+               copies: Any, twins: Manifest | None, followers: dict[int, list[int]]) -> FilePlan:  # fmt: skip
+    starts = {slot.tensor: slot.start for slot in layout.slots}
+    tensors = tuple(
+        PlannedTensor(wanted[t].fqn, wanted[t].dtype, wanted[t].shape, starts[n], manifest.tensors[t].dtype)
+        for n, t in enumerate(layout.tensors)
+    )
+    chunks = manifest.chunks
+    rows: list[Ints] = []
+    ops: list[Ints] = []
+    twin_rows: list[Ints] = []
+    first = [0]
+    for t in layout.tensors:
+        span = np.arange(chunks.first[t], chunks.first[t + 1])
+        # An empty chunk holds nothing; a chunk named twice in the metadata is read once.
+        span = span[(chunks.shape[span] > 0).all(axis=1)]
+        ops.append(copies[span].astype(np.int8))
+        rows.append(span)
+        extra = np.zeros(0, np.int64)
+        if twins is not None and t in followers:
+            first_of = twins.chunks.first
+            extra = np.concatenate([np.arange(first_of[f], first_of[f + 1]) for f in followers[t]])
+            extra = extra[(twins.chunks.shape[extra] > 0).all(axis=1)]
+        twin_rows.append(extra)
+        ops.append(np.full(len(extra), COMPARE, np.int8))
+        first.append(first[-1] + len(span) + len(extra))
+    columns = _gather(chunks, rows, twins.chunks if twins is not None else None, twin_rows)
+    op = np.concatenate(ops).astype(np.int8) if ops else np.zeros(0, np.int8)
+    reads = Chunks(np.array(first, np.int64), *columns)
+    items, renumbered = _subset(manifest.items, reads.item)
+    files, items = _subset_files(manifest.files, items)
+    reads = Chunks(reads.first, reads.lo, reads.shape, renumbered, reads.view)
+    return FilePlan(index, layout.path, layout.nbytes, layout.commit, manifest.root, tensors,
+                    layout.literals, reads, op, items, files)  # fmt: skip
+
+
+def _gather(chunks: Chunks, rows: list[Ints], twins: Chunks | None, twin_rows: list[Ints]) -> tuple[Any, ...]:
+    """(lo, shape, item, view) of the rows of each tensor, its twin's rows behind its own."""
+    if twins is None:
+        picked = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+        view = None if chunks.view is None else chunks.view[picked]
+        return chunks.lo[picked], chunks.shape[picked], chunks.item[picked], view
+    parts: list[tuple[Chunks, Ints]] = []
+    for own, twin in zip(rows, twin_rows, strict=True):
+        parts += [(chunks, own), (twins, twin)]
+    rank = chunks.lo.shape[1]
+    lo = np.concatenate([c.lo[r, :rank] for c, r in parts])
+    shape = np.concatenate([c.shape[r, :rank] for c, r in parts])
+    item = np.concatenate([c.item[r] for c, r in parts])
+    view = None
+    if chunks.view is not None and twins.view is not None:
+        view = np.concatenate([c.view[r] for c, r in parts if c.view is not None])
+    return lo, shape, item, view
+
+
+def _subset(items: Items, used: Ints) -> tuple[Items, Ints]:
+    kept, renumbered = np.unique(used, return_inverse=True)
+    member = (
+        {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
+        if items.member
+        else {}
+    )
+    picked = Items(
+        items.file[kept], items.start[kept], items.length[kept], items.envelope[kept],
+        items.codec[kept], items.crc32[kept], items.codecs, member,
+    )  # fmt: skip
+    return picked, renumbered.reshape(-1).astype(np.int64)
+
+
+def _subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[StoredFile, ...], Items]:
+    kept, renumbered = np.unique(items.file, return_inverse=True)
+    moved = Items(
+        renumbered.reshape(-1).astype(np.int64), items.start, items.length, items.envelope, items.codec,
+        items.crc32, items.codecs, items.member,
+    )  # fmt: skip
+    return tuple(files[i] for i in kept.tolist()), moved
+
+
+def _repeated(manifest: Manifest) -> Any:
+    """bool per chunk: the same box and item as an earlier chunk of its tensor."""
+    chunks = manifest.chunks
+    seen = np.zeros(len(chunks), np.bool_)
+    counts = np.diff(chunks.first)
+    for t in np.flatnonzero(counts > 1).tolist():
+        a, b = int(chunks.first[t]), int(chunks.first[t + 1])
+        item = chunks.item[a:b]
+        if len(np.unique(item)) == b - a:
+            continue
+        both = np.concatenate([chunks.lo[a:b], chunks.shape[a:b], item[:, None]], axis=1)
+        _, first = np.unique(both, axis=0, return_index=True)
+        seen[a:b] = True
+        seen[a + first] = False
+    return seen
+
+
+def _followers(
+    manifest: Manifest, twins: Manifest | None, ties: Sequence[tuple[str, str]]
+) -> dict[int, list[int]]:
+    """Position of a kept tensor -> positions of its twins."""
+    found: dict[int, list[int]] = {}
+    if twins is not None:
+        for n, (_, stays) in enumerate(ties):
+            found.setdefault(manifest.index[stays], []).append(n)
+    return found
+
+
+def _bytes_in(plan: FilePlan) -> int:
+    if not len(plan.reads):
+        return 0
+    width = np.array([BY_NAME[t.source_dtype].itemsize for t in plan.tensors], np.int64)
+    return int((width[plan.reads.tensor] * np.prod(plan.reads.shape, axis=1)).sum())

@@ -1,0 +1,52 @@
+"""Saved plans: a request, and the digests of what it was made from.
+
+A saved plan is a folder: ``request.json`` and the plan itself, so that it can be looked at, kept, and
+carried out only if the source is still the same.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ckptcore.compose import Composed, compose
+from ckptcore.convert import REQUEST, inspect
+from ckptcore.errors import DestinationExists, MalformedCheckpoint, SourceChanged, UsageError
+from ckptcore.frame import canonical_json
+from ckptcore.plan import load_head, save_plan
+from ckptcore.request import Request
+from ckptcore.store import open_store
+
+
+def save_request(folder: Path, request: Request, composed: Composed) -> None:
+    """Writes a plan folder; raises `DestinationExists` when it is not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DestinationExists(f"{folder} exists", hint="name a new folder for the plan")
+    store = open_store(str(folder))
+    store.put(REQUEST, canonical_json(request.as_dict()))
+    save_plan(store, composed.plan, composed.files)
+
+
+def load_request(folder: Path) -> Request:
+    """The request of a plan folder, when the source still gives the same plan.
+
+    Raises `SourceChanged` otherwise.
+    """
+    store = open_store(str(folder))
+    size = store.size(REQUEST)
+    if size is None:
+        raise UsageError(f"{folder} holds no plan", hint="make one with `ckptcore plan SRC DST --save DIR`")
+    head = load_head(store)
+    try:
+        request = Request.from_dict(json.loads(store.read(REQUEST, 0, size)))
+    except (ValueError, TypeError) as error:
+        raise MalformedCheckpoint(f"{folder}/{REQUEST} is damaged: {error}", hint="plan again") from error
+    manifest = inspect(request.source, request.recover)
+    if manifest.digest != head.manifest_digest:
+        raise SourceChanged(
+            f"{request.source} has changed since the plan was made: its manifest digest is "
+            f"{manifest.digest[:16]}, the plan was made from {head.manifest_digest[:16]}"
+        )
+    if compose(request, manifest).plan.digest != head.digest:
+        raise SourceChanged(f"{folder} was planned by another version, or the config files have changed")
+    return request

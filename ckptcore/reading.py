@@ -1,0 +1,185 @@
+"""Reading into torch: one box of one tensor, or a live, possibly sharded, state dict in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptcore.box import Box
+from ckptcore.cover import coverage
+from ckptcore.crc import Pieces
+from ckptcore.dtype import BY_NAME
+from ckptcore.errors import DamagedCheckpoint, NameMismatch, finding
+from ckptcore.gather import Seen, gather
+from ckptcore.manifest import Chunk, Manifest
+from ckptcore.remap import select
+from ckptcore.resolve import Payload, resolve
+from ckptcore.store import Store, open_store
+
+if TYPE_CHECKING:
+    import torch
+
+_SCRATCH = 16 << 20
+
+
+def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, verify: bool) -> torch.Tensor:
+    """A tensor, or a box of it; see `ckptcore.read`."""
+    import torch
+
+    if fqn not in manifest.index:
+        raise KeyError(f"the checkpoint has no tensor {fqn!r}")
+    row = manifest.index[fqn]
+    spec = manifest.tensors[row]
+    want = box or Box.whole(spec.shape)
+    if len(want.shape) != len(spec.shape) or not Box.whole(spec.shape).contains(want):
+        raise ValueError(f"{want} is outside {fqn} {list(spec.shape)}")
+    out = torch.empty(want.shape, dtype=getattr(torch, spec.dtype))
+    store = open_store(manifest.root)
+    try:
+        _Filler(manifest, store, verify).fill(row, want, out)
+    finally:
+        store.close()
+    return out.to(device)
+
+
+def load_into(
+    manifest: Manifest, state_dict: dict[str, Any], *, prefix: str, strict: bool, verify: bool
+) -> list[str]:
+    """Fills a live state dict; see `ckptcore.load_into`."""
+    wanted = dict(_tensors(state_dict, ""))
+    missing = [n for n in wanted if prefix + n not in manifest.index]
+    if missing and strict:
+        raise NameMismatch(
+            f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {', '.join(missing[:5])}",
+            hint="name the checkpoint's prefix, or pass strict=False", missing=missing,
+        )  # fmt: skip
+    rows = [manifest.index[prefix + n] for n in wanted if n not in missing]
+    part = select(manifest, rows)
+    holes = coverage(part)
+    if holes:
+        raise DamagedCheckpoint(holes[0].message, findings=tuple(holes))
+    plans = [(n, *_local(t)) for n, t in wanted.items() if n not in missing]
+    for name, _, shape, _ in plans:  # every shape is compared before the first byte moves
+        spec = manifest.tensors[manifest.index[prefix + name]]
+        if spec.shape != shape:
+            raise NameMismatch(f"{name} is {list(shape)} here and {list(spec.shape)} in the checkpoint")
+    store = open_store(manifest.root)
+    filler = _Filler(manifest, store, verify)
+    try:
+        for name, local, _, want in plans:
+            if want.numel:
+                filler.fill(manifest.index[prefix + name], want, local)
+    finally:
+        store.close()
+    return sorted(t.fqn for t in manifest.tensors if t.fqn.removeprefix(prefix) not in wanted
+                  or not t.fqn.startswith(prefix))  # fmt: skip
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        for k, v in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(v, f"{path}.{k}" if path else str(k))
+
+
+def _local(tensor: Any) -> tuple[Any, tuple[int, ...], Box]:
+    """(the memory to fill, the global shape, the box this rank holds) of a tensor or DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), tuple(tensor.shape), Box.whole(tuple(tensor.shape))
+    # torch's own rule for uneven and strided shards; what its checkpoint planner asks, too.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local().detach()
+    if tuple(local.shape) != tuple(shape):
+        raise NameMismatch(
+            f"a DTensor of {tuple(tensor.shape)} holds {tuple(local.shape)}, {tuple(shape)} expected"
+        )
+    empty = 0 in shape
+    return (
+        local,
+        tuple(tensor.shape),
+        Box((0,) * len(shape) if empty else tuple(offset), tuple(shape)),
+    )
+
+
+class _Filler:
+    """Fills boxes from one store with one scratch buffer."""
+
+    def __init__(self, manifest: Manifest, store: Store, verify: bool) -> None:
+        self._manifest, self._store, self._verify = manifest, store, verify
+        self._scratch = np.empty(_SCRATCH, np.uint8)
+
+    def fill(self, row: int, want: Box, out: Any) -> None:
+        """Copies the elements ``want`` of tensor ``row`` into ``out``, casting and moving as needed."""
+        import torch
+
+        spec = self._manifest.tensors[row]
+        kind = getattr(torch, spec.dtype)
+        direct = out.device.type == "cpu" and out.dtype == kind and out.is_contiguous()
+        target = out if direct else torch.empty(want.shape, dtype=kind)
+        tile = _integers(target, spec.dtype)
+        held = 0
+        seen_boxes: set[Box] = set()
+        for chunk in self._manifest.chunks_of(row):
+            common = chunk.box.intersect(want) if chunk.box.numel else None
+            if common is None or chunk.box in seen_boxes:
+                continue
+            seen_boxes.add(chunk.box)
+            held += common.numel
+            inside = common.within(want)
+            part = tile[tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))]
+            self._gather(chunk, common, spec.fqn, spec.dtype, part)
+        if held != want.numel:
+            message = f"{spec.fqn}: {want.numel - held} of {want.numel} elements are in no file"
+            raise DamagedCheckpoint(message, findings=(finding("hole", "cover", message, fqn=spec.fqn),))
+        if not direct:
+            with torch.no_grad():
+                out.copy_(target)
+
+    def _gather(self, chunk: Chunk, common: Box, fqn: str, dtype: str, part: Any) -> None:
+        if chunk.item < 0:
+            message = f"{fqn}: a chunk has no place in any file"
+            raise DamagedCheckpoint(message, findings=(finding("no-place", "cover", message, fqn=fqn),))
+        item = self._manifest.items[chunk.item]
+        path = self._manifest.files[item.file].path
+        payload = resolve(self._store, path, item, dtype, chunk.box.shape, chunk.view, fqn)
+        try:
+            gather(payload, chunk.box, common, dtype, part, self._scratch, self._checker(payload, fqn))
+        finally:
+            payload.close()
+
+    def _checker(self, payload: Payload, fqn: str) -> Seen | None:
+        if not self._verify or payload.crc32 is None:
+            return None
+        pieces = Pieces(payload.record_length)
+
+        def seen(start: int, length: int, crc: int) -> None:
+            whole = pieces.add(start - payload.record_start, length, crc)
+            if whole is not None and whole != payload.crc32:
+                message = f"{fqn}: bytes have CRC-32 {whole:08x}, {payload.crc32:08x} is stored"
+                raise DamagedCheckpoint(message, findings=(
+                    finding("crc-mismatch", "bytes", message, fqn=fqn, file=payload.path),
+                ))  # fmt: skip
+
+        return seen
+
+
+def _integers(tensor: Any, dtype: str) -> Any:
+    """A numpy view of a contiguous CPU tensor's memory, as integers of the element's width."""
+    import torch
+
+    from ckptcore.gather import tile_view
+
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), np.uint8)
+    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    assert BY_NAME[dtype].itemsize * tensor.numel() == flat.nbytes
+    return tile_view(flat, tuple(tensor.shape), dtype)

@@ -1,0 +1,123 @@
+"""Registering: what does the catalog learn of a conversion?
+
+A conversion is begun before any work, so that an unusable catalog stops it early, and ends as
+succeeded, with source, output and lineage, or as failed, with its error.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.errors import CatalogError, CkptError
+from ckptcore.manifest import Manifest
+from ckptcore.request import Request
+from ckptcore.store import local_path, split_url
+
+if TYPE_CHECKING:
+    from ckptcore.catalog import CheckpointFacts
+    from ckptcore.catalog.catalog import Catalog
+    from ckptcore.check import Report
+
+_STEP = re.compile(r"^(?:step|iter|checkpoint|global_step|epoch)?[-_=]?(\d+)(?:[-_.].*)?$")
+_log = logging.getLogger("ckptcore")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A conversion that the catalog knows to be running."""
+
+    catalog: Catalog
+    id: str
+    request: Request
+
+
+def start(
+    request: Request, catalog_url: str | bool | None, flow_run_id: str | None = None
+) -> Registration | None:
+    """Begins a conversion in the catalog; None when ``catalog_url`` is False."""
+    if catalog_url is False:
+        return None
+    from ckptcore import __version__
+    from ckptcore.catalog import open_catalog
+
+    catalog = open_catalog(catalog_url if isinstance(catalog_url, str) else None)
+    found = catalog.begin(
+        request.as_dict(), source_uri=request.source, destination_uri=request.destination, verb=request.verb,
+        tool_version=__version__, flow_run_id=flow_run_id,
+    )  # fmt: skip
+    return Registration(catalog, found, request)
+
+
+def succeed(registration: Registration, source: Manifest, derived: Manifest, result: Any, peak_memory: int, *,
+            verified: bool) -> None:  # fmt: skip
+    """Records the outcome; raises `CatalogError` that says the output is published."""
+    digests = {r.path: r.digest for r in result.files}
+    try:
+        registration.catalog.succeed(
+            registration.id,
+            source=facts(source, registration.request.source, verified="cover"),
+            derived=facts(derived, result.destination, digests, verified="bytes" if verified else "cover"),
+            plan_digest=result.plan_digest, bytes_in=result.bytes_in, bytes_out=result.nbytes,
+            peak_memory=peak_memory, timings=result.timings, findings=result.warnings,
+        )  # fmt: skip
+    except CkptError as error:
+        raise CatalogError(
+            f"{result.destination} is published, but not registered: {error.message}"
+        ) from error
+
+
+def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:
+    """Records a failure. That the catalog fails too must not hide the first error: it is logged."""
+    if registration is None:
+        return
+    code = getattr(error, "code", "internal")
+    findings = getattr(error, "values", {}).get("findings", ())
+    known = facts(source, registration.request.source) if source is not None else None
+    try:
+        registration.catalog.fail(registration.id, code=code, message=str(error) or type(error).__name__,
+                                  findings=tuple(findings), source=known)  # fmt: skip
+    except CkptError as second:
+        _log.warning("the failure could not be registered: %s", second.message)
+
+
+def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str | None) -> None:
+    """Records what a check found."""
+    from ckptcore.catalog import open_catalog
+
+    verified = report.level if report.ok else None
+    open_catalog(catalog_url).record_validation(facts(manifest, uri, verified=verified), report.findings)
+
+
+def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = None, *,
+          verified: str | None = None) -> CheckpointFacts:  # fmt: skip
+    """What the catalog stores of a manifest."""
+    from ckptcore.catalog import CheckpointFacts
+
+    step, run = _step_and_run(uri)
+    name = manifest.origin.get("file")
+    known = digests or {}
+    origin = {k: v for k, v in manifest.origin.items() if k != "prefix"}
+    return CheckpointFacts(
+        uri, manifest.format, manifest.digest, manifest.nbytes,
+        [(t.fqn, t.dtype, t.shape, t.nbytes) for t in manifest.tensors],
+        [(f.path, f.size or 0, known.get(f.path)) for f in manifest.files if name is None or f.path == name],
+        step, run, origin, verified,
+    )  # fmt: skip
+
+
+def _step_and_run(uri: str) -> tuple[int | None, str | None]:
+    """The training step that a folder's name tells, and the run that its parent is named after.
+
+    >>> _step_and_run("/runs/llama-7b/step-300"), _step_and_run("/data/model")
+    ((300, 'llama-7b'), (None, None))
+    """
+    path = local_path(uri)
+    parent, name = split_url(str(path.absolute()) if path is not None else uri)
+    found = _STEP.match(name)
+    if not found:
+        return None, None
+    run = split_url(parent)[1]
+    return int(found[1]), run or None

@@ -1,0 +1,139 @@
+"""Requests: what is wanted, and with what means? Small frozen values that travel as JSON."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ckptcore.errors import UsageError
+from ckptcore.store import split_url
+
+VERBS = ("consolidate", "export")
+# A destination with one of these suffixes is one file; any other is a folder.
+SUFFIX_FORMATS = {
+    ".safetensors": "safetensors",
+    ".pt": "torch_save",
+    ".pth": "torch_save",
+    ".bin": "torch_save",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to make of a checkpoint. Everything here decides the output's bytes.
+
+    source, destination: paths or URLs. verb: ``consolidate`` keeps every tensor under its stored
+        name; ``export`` takes the model part.
+    to: output format; empty takes it from the destination's suffix. include, exclude: globs on stored FQNs.
+    rename: (old, new) prefix pairs, or patterns with one ``*``, applied in order.
+    dtype: cast floating-point tensors to this, or None. dtype_for: (glob, dtype) exceptions, first
+        match wins; ``keep`` as dtype leaves a tensor as it is.
+    model_prefix: where the model is, for export; None finds it. config: folder with config.json,
+        tokenizer and so on. max_file_size: tensor bytes an output file may hold.
+    tie: (dropped, kept) names that must hold equal bytes. recover: take an unfinished save.
+    overwrite: replace an existing destination. resume: reuse finished files of an earlier run.
+    """
+
+    source: str
+    destination: str
+    verb: str = "consolidate"
+    to: str = ""
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+    dtype: str | None = None
+    dtype_for: tuple[tuple[str, str], ...] = ()
+    model_prefix: str | None = None
+    config: str | None = None
+    max_file_size: int = 5_000_000_000
+    tie: tuple[tuple[str, str], ...] = ()
+    recover: bool = False
+    overwrite: bool = False
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        if self.verb not in VERBS:
+            raise UsageError(f"no verb is called {self.verb!r}", hint=f"one of: {', '.join(VERBS)}")
+        if self.max_file_size < 1:
+            raise UsageError(f"--max-file-size {self.max_file_size} is not a size")
+        if self.to and self.single and self.to != SUFFIX_FORMATS[_suffix(self.destination)]:
+            raise UsageError(
+                f"--to {self.to} does not fit the destination {self.destination}",
+                hint="change the suffix, or leave --to out",
+            )
+        if not self.source or not self.destination:
+            raise UsageError("a source and a destination are needed")
+
+    @property
+    def format(self) -> str:
+        """The output format's name."""
+        return self.to or SUFFIX_FORMATS.get(_suffix(self.destination), "safetensors")
+
+    @property
+    def single(self) -> str | None:
+        """The output's file name when it is one file, else None."""
+        return split_url(self.destination)[1] if _suffix(self.destination) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {k: _plain(v) for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, form: dict[str, Any]) -> Request:
+        """The request of `as_dict`'s form; raises `UsageError` for unknown fields."""
+        unknown = set(form) - {f.name for f in fields(cls)}
+        if unknown:
+            raise UsageError(f"unknown request fields: {', '.join(sorted(unknown))}")
+        return cls(**{k: _frozen(v) for k, v in form.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """With what means to do it. Nothing here changes a byte of the output.
+
+    memory: budget for tensor buffers, bytes. workers: threads; None chooses by the machine.
+    device: torch device for casts. verify: check stored CRC-32 and copies while moving.
+    digest: BLAKE3 of every output file.
+    """
+
+    memory: int = 1 << 30
+    workers: int | None = None
+    device: str = "cpu"
+    verify: bool = True
+    digest: bool = True
+
+    def __post_init__(self) -> None:
+        if self.memory < 1 << 20:
+            raise UsageError(f"--memory {self.memory} is less than 1 MiB")
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"--workers {self.workers} is not a number of workers")
+
+    @property
+    def threads(self) -> int:
+        """How many threads to run."""
+        if self.workers is not None:
+            return self.workers
+        return min(4, max(2, len(os.sched_getaffinity(0))))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, form: dict[str, Any]) -> Settings:
+        """The settings of `as_dict`'s form."""
+        return cls(**form)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+
+
+def _suffix(url: str) -> str:
+    name = url.rstrip("/")
+    return next((s for s in SUFFIX_FORMATS if name.endswith(s)), "")

@@ -1,0 +1,202 @@
+"""Scanning: do all stored bytes match their checksums, and their copies each other?
+
+Reads every item once, in blocks, on a few threads. Memory: three blocks a worker.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from ckptcore.cover import replicas
+from ckptcore.dtype import BY_NAME
+from ckptcore.errors import CkptError, DamagedCheckpoint, Finding, finding
+from ckptcore.manifest import Manifest, view_of
+from ckptcore.resolve import Payload, resolve
+from ckptcore.store import Store
+
+_BLOCK = 4 << 20
+
+
+def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], values: bool, workers: int,
+         progress: Callable[[str, int, int], None] | None) -> tuple[list[Finding], int]:  # fmt: skip
+    """Findings of every chunk's bytes, and how many items carry no checksum."""
+    total = sum(t.nbytes for t in manifest.tensors)
+    state = _State(manifest, store, skip_files, values, total, progress)
+    rows = range(len(manifest.chunks))
+    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        for found in pool.map(state.chunk, rows, chunksize=1):
+            state.findings += found
+        for found in pool.map(state.pair, replicas(manifest)):
+            state.findings += found
+    if state.unverified:
+        state.findings.append(
+            finding("no-checksum", "bytes", f"{state.unverified} of {len(rows)} stored pieces carry no "
+                    "checksum: their layout is right, their bytes cannot be proven")
+        )  # fmt: skip
+    if values:
+        state.findings += state.value_findings()
+    return state.findings, state.unverified
+
+
+class _State:
+    """What the workers of one scan share."""
+
+    def __init__(self, manifest: Manifest, store: Store, skip: set[str | None], values: bool,
+                 total: int, progress: Callable[[str, int, int], None] | None) -> None:  # fmt: skip
+        self.manifest, self.store, self.skip, self.values = manifest, store, skip, values
+        self.findings: list[Finding] = []
+        self.unverified = 0
+        self._records: dict[tuple[str | None, int], bool] = {}
+        self._bad_values: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._done, self._total, self._progress = 0, total, progress
+
+    def chunk(self, row: int) -> list[Finding]:
+        """Findings of one chunk's item."""
+        payload, name, path = self._open(row)
+        if isinstance(payload, list):
+            return payload
+        if payload is None:
+            return []
+        try:
+            found = self._verify(payload, name, path)
+            if self.values and not found:
+                self._look(payload, row)
+            return found
+        except DamagedCheckpoint as error:
+            return list(error.findings)
+        except CkptError as error:
+            return [finding("malformed-item", "bytes", error.message, fqn=name, file=path)]
+        finally:
+            payload.close()
+
+    def pair(self, rows: tuple[int, int]) -> list[Finding]:
+        """Whether two copies of the same box hold the same bytes."""
+        opened = [self._open(row) for row in rows]
+        payloads = [p for p, _, _ in opened if isinstance(p, Payload)]
+        try:
+            if len(payloads) < 2:
+                return []  # told by `chunk`
+            first, second = payloads
+            name, path = opened[0][1], opened[1][2]
+            itemsize = BY_NAME[
+                self.manifest.tensors[int(self.manifest.chunks.tensor[rows[0]])].dtype
+            ].itemsize
+            nbytes = int(np.prod(self.manifest.chunks.shape[rows[0]])) * itemsize
+            if first.strides is not None or second.strides is not None or first.flags != second.flags:
+                return []  # laid out differently: compared element by element when they are moved
+            for at in range(0, nbytes, _BLOCK):
+                count = min(_BLOCK, nbytes - at)
+                a, b = self._buffers(count)
+                first.read_into(first.start + at, a)
+                second.read_into(second.start + at, b)
+                if a != b:
+                    return [finding("replica-mismatch", "bytes", f"{name}: the copies in {opened[0][2]} "
+                                    f"and {path} differ", fqn=name, file=path)]  # fmt: skip
+            return []
+        finally:
+            for payload in payloads:
+                payload.close()
+
+    def value_findings(self) -> list[Finding]:
+        """One finding a tensor that holds NaN or Inf."""
+        return [
+            finding(
+                "not-finite",
+                "values",
+                f"{name}: {nan} NaN and {inf} Inf of {numel} elements",
+                fqn=name,
+            )
+            for name, (nan, inf, numel) in sorted(self._bad_values.items())
+        ]
+
+    def _open(self, row: int) -> tuple[Payload | list[Finding] | None, str, str]:
+        manifest, chunks = self.manifest, self.manifest.chunks
+        spec = manifest.tensors[int(chunks.tensor[row])]
+        if chunks.item[row] < 0:
+            return None, spec.fqn, ""
+        item = manifest.items[int(chunks.item[row])]
+        path = manifest.files[item.file].path
+        if path in self.skip:
+            return None, spec.fqn, path
+        rank = len(spec.shape)
+        shape = tuple(chunks.shape[row, :rank].tolist())
+        try:
+            payload = resolve(self.store, path, item, spec.dtype, shape, view_of(chunks, row, rank), spec.fqn)
+        except DamagedCheckpoint as error:
+            return list(error.findings), spec.fqn, path
+        except CkptError as error:
+            return (
+                [finding("malformed-item", "bytes", error.message, fqn=spec.fqn, file=path)],
+                spec.fqn,
+                path,
+            )
+        return payload, spec.fqn, path
+
+    def _verify(self, payload: Payload, name: str, path: str) -> list[Finding]:
+        key = payload.path, payload.record_start
+        with self._lock:
+            if payload.path is not None and key in self._records:
+                return []  # tensors may share a storage
+            self._records[key] = True
+        if payload.crc32 is None:
+            with self._lock:
+                self.unverified += 1
+        crc = 0
+        for at in range(0, payload.record_length, _BLOCK):
+            count = min(_BLOCK, payload.record_length - at)
+            block, _ = self._buffers(count)
+            payload.read_into(payload.record_start + at, block)
+            crc = zlib.crc32(block, crc) if payload.crc32 is not None else 0
+            self._advance(count)
+        if payload.crc32 is not None and crc != payload.crc32:
+            return [finding("crc-mismatch", "bytes", f"{name}: bytes in {path} have CRC-32 {crc:08x}, "
+                            f"{payload.crc32:08x} is stored", fqn=name, file=path)]  # fmt: skip
+        return []
+
+    def _look(self, payload: Payload, row: int) -> None:
+        spec = self.manifest.tensors[int(self.manifest.chunks.tensor[row])]
+        dtype = BY_NAME[spec.dtype]
+        if dtype.kind not in "fc" or payload.flags & 4 or payload.strides is not None:
+            if dtype.kind not in "fc":
+                return
+        import torch
+
+        kind = getattr(torch, spec.dtype)
+        # Every byte of the record is looked at; padding behind a view is not part of the tensor.
+        nbytes = int(np.prod(self.manifest.chunks.shape[row])) * dtype.itemsize
+        nan = inf = 0
+        for at in range(0, nbytes, _BLOCK):
+            block, _ = self._buffers(min(_BLOCK, nbytes - at))
+            payload.read_into(payload.start + at, block)
+            values = torch.frombuffer(block, dtype=kind)
+            if dtype.itemsize == 1:
+                values = values.float()
+            bad = values.numel() - int(torch.isfinite(values).sum())
+            if bad:
+                n = int(torch.isnan(values).sum())
+                nan, inf = nan + n, inf + bad - n
+        if nan or inf:
+            with self._lock:
+                seen = self._bad_values.setdefault(spec.fqn, [0, 0, spec.numel])
+                seen[0] += nan
+                seen[1] += inf
+
+    def _buffers(self, count: int) -> tuple[memoryview, memoryview]:
+        if not hasattr(self._local, "pair"):
+            self._local.pair = bytearray(_BLOCK), bytearray(_BLOCK)
+        a, b = self._local.pair
+        return memoryview(a)[:count], memoryview(b)[:count]
+
+    def _advance(self, count: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += count
+                done = self._done
+            self._progress("validate", min(done, self._total), self._total)

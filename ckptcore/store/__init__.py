@@ -1,0 +1,136 @@
+"""Stores: bytes by URL. One seam for local folders and for everything fsspec reaches.
+
+A store is a folder seen through its URL; paths inside it are relative, with ``/``, and never leave
+it. Readers ask for exact ranges and get them or an error; writers are invisible under the final
+name until `Writer.commit`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from ckptcore.errors import UnsafeContent, UsageError
+
+Buffer = memoryview
+
+
+class Writer(Protocol):
+    """One file being written.
+
+    sequential: whether `write` must be called with rising, gapless offsets (object stores), or
+        may be called in any order and from several threads (local files).
+    """
+
+    sequential: bool
+
+    def write(self, at: int, data: Buffer | bytes) -> None:
+        """Puts ``data`` at byte ``at``."""
+
+    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+        """Copies a byte range inside the kernel; False when these two ends cannot do that."""
+
+    def commit(self) -> None:
+        """Makes the bytes durable under the final name."""
+
+    def abort(self) -> None:
+        """Drops what was written."""
+
+
+class Store(Protocol):
+    """A folder of files. Safe to use from several threads.
+
+    url: what it was opened with, without a trailing slash. local: its path on this machine, or
+    None for a remote store.
+    """
+
+    url: str
+    local: Path | None
+
+    def list(self) -> dict[str, int]:
+        """Every file below the folder: relative path -> size in bytes, sorted."""
+
+    def size(self, path: str) -> int | None:
+        """Size in bytes, or None when there is no such file."""
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """Exactly ``length`` bytes; raises `SourceUnreadable`, `StorageTrouble`."""
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """Fills ``into`` exactly; raises `SourceUnreadable`, `StorageTrouble`."""
+
+    def writer(self, path: str, nbytes: int) -> Writer:
+        """A new file of ``nbytes``; raises `DiskFull`, `DestinationUnwritable`."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """A small file, whole or not at all."""
+
+    def remove(self, path: str) -> None:
+        """Removes a file; a file that is not there is fine."""
+
+    def remove_all(self) -> None:
+        """Removes the folder with everything in it."""
+
+    def free_bytes(self) -> int | None:
+        """Room left, bytes; None where that has no meaning."""
+
+    def close(self) -> None:
+        """Releases open files."""
+
+
+def open_store(url: str) -> Store:
+    """The store of a folder's URL; nothing is read yet.
+
+    Raises `UsageError` for a scheme that no installed fsspec file system serves.
+    """
+    path = local_path(url)
+    if path is not None:
+        from ckptcore.store.local import LocalStore
+
+        return LocalStore(path)
+    from ckptcore.store.remote import FsspecStore
+
+    return FsspecStore(url)
+
+
+def local_path(url: str) -> Path | None:
+    """The path of a local URL, or None for a remote one."""
+    if "\0" in url or not url:
+        raise UsageError(f"not a path or URL: {url!r}")
+    for scheme in ("file://", "local://"):
+        if url.startswith(scheme):
+            return Path(url.removeprefix(scheme))
+    return None if "://" in url or "::" in url else Path(url)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """A URL's parent and its last name.
+
+    >>> split_url("s3://bucket/run/step-3/"), split_url("step-3")
+    (('s3://bucket/run', 'step-3'), ('.', 'step-3'))
+    """
+    path = local_path(url)
+    if path is not None:
+        full = Path(os.path.normpath(path))
+        return (str(full.parent), full.name) if full.name else (str(full), "")
+    head, _, name = url.rstrip("/").rpartition("/")
+    return head, name
+
+
+def join_url(root: str, name: str) -> str:
+    """A URL below another."""
+    return f"{root.rstrip('/') or '/'}/{name}" if root != "/" else f"/{name}"
+
+
+def inner_path(path: str, *, what: str) -> str:
+    """``path`` itself, when it is a plain relative path; raises `UnsafeContent` otherwise.
+
+    what: where the path was read, for the message.
+    """
+    parts = path.split("/")
+    if not path or path.startswith("/") or "\\" in path or "\0" in path or "://" in path:
+        raise UnsafeContent(f"{what} names the file {path!r}, which is not a plain relative path")
+    if any(p in ("", ".", "..") for p in parts):
+        raise UnsafeContent(f"{what} names the file {path!r}, which leaves the checkpoint's folder")
+    return path

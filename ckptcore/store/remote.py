@@ -1,0 +1,189 @@
+"""Remote store: the same seam over any fsspec file system (S3, GCS, memory, ...).
+
+Reads are ranged requests whose length is checked; transient failures are retried here with
+back-off, because clients do not retry body reads. Writes go through one sequential upload that
+becomes visible when it completes, and is discarded when it does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+
+from ckptcore.errors import (
+    CkptError,
+    DestinationUnwritable,
+    SourceUnreadable,
+    StorageTrouble,
+    UsageError,
+)
+from ckptcore.store import Buffer, Store, Writer
+
+_PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+
+
+class FsspecStore:
+    """A folder behind an fsspec URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.local: Path | None = None
+        try:
+            # Listings are cached by default; another writer's file would stay invisible.
+            self._fs, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"cannot open {url!r}: {error}") from error
+        except Exception as error:
+            raise _trouble(self.url, error) from error
+        self._root = self._root.rstrip("/")
+
+    def list(self) -> dict[str, int]:
+        def call() -> dict[str, int]:
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._root, detail=True)
+            return {
+                name[len(self._root) :].lstrip("/"): int(info["size"] or 0)
+                for name, info in sorted(found.items())
+                if name != self._root and info.get("type", "file") == "file"
+            }
+
+        found: dict[str, int] = _retrying(self.url, call)
+        if not found:
+            raise SourceUnreadable(f"{self.url} does not exist or is empty")
+        return found
+
+    def size(self, path: str) -> int | None:
+        def call() -> int | None:
+            try:
+                info = self._fs.info(self._full(path))
+            except FileNotFoundError:
+                return None
+            return int(info["size"]) if info.get("type", "file") == "file" else None
+
+        found: int | None = _retrying(f"{self.url}/{path}", call)
+        return found
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        if not length:
+            return b""
+
+        def call() -> bytes:
+            data: bytes = self._fs.cat_file(self._full(path), start=start, end=start + length)
+            return data
+
+        data: bytes = _retrying(f"{self.url}/{path}", call)
+        if len(data) != length:
+            raise SourceUnreadable(
+                f"{self.url}/{path} ends early: {length} bytes wanted at {start}, {len(data)} there",
+                file=path,
+            )
+        return data
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        for at in range(0, len(into), _PART):
+            part = into[at : at + _PART]
+            part[:] = self.read(path, start + at, len(part))
+
+    def writer(self, path: str, nbytes: int) -> Writer:
+        return FsspecWriter(self._fs, self._full(path), f"{self.url}/{path}")
+
+    def put(self, path: str, data: bytes) -> None:
+        _retrying(f"{self.url}/{path}", lambda: self._fs.pipe_file(self._full(path), data))
+
+    def remove(self, path: str) -> None:
+        def call() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._full(path))
+
+        _retrying(f"{self.url}/{path}", call)
+
+    def remove_all(self) -> None:
+        def call() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(self._root, recursive=True)
+
+        _retrying(self.url, call)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is held open between calls."""
+
+    def copy_to(self, path: str, target: FsspecStore, name: str) -> None:
+        """Copies a file inside the same file system (server side where it has that)."""
+        full = target._full(name)  # both ends are stores of this class
+        _retrying(target.url, lambda: self._fs.cp_file(self._full(path), full))
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+
+class FsspecWriter:
+    """One upload."""
+
+    sequential = True
+
+    def __init__(self, fs: Any, path: str, shown: str) -> None:
+        self._shown = shown
+        try:
+            self._file = fs.open(path, "wb", block_size=_PART)
+        except Exception as error:
+            raise _trouble(shown, error, writing=True) from error
+
+    def write(self, at: int, data: Buffer | bytes) -> None:
+        try:
+            self._file.write(data)
+        except Exception as error:
+            raise _trouble(self._shown, error, writing=True) from error
+
+    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+        return False
+
+    def commit(self) -> None:
+        try:
+            self._file.close()
+        except Exception as error:
+            raise _trouble(self._shown, error, writing=True) from error
+
+    def abort(self) -> None:
+        # Closing would publish what is there (fsspec/s3fs#154): discard first, then forget.
+        if hasattr(self._file, "discard"):
+            with contextlib.suppress(Exception):  # nothing more can be done for a failed upload
+                self._file.discard()
+        self._file.closed = True
+
+
+def _retrying(what: str, call: Any) -> Any:
+    policy = Retrying(
+        stop=stop_after_attempt(4),
+        wait=wait_exponential_jitter(initial=0.2, max=5),
+        retry=retry_if_exception_type(StorageTrouble),
+        reraise=True,
+    )
+
+    def once() -> Any:
+        try:
+            return call()
+        except Exception as error:
+            raise _trouble(what, error) from error
+
+    return policy(once)
+
+
+def _trouble(what: str, error: Exception, *, writing: bool = False) -> CkptError:
+    if isinstance(error, CkptError):
+        return error
+    verb = "write" if writing else "read"
+    message = f"cannot {verb} {what}: {error or type(error).__name__}"
+    if isinstance(error, _FINAL):
+        return DestinationUnwritable(message) if writing else SourceUnreadable(message)
+    credentials = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
+    if type(error).__name__ in credentials:
+        return SourceUnreadable(message, hint="set the credentials of this store")
+    return StorageTrouble(message)
