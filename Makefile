@@ -1,7 +1,7 @@
 # What can be done here? Every target makes `.venv` itself when it is missing or stale.
 #
 #   make demo    train a small model under FSDP2, convert its checkpoint, open the result
-#                (make demo SRC=checkpoint DST=folder converts your own the same way)
+#                (make demo SRC=checkpoint DST=folder [CONFIG=folder] converts your own)
 #   make test    `make check`, then the tests
 #   make check   format, lint, types, layers, migrations, generated tables
 #   make bench   measure against the peers, print the table

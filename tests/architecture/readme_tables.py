@@ -66,10 +66,7 @@ def errors() -> str:
 
 def findings() -> str:
     """Every finding code in the order of the code's table."""
-    rows = [
-        (f"`{code}`", severity, meaning, hint)
-        for code, (severity, meaning, hint) in FINDINGS.items()
-    ]
+    rows = [(f"`{code}`", severity, meaning, hint) for code, (severity, meaning, hint) in FINDINGS.items()]
     return table(("finding", "severity", "meaning", "next step"), rows)
 
 
@@ -111,9 +108,7 @@ def main() -> int:
     if wanted == text:
         return 0
     if arguments.check:
-        print(
-            f"{arguments.readme.name}: a generated table drifted; run `make docs`", file=sys.stderr
-        )
+        print(f"{arguments.readme.name}: a generated table drifted; run `make docs`", file=sys.stderr)
         return 1
     arguments.readme.write_text(wanted, encoding="utf-8")
     return 0

@@ -44,9 +44,7 @@ def test_metadata_is_read_without_torch(verb: str, saved: Path) -> None:
     assert found.isdisjoint(HEAVY)
 
 
-def test_catalog_queries_start_without_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_catalog_queries_start_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", f"sqlite:///{tmp_path}/catalog.db")
     found = imported("catalog", "list")
     assert "sqlalchemy" in found

@@ -56,9 +56,7 @@ def test_python_files_are_small() -> None:
 
 def test_modules_say_what_they_are_for() -> None:
     silent = [
-        str(path.relative_to(ROOT))
-        for path, text in sources()
-        if ast.get_docstring(ast.parse(text)) is None
+        str(path.relative_to(ROOT)) for path, text in sources() if ast.get_docstring(ast.parse(text)) is None
     ]
     assert silent == []
 
@@ -87,11 +85,7 @@ def test_wheel_holds_library_flows_and_migrations(tmp_path: Path) -> None:
 
 def sources() -> list[tuple[Path, str]]:
     """Path and text of every Python file that is not empty, of the three packages."""
-    found = [
-        (path, path.read_text(encoding="utf-8"))
-        for top in TOP
-        for path in (ROOT / top).rglob("*.py")
-    ]
+    found = [(path, path.read_text(encoding="utf-8")) for top in TOP for path in (ROOT / top).rglob("*.py")]
     assert found
     return [(path, text) for path, text in found if text.strip()]
 
