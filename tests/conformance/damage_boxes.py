@@ -46,9 +46,7 @@ def chunk_overlaps(meta: Any, place: Place, folder: Folder) -> None:
         stored.size = size(*(n + (d == dim) for d, n in enumerate(stored.size)))
         moved[dim] = 1
     stored.chunks.append(replace(stored.chunks[at(meta, place)], offsets=size(*moved)))
-    meta.storage_data[replace(place.key, offset=size(*moved), index=None)] = meta.storage_data[
-        place.key
-    ]
+    meta.storage_data[replace(place.key, offset=size(*moved), index=None)] = meta.storage_data[place.key]
 
 
 @TABLE.edit("hole", "no-place", "out-of-bounds", "overlap", "item-mismatch")
@@ -98,10 +96,7 @@ def shape_transposed(meta: Any, place: Place, folder: Folder) -> None:
         square = [
             f
             for f, s in meta.state_dict_metadata.items()
-            if hasattr(s, "chunks")
-            and len(s.size) == 2
-            and s.size[0] != s.size[1]
-            and 0 not in s.size
+            if hasattr(s, "chunks") and len(s.size) == 2 and s.size[0] != s.size[1] and 0 not in s.size
         ]
         if not square:
             raise NotApplicable("no tensor whose transpose has another shape")
@@ -112,9 +107,7 @@ def shape_transposed(meta: Any, place: Place, folder: Folder) -> None:
     stored.size = size(*reversed(stored.size))
     moved = {}
     for i, c in enumerate(stored.chunks):
-        stored.chunks[i] = replace(
-            c, offsets=size(*reversed(c.offsets)), sizes=size(*reversed(c.sizes))
-        )
+        stored.chunks[i] = replace(c, offsets=size(*reversed(c.offsets)), sizes=size(*reversed(c.sizes)))
     for key, info in meta.storage_data.items():
         if key.fqn == fqn:
             key = replace(key, offset=size(*reversed(key.offset)))

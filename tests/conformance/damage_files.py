@@ -195,12 +195,7 @@ def files_swapped(folder: Folder) -> None:
 def swappable(folder: Folder) -> tuple[Path, Path]:
     """Two files with different content, of equal layout where there are such."""
     files = [f for f in folder.files() if f.stat().st_size]
-    pairs = [
-        (a, b)
-        for i, a in enumerate(files)
-        for b in files[i + 1 :]
-        if a.read_bytes() != b.read_bytes()
-    ]
+    pairs = [(a, b) for i, a in enumerate(files) for b in files[i + 1 :] if a.read_bytes() != b.read_bytes()]
     if not pairs:
         raise NotApplicable("all files are equal")
     return min(pairs, key=lambda p: layout(folder, p[0]) != layout(folder, p[1]))

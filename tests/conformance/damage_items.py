@@ -106,10 +106,8 @@ def _edit(name: str, codes: Codes, change: Callable[[bytes, Folder], bytes], *,
     """Enters a row that replaces one item. of: ``tensor`` or ``object``."""
 
     def make(folder: Folder) -> None:
-        if of == "tensor":
-            found = folder.tensors("zip")
-        else:
-            found = [p for p in folder.places() if not p.tensor]
+        objects = [p for p in folder.places() if not p.tensor]
+        found = folder.tensors("zip") if of == "tensor" else objects
         if not found:
             raise NotApplicable("no objects are stored")
         change_one(folder, found[0], lambda item: change(item, folder))
@@ -277,7 +275,5 @@ def stream_bomb(folder: Folder) -> None:
     with place.file.open("ab") as file:
         file.write(data)
     meta = folder.load(place.metadata)
-    meta.storage_data[place.key] = replace(
-        meta.storage_data[place.key], offset=at, length=len(data)
-    )
+    meta.storage_data[place.key] = replace(meta.storage_data[place.key], offset=at, length=len(data))
     folder.dump(meta, place.metadata)

@@ -52,9 +52,7 @@ def _flip_at(folder: Folder, part: int, parts: int) -> None:
 
 FLIPS = 24
 for _part in range(FLIPS):
-    TABLE.add(
-        Damage(f"flip-metadata-{_part}", partial(_flip_at, part=_part, parts=FLIPS), harmless=True)
-    )
+    TABLE.add(Damage(f"flip-metadata-{_part}", partial(_flip_at, part=_part, parts=FLIPS), harmless=True))
 for _name, _share in (("quarter", 4), ("most", 1)):
     TABLE.add(Damage(
         f"metadata-cut-after-a-{_name}",

@@ -231,15 +231,11 @@ def rewrite(folder: Folder, change: Callable[[Place, bytes], bytes | None]) -> N
         out = bytearray()
         for place in places:
             old = folder.read(place)
-            plain = (
-                zstandard.ZstdDecompressor().decompressobj().decompress(old) if place.codec else old
-            )
+            plain = zstandard.ZstdDecompressor().decompressobj().decompress(old) if place.codec else old
             new = change(place, plain)
             data = old if new is None else zstandard.compress(new) if place.codec else new
             info = metas[place.metadata].storage_data[place.key]
-            metas[place.metadata].storage_data[place.key] = replace(
-                info, offset=len(out), length=len(data)
-            )
+            metas[place.metadata].storage_data[place.key] = replace(info, offset=len(out), length=len(data))
             out += data
         file.write_bytes(out)
     for meta, value in metas.items():
@@ -287,9 +283,7 @@ class Damage:
 
 
 MALFORMED: Codes = frozenset({"malformed", "malformed-metadata", "malformed-item", "unsafe"})
-COVER: Codes = frozenset(
-    {"hole", "overlap", "out-of-bounds", "no-place", "length-mismatch", "item-mismatch"}
-)
+COVER: Codes = frozenset({"hole", "overlap", "out-of-bounds", "no-place", "length-mismatch", "item-mismatch"})
 ITEM: Codes = frozenset({"crc-mismatch", "malformed-item", "item-mismatch", "malformed"})
 PATH: Codes = frozenset({"unsafe", "bad-path"})
 
@@ -302,9 +296,7 @@ class Table(dict[str, Damage]):
         allowed = frozenset().union(*({c} if isinstance(c, str) else c for c in codes))
 
         def enter(make: Callable[[Folder], None]) -> None:
-            self.add(
-                Damage(make.__name__.replace("_", "-"), make, allowed, needs, harmless, opaque)
-            )
+            self.add(Damage(make.__name__.replace("_", "-"), make, allowed, needs, harmless, opaque))
 
         return enter
 

@@ -194,9 +194,7 @@ def _run_child(request: dict[str, Any]) -> None:
     try:
         os.setsid()
         for number, name in ((1, "stdout"), (2, "stderr")):
-            to = os.open(
-                Path(request["folder"], name), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644
-            )
+            to = os.open(Path(request["folder"], name), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
             os.dup2(to, number)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

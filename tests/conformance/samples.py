@@ -15,6 +15,7 @@ import re
 import shutil
 import tarfile
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -111,10 +112,7 @@ def discover(large: Path, corpus: Path | None) -> list[Sample]:
         return own
     if not corpus.is_dir():
         raise pytest.UsageError(f"--corpus {corpus}: no such folder")
-    found = [
-        Sample(f"corpus/{p.relative_to(corpus)}", p, corpus=True)
-        for p in sorted(sample_roots(corpus))
-    ]
+    found = [Sample(f"corpus/{p.relative_to(corpus)}", p, corpus=True) for p in sorted(sample_roots(corpus))]
     if not found:
         raise pytest.UsageError(f"--corpus {corpus}: no folder with an expected* file inside")
     return own + found
@@ -156,9 +154,7 @@ def read_safetensors(path: Path) -> Tensors:
         out: Tensors = {}
         for part in sorted(path.glob("*.safetensors")):
             more = read_safetensors(part)
-            assert not out.keys() & more.keys(), (
-                f"{part} repeats {sorted(out.keys() & more.keys())}"
-            )
+            assert not out.keys() & more.keys(), f"{part} repeats {sorted(out.keys() & more.keys())}"
             out |= more
         return out
     data = path.read_bytes()
@@ -170,9 +166,7 @@ def read_safetensors(path: Path) -> Tensors:
     out = {}
     for name, row in sorted(header.items(), key=lambda kv: kv[1]["data_offsets"]):
         start, stop = row["data_offsets"]
-        assert start == covered, (
-            f"{path}: {name} starts at {start}, the one before ends at {covered}"
-        )
+        assert start == covered, f"{path}: {name} starts at {start}, the one before ends at {covered}"
         covered = stop
         out[name] = (SAFETENSORS_DTYPES[row["dtype"]], tuple(row["shape"]), body[start:stop])
     assert covered == len(body), f"{path}: {len(body)} bytes of data, {covered} in use"
@@ -183,7 +177,10 @@ def read_torch(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     """What torch.load makes of a file. trusted: written by this test or a committed sample."""
     import torch
 
-    return dict(torch.load(path, weights_only=not trusted))
+    with warnings.catch_warnings():
+        # "ComplexHalf support is experimental": its bytes are not.
+        warnings.filterwarnings("ignore", "ComplexHalf")
+        return dict(torch.load(path, weights_only=not trusted))
 
 
 def value(tensor: Any) -> Value:

@@ -71,9 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 marks = [pytest.mark.xdist_group(victim.name)]
                 if victim.name not in CORE and (NARROW.match(row.name) or is_large(folder)):
                     marks.append(pytest.mark.soak)
-                cases.append(
-                    pytest.param(folder, victim, row, id=f"{name}-{row.name}", marks=marks)
-                )
+                cases.append(pytest.param(folder, victim, row, id=f"{name}-{row.name}", marks=marks))
     metafunc.parametrize(("folder", "victim", "row"), cases)
 
 

@@ -32,9 +32,7 @@ def test_refused_by_name_or_exact(other: Sample, cli: Cli, tmp_path: Path) -> No
         assert "Traceback" not in done.stderr, done
         refusal = gaps.lookup(gaps.REFUSED_OTHER, other.name)
         if refusal or done.code:
-            codes = (
-                refusal.codes if refusal else frozenset({"unsupported-format", "unknown-format"})
-            )
+            codes = refusal.codes if refusal else frozenset({"unsupported-format", "unknown-format"})
             assert not dst.exists()
             assert done.code == (refusal.exit if refusal else done.json["error"]["exit_code"])
             assert done.json["error"]["code"] in codes, done

@@ -150,9 +150,6 @@ def test_recovers_on_request(recoverable: Sample, cli: Cli, tmp_path: Path) -> N
     assert not differences(truth, read_safetensors(dst))
     checked = cli("validate", folder, "--recover", "--level", "bytes", "--output", "json")
     assert checked.code == 0, checked
-    assert any(
-        f["code"] == "not-complete" or "tmp" in f["message"] for f in checked.json["findings"]
-    )
 
 
 def test_valid_to_the_bytes(readable: Sample, cli: Cli) -> None:
@@ -181,9 +178,7 @@ def test_a_process_of_its_own_gives_the_same_bytes(cli: Cli, tmp_path: Path) -> 
     assert [n for n in names if n.endswith(".safetensors")]
     for name in names:
         if name.endswith((".safetensors", ".json")):
-            assert (tmp_path / "fork" / name).read_bytes() == (
-                tmp_path / "process" / name
-            ).read_bytes()
+            assert (tmp_path / "fork" / name).read_bytes() == (tmp_path / "process" / name).read_bytes()
 
 
 def _small() -> list[Sample]:

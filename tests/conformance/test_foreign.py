@@ -1,0 +1,235 @@
+"""Foreign hands: do the world's own libraries open what is written, and is what they write read?
+
+Readers and writers here run in processes of their own and import nothing of this project.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from samples import FIXTURES, differences, read_safetensors, read_torch, tensors_of
+
+if TYPE_CHECKING:
+    from driver import Cli
+
+DIMS = FIXTURES / "torch" / "dcp_dims_4r"
+TITAN = FIXTURES / "torch" / "dcp_torchtitan_like_4r"
+
+DIGESTS = """
+def digests(items):
+    import hashlib, torch
+    out = {}
+    for name, t in items:
+        raw = t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
+        out[name] = [str(t.dtype), list(t.shape), hashlib.sha256(raw).hexdigest()]
+    return out
+"""
+
+
+def foreign(code: str, *argv: object) -> Any:
+    """Runs Python code in a process that cannot see this project; gives the JSON it prints."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-W", "ignore", "-c", DIGESTS + code, *map(str, argv)],
+        capture_output=True, text=True, timeout=180, check=False, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def digests(tensors: dict[str, Any]) -> dict[str, list[Any]]:
+    """The same digests, of our side's tensors."""
+    import hashlib
+
+    return {k: [f"torch.{d}", list(s), hashlib.sha256(raw).hexdigest()] for k, (d, s, raw) in tensors.items()}
+
+
+SAFE_OPEN = """
+import json, sys, glob
+from safetensors import safe_open
+out = {}
+for file in sorted(glob.glob(sys.argv[1] + "/*.safetensors")):
+    with safe_open(file, "pt") as f:
+        assert f.metadata() is None or all(isinstance(v, str) for v in f.metadata().values())
+        out |= digests((k, f.get_tensor(k)) for k in f.keys())
+print(json.dumps(out))
+"""
+
+
+def test_safetensors_opens_our_safetensors(cli: Cli, tmp_path: Path) -> None:
+    done = cli("consolidate", DIMS / "ckpt", tmp_path / "out")
+    assert done.code == 0, done
+    truth = read_safetensors(DIMS / "expected.safetensors")
+    assert foreign(SAFE_OPEN, tmp_path / "out") == digests(truth)
+
+
+def test_safetensors_opens_our_shards_by_index(cli: Cli, tmp_path: Path) -> None:
+    """Split into many files: the index names every tensor once, in the file that holds it."""
+    dst = tmp_path / "out"
+    done = cli("export", TITAN / "ckpt", dst, "--max-file-size", "2KB")
+    assert done.code == 0, done
+    index = json.loads((dst / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in dst.glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    found = foreign(SAFE_OPEN, dst)
+    assert sorted(index["weight_map"]) == sorted(found)
+    truth = digests(read_safetensors(TITAN / "expected.safetensors"))
+    assert {k: v for k, v in truth.items() if k in found} == found
+    assert index["metadata"]["total_size"] == sum(len(v[2]) for v in read_safetensors(dst).values())
+    for name, file in index["weight_map"].items():
+        assert name in read_safetensors(dst / file)
+
+
+TORCH_LOAD = """
+import json, sys, torch
+state = torch.load(sys.argv[1], weights_only=True, mmap=True)
+flat = {}
+def walk(node, path):
+    if isinstance(node, torch.Tensor):
+        flat[path] = node
+    elif isinstance(node, dict):
+        for k, v in node.items():
+            walk(v, f"{path}.{k}" if path else str(k))
+    elif isinstance(node, (list, tuple)):
+        for k, v in enumerate(node):
+            walk(v, f"{path}.{k}")
+walk(state, "")
+print(json.dumps(digests(flat.items())))
+"""
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+def test_torch_opens_our_torch_file(suffix: str, cli: Cli, tmp_path: Path) -> None:
+    source = FIXTURES / "torch" / "dcp_odd_dtypes_2r"
+    done = cli("consolidate", source / "ckpt", tmp_path / f"out{suffix}")
+    assert done.code == 0, done
+    truth = tensors_of(read_torch(source / "expected_all.pt", trusted=True))
+    assert foreign(TORCH_LOAD, tmp_path / f"out{suffix}") == digests(truth)
+
+
+def test_zip_tools_open_our_torch_file(cli: Cli, tmp_path: Path) -> None:
+    """Every record has a right CRC-32, and payloads lie at multiples of 64 bytes for mmap."""
+    import zipfile
+
+    done = cli("consolidate", DIMS / "ckpt", tmp_path / "out.pt")
+    assert done.code == 0, done
+    data = (tmp_path / "out.pt").read_bytes()
+    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
+        assert archive.testzip() is None
+        payloads = [i for i in archive.infolist() if "/data/" in i.filename]
+        assert payloads
+        for info in payloads:
+            name, extra = (int.from_bytes(data[info.header_offset + at :][:2], "little") for at in (26, 28))
+            assert (info.header_offset + 30 + name + extra) % 64 == 0
+
+
+SAVE_LLAMA = """
+import json, sys, torch
+import torch.distributed.checkpoint as dcp
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(3)
+config = LlamaConfig(vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=sys.argv[2] == "tied")
+model = LlamaForCausalLM(config).to(torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.arange(20)[None]).logits.sum().backward()
+optimizer.step()
+dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()},
+    checkpoint_id=sys.argv[1] + "/ckpt", no_dist=True)
+config.save_pretrained(sys.argv[1] + "/config")
+model.save_pretrained(sys.argv[1] + "/theirs", max_shard_size="30KB")
+with torch.no_grad():
+    torch.save(model(torch.arange(20)[None]).logits, sys.argv[1] + "/logits.pt")
+print("{}")
+"""
+
+LOAD_LLAMA = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+with torch.no_grad():
+    same = torch.equal(model(torch.arange(20)[None]).logits, torch.load(sys.argv[2]))
+print(json.dumps([same, str(model.dtype), {k: sorted(map(str, v)) for k, v in info.items() if v}]))
+"""
+
+
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+def test_transformers_opens_our_folder(tied: str, cli: Cli, tmp_path: Path) -> None:
+    """A model written with DCP and exported gives the same logits, with nothing left to guess."""
+    foreign(SAVE_LLAMA, tmp_path, tied)
+    for number, flags in enumerate(([], ["--max-file-size", "30KB"])):
+        dst = tmp_path / f"out{number}"
+        done = cli("export", tmp_path / "ckpt", dst, "--config", tmp_path / "config", *flags)
+        assert done.code == 0, done
+        same, dtype, info = foreign(LOAD_LLAMA, dst, tmp_path / "logits.pt")
+        assert same
+        assert dtype == "torch.bfloat16"
+        assert info == {}
+
+
+def test_reads_what_transformers_saved(cli: Cli, tmp_path: Path) -> None:
+    """A sharded folder of save_pretrained, by its index."""
+    foreign(SAVE_LLAMA, tmp_path, "untied")
+    theirs = read_safetensors(tmp_path / "theirs")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    done = cli("consolidate", tmp_path / "theirs", tmp_path / "out.pt")
+    assert done.code == 0, done
+    found = tensors_of(read_torch(tmp_path / "out.pt"))
+    assert sorted(found) == sorted(theirs)
+    assert not differences(theirs, found)
+
+
+SAVE_FILES = """
+import sys, torch
+from safetensors.torch import save_file
+maker = torch.Generator().manual_seed(5)
+def bits(dtype, *shape):
+    n = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (n,), dtype=torch.uint8, generator=maker).view(dtype).reshape(shape)
+dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+state = {f"t.{d}": bits(d, 5, 3) for d in dtypes} | {
+    "bool": torch.tensor([True, False]), "scalar": bits(torch.float32).reshape(()),
+    "empty": torch.empty(0, 4), "漢字": bits(torch.int16, 7)}
+save_file(state, sys.argv[1] + "/one.safetensors", metadata={"format": "pt", "note": "hello"})
+state["c128"] = bits(torch.complex128, 2)
+base = bits(torch.float32, 40)
+state |= {"view": base[10:20], "transposed": bits(torch.int32, 4, 6).t(), "shared": base}
+state["nested"] = {"list": [bits(torch.float32, 2), 5, "x"], "none": None}
+state["parameter"] = torch.nn.Parameter(bits(torch.bfloat16, 3, 3))
+torch.save(state, sys.argv[1] + "/new.pt")
+torch.save({"a": state["view"]}, sys.argv[1] + "/old.pt", _use_new_zipfile_serialization=False)
+print("{}")
+"""
+
+
+def test_reads_what_safetensors_and_torch_saved(cli: Cli, tmp_path: Path) -> None:
+    foreign(SAVE_FILES, tmp_path)
+    cases = {
+        "one.safetensors": read_safetensors(tmp_path / "one.safetensors"),
+        "new.pt": tensors_of(read_torch(tmp_path / "new.pt")),
+    }
+    for name, truth in cases.items():
+        checked = cli("validate", tmp_path / name, "--level", "bytes", "--output", "json")
+        assert checked.code == 0, checked
+        done = cli("consolidate", tmp_path / name, tmp_path / f"{name}.out.pt")
+        assert done.code == 0, done
+        ours = read_torch(tmp_path / f"{name}.out.pt")
+        found = tensors_of(ours)
+        assert sorted(found) == sorted(truth), name
+        assert not differences(truth, found), name
+    assert cli("consolidate", tmp_path / "new.pt", tmp_path / "new.safetensors").code == 14
+
+
+def test_refuses_torchs_old_file_format_by_name(cli: Cli, tmp_path: Path) -> None:
+    foreign(SAVE_FILES, tmp_path)
+    done = cli("consolidate", tmp_path / "old.pt", tmp_path / "out.pt", "--output", "json")
+    assert done.code == 5, done
+    assert done.json["error"]["code"] == "unsupported-format"
+    assert done.json["error"]["hint"]
