@@ -8,9 +8,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -38,8 +41,33 @@ def settle_environment(env: MutableMapping[str, str] = os.environ) -> None:
         return
     for name, value in QUIET.items():
         env.setdefault(name, value)
-    if not _server_configured(env):
-        env.setdefault("PREFECT_HOME", str(user_state_path("ckptcore") / "prefect"))
+    if "PREFECT_HOME" not in env and not _server_configured(env):
+        env["PREFECT_HOME"] = str(_own_home())
+
+
+def serve_while_alive() -> None:
+    """Start the ephemeral server, unless one is configured; it ends with this process.
+
+    Prefect would start it too, but leave it running for ever behind a process that was killed.
+    """
+    from prefect.server.api.server import SubprocessASGIServer
+    from prefect.settings import get_current_settings
+
+    if get_current_settings().api.url is not None:
+        return
+    server = SubprocessASGIServer()
+    server.start()
+    assert server.server_process is not None
+    # The pipe closes when this process ends, however it ends. A session of its own: Ctrl-C is for
+    # the flow.
+    watcher = subprocess.Popen(
+        ["/bin/sh", "-c", f"read _; kill {server.server_process.pid}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    atexit.register(watcher.terminate)  # in an orderly end Prefect stops the server itself
 
 
 def listen(level: int = logging.INFO) -> None:
@@ -55,6 +83,14 @@ def listen(level: int = logging.INFO) -> None:
             core.addHandler(handler)
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_known_traceback)
+
+
+def _own_home() -> Path:
+    # Prefect makes its home, but not the folders above it.
+    try:
+        return user_state_path("ckptcore", ensure_exists=True) / "prefect"
+    except OSError:  # no home folder, or one that is read-only, as in many containers
+        return Path(tempfile.mkdtemp(prefix="ckptcore-prefect-"))
 
 
 def _without_known_traceback(record: logging.LogRecord) -> bool:

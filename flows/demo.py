@@ -40,14 +40,12 @@ def main(
     """Train, convert, open, look at the catalog."""
     HOME.mkdir(exist_ok=True)
     os.environ["PREFECT_HOME"] = str((HOME / "prefect").resolve())
-    os.environ.setdefault(
-        "CKPTCORE_CATALOG_URL", f"sqlite:///{(HOME / 'catalog.sqlite').resolve()}"
-    )
-    job = HOME / "training"
+    os.environ.setdefault("CKPTCORE_CATALOG_URL", f"sqlite:///{(HOME / 'catalog.sqlite').resolve()}")
+    job = HOME / "tiny-llama"
     if not src:
         step(1, "Train a small Llama: FSDP2, 4 gloo processes, AdamW, bf16")
-        trained(job)
-        source, target = str(job / "checkpoint"), dst or str(HOME / "llama-hf")
+        checkpoint = trained(job)
+        source, target = str(checkpoint), dst or str(HOME / "tiny-llama-hf")
         options = ["--config", str(job / "config"), "--overwrite"]
     else:
         step(1, f"A checkpoint of your own: {src}")
@@ -86,15 +84,17 @@ def run(module: str, *arguments: str) -> None:
         raise typer.Exit(done.returncode)
 
 
-def trained(job: Path) -> None:
-    """Run the training job into a fresh folder, and show what it left behind."""
-    from flows.demo_train import train
+def trained(job: Path) -> Path:
+    """Run the training job into a fresh folder; show, and give, the checkpoint that it saved."""
+    from flows.demo_train import STEPS, train
 
     shutil.rmtree(job, ignore_errors=True)
     job.mkdir()
-    with say.status("starting"):
+    with say.status("training"):
         train(job, lambda line: say.print(f"  [dim]{escape(line)}[/]"))
-    show(str(job / "checkpoint"))
+    checkpoint = job / f"step-{STEPS}"
+    show(str(checkpoint))
+    return checkpoint
 
 
 def compare(folder: str, reference: Path) -> None:

@@ -39,7 +39,7 @@ PROMPT = b"The training job leaves one file per rank; everybody after it wants o
 
 
 def train(folder: Path, report: Callable[[str], None]) -> None:
-    """Run the job into ``folder``: ``checkpoint/`` (DCP), ``config/``, ``reference.pt``.
+    """Run the job into ``folder``: ``step-12/`` (DCP), ``config/``, ``reference.pt``.
 
     report: called with one line per step. Raises RuntimeError with the last words of a rank that
     fails.
@@ -54,9 +54,7 @@ def train(folder: Path, report: Callable[[str], None]) -> None:
             with log.open("w") as stderr:
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 own = env | {"RANK": str(rank)}
-                ranks.append(
-                    subprocess.Popen(command, env=own, stdout=out, stderr=stderr, text=True)
-                )
+                ranks.append(subprocess.Popen(command, env=own, stdout=out, stderr=stderr, text=True))
         for line in ranks[0].stdout or ():
             report(line.rstrip())
         for process, log in zip(ranks, logs, strict=True):
@@ -128,7 +126,7 @@ def _rank(folder: Path) -> None:
             print(f"step {step:2d}  loss {mean.item():.3f}", flush=True)
 
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / "checkpoint")
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / f"step-{STEPS}")
 
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     gathered, _ = get_state_dict(model, [], options=whole)

@@ -1,0 +1,93 @@
+"""Command: how does a flow run from a terminal?
+
+The flow's signature is the command line, its docstring the help: the parameter ``max_file_size`` is
+``--max-file-size``, a list is an option that may be repeated, a bool that is true has a ``--no-`` form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import re
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.console import Console
+
+from ckptcore.convert import Result
+from ckptcore.errors import Interrupted
+from ckptcore.sizes import show_size
+from flows._prefect import serve_while_alive
+
+if TYPE_CHECKING:
+    from prefect import Flow, State
+
+ENDS = ("source", "destination")  # given by position, also where a flow has a default
+
+
+def main(flow: Flow[..., Result | State[Any]], arguments: Sequence[str] | None = None) -> None:
+    """Run ``flow`` with the command line's arguments; exit non-zero when it fails."""
+    given = vars(parser(flow.fn, f"python -m flows.{flow.name}").parse_args(arguments))
+    words = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    logging.getLogger("prefect.task_runs").addFilter(_is_news)
+    serve_while_alive()
+    try:
+        state = cast("State[Any]", flow(**given, return_state=True))
+    except KeyboardInterrupt:
+        words.print(f"stopped; {Interrupted.default_hint}")
+        sys.exit(Interrupted.exit_code)
+    result: Any = state.result(raise_on_failure=False)
+    if not state.is_completed():
+        words.print(f"{(state.name or 'failed').lower()}: {state.message}")
+        sys.exit(getattr(result, "exit_code", 1))
+    files = f"{len(result.files)} files, {len(result.tensors)} tensors, {show_size(result.nbytes)}"
+    words.print(f"{result.destination}: {files}")
+
+
+def parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:
+    """The command line of a function whose docstring has one ``name: meaning`` per parameter.
+
+    >>> def paint(wall: str, colours: list[str] | None = None, coats: int = 2) -> None:
+    ...     '''Paint a wall.
+    ...
+    ...     wall: which one.
+    ...     colours: from bottom
+    ...         to top.
+    ...     coats: of each colour.
+    ...     '''
+    >>> parser(paint, "paint").parse_args(["north", "--colours", "red", "--colours", "blue"])
+    Namespace(wall='north', colours=['red', 'blue'], coats=2)
+    """
+    text = inspect.getdoc(function) or ""
+    meanings = dict(re.findall(r"^(\w+): (.*(?:\n    .*)*)", text, re.MULTILINE))
+    types = typing.get_type_hints(function)
+    found = argparse.ArgumentParser(prog=prog, description=text.split("\n\n")[0])
+    for name, parameter in inspect.signature(function).parameters.items():
+        help, default = " ".join(meanings[name].split()), parameter.default
+        if default is parameter.empty:
+            found.add_argument(name, help=help)
+        elif name in ENDS:
+            found.add_argument(name, nargs="?", default=default, help=help)
+        else:
+            how = _options(types[name], default)
+            found.add_argument(f"--{name.replace('_', '-')}", default=default, help=help, **how)
+    return found
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # What a task did stands in its own line; retries and failures are told by Prefect.
+    return not record.getMessage().startswith("Finished in state Completed")
+
+
+def _options(kind: Any, default: Any) -> dict[str, Any]:  # kind: a type or `list[str] | None`
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction if default else "store_true"}
+    if origin is typing.Literal:
+        return {"choices": inner}
+    if origin is list:
+        return {"action": "append", "type": inner[0]}
+    return _options(inner[0], default) if inner else {"type": kind}

@@ -1,0 +1,69 @@
+"""Words: what is a run called, how does an error read, how are pairs spelled?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar, cast
+
+from prefect import runtime
+from prefect.utilities.annotations import quote
+
+from ckptcore.errors import CkptError, UsageError
+
+T = TypeVar("T")
+
+MAX_FINDINGS = 5  # a state's message is one paragraph; the table has them all
+
+
+def run_name() -> str:
+    """``export llama/step-300 to models/llama``: what a list of runs should say."""
+    given: dict[str, Any] = runtime.flow_run.parameters
+    verb = given.get("verb", runtime.flow_run.flow_name)
+    ends = (_last_two(str(given[end])) for end in ("source", "destination") if given.get(end))
+    return f"{verb} {' to '.join(ends)}"
+
+
+def explain(error: CkptError) -> str:
+    """An error in words: code and message, its findings, the next step.
+
+    >>> from ckptcore.errors import DiskFull
+    >>> print(explain(DiskFull("7 bytes are missing", hint="delete something")))
+    disk-full: 7 bytes are missing
+    next: delete something
+    """
+    findings = error.values.get("findings", ())
+    lines = [f"{error.code}: {error.message}"]
+    if len(findings) > 1:
+        lines += [f"- {found.code}: {found.message}" for found in findings[:MAX_FINDINGS]]
+    if len(findings) > MAX_FINDINGS:
+        lines.append(f"- and {len(findings) - MAX_FINDINGS} more")
+    if error.hint:
+        lines.append(f"next: {error.hint}")
+    return "\n".join(lines)
+
+
+def pairs(option: str, spelled: Iterable[str] | None) -> tuple[tuple[str, str], ...]:
+    """``A=B`` strings as pairs; raises `UsageError`.
+
+    >>> pairs("rename", ["old.=new.", "a=="])
+    (('old.', 'new.'), ('a', '='))
+    """
+    found = []
+    for text in spelled or ():
+        left, equals, right = text.partition("=")
+        if not equals or not left:
+            raise UsageError(f"--{option} {text!r} is not of the form A=B")
+        found.append((left, right))
+    return tuple(found)
+
+
+def closed(value: T) -> T:
+    """``value`` as an argument that Prefect hands over without looking into it.
+
+    It would visit every element of a manifest, in search of futures.
+    """
+    return cast("T", quote(value))
+
+
+def _last_two(url: str) -> str:
+    return "/".join(url.rstrip("/").split("/")[-2:])

@@ -1,0 +1,194 @@
+"""Convert: a sharded checkpoint in, a proven and registered one out.
+
+1. read the manifest: what is stored, without touching a tensor's bytes;
+2. check that it is whole;
+3. plan which bytes go where, and save the plan beside the destination;
+4. write the files in batches, a few at a time, inside the memory budget;
+5. publish: verified, in one step, the file that makes a folder loadable last;
+6. record source, output and run in the catalog, failed runs too.
+
+``python -m flows.convert SRC DST`` runs it, with nothing set up beforehand.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, Literal, cast
+from uuid import UUID
+
+from prefect import State, flow, runtime
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.futures import PrefectFuture
+from prefect.states import Failed
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from ckptcore.convert import Prepared, Result
+from ckptcore.errors import CkptError, Interrupted
+from ckptcore.manifest import Manifest
+from ckptcore.receipts import Receipt
+from ckptcore.register import fail, start
+from ckptcore.request import Request, Settings
+from ckptcore.sizes import parse_size, show_size
+from flows._batches import a_few_at_a_time, batches
+from flows._command import main
+from flows._prefect import listen
+from flows._words import closed, explain, pairs, run_name
+from tasks.check import check
+from tasks.plan import plan
+from tasks.publish import publish
+from tasks.read import read
+from tasks.record import record
+from tasks.write import write
+
+MAX_WRITERS = 8  # the runner's threads; without a bound it starts one per task
+LEAST_SHARE = 64 << 20  # bytes of the budget that a batch should have, or it writes in crumbs
+# The cast: Prefect's own runner does not fit the type that its decorator asks for.
+RUNNER = cast("Any", ThreadPoolTaskRunner(max_workers=MAX_WRITERS))
+
+listen()
+
+
+@flow(
+    name="convert",
+    flow_run_name=run_name,
+    task_runner=RUNNER,
+)
+def convert(
+    source: str,
+    destination: str,
+    verb: Literal["consolidate", "export"] = "consolidate",
+    to: str = "",
+    include: list[str] | None = None,
+    exclude: list[str] | None = None,
+    rename: list[str] | None = None,
+    dtype: str | None = None,
+    dtype_for: list[str] | None = None,
+    model_prefix: str | None = None,
+    config: str | None = None,
+    max_file_size: str = "5GB",
+    tie: list[str] | None = None,
+    recover: bool = False,
+    overwrite: bool = False,
+    resume: bool = True,
+    memory: str = "1GiB",
+    workers: int | None = None,
+    device: str = "cpu",
+    verify: bool = True,
+    digest: bool = True,
+    catalog: str | None = None,
+    no_catalog: bool = False,
+    batch: str = "1GiB",
+) -> Result | State[Any]:
+    """Turn a sharded checkpoint into a proven and registered one.
+
+    source: the checkpoint, a path or URL.
+    destination: a folder, or one file when it ends in .safetensors, .pt, .pth or .bin.
+    verb: consolidate keeps every tensor, export takes the model part.
+    to: the output format; by default what the destination's suffix says, else safetensors.
+    include: only tensors whose stored name matches this glob; may be repeated.
+    exclude: no tensor whose stored name matches this glob; may be repeated.
+    rename: OLD=NEW, prefixes or patterns with one asterisk, in order; may be repeated.
+    dtype: cast floating-point tensors to this.
+    dtype_for: GLOB=DTYPE, an exception to dtype; "keep" leaves as it is; may be repeated.
+    model_prefix: where the model is, for export; by default it is found.
+    config: folder with config.json, tokenizer and so on, for export.
+    max_file_size: tensor bytes in one output file.
+    tie: A=B, tensor A is left out because it must equal B; may be repeated.
+    recover: take a save that was aborted in its last step.
+    overwrite: replace the destination as a whole.
+    resume: keep finished files of an earlier run.
+    memory: budget for tensor buffers, for all batches together.
+    workers: threads, for all batches together; by default as the machine has.
+    device: torch device for casts.
+    verify: check stored checksums while moving.
+    digest: compute BLAKE3 of every output file.
+    catalog: URL of the catalog; by default CKPTCORE_CATALOG_URL, else the user's own.
+    no_catalog: do not register the conversion.
+    batch: bytes of output in one task.
+    """
+    try:
+        request = Request(
+            source=source,
+            destination=destination,
+            verb=verb,
+            to=to,
+            include=tuple(include or ()),
+            exclude=tuple(exclude or ()),
+            rename=pairs("rename", rename),
+            dtype=dtype,
+            dtype_for=pairs("dtype-for", dtype_for),
+            model_prefix=model_prefix,
+            config=config,
+            max_file_size=parse_size(max_file_size),
+            tie=pairs("tie", tie),
+            recover=recover,
+            overwrite=overwrite,
+            resume=resume,
+        )
+        settings = Settings(parse_size(memory), workers, device, verify, digest)
+        where: str | Literal[False] | None = False if no_catalog else catalog
+        return steps(request, settings, catalog=where, batch_bytes=parse_size(batch))
+    except CkptError as error:
+        # The message is what a person reads first: the finding, not "encountered an exception".
+        return Failed(message=explain(error), data=error)
+
+
+def steps(
+    request: Request, settings: Settings, *, catalog: str | Literal[False] | None, batch_bytes: int
+) -> Result:
+    """The job; raises what its tasks raise, after the catalog knows.
+
+    catalog: its URL; None is the default one, False is none.
+    """
+    registration = start(request, catalog, str(runtime.flow_run.id))
+    manifest: Manifest | None = None
+    try:
+        began = time.perf_counter()
+        manifest = read(request.source, request.recover)
+        timings = {"inspect": time.perf_counter() - began}
+        check(closed(manifest))
+        prepared = plan(request, settings, closed(manifest))
+        timings |= prepared.timings
+        began = time.perf_counter()
+        write_all(prepared, settings, batch_bytes)
+        timings |= {"write": time.perf_counter() - began}
+        result = publish(prepared.plan_uri, settings)
+        result = replace(result, timings=result.timings | timings, warnings=prepared.warnings)
+        return record(closed(registration), closed(result), closed(manifest), settings)
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        fail(registration, Interrupted("stopped by the user") if stopped else error, manifest)
+        raise
+
+
+def write_all(prepared: Prepared, settings: Settings, batch_bytes: int) -> None:
+    """Every file of the plan, in batches; how far it is, in bytes, is an artifact.
+
+    The budget is cut into as many parts as batches run at a time. After a failure no further batch
+    is submitted; those that run are finished, and kept for the next run.
+    """
+    files, total = prepared.files, prepared.bytes_out
+    work = batches([file.nbytes for file in files], batch_bytes)
+    width = min(settings.threads, MAX_WRITERS, len(work), settings.memory // LEAST_SHARE)
+    width = max(width, 1)
+    share = replace(settings, memory=settings.memory // width, workers=max(1, settings.threads // width))
+
+    def submit(batch: range) -> PrefectFuture[list[Receipt]]:
+        first, last = files[batch[0]].path, files[batch[-1]].path
+        name = first if len(batch) == 1 else f"{first} .. {last}"
+        indices = [files[i].index for i in batch]
+        nbytes = sum(files[i].nbytes for i in batch)
+        return write.submit(name, prepared.plan_uri, indices, nbytes, share)
+
+    told = f"{show_size(total)} in {len(work)} batches"
+    progress = cast("UUID", create_progress_artifact(0.0, "conversion-progress", told))
+    done = 0
+    for future in a_few_at_a_time(work, width, submit):
+        done += sum(receipt.nbytes for receipt in future.result())
+        told = f"{show_size(done)} of {show_size(total)}"
+        update_progress_artifact(progress, min(100.0, 100.0 * done / max(total, 1)), told)
+
+
+if __name__ == "__main__":
+    main(convert)

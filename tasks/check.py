@@ -1,0 +1,48 @@
+"""Check: is the source whole?"""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from ckptcore.check import Report
+from ckptcore.convert import validate
+from ckptcore.manifest import Manifest
+from tasks.retry import DELAYS, RETRIES, is_transient
+from tasks.words import log
+
+MAX_ROWS = 500  # a browser draws the table; the catalog keeps every finding
+FINE = {"severity": "none", "finding": "-", "what": "nothing is missing, nothing overlaps"}
+
+
+@task(
+    task_run_name="check {level}",
+    tags=["ckptcore"],
+    retries=RETRIES,
+    retry_delay_seconds=DELAYS,
+    retry_condition_fn=is_transient,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def check(manifest: Manifest, level: str = "cover") -> Report:
+    """The report of one check level; its findings are a table among the run's artifacts."""
+    report = validate(manifest, level)
+    rows = [
+        {
+            "severity": found.severity,
+            "finding": found.code,
+            "what": found.message,
+            "tensor": found.fqn or "",
+            "file": found.file or "",
+            "next": found.hint,
+        }
+        for found in report.findings[:MAX_ROWS]
+    ]
+    outcome = "complete" if report.ok else "damaged"
+    told = f"{outcome} at level {level}: {report.tensors} tensors, {len(report.findings)} findings"
+    create_table_artifact(
+        rows or [FINE], key="checkpoint-validation", description=f"`{manifest.root}` is {told}"
+    )
+    log.info("%s", told)
+    return report

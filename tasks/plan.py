@@ -1,0 +1,48 @@
+"""Plan: which bytes go where, and at what cost?"""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from ckptcore.convert import Prepared, prepare
+from ckptcore.manifest import Manifest
+from ckptcore.request import Request, Settings
+from ckptcore.sizes import show_size
+from tasks.retry import DELAYS, RETRIES, is_transient
+from tasks.words import log, table
+
+
+@task(
+    task_run_name="plan",
+    tags=["ckptcore"],
+    retries=RETRIES,
+    retry_delay_seconds=DELAYS,
+    retry_condition_fn=is_transient,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def plan(request: Request, settings: Settings, manifest: Manifest) -> Prepared:
+    """The plan, saved beside the destination; its summary is an artifact. No tensor is written."""
+    prepared = prepare(request, settings, manifest)
+    facts = [
+        ("source", f"`{request.source}`"),
+        ("destination", f"`{request.destination}`"),
+        ("model part", prepared.model or "everything is kept"),
+        ("read", show_size(prepared.bytes_in)),
+        ("write", f"{show_size(prepared.bytes_out)}, {len(prepared.files)} files"),
+        ("expected peak memory", show_size(prepared.peak_memory)),
+        ("renamed", f"{len(prepared.renamed)} tensors"),
+        ("cast", f"{len(prepared.cast)} tensors"),
+        ("left out", f"{len(prepared.dropped)} tensors and objects"),
+        ("plan", f"`{prepared.plan_digest}`"),
+    ]
+    warnings = "\n".join(f"- **{w.code}**: {w.message}" for w in prepared.warnings)
+    create_markdown_artifact(
+        "\n\n".join(["# Plan", table(("what", "value"), facts), warnings]),
+        key="conversion-plan",
+        description=f"{request.verb} `{request.source}` to `{request.destination}`",
+    )
+    log.info("%s to write, %d files", show_size(prepared.bytes_out), len(prepared.files))
+    return prepared

@@ -1,0 +1,52 @@
+"""Progress: how far is a batch, for somebody who looks at the run?"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from contextvars import copy_context
+from typing import cast
+from uuid import UUID
+
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+
+from ckptcore.sizes import show_size
+from tasks.words import log
+
+SECONDS = 2.0  # between two updates; a batch that is done sooner needs none
+
+
+class Progress:
+    """The core's progress callback for one batch; safe to call from its threads.
+
+    The core's threads do not know which run they belong to: the artifact is written in the context
+    of the task that made this object.
+    """
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self._name, self._nbytes = name, nbytes
+        self._context, self._one = copy_context(), threading.Lock()
+        self._artifact: UUID | None = None
+        self._next = time.monotonic() + SECONDS
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Bytes done of this batch; ``total`` is that of the whole plan."""
+        if time.monotonic() < self._next or not self._one.acquire(blocking=False):
+            return
+        try:
+            self._context.run(self._tell, done)
+            self._next = time.monotonic() + SECONDS
+        except Exception as error:  # whatever ails the server, the bytes go on being written
+            log.warning("progress of %s is no longer shown: %s", self._name, error)
+            self._next = math.inf
+        finally:
+            self._one.release()
+
+    def _tell(self, done: int) -> None:
+        percent = min(100.0, 100.0 * done / max(self._nbytes, 1))
+        told = f"{self._name}: {show_size(done)} of {show_size(self._nbytes)}"
+        if self._artifact is None:
+            self._artifact = cast("UUID", create_progress_artifact(percent, description=told))
+        else:
+            update_progress_artifact(self._artifact, percent, description=told)

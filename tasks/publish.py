@@ -1,0 +1,45 @@
+"""Publish: is the output what was planned, and can it be seen?"""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from ckptcore.convert import Result, finish
+from ckptcore.request import Settings
+from ckptcore.sizes import show_size
+from ckptcore.store import local_path
+from tasks.retry import DELAYS, RETRIES, is_transient
+from tasks.words import log, table
+
+MAX_ROWS = 200  # a browser draws the table; a 405B export has about 190 files
+
+
+@task(
+    task_run_name="publish",
+    tags=["ckptcore"],
+    retries=RETRIES,
+    retry_delay_seconds=DELAYS,
+    retry_condition_fn=is_transient,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def publish(plan_uri: str, settings: Settings) -> Result:
+    """The result, read back and moved to its name; a link to it and its files are artifacts."""
+    result = finish(plan_uri, settings)
+    files = [(f"`{f.path}`", show_size(f.nbytes), f"`{f.digest}`") for f in result.files[:MAX_ROWS]]
+    told = f"{len(result.files)} files, {len(result.tensors)} tensors, {show_size(result.nbytes)}"
+    create_markdown_artifact(
+        f"# {result.destination}\n\n{result.format}: {told}\n\n" + table(("file", "size", "BLAKE3"), files),
+        key="conversion-result",
+        description=f"`{result.destination}`: {told}",
+    )
+    path = local_path(result.destination)
+    create_link_artifact(
+        path.resolve().as_uri() if path is not None else result.destination,
+        link_text=result.destination,
+        key="conversion-destination",
+    )
+    log.info("published %s: %s", result.destination, told)
+    return result

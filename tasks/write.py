@@ -1,0 +1,36 @@
+"""Write: some files of a plan."""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from ckptcore.convert import execute
+from ckptcore.receipts import Receipt
+from ckptcore.request import Settings
+from ckptcore.sizes import show_size
+from tasks.progress import Progress
+from tasks.retry import DELAYS, RETRIES, is_transient
+from tasks.words import log
+
+
+@task(
+    task_run_name="write {name}",
+    tags=["ckptcore"],
+    retries=RETRIES,
+    retry_delay_seconds=DELAYS,
+    retry_condition_fn=is_transient,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def write(name: str, plan_uri: str, indices: list[int], nbytes: int, settings: Settings) -> list[Receipt]:
+    """Receipts of the files ``indices``; those that are there already, and verified, are kept.
+
+    name: what the run is called. nbytes: of these files. Receipts lie beside the files, so a run
+    that was killed goes on behind its last whole file: nothing rests on Prefect's memory.
+    """
+    receipts = list(execute(plan_uri, indices, settings, Progress(name, nbytes)))
+    kept = sum(receipt.reused for receipt in receipts)
+    told = f", {kept} of {len(indices)} files kept from an earlier run" if kept else ""
+    log.info("%s: %s%s", name, show_size(nbytes), told)
+    return receipts
