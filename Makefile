@@ -42,7 +42,7 @@ check: $(stamp)
 	@$(bin)/ruff format --check --quiet $(paths) || { echo "run: $(bin)/ruff format $(paths)" >&2; exit 1; }
 	@$(bin)/ruff check --quiet $(paths)
 	@$(bin)/mypy
-	@$(bin)/lint-imports --no-timings > .venv/layers.log || { cat .venv/layers.log >&2; exit 1; }
+	@$(bin)/lint-imports --no-logo > .venv/layers.log || { cat .venv/layers.log >&2; exit 1; }
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	export CKPTCORE_CATALOG_URL="sqlite:///$$folder/catalog.db"; \
 	{ $(bin)/alembic upgrade head && $(bin)/alembic check; } > "$$folder/log" 2>&1 || { cat "$$folder/log" >&2; exit 1; }
