@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from make_ckpt import SOURCES
+from memory import started
 
 if TYPE_CHECKING:
     from lines import Contender
@@ -70,13 +71,12 @@ def say(text: str) -> None:
 def call(argv: Sequence[str], env: dict[str, str] | None = None) -> tuple[float, str]:
     """Run one command to its end: wall seconds and its stderr; CommandError when it fails."""
     begin = time.perf_counter()
-    done = subprocess.run(
-        argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-    )
+    with started(argv, env, stderr=subprocess.PIPE) as process:
+        _, stderr = process.communicate()
     seconds = time.perf_counter() - begin
-    if done.returncode:
-        raise CommandError(f"{' '.join(argv)}: exit {done.returncode}: {done.stderr[-600:]}")
-    return seconds, done.stderr
+    if process.returncode:
+        raise CommandError(f"{' '.join(argv)}: exit {process.returncode}: {stderr[-600:]}")
+    return seconds, stderr
 
 
 def remove(path: Path) -> None:
@@ -132,4 +132,4 @@ def folders(roots: dict[str, Path], scale: int, keep: bool) -> Iterator[dict[str
     finally:
         for folder in places.values():
             if not keep:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder)

@@ -42,9 +42,7 @@ _BF16 = ("--dtype", "bf16")
 CONTENDERS = {
     "cp": Contender(("sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', "SRC", "OUT"), verified=False),
     "dcp_to_torch_save": Contender((*_PEER, "dcp_to_torch_save", "SRC", "OUT"), ".pt"),
-    "dcp_to_torch_save+cast": Contender(
-        (*_PEER, "dcp_to_torch_save", "SRC", "OUT", *_BF16), ".pt", "bf16"
-    ),
+    "dcp_to_torch_save+cast": Contender((*_PEER, "dcp_to_torch_save", "SRC", "OUT", *_BF16), ".pt", "bf16"),
     "load+save_file": Contender((*_PEER, "load_and_save_file", "SRC", "OUT"), ".safetensors"),
     "load+save_file+cast": Contender(
         (*_PEER, "load_and_save_file", "SRC", "OUT", *_BF16), ".safetensors", "bf16"

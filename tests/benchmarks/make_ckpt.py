@@ -170,9 +170,7 @@ def _state_dict(source: Source, rank: int, mesh: Any) -> dict[str, Any]:
     for index, (name, _) in enumerate(source.tensors):
         dim = source.sharded_dim(index)
         placement = Replicate() if dim is None else Shard(dim)
-        model[name] = DTensor.from_local(
-            shard(source, index, rank), mesh, [placement], run_check=False
-        )
+        model[name] = DTensor.from_local(shard(source, index, rank), mesh, [placement], run_check=False)
     return {"model": model}
 
 

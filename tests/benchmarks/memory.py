@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 INTERVAL_SECONDS = 0.020
 
@@ -48,21 +51,33 @@ def measure(command: Sequence[str], env: Mapping[str, str] | None = None) -> Usa
         begin = last = time.perf_counter()
         peak = samples = 0
         gap = 0.0
-        with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=err) as process:
-            try:
-                while process.poll() is None:
-                    now = time.perf_counter()
-                    gap, last = max(gap, now - last), now
-                    peak = max(peak, sum(_pss(pid) for pid in tree(process.pid)))
-                    samples += 1
-                    time.sleep(max(0.0, now + INTERVAL_SECONDS - time.perf_counter()))
-            except BaseException:
-                process.kill()
-                raise
+        with started(command, env, stderr=err) as process:
+            while process.poll() is None:
+                now = time.perf_counter()
+                gap, last = max(gap, now - last), now
+                peak = max(peak, sum(_pss(pid) for pid in tree(process.pid)))
+                samples += 1
+                time.sleep(max(0.0, now + INTERVAL_SECONDS - time.perf_counter()))
         seconds = time.perf_counter() - begin
         err.seek(max(0, err.seek(0, os.SEEK_END) - 4000))
         tail = err.read().decode(errors="replace")
     return Usage(seconds, peak, samples, gap, process.returncode, tail)
+
+
+@contextmanager
+def started(
+    command: Sequence[str], env: Mapping[str, str] | None, stderr: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A process group of its own that does not outlive the block: a run that is interrupted must not
+    leave children behind that go on writing. Stdout is thrown away."""
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=stderr, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 def tree(pid: int) -> Iterator[int]:
