@@ -12,7 +12,9 @@ imported only when tensors are touched.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -39,6 +41,18 @@ __all__ = [
     "Box", "CkptError", "Finding", "Manifest", "Report", "Request", "Result", "Settings", "TensorSpec",
     "check", "convert", "execute", "load_into", "open", "plan", "read",
 ]  # fmt: skip
+
+
+class _Package(ModuleType):
+    """Keeps `ckptcore.check` the function, although a module of that name is imported below it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _WHERE and isinstance(value, ModuleType):
+            return  # the import system binds submodules here; `from ckptcore.check import ...` still works
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

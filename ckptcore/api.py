@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptcore import convert as stages
 from ckptcore.check import Report
 from ckptcore.compose import Composed, compose
-from ckptcore.convert import Prepared, Result
+from ckptcore.convert import Prepared, Result, inspect, validate
+from ckptcore.convert import convert as run_all
+from ckptcore.convert import execute as run_files
+from ckptcore.convert import prepare as run_prepare
 from ckptcore.manifest import Manifest
 from ckptcore.receipts import Receipt
 from ckptcore.request import Request, Settings
@@ -24,14 +26,14 @@ Progress = Callable[[str, int, int], None]
 
 def open(url: str, *, recover: bool = False) -> Manifest:
     """The manifest of a checkpoint folder or file; no tensor byte is read."""
-    return stages.inspect(url, recover)
+    return inspect(url, recover)
 
 
 def check(
     manifest: Manifest, level: str = "cover", *, workers: int = 2, progress: Progress | None = None
 ) -> Report:
     """Checks a manifest: levels files, cover, bytes, values (see `ckptcore.check`)."""
-    return stages.validate(manifest, level, workers=workers, progress=progress)
+    return validate(manifest, level, workers=workers, progress=progress)
 
 
 def read(manifest: Manifest, fqn: str, box: Box | None = None, *, device: str = "cpu",
@@ -69,21 +71,21 @@ def plan(source: str | Manifest, destination: str, **options: Any) -> Composed:
 
 def prepare(request: Request, settings: Settings | None = None) -> Prepared:
     """Plans, and saves the plan beside the destination."""
-    return stages.prepare(request, settings)
+    return run_prepare(request, settings)
 
 
 def execute(
     plan_uri: str, indices: list[int] | None = None, settings: Settings | None = None
 ) -> tuple[Receipt, ...]:
     """Writes files of a saved plan (see `prepare`)."""
-    return stages.execute(plan_uri, indices, settings)
+    return run_files(plan_uri, indices, settings)
 
 
 def convert(source: str, destination: str, *, settings: Settings | None = None, progress: Progress | None = None,
             catalog: str | bool | None = False, **options: Any) -> Result:  # fmt: skip
     """The whole job. options: fields of `Request`; catalog: URL, None for the default, False for none."""
     request = replace(Request(source, destination, **{k: _frozen(v) for k, v in options.items()}))
-    return stages.convert(request, settings, progress, catalog)
+    return run_all(request, settings, progress, catalog)
 
 
 def _frozen(value: Any) -> Any:

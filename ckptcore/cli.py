@@ -11,7 +11,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from ckptcore import output as show
@@ -113,9 +112,10 @@ NoCatalog = Annotated[bool, typer.Option("--no-catalog", help="Do not register."
 @app.command()
 def inspect(src: Src, recover: Recover = False, include: Include = None, output: As = Output.TEXT) -> None:
     """What is there: format with evidence, tensors, shapes, dtypes, bytes. Reads headers only."""
-    from ckptcore.convert import inspect as read
+    # Not through `convert`: what only writes need not be imported to look.
+    from ckptcore.formats import open_source, read_manifest
 
-    show.manifest(read(src, recover), include or [], as_json=output is Output.JSON)
+    show.manifest(read_manifest(open_source(src, recover=recover)), include or [], as_json=output is Output.JSON)
 
 
 @app.command()
@@ -228,12 +228,12 @@ def run(argv: list[str]) -> int:
     except CkptError as error:
         show.error(error, as_json=as_json)
         return error.exit_code
-    except click.exceptions.Exit as error:
+    except typer.Exit as error:
         return error.exit_code
-    except click.ClickException as error:
+    except typer.TyperException as error:
         show.error(UsageError(error.format_message(), hint=_usage_hint(error)), as_json=as_json)
         return UsageError.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         show.error(Interrupted("stopped by the user"), as_json=as_json)
         return Interrupted.exit_code
     except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
@@ -241,7 +241,7 @@ def run(argv: list[str]) -> int:
         return 0
 
 
-def _usage_hint(error: click.ClickException) -> str:
+def _usage_hint(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     return f"see `{context.command_path} --help`" if context is not None else "see `ckptcore --help`"
 

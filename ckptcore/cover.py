@@ -45,20 +45,37 @@ def coverage(manifest: Manifest) -> list[Finding]:
 
 
 def replicas(manifest: Manifest) -> list[tuple[int, int]]:
-    """(first, copy) chunk rows of one tensor with equal boxes, where the bytes are not the same item."""
+    """(first, copy) chunk rows of one tensor with equal boxes that lie in different items."""
     chunks = manifest.chunks
-    counts = np.diff(chunks.first)
-    pairs: list[tuple[int, int]] = []
-    for t in np.flatnonzero(counts > 1).tolist():
-        a, b = int(chunks.first[t]), int(chunks.first[t + 1])
-        both = np.concatenate([chunks.lo[a:b], chunks.shape[a:b]], axis=1)
-        _, first, inverse = np.unique(both, axis=0, return_index=True, return_inverse=True)
-        if len(first) == b - a:
-            continue
-        for row, group in enumerate(inverse.reshape(-1).tolist()):
-            if first[group] != row and chunks.item[a + row] != chunks.item[a + first[group]]:
-                pairs.append((a + int(first[group]), a + row))
-    return pairs
+    return [
+        (first, row) for first, row in _equal_boxes(manifest) if chunks.item[row] != chunks.item[first]
+    ]
+
+
+def repeated(manifest: Manifest) -> list[int]:
+    """Chunk rows that name the box and the item of an earlier row once more."""
+    chunks = manifest.chunks
+    return [row for first, row in _equal_boxes(manifest) if chunks.item[row] == chunks.item[first]]
+
+
+def _equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
+    """(first, later) rows of one tensor with equal, non-empty boxes; all tensors at once."""
+    chunks = manifest.chunks
+    several = np.flatnonzero((np.diff(chunks.first) > 1)[chunks.tensor]) if len(chunks) else []
+    if not len(several):
+        return []
+    keys = np.concatenate(
+        [chunks.tensor[several, None], chunks.lo[several], chunks.shape[several]], axis=1
+    )
+    order = np.lexsort(keys.T[::-1])  # stable: equal keys stay in stored order
+    keys, rows = keys[order], several[order]
+    same = np.zeros(len(rows), np.bool_)
+    same[1:] = (keys[1:] == keys[:-1]).all(axis=1)
+    same &= (chunks.shape[rows] > 0).all(axis=1)
+    if not same.any():
+        return []
+    head = np.maximum.accumulate(np.where(same, 0, np.arange(len(rows))))
+    return [(int(rows[head[i]]), int(rows[i])) for i in np.flatnonzero(same).tolist()]
 
 
 def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:

@@ -14,6 +14,7 @@ _POLY = 0xEDB88320  # reflected, as in zlib
 def combine(first: int, second: int, second_length: int) -> int:
     """CRC-32 of A + B from those of A and of B, and B's length in bytes.
 
+    >>> import zlib
     >>> combine(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
     True
     """

@@ -20,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 
 from ckptcore import frame
-from ckptcore.cover import replicas
+from ckptcore.cover import repeated, replicas
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
 from ckptcore.formats.base import Arrangement, FileLayout, Format, Literal
@@ -184,7 +184,7 @@ def make_plan(manifest: Manifest, target: Target, writer: Format, *, twins: Mani
     layouts = writer.arrange(Arrangement(wanted, target.objects, target.single, target.max_file_bytes))
     copies = np.zeros(len(manifest.chunks), np.bool_)
     copies[[row for _, row in replicas(manifest)]] = True
-    copies |= _repeated(manifest)
+    copies[repeated(manifest)] = True
     followers = _followers(manifest, twins, ties)
     plans = tuple(
         _file_plan(n, layout, manifest, wanted, copies, twins, followers) for n, layout in enumerate(layouts)
@@ -320,23 +320,6 @@ def _subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[Stor
         items.crc32, items.codecs, items.member,
     )  # fmt: skip
     return tuple(files[i] for i in kept.tolist()), moved
-
-
-def _repeated(manifest: Manifest) -> Any:
-    """bool per chunk: the same box and item as an earlier chunk of its tensor."""
-    chunks = manifest.chunks
-    seen = np.zeros(len(chunks), np.bool_)
-    counts = np.diff(chunks.first)
-    for t in np.flatnonzero(counts > 1).tolist():
-        a, b = int(chunks.first[t]), int(chunks.first[t + 1])
-        item = chunks.item[a:b]
-        if len(np.unique(item)) == b - a:
-            continue
-        both = np.concatenate([chunks.lo[a:b], chunks.shape[a:b], item[:, None]], axis=1)
-        _, first = np.unique(both, axis=0, return_index=True)
-        seen[a:b] = True
-        seen[a + first] = False
-    return seen
 
 
 def _followers(

@@ -25,7 +25,6 @@ from ckptcore.errors import (
 )
 from ckptcore.store import Store, join_url, local_path, open_store, split_url
 from ckptcore.store.local import sync_folder
-from ckptcore.store.remote import FsspecStore
 
 PUBLISHING = "publishing.json"  # written right before the move: names the plan that is published
 _RENAME_EXCHANGE = 2
@@ -189,9 +188,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 def _publish_remote(staging: Staging, commit: Sequence[str], *, single: bool, overwrite: bool) -> None:
     staged = staging.files
-    assert isinstance(staged, FsspecStore)
     target = open_store(staging.parent if single else staging.destination)
-    assert isinstance(target, FsspecStore)
     names = list(staged.list())
     old = [] if single else _lists(target)
     if old and not overwrite:

@@ -7,6 +7,7 @@ make up each file. Moving bytes is `ckptcore.execute`'s job alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,3 +132,13 @@ class KnownFormat:
     title: str
     detect: Callable[[Source], tuple[str, ...] | None]
     hint: str
+
+
+def natural(name: str) -> tuple[Any, ...]:
+    """Sort key that counts: layers.2 before layers.10.
+
+    >>> sorted(["l.10", "l.2"], key=natural)
+    ['l.2', 'l.10']
+    """
+    parts = re.split(r"(\d+)", name)
+    return tuple((int(p), "") if i % 2 else (0, p) for i, p in enumerate(parts)) + ((0, name),)

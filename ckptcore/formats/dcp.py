@@ -16,7 +16,7 @@ from typing import Any
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import CkptError, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats._dcpobjects import add_blobs
-from ckptcore.formats._pickle import Record, loads, record
+from ckptcore.formats._pickle import Call, Record, loads, record
 from ckptcore.formats._torchtables import COMMON, DTYPE_GLOBALS, PATHS
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Builder, Envelope, Item, Manifest, TensorSpec
@@ -27,18 +27,25 @@ _DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
 _RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
 _MAX_METADATA = 4 << 30
 _META = "torch.distributed.checkpoint.metadata"
-_CLASSES = {
-    # torch >= 2.3 and, for the last two, what 2.1 and 2.2 wrote.
-    _META: ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-            "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+_CHUNK, _INDEX = ("offsets", "sizes"), ("fqn", "offset", "index")
+_PLACE = ("relative_path", "offset", "length", "transform_descriptors")
+# Permitted globals by module: class -> the fields that its state is kept as.
+_CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
+    _META: {  # torch >= 2.3
+        "Metadata": (), "TensorStorageMetadata": (), "BytesStorageMetadata": (), "TensorProperties": (),
+        "_MEM_FORMAT_ENCODING": (), "StorageMeta": (), "ChunkStorageMetadata": _CHUNK, "MetadataIndex": _INDEX,
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
+    # What torch 2.1 and 2.2 wrote.
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": (), "MEM_FORMAT_ENCODING": ()},
     # OLMo-core's own storage layer, same fields (olmo_core/distributed/checkpoint/filesystem.py).
-    "olmo_core.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "olmo_core.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
 }  # fmt: skip
 TABLE: dict[str, Any] = {
-    **{f"{m}.{c}": record(c) for m, names in _CLASSES.items() for c in names},
+    **{f"{module}.{name}": record(name, *fields) for module, names in _CLASSES.items() for name, fields in names.items()},
     **COMMON, **DTYPE_GLOBALS, **PATHS,
+    # Sizes are plain tuples here: metadata holds millions of them.
+    "torch.Size": Call("torch.Size", lambda values=(): tuple(values), is_size=True),
 }  # fmt: skip
 _CODECS = {"stream.zstd": "zstd"}
 
@@ -111,15 +118,12 @@ class _Metadata:
             told["save_id"] = state["save_id"]
         return told
 
-    def places(self) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    def places(self) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
         """(FQN, offset or None, storage fields) of every stored item."""
         for index, info in self.storage.items():
-            at, where = (
-                _state(index, "MetadataIndex", self.name),
-                _state(info, "_StorageInfo", self.name),
-            )
-            offset = at.get("offset")
-            yield at.get("fqn"), None if offset is None else _dims(offset, self.name), where
+            fqn, offset, _ = _row(index, "MetadataIndex", self.name)
+            where = _row(info, "_StorageInfo", self.name)
+            yield fqn, None if offset is None else _dims(offset, self.name), where
 
     def prefix(self, fqn: str) -> int:
         """Characters of ``fqn`` that name its container: path ('model', 'a.b') of 'model.a.b' -> 6."""
@@ -138,6 +142,7 @@ class _Columns:
         self._specs: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
         # rows: tensor, offset, shape, (file, start, length, codec) or None
         self._rows: list[tuple[int, tuple[int, ...], tuple[int, ...], Any]] = []
+        self._seen_files: dict[str, int] = {}
         self.prefixes: list[int] = []
 
     def add(self, metadata: _Metadata) -> dict[str, Item]:
@@ -172,26 +177,24 @@ class _Columns:
             if count * 8 > metadata.bound:
                 raise MalformedCheckpoint(f"{name} claims more chunks than its size allows", file=name)
             for chunk in chunks:
-                fields = _state(chunk, "ChunkStorageMetadata", name)
-                offset, shape = _dims(fields.get("offsets"), name), _dims(fields.get("sizes"), name)
+                offsets, sizes = _row(chunk, "ChunkStorageMetadata", name)
+                offset, shape = _dims(offsets, name), _dims(sizes, name)
                 if len(offset) != len(shape):
                     raise MalformedCheckpoint(f"{name}: a chunk of {fqn} mixes ranks", file=name)
                 self._rows.append((tensor, offset, shape, places.get((fqn, offset))))
         return blobs
 
-    def _place(self, fields: dict[str, Any], name: str) -> tuple[int, int, int, str]:
-        path, start, length = (
-            fields.get("relative_path"),
-            fields.get("offset"),
-            fields.get("length"),
-        )
+    def _place(self, fields: tuple[Any, ...], name: str) -> tuple[int, int, int, str]:
+        path, start, length, transforms = fields
         if type(path) is not str or type(start) is not int or type(length) is not int:
             raise MalformedCheckpoint(f"{name} has a storage entry without a place", file=name)
         if min(start, length) < 0 or start + length >= 1 << 62:
             raise MalformedCheckpoint(f"{name} places {length} bytes at {start} of {path!r}", file=name)
-        path = inner_path(path, what=name)
-        codec = _codec(fields.get("transform_descriptors"), name)
-        return self._builder.file(path, self._listing.get(path)), start, length, codec
+        file = self._seen_files.get(path)
+        if file is None:
+            file = self._builder.file(inner_path(path, what=name), self._listing.get(path))
+            self._seen_files[path] = file
+        return file, start, length, _codec(transforms, name)
 
     def _tensor(self, fqn: str, state: dict[str, Any], metadata: _Metadata) -> int:
         name = metadata.name
@@ -233,10 +236,14 @@ class _Columns:
                 if other != offset:
                     self._builder.findings.append(_lost(spec.fqn, other, offset))
                 length = max(members[file] - start, 0)
-                item = Item(file, start, length, Envelope.SAFETENSORS, codec, None, spec.fqn)
+                item = self._builder.item(
+                    Item(file, start, length, Envelope.SAFETENSORS, codec, None, spec.fqn)
+                )
+            elif codec:
+                item = self._builder.item(Item(file, start, length, Envelope.TORCHZIP, codec))
             else:
-                item = Item(file, start, length, Envelope.TORCHZIP, codec)
-            self._builder.chunk(tensor, offset, shape, self._builder.item(item))
+                item = self._builder.plain_item(file, start, length, Envelope.TORCHZIP)
+            self._builder.chunk(tensor, offset, shape, item)
 
     def _safetensors_files(self) -> dict[int, int]:
         """Files whose tensors are members of a safetensors blob -> file size.
@@ -317,6 +324,14 @@ def _lost(fqn: str, first: tuple[int, ...], second: tuple[int, ...]) -> Any:
     )  # fmt: skip
 
 
+def _row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
+    """The declared fields of a record of this class."""
+    if type(value) is Record and value.kind == kind and type(value.state) is tuple:
+        state: tuple[Any, ...] = value.state
+        return state
+    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {value!r:.80}", file=name)
+
+
 def _state(value: Any, kind: str, name: str) -> dict[str, Any]:
     if isinstance(value, Record) and value.kind == kind and type(value.state) is dict:
         return value.state
@@ -331,10 +346,7 @@ def _mapping(state: dict[str, Any], key: str, name: str) -> dict[Any, Any]:
 
 
 def _dims(value: Any, name: str) -> tuple[int, ...]:
-    if type(value) is Named and value.kind == "size":
-        dims: tuple[int, ...] = value.value
-        return dims
-    if type(value) in (tuple, list) and all(type(n) is int and 0 <= n < 1 << 50 for n in value):
+    if type(value) in (tuple, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 50 for n in value):
         return tuple(value)
     raise MalformedCheckpoint(f"{name}: {value!r:.80} is not a size", file=name)
 

@@ -8,7 +8,6 @@ and the tensors' bytes without holes (https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from ckptcore.formats.base import (
     Literal,
     Slot,
     Source,
+    natural,
 )
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Blob, Builder, Item, Manifest, TensorSpec, View
@@ -161,16 +161,6 @@ def pack(tensors: Sequence[TensorSpec], max_file_bytes: int | None) -> list[list
     if current or not groups:
         groups.append(current)
     return groups
-
-
-def natural(name: str) -> tuple[Any, ...]:
-    """Sort key that counts: layers.2 before layers.10.
-
-    >>> sorted(["l.10", "l.2"], key=natural)
-    ['l.2', 'l.10']
-    """
-    parts = re.split(r"(\d+)", name)
-    return tuple((int(p), "") if i % 2 else (0, p) for i, p in enumerate(parts)) + ((0, name),)
 
 
 def _layout(path: str, group: Sequence[int], tensors: Sequence[TensorSpec],

@@ -23,8 +23,8 @@ from ckptcore.formats.base import (
     Literal,
     Slot,
     Source,
+    natural,
 )
-from ckptcore.formats.safetensors import natural
 from ckptcore.manifest import Blob, Builder, Item, Manifest, TensorSpec, View
 from ckptcore.objects import Refused, TensorRef, decode, encode
 

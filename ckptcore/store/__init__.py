@@ -72,6 +72,9 @@ class Store(Protocol):
     def remove_all(self) -> None:
         """Removes the folder with everything in it."""
 
+    def copy_to(self, path: str, target: Store, name: str) -> None:
+        """Copies a file into another store of the same kind, on the server's side where it has one."""
+
     def free_bytes(self) -> int | None:
         """Room left, bytes; None where that has no meaning."""
 

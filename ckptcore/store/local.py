@@ -123,6 +123,17 @@ class LocalStore:
         except OSError as error:
             raise _unwritable(self.url, error) from error
 
+    def copy_to(self, path: str, target: Store, name: str) -> None:
+        size = self.size(path) or 0
+        writer = target.writer(name, size)
+        try:
+            for at in range(0, size, _SYNC_EVERY):
+                writer.write(at, self.read(path, at, min(_SYNC_EVERY, size - at)))
+        except CkptError:
+            writer.abort()
+            raise
+        writer.commit()
+
     def free_bytes(self) -> int | None:
         at = self._root.absolute()
         while not at.exists():

@@ -115,9 +115,10 @@ class FsspecStore:
     def close(self) -> None:
         """Nothing is held open between calls."""
 
-    def copy_to(self, path: str, target: FsspecStore, name: str) -> None:
-        """Copies a file inside the same file system (server side where it has that)."""
-        full = target._full(name)  # both ends are stores of this class
+    def copy_to(self, path: str, target: Store, name: str) -> None:
+        if not isinstance(target, FsspecStore):
+            raise UsageError(f"cannot copy from {self.url} to {target.url} on the server's side")
+        full = target._full(name)
         _retrying(target.url, lambda: self._fs.cp_file(self._full(path), full))
 
     def _full(self, path: str) -> str:
