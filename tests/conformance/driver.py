@@ -7,6 +7,9 @@ session, its own limits on memory, time and file size, and may run as another us
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import json
 import os
 import resource
@@ -123,7 +126,7 @@ class Cli:
         return done
 
 
-REGISTERING = frozenset({"consolidate", "export", "apply"})
+REGISTERING = frozenset({"consolidate", "export", "apply", "validate"})
 
 
 def run_process(*argv: object, seconds: float = 120.0, **env: str) -> Outcome:
@@ -150,6 +153,12 @@ def _serve() -> None:
 
     for name in ("numpy", "torch", "zstandard", "fsspec", "ckptcore.__main__", *_own_modules()):
         importlib.import_module(name)
+    # Once for nothing: the command line's own machinery loads more when it first runs.
+    with contextlib.redirect_stdout(io.StringIO()):
+        sys.argv = ["ckptcore", "formats"]
+        _exit_code(importlib.import_module("ckptcore.__main__").main)
+    gc.collect()
+    gc.freeze()  # forks share these objects: a collection in a child would copy them all
     for line in sys.stdin:
         replies.write(json.dumps(_call(json.loads(line))) + "\n")
         replies.flush()

@@ -224,7 +224,8 @@ def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -
     zstd = not safetensors and rng.random() < 0.2
     local = not safetensors and rng.random() < 0.15
     crc = rng.random() < 0.85
-    leftovers = rng.random() < 0.2
+    # torch prefers an old .metadata to new rank-local metadata: never both in one folder.
+    leftovers = not local and rng.random() < 0.2
     lowest = rng.random() < 0.3
     make: Callable[..., Any] = (
         partial(trained_model, rng, seed, meshes)

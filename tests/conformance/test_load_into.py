@@ -1,0 +1,45 @@
+"""Loading: does a live, sharded state dict get its own bytes from any other job's checkpoint?"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from driver import REPOSITORY
+from test_fresh import JOB, seed_of
+
+LOAD = Path(__file__).with_name("load_job.py")
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(4, 2), (3, 4)])
+def test_load_into(saved: int, loaded: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Saved by so many ranks, loaded by others under other placements."""
+    save_and_load(seed_of(request), saved, loaded, 3, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(20))
+def test_load_into_many(number: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    seed = seed_of(request) + number
+    rng = random.Random(seed)
+    save_and_load(seed, rng.choice([1, 2, 3, 4, 6]), rng.choice([1, 2, 3, 4, 6]), 6, tmp_path)
+
+
+def save_and_load(seed: int, saved: int, loaded: int, cases: int, folder: Path) -> None:
+    print(f"--seed {seed}: saved by {saved} ranks, loaded by {loaded}")
+    run(JOB, seed, folder, "--ranks", saved, "--cases", cases)
+    for truth in sorted(folder.glob("*/truth.pt")):
+        run(LOAD, seed, truth.parent / "ckpt", truth, "--ranks", loaded)
+
+
+def run(program: Path, *argv: object) -> None:
+    done = subprocess.run(
+        [sys.executable, str(program), *map(str, argv)],
+        capture_output=True, text=True, timeout=240, check=False,
+        env=dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{argv}\n{done.stderr[-3000:]}"

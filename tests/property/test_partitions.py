@@ -1,0 +1,223 @@
+"""Partitions: is every element copied exactly once, whatever boxes it comes in and goes out in?
+
+A small writer of torch.distributed.checkpoint folders lays tensors out in any boxes at all, which
+torch's own writer does not; numpy slices say what must come out.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from samples import differences, read_safetensors, value
+
+from ckptcore import Box, CkptError, Manifest, Settings, api
+
+Shape = tuple[int, ...]
+slow = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: Shape, pieces: int = 7) -> list[Box]:
+    """Cuts of a tensor into boxes: again and again one of them is cut in two."""
+    parts = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, pieces)) if shape else 0):
+        at = draw(st.integers(0, len(parts) - 1))
+        box = parts[at]
+        wide = [d for d, n in enumerate(box.shape) if n > 1]
+        if not wide:
+            continue
+        dim = draw(st.sampled_from(wide))
+        cut = draw(st.integers(1, box.shape[dim] - 1))
+        low = tuple(cut if d == dim else n for d, n in enumerate(box.shape))
+        high = tuple(n - cut if d == dim else n for d, n in enumerate(box.shape))
+        start = tuple(o + cut if d == dim else o for d, o in enumerate(box.offset))
+        parts[at : at + 1] = [Box(box.offset, low), Box(start, high)]
+    return draw(st.permutations(parts))
+
+
+def part(tensor: Any, box: Box) -> Any:
+    return tensor[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))]
+
+
+def write_dcp(
+    folder: Path, state: dict[str, tuple[Any, list[Box]]], files: int = 2, turn: bool = False
+) -> None:
+    """A checkpoint folder with these chunks, dealt to the files in turn. turn: strides reversed."""
+    import torch
+    from torch.distributed.checkpoint import metadata as m
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    data = [io.BytesIO() for _ in range(files)]
+    meta = m.Metadata({}, {}, {}, m.StorageMeta())
+    count = 0
+    for fqn, (tensor, boxes) in state.items():
+        spec = m.TensorStorageMetadata(m.TensorProperties(dtype=tensor.dtype), tensor.shape, [])
+        meta.state_dict_metadata[fqn] = spec
+        meta.planner_data[fqn] = (fqn,)
+        for box in boxes:
+            chunk = part(tensor, box).clone()
+            if turn and chunk.dim() > 1:
+                back = tuple(reversed(range(chunk.dim())))
+                chunk = chunk.permute(back).contiguous().permute(back)
+            spec.chunks.append(m.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
+            out = data[count % files]
+            start = out.tell()
+            item = io.BytesIO()
+            torch.save(chunk, item)
+            out.write(item.getvalue())
+            place = _StorageInfo(f"__{count % files}_0.distcp", start, len(item.getvalue()))
+            meta.storage_data[m.MetadataIndex(fqn, torch.Size(box.offset))] = place
+            count += 1
+    folder.mkdir()
+    for number, out in enumerate(data):
+        (folder / f"__{number}_0.distcp").write_bytes(out.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(meta))
+
+
+def numbered(shape: Shape, dtype: str = "float32", start: int = 0) -> Any:
+    """Every element tells its place."""
+    import torch
+
+    count = int(np.prod(shape, dtype=np.int64))
+    return (torch.arange(count) + start).to(getattr(torch, dtype)).reshape(shape)
+
+
+@pytest.fixture(autouse=True)
+def _torch() -> None:
+    """Imported outside the timed examples."""
+    import torch  # noqa: F401
+
+
+@st.composite
+def states(draw: st.DrawFn) -> dict[str, tuple[Any, list[Box]]]:
+    out = {}
+    for number in range(draw(st.integers(1, 4))):
+        shape = draw(shapes)
+        dtype = draw(st.sampled_from(["float32", "int64", "bfloat16", "uint8", "float64"]))
+        out[f"t{number}.w"] = (numbered(shape, dtype, number), draw(partitions(shape)))
+    return out
+
+
+def folders() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@slow
+@given(states(), st.integers(1, 4), st.booleans(), st.data())
+def test_any_boxes_in_any_boxes_out(
+    state: dict[str, tuple[Any, list[Box]]], files: int, turn: bool, data: st.DataObject
+) -> None:
+    """Whole tensors, and any box of them, from any partition; the check proves it complete."""
+    for folder in folders():
+        write_dcp(folder / "ckpt", state, files, turn)
+        manifest = api.open(str(folder / "ckpt"))
+        assert api.check(manifest, "bytes").ok
+        for fqn, (tensor, _) in state.items():
+            assert value(api.read(manifest, fqn)) == value(tensor)
+            offset = tuple(data.draw(st.integers(0, n)) for n in tensor.shape)
+            shape = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(tensor.shape, offset, strict=True))
+            box = Box(offset, shape)
+            assert value(api.read(manifest, fqn, box)) == value(part(tensor, box))
+
+
+@slow
+@given(states(), st.integers(1, 400), st.sampled_from(["safetensors", "torch_save"]))
+def test_any_boxes_into_files(state: dict[str, tuple[Any, list[Box]]], max_file_size: int, to: str) -> None:
+    """Consolidated into files of any size, nothing is missing, twice there, or elsewhere."""
+    from samples import read_torch, tensors_of
+
+    for folder in folders():
+        write_dcp(folder / "ckpt", state)
+        many = {"max_file_size": max_file_size} if to == "safetensors" else {}
+        dst = folder / ("out" if to == "safetensors" else "out.pt")
+        result = api.convert(str(folder / "ckpt"), str(dst), to=to, **many)
+        found = read_safetensors(dst) if to == "safetensors" else tensors_of(read_torch(dst))
+        truth = {fqn: value(tensor) for fqn, (tensor, _) in state.items()}
+        assert sorted(found) == sorted(truth)
+        assert not differences(truth, found)
+        written = [f for f in [dst, *dst.rglob("*")] if f.is_file() and f.name != "README.md"]
+        assert result.nbytes == sum(f.stat().st_size for f in written)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_tensors_above_the_budget(data: st.DataObject) -> None:
+    """A tensor of several budgets, cut in any way, is put together tile by tile."""
+    shape = data.draw(st.sampled_from([(1 << 21,), (1021, 1031), (3, 700, 331), (700_001, 2)]))
+    boxes = data.draw(partitions(shape, 12))
+    turn = data.draw(st.booleans())
+    dtype = data.draw(st.sampled_from([None, "bf16"]))
+    for folder in folders():
+        tensor = numbered(shape)
+        write_dcp(folder / "ckpt", {"w": (tensor, boxes)}, 3, turn)
+        means = Settings(memory=1 << 20, workers=data.draw(st.integers(1, 3)))
+        options = {"dtype": dtype} if dtype else {}
+        api.convert(str(folder / "ckpt"), str(folder / "out"), settings=means, **options)
+        import torch
+
+        truth = tensor.to(torch.bfloat16) if dtype else tensor
+        assert read_safetensors(folder / "out") == {"w": value(truth)}
+
+
+@slow
+@given(st.data())
+def test_a_partition_less_a_box_is_not_whole(data: st.DataObject) -> None:
+    """Whichever box is taken away, the check says hole and nothing is converted."""
+    shape = data.draw(shapes)
+    boxes = data.draw(partitions(shape))
+    gone = data.draw(st.integers(0, len(boxes) - 1))
+    for folder in folders():
+        left = boxes[:gone] + boxes[gone + 1 :]
+        write_dcp(
+            folder / "ckpt", {"w": (numbered(shape), left), "other": (numbered((2,)), [Box((0,), (2,))])}
+        )
+        report = api.check(api.open(str(folder / "ckpt")), "cover")
+        assert [f.code for f in report.findings if f.severity == "error"] == ["hole"]
+        with pytest.raises(CkptError) as error:
+            api.convert(str(folder / "ckpt"), str(folder / "out"))
+        assert error.value.exit_code == 1
+        assert not (folder / "out").exists()
+
+
+@slow
+@given(st.data())
+def test_a_partition_and_a_box_more_is_not_whole(data: st.DataObject) -> None:
+    """A box more is a replica when it is one of the boxes, and an overlap otherwise."""
+    shape = data.draw(shapes)
+    boxes = data.draw(partitions(shape))
+    offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    extent = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
+    more = Box(offset, extent)
+    if more.offset in {b.offset for b in boxes}:
+        return  # one place per offset in this format
+    for folder in folders():
+        write_dcp(folder / "ckpt", {"w": (numbered(shape), [*boxes, more])})
+        report = api.check(api.open(str(folder / "ckpt")), "cover")
+        assert {f.code for f in report.findings if f.severity == "error"} == {"overlap"}
+
+
+@slow
+@given(states())
+def test_manifests_travel(state: dict[str, tuple[Any, list[Box]]]) -> None:
+    """A manifest's file form is the manifest, and its digest does not depend on where it lies."""
+    for folder in folders():
+        write_dcp(folder / "ckpt", state)
+        manifest = api.open(str(folder / "ckpt"))
+        again = Manifest.load(manifest.dump())
+        assert again.digest == manifest.digest
+        assert again.tensors == manifest.tensors
+        for number in range(manifest.num_tensors):
+            assert list(again.chunks_of(number)) == list(manifest.chunks_of(number))
+        (folder / "ckpt").rename(folder / "elsewhere")
+        assert api.open(str(folder / "elsewhere")).digest == manifest.digest
