@@ -41,6 +41,8 @@ def settle_environment(env: MutableMapping[str, str] = os.environ) -> None:
         return
     for name, value in QUIET.items():
         env.setdefault(name, value)
+    if not env.get("PREFECT_API_URL"):
+        env.pop("PREFECT_API_URL", None)  # an empty one makes Prefect's event sender fail at every event
     if "PREFECT_HOME" not in env and not _server_configured(env):
         env["PREFECT_HOME"] = str(_own_home())
 

@@ -38,7 +38,7 @@ class Progress:
             self._context.run(self._tell, done)
             self._next = time.monotonic() + SECONDS
         except Exception as error:  # whatever ails the server, the bytes go on being written
-            log.warning("progress of %s is no longer shown: %s", self._name, error)
+            self._context.run(log.warning, "progress of %s is no longer shown: %s", self._name, error)
             self._next = math.inf
         finally:
             self._one.release()

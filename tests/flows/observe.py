@@ -1,0 +1,74 @@
+"""Observing: what goes into a flow test, and what did the run leave on disk and at the server?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import torch
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from safetensors import safe_open
+
+TENSORS = {f"model.layers.{i}.weight": torch.arange(4096.0).reshape(64, 64) + i * 4096 for i in range(12)}
+ONE_FILE_EACH = {"max_file_size": "16KiB", "batch": "1KiB"}  # 12 files and the index, 13 batches
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder of safetensors files, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Same names, dtypes and bits."""
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name])
+        for name in expected
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, byte for byte."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def artifacts(flow_run_id: UUID) -> dict[str, Any]:
+    """The artifacts of a run, by key."""
+    with get_client(sync_client=True) as client:
+        only = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
+        return {a.key or "": a for a in client.read_artifacts(artifact_filter=only)}
+
+
+def logs(flow_run_id: UUID) -> list[str]:
+    """The lines of a run's log, as far as they have arrived."""
+    with get_client(sync_client=True) as client:
+        only = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id]))
+        return [log.message for log in client.read_logs(log_filter=only)]
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether a condition comes true; logs reach the server with a delay."""
+    until = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def name(flow_run_id: UUID) -> str:
+    """What a run is called."""
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(flow_run_id).name

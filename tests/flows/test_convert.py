@@ -1,0 +1,153 @@
+"""Convert, in this process: the job done, a trouble that passes, a damage that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import observe
+import pytest
+from observe import ONE_FILE_EACH, TENSORS
+
+from ckptcore.catalog import open_catalog
+from ckptcore.errors import CkptError, DiskFull, StorageTrouble
+from ckptcore.receipts import Receipt
+from tasks import write
+
+pytestmark = [
+    pytest.mark.usefixtures("prefect_api"),
+    pytest.mark.xdist_group("prefect"),  # one server for all of them
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def convert() -> Any:
+    """The flow; Prefect is imported when the server is up."""
+    from flows.convert import convert
+
+    return convert
+
+
+def test_a_checkpoint_is_converted_and_registered(
+    convert: Any, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    target = tmp_path / "out"
+    state = convert(str(source), str(target), catalog=catalog, **ONE_FILE_EACH, return_state=True)
+
+    assert state.is_completed()
+    assert observe.equal(observe.tensors(target), TENSORS)
+    assert len(list(target.iterdir())) == len(TENSORS) + 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["catalog.sqlite", "out", "run"]
+    result = state.result()
+    run = open_catalog(catalog).show(result.conversion).conversion
+    assert (run.state, run.flow_run_id) == ("succeeded", str(state.state_details.flow_run_id))
+    assert {"inspect", "validate", "plan", "write", "publish"} <= run.timings.keys()
+
+
+def test_the_run_tells_a_person_what_it_did(convert: Any, source: Path, tmp_path: Path, catalog: str) -> None:
+    state = convert(str(source), str(tmp_path / "out"), catalog=catalog, return_state=True)
+    run = state.state_details.flow_run_id
+
+    assert observe.name(run) == f"consolidate run/step-7 to {tmp_path.name}/out"
+    found = observe.artifacts(run)
+    assert {key: a.type for key, a in found.items()} == {
+        "checkpoint-validation": "table",
+        "conversion-plan": "markdown",
+        "conversion-progress": "progress",
+        "conversion-result": "markdown",
+        "conversion-destination": "markdown",
+    }
+    assert found["conversion-progress"].data == 100
+    assert (tmp_path / "out").as_uri() in found["conversion-destination"].data
+    assert "12 tensors" in found["checkpoint-validation"].description
+    # The core's own lines, and those of the tasks, are in the log of the run.
+    assert observe.eventually(lambda: any("published" in line for line in observe.logs(run)))
+
+
+def test_what_passes_is_tried_again(
+    convert: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = failing(monkeypatch, lambda n: StorageTrouble("connection reset") if n == 2 else None)
+    state = convert(str(source), str(tmp_path / "out"), catalog=catalog, **ONE_FILE_EACH, return_state=True)
+
+    assert state.is_completed()
+    assert len(calls) == len(TENSORS) + 2  # 13 batches, one of them twice
+    assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
+
+
+def test_what_lasts_is_not_tried_again(
+    convert: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = failing(monkeypatch, lambda n: DiskFull("7 bytes are missing") if n >= 2 else None)
+    state = convert(
+        str(source), str(tmp_path / "out"), catalog=catalog, workers=1, **ONE_FILE_EACH, return_state=True
+    )
+
+    assert state.is_failed()
+    assert state.message.startswith("disk-full: 7 bytes are missing\nnext: ")
+    assert len(calls) == 2
+    assert not (tmp_path / "out").exists()
+    (run,) = open_catalog(catalog).conversions()
+    assert (run.state, run.error_code) == ("failed", "disk-full")
+
+
+def test_a_damaged_source_stops_before_any_work(
+    convert: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = failing(monkeypatch, lambda n: None)
+    (data,) = source.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-5000])
+    state = convert(str(source), str(tmp_path / "out"), catalog=catalog, return_state=True)
+
+    assert state.is_failed()
+    assert data.name in state.message
+    rows = observe.artifacts(state.state_details.flow_run_id)["checkpoint-validation"].data
+    assert '"truncated-file"' in rows
+    assert calls == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["catalog.sqlite", "run"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"rename": ["a"]}, {"max_file_size": "many"}, {"workers": 0}, {"include": ["nothing*"]}]
+)
+def test_arguments_that_make_no_sense_are_a_failed_run(
+    convert: Any, source: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    state = convert(str(source), str(tmp_path / "out"), no_catalog=True, **options, return_state=True)
+    assert state.is_failed()
+    assert state.message.startswith("usage: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_faces_do_the_same_job(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows.consolidate import consolidate
+    from flows.export import export
+
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    whole = consolidate(str(source), return_state=True)
+    assert whole.result().destination == f"{source}.consolidated"
+    assert observe.equal(observe.tensors(Path(f"{source}.consolidated")), TENSORS)
+
+    export(str(source), str(tmp_path / "hf"), model_prefix="model", dtype="bf16")
+    found = observe.tensors(tmp_path / "hf")
+    expected = {name.removeprefix("model."): tensor.bfloat16() for name, tensor in TENSORS.items()}
+    assert observe.equal(found, expected)
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, error: Callable[[int], CkptError | None]
+) -> list[tuple[Receipt, ...] | None]:
+    """Make the core's write fail in its n-th call, if ``error(n)`` says so; what the calls gave."""
+    real, calls = write.execute, []
+
+    def execute(*arguments: Any) -> tuple[Receipt, ...]:
+        calls.append(None)
+        trouble = error(len(calls))
+        if trouble is not None:
+            raise trouble
+        return real(*arguments)
+
+    monkeypatch.setattr(write, "execute", execute)
+    return calls

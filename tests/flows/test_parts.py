@@ -1,0 +1,175 @@
+"""Parts: what flows are made of, without a server."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import logging
+import sys
+import threading
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+
+from ckptcore.errors import DamagedCheckpoint, DiskFull, StorageTrouble, finding
+from flows import _prefect
+from flows._batches import MAX_TASKS, batches
+from flows._words import explain
+from tasks import progress, retry
+
+MODULES = ["flows._batches", "flows._command", "flows._words", "tasks.words"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str) -> None:
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert tried > 0
+    assert failed == 0
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [0] * 999, [1] * 999, [7, 1] * 500, [1] * 998 + [10**12]])
+def test_every_file_is_in_one_batch_and_batches_are_few(sizes: list[int]) -> None:
+    found = batches(sizes, nbytes=1)
+    assert [index for batch in found for index in batch] == list(range(len(sizes)))
+    assert all(found)
+    assert len(found) <= MAX_TASKS
+
+
+@pytest.fixture
+def before_prefect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.delitem(sys.modules, "prefect")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
+
+
+def test_without_a_server_of_the_users_prefect_gets_a_home_of_its_own(before_prefect: Path) -> None:
+    env: dict[str, str] = {}
+    _prefect.settle_environment(env)
+    assert env == _prefect.QUIET | {"PREFECT_HOME": str(before_prefect / "state" / "ckptcore" / "prefect")}
+    assert (before_prefect / "state" / "ckptcore").is_dir()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"PREFECT_API_URL": "http://prefect.example/api"},
+        {"PREFECT_PROFILE": "work"},
+        {"PREFECT_HOME": "/somewhere/else"},
+    ],
+)
+def test_what_the_user_has_set_stays(before_prefect: Path, given: dict[str, str]) -> None:
+    env = given | {"PREFECT_SERVER_LOGGING_LEVEL": "DEBUG"}
+    _prefect.settle_environment(env)
+    assert env == _prefect.QUIET | given | {"PREFECT_SERVER_LOGGING_LEVEL": "DEBUG"}
+
+
+def test_a_server_in_the_users_profile_is_used(before_prefect: Path) -> None:
+    profiles = before_prefect / ".prefect" / "profiles.toml"
+    profiles.parent.mkdir()
+    profiles.write_text('active = "work"\n[profiles.work]\nPREFECT_API_URL = "http://prefect.example/api"\n')
+    env: dict[str, str] = {}
+    _prefect.settle_environment(env)
+    assert "PREFECT_HOME" not in env
+
+    profiles.write_text('active = "ephemeral"\n[profiles.ephemeral]\n')
+    _prefect.settle_environment(env)
+    assert "PREFECT_HOME" in env
+
+
+def test_a_home_that_cannot_be_made_is_no_obstacle(
+    before_prefect: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (before_prefect / "state").write_text("a file where the folder should be")
+    env: dict[str, str] = {}
+    _prefect.settle_environment(env)
+    home = Path(env["PREFECT_HOME"])
+    assert home.is_dir()
+    home.rmdir()
+
+
+def test_prefect_is_left_alone_once_it_is_imported() -> None:
+    assert "prefect" in sys.modules
+    env: dict[str, str] = {}
+    _prefect.settle_environment(env)
+    assert env == {}
+
+
+@pytest.mark.parametrize(("error", "shown"), [(DiskFull("full"), False), (KeyError("a defect"), True)])
+def test_only_unknown_errors_come_with_a_traceback(error: Exception, shown: bool) -> None:
+    seen: list[logging.LogRecord] = []
+    collector = logging.Handler()
+    collector.emit = seen.append  # type: ignore[method-assign]
+    _prefect.listen()
+    log = logging.getLogger("prefect.task_runs")
+    log.addHandler(collector)
+    try:
+        log.error("failed", exc_info=error)
+    finally:
+        log.removeHandler(collector)
+    assert [record.exc_info is not None for record in seen] == [shown]
+
+
+def test_an_error_is_told_with_its_findings_and_the_next_step() -> None:
+    found = [finding("hole", "cover", f"tensor {i} has a hole") for i in range(7)]
+    words = explain(DamagedCheckpoint("7 findings", hint="look", findings=found)).splitlines()
+    assert words[0] == "damaged: 7 findings"
+    assert words[1] == "- hole: tensor 0 has a hole"
+    assert words[-2:] == ["- and 2 more", "next: look"]
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [(StorageTrouble("reset"), True), (DiskFull("full"), False), (OSError(5, "io"), False)],
+)
+def test_the_error_decides_about_another_try(error: Exception, again: bool) -> None:
+    from prefect.states import Failed
+
+    assert retry.is_transient(None, None, Failed(data=error)) is again  # type: ignore[arg-type]
+
+
+class TestProgress:
+    @pytest.fixture
+    def told(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, str]]:
+        told: list[tuple[str, float, str]] = []
+
+        def create(percent: float, description: str) -> UUID:
+            told.append(("create", percent, description))
+            return uuid4()
+
+        def update(artifact: UUID, percent: float, description: str) -> None:
+            told.append(("update", percent, description))
+
+        monkeypatch.setattr(progress, "create_progress_artifact", create)
+        monkeypatch.setattr(progress, "update_progress_artifact", update)
+        return told
+
+    def test_a_short_batch_needs_none(self, told: list[tuple[str, float, str]]) -> None:
+        progress.Progress("a", 100)("write", 50, 200)
+        assert told == []
+
+    def test_a_long_one_is_told_from_any_thread(
+        self, told: list[tuple[str, float, str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(progress, "SECONDS", 0.0)
+        meter = progress.Progress("a", 2048)
+        for done in (1024, 2048):
+            thread = threading.Thread(target=meter, args=("write", done, 9999))
+            thread.start()
+            thread.join()
+        assert told == [("create", 50.0, "a: 1.0 KiB of 2.0 KiB"), ("update", 100.0, "a: 2.0 KiB of 2.0 KiB")]
+
+    def test_a_server_in_trouble_does_not_stop_the_work(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def create(percent: float, description: str) -> UUID:
+            raise ConnectionError("no server")
+
+        monkeypatch.setattr(progress, "SECONDS", 0.0)
+        monkeypatch.setattr(progress, "create_progress_artifact", create)
+        meter = progress.Progress("a", 2048)
+        meter("write", 1024, 9999)
+        monkeypatch.delattr(progress, "create_progress_artifact")  # and it is not tried again
+        meter("write", 2048, 9999)
+        assert set(caplog.messages) == {"progress of a is no longer shown: no server"}
