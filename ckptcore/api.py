@@ -81,8 +81,15 @@ def execute(
     return run_files(plan_uri, indices, settings)
 
 
-def convert(source: str, destination: str, *, settings: Settings | None = None, progress: Progress | None = None,
-            catalog: str | bool | None = False, **options: Any) -> Result:  # fmt: skip
+def convert(
+    source: str,
+    destination: str,
+    *,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+    catalog: str | bool | None = False,
+    **options: Any,
+) -> Result:
     """The whole job. options: fields of `Request`; catalog: URL, None for the default, False for none."""
     request = replace(Request(source, destination, **{k: _frozen(v) for k, v in options.items()}))
     return run_all(request, settings, progress, catalog)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,13 +116,21 @@ def inspect(src: Src, recover: Recover = False, include: Include = None, output:
     # Not through `convert`: what only writes need not be imported to look.
     from ckptcore.formats import open_source, read_manifest
 
-    show.manifest(read_manifest(open_source(src, recover=recover)), include or [], as_json=output is Output.JSON)
+    show.manifest(
+        read_manifest(open_source(src, recover=recover)), include or [], as_json=output is Output.JSON
+    )
 
 
 @app.command()
-def validate(src: Src, level: Annotated[Level, typer.Option("--level", help="How deep to look.")] = Level.COVER,
-             recover: Recover = False, workers: Workers = None, no_catalog: NoCatalog = False,
-             catalog: Catalog = None, output: As = Output.TEXT) -> None:  # fmt: skip
+def validate(
+    src: Src,
+    level: Annotated[Level, typer.Option("--level", help="How deep to look.")] = Level.COVER,
+    recover: Recover = False,
+    workers: Workers = None,
+    no_catalog: NoCatalog = False,
+    catalog: Catalog = None,
+    output: As = Output.TEXT,
+) -> None:
     """Is it there, whole, right? Exit code 1 when something is damaged."""
     from ckptcore.convert import inspect as read
     from ckptcore.convert import validate as check
@@ -148,13 +157,28 @@ def validate(src: Src, level: Annotated[Level, typer.Option("--level", help="How
 
 @app.command()
 def consolidate(
-    src: Src, dst: Annotated[str | None, typer.Argument(metavar="[DST]", help="Default: SRC.consolidated")] = None,
-    to: To = "", include: Include = None, exclude: Exclude = None, rename: Rename = None, dtype: Dtype = None,
-    dtype_for: DtypeFor = None, max_file_size: MaxFile = "5GB", tie: Tie = None, recover: Recover = False,
-    memory: Memory = "1GiB", workers: Workers = None, device: Device = "cpu", resume: Resume = True,
-    overwrite: Overwrite = False, verify: Verify = True, digest: Digest = True, catalog: Catalog = None,
-    no_catalog: NoCatalog = False, output: As = Output.TEXT,
-) -> None:  # fmt: skip
+    src: Src,
+    dst: Annotated[str | None, typer.Argument(metavar="[DST]", help="Default: SRC.consolidated")] = None,
+    to: To = "",
+    include: Include = None,
+    exclude: Exclude = None,
+    rename: Rename = None,
+    dtype: Dtype = None,
+    dtype_for: DtypeFor = None,
+    max_file_size: MaxFile = "5GB",
+    tie: Tie = None,
+    recover: Recover = False,
+    memory: Memory = "1GiB",
+    workers: Workers = None,
+    device: Device = "cpu",
+    resume: Resume = True,
+    overwrite: Overwrite = False,
+    verify: Verify = True,
+    digest: Digest = True,
+    catalog: Catalog = None,
+    no_catalog: NoCatalog = False,
+    output: As = Output.TEXT,
+) -> None:
     """Every tensor, model and optimizer, under its stored name, in one file or folder."""
     given = _request(locals(), "consolidate")
     _convert(given, locals())
@@ -162,13 +186,30 @@ def consolidate(
 
 @app.command()
 def export(
-    src: Src, dst: Dst, to: To = "", model_prefix: Prefix = None, config: Config = None, include: Include = None,
-    exclude: Exclude = None, rename: Rename = None, dtype: Dtype = None, dtype_for: DtypeFor = None,
-    max_file_size: MaxFile = "5GB", tie: Tie = None, recover: Recover = False, memory: Memory = "1GiB",
-    workers: Workers = None, device: Device = "cpu", resume: Resume = True, overwrite: Overwrite = False,
-    verify: Verify = True, digest: Digest = True, catalog: Catalog = None, no_catalog: NoCatalog = False,
+    src: Src,
+    dst: Dst,
+    to: To = "",
+    model_prefix: Prefix = None,
+    config: Config = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    rename: Rename = None,
+    dtype: Dtype = None,
+    dtype_for: DtypeFor = None,
+    max_file_size: MaxFile = "5GB",
+    tie: Tie = None,
+    recover: Recover = False,
+    memory: Memory = "1GiB",
+    workers: Workers = None,
+    device: Device = "cpu",
+    resume: Resume = True,
+    overwrite: Overwrite = False,
+    verify: Verify = True,
+    digest: Digest = True,
+    catalog: Catalog = None,
+    no_catalog: NoCatalog = False,
     output: As = Output.TEXT,
-) -> None:  # fmt: skip
+) -> None:
     """The model part as a Hugging Face folder: shards, index, config and tokenizer."""
     given = _request(locals(), "export")
     _convert(given, locals())
@@ -176,14 +217,29 @@ def export(
 
 @app.command()
 def plan(
-    src: Src, dst: Dst, to: To = "", verb: Annotated[str, typer.Option("--verb", help="consolidate or export.")] = "consolidate",
-    model_prefix: Prefix = None, config: Config = None, include: Include = None, exclude: Exclude = None,
-    rename: Rename = None, dtype: Dtype = None, dtype_for: DtypeFor = None, max_file_size: MaxFile = "5GB",
-    tie: Tie = None, recover: Recover = False, overwrite: Overwrite = False, resume: Resume = True,
-    memory: Memory = "1GiB", workers: Workers = None,
-    save: Annotated[Path | None, typer.Option("--save", metavar="DIR", help="Keep the plan for `ckptcore apply`.")] = None,
+    src: Src,
+    dst: Dst,
+    to: To = "",
+    verb: Annotated[str, typer.Option("--verb", help="consolidate or export.")] = "consolidate",
+    model_prefix: Prefix = None,
+    config: Config = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    rename: Rename = None,
+    dtype: Dtype = None,
+    dtype_for: DtypeFor = None,
+    max_file_size: MaxFile = "5GB",
+    tie: Tie = None,
+    recover: Recover = False,
+    overwrite: Overwrite = False,
+    resume: Resume = True,
+    memory: Memory = "1GiB",
+    workers: Workers = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="DIR", help="Keep the plan for `ckptcore apply`.")
+    ] = None,
     output: As = Output.TEXT,
-) -> None:  # fmt: skip
+) -> None:
     """What a conversion would do: bytes, files, renames, casts, drops, peak memory. Writes nothing."""
     from ckptcore.compose import compose
     from ckptcore.convert import inspect as read
@@ -219,9 +275,7 @@ def formats(output: As = Output.TEXT) -> None:
 
 def run(argv: list[str]) -> int:
     """Runs the command line; gives the exit code. Errors become words (or JSON) and a code."""
-    as_json = any(a == "--output=json" for a in argv) or any(
-        a == "--output" and b == "json" for a, b in zip(argv, argv[1:], strict=False)
-    )
+    as_json = any(a == "--output=json" for a in argv) or ("--output", "json") in pairwise(argv)
     try:
         done: Any = app(args=argv, prog_name="ckptcore", standalone_mode=False)
         return done if isinstance(done, int) else 0
@@ -250,12 +304,23 @@ def _request(given: dict[str, Any], verb: str) -> Any:
     from ckptcore.request import Request
 
     return Request(
-        given["src"], given["dst"] or given["src"].rstrip("/") + ".consolidated", verb, given["to"],
-        tuple(given["include"] or ()), tuple(given["exclude"] or ()), _pairs(given["rename"], "--rename"),
-        given["dtype"], _pairs(given["dtype_for"], "--dtype-for"), given.get("model_prefix"), given.get("config"),
-        parse_size(given["max_file_size"]), _pairs(given["tie"], "--tie"), given["recover"], given["overwrite"],
+        given["src"],
+        given["dst"] or given["src"].rstrip("/") + ".consolidated",
+        verb,
+        given["to"],
+        tuple(given["include"] or ()),
+        tuple(given["exclude"] or ()),
+        _pairs(given["rename"], "--rename"),
+        given["dtype"],
+        _pairs(given["dtype_for"], "--dtype-for"),
+        given.get("model_prefix"),
+        given.get("config"),
+        parse_size(given["max_file_size"]),
+        _pairs(given["tie"], "--tie"),
+        given["recover"],
+        given["overwrite"],
         given["resume"],
-    )  # fmt: skip
+    )
 
 
 def _settings(given: dict[str, Any]) -> Any:

@@ -150,8 +150,14 @@ def _objects(request: Request, manifest: Manifest, warnings: list[Finding]) -> d
             continue
         gone = sorted(set(_references(blob.tree)) - names)
         if gone:
-            warnings.append(finding("refused-global", "cover", f"object {blob.key} refers to {gone[0]}, which is "
-                                    "left out; the object is left out too", fqn=blob.key))  # fmt: skip
+            warnings.append(
+                finding(
+                    "refused-global",
+                    "cover",
+                    f"object {blob.key} refers to {gone[0]}, which is left out; the object is left out too",
+                    fqn=blob.key,
+                )
+            )
             continue
         found[blob.key] = blob.tree
     return found

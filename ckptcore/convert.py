@@ -11,13 +11,10 @@ run in another process, and a killed run goes on where it stopped.
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ckptcore.check import LEVELS, Report, check
 from ckptcore.compose import Composed, compose
@@ -27,25 +24,26 @@ from ckptcore.errors import (
     Finding,
     Interrupted,
     MalformedCheckpoint,
-    SourceChanged,
 )
 from ckptcore.execute import execute_files, tile_bytes
-from ckptcore.formats import Source, by_name, open_source, read_manifest
+from ckptcore.finishing import REQUEST, Result, finish_staged, published_plan, receipt_of
+from ckptcore.formats import open_source, read_manifest
 from ckptcore.frame import canonical_json
-from ckptcore.manifest import Manifest, TensorSpec
-from ckptcore.plan import FilePlan, Plan, PlannedFile, load_file_plan, load_head, save_plan
+from ckptcore.manifest import Manifest
+from ckptcore.plan import Plan, PlannedFile, load_file_plan, load_head, save_plan
 from ckptcore.receipts import Receipt, read_receipt
 from ckptcore.register import Registration, fail, start, succeed
 from ckptcore.request import Request, Settings
-from ckptcore.staging import PUBLISHING, Staging, publish, refuse_existing
-from ckptcore.store import Store, local_path, open_store
+from ckptcore.staging import Staging, refuse_existing
+from ckptcore.store import open_store
 
+__all__ = [
+    "Prepared", "Progress", "Receipt", "Result", "convert", "execute", "finish", "inspect", "peak_memory",
+    "prepare", "register", "settle", "validate",
+]  # fmt: skip
 Progress = Callable[[str, int, int], None]
-REQUEST = "request.json"
-_BASE_MEMORY = {
-    False: 160 << 20,
-    True: 420 << 20,
-}  # resident before any buffer: without, with torch
+# Resident before any buffer: without, and with torch (casts need it).
+_BASE_MEMORY = {False: 160 << 20, True: 420 << 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +70,6 @@ class Prepared:
     manifest_digest: str
     plan_digest: str
     timings: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A published output.
-
-    destination: where. nbytes: of all files. files: their receipts. tensors: what they hold.
-    manifest_digest: of the output. conversion: id in the catalog, or None. timings: stage ->
-    seconds. bytes_in: source bytes read. warnings: findings that did not stop it.
-    """
-
-    destination: str
-    format: str
-    nbytes: int
-    files: tuple[Receipt, ...]
-    tensors: tuple[TensorSpec, ...]
-    manifest_digest: str
-    plan_digest: str
-    bytes_in: int
-    timings: dict[str, float]
-    plan_uri: str = ""
-    conversion: str | None = None
-    warnings: tuple[Finding, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
-        form = asdict(self)
-        form["files"] = [r.as_dict() for r in self.files]
-        form["tensors"] = len(self.tensors)
-        form["warnings"] = [w.as_dict() for w in self.warnings]
-        return form
 
 
 def inspect(source: str, recover: bool = False) -> Manifest:
@@ -152,7 +119,7 @@ def finish(plan_uri: str, settings: Settings | None = None, progress: Progress |
     """
     staging = Staging.of_plan(plan_uri)
     with staging.lock():
-        return _finish(staging, progress)
+        return finish_staged(staging, progress)
 
 
 def settle(plan_uri: str) -> None:
@@ -180,7 +147,7 @@ def convert(request: Request, settings: Settings | None = None, progress: Progre
             began = time.perf_counter()
             _execute(staging, None, settings, progress)
             wrote = time.perf_counter() - began
-            result = _finish(staging, progress)
+            result = finish_staged(staging, progress)
             timings = {"inspect": inspected, **prepared.timings, "write": wrote}
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
             result = replace(result, timings=timings, warnings=prepared.warnings)
@@ -209,7 +176,7 @@ def register(
 
 def _prepare(request: Request, settings: Settings, manifest: Manifest | None, staging: Staging) -> Prepared:
     tile_bytes(settings)
-    published = _published(staging)
+    published = published_plan(staging)
     if published is None:
         try:
             refuse_existing(request.destination, request.source, overwrite=request.overwrite)
@@ -259,103 +226,21 @@ def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings
              progress: Progress | None) -> tuple[Receipt, ...]:  # fmt: skip
     plan = load_head(staging.plan)
     wanted = [f.index for f in plan.files] if indices is None else list(indices)
-    if _published(staging) == plan.digest:
-        return tuple(_receipt(staging, plan, i) for i in wanted)
+    if published_plan(staging) == plan.digest:
+        return tuple(receipt_of(staging, plan, i) for i in wanted)
     scratch = str(staging.root.local) if staging.root.local is not None else None
     return execute_files(
-        lambda i: _file_plan(staging.plan, i), wanted, plan_digest=plan.digest, source=open_store(plan.source),
-        files=staging.files, receipts=staging.receipts, settings=settings, scratch=scratch,
-        progress=progress, total=plan.bytes_out,
-    )  # fmt: skip
-
-
-def _finish(staging: Staging, progress: Progress | None) -> Result:
-    began = time.perf_counter()
-    plan = load_head(staging.plan)
-    request = Request.from_dict(json.loads(_read(staging.root, REQUEST)))
-    receipts = tuple(_receipt(staging, plan, f.index) for f in plan.files)
-    single = plan.target.single
-    if progress is not None:
-        progress("verify", 0, plan.bytes_out)
-    if _published(staging) == plan.digest and _is_moved(staging, single):
-        written = inspect(staging.destination)
-    else:
-        staging.sweep_parts()
-        written = _read_back(staging, plan, receipts)
-        verified = time.perf_counter()
-        staging.root.put(PUBLISHING, canonical_json({"plan": plan.digest}))
-        commit = [p for p in ("config.json",) if any(p == e for e, _ in plan.extra)]
-        commit += [load_file_plan(staging.plan, f.index).path for f in plan.files if _commits(staging, f)]
-        publish(staging, commit, single=single is not None, overwrite=request.overwrite)
-        began, verified = began, verified
-        timings = {"write": sum(r.seconds for r in receipts), "verify": verified - began,
-                   "publish": time.perf_counter() - verified}  # fmt: skip
-        return _result(staging, plan, receipts, written, timings)
-    return _result(staging, plan, receipts, written, {"verify": time.perf_counter() - began})
-
-
-def _result(staging: Staging, plan: Plan, receipts: tuple[Receipt, ...], written: Manifest,
-            timings: dict[str, float]) -> Result:  # fmt: skip
-    return Result(
-        staging.destination, plan.target.format, plan.bytes_out, receipts, written.tensors, written.digest,
-        plan.digest, plan.bytes_in, timings, staging.plan_uri,
-    )  # fmt: skip
-
-
-def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> Manifest:
-    """The staged output's own manifest, when it is complete and holds what was planned."""
-    for planned, receipt in zip(plan.files, receipts, strict=True):
-        size = staging.files.size(receipt.path)
-        if (receipt.path, receipt.nbytes) != (
-            planned.path,
-            planned.nbytes,
-        ) or size != planned.nbytes:
-            raise MalformedCheckpoint(
-                f"{planned.path} was planned with {planned.nbytes} bytes, the staged file has {size}",
-                hint="run the command again with --no-resume",
-            )
-    name = plan.target.single
-    source = Source(staging.files, name, staging.files.list())
-    reader = by_name(plan.target.format)
-    assert reader.read is not None  # every format that writes reads
-    written = reader.read(source)
-    report = check(written, None, "cover")
-    planned_tensors = sorted(
-        (t.name, t.dtype, t.shape) for f in plan.files for t in load_file_plan(staging.plan, f.index).tensors
+        lambda i: load_file_plan(staging.plan, i),
+        wanted,
+        plan_digest=plan.digest,
+        source=open_store(plan.source),
+        files=staging.files,
+        receipts=staging.receipts,
+        settings=settings,
+        scratch=scratch,
+        progress=progress,
+        total=plan.bytes_out,
     )
-    found = sorted((t.fqn, t.dtype, t.shape) for t in written.tensors)
-    if not report.ok or found != planned_tensors:
-        raise MalformedCheckpoint(
-            f"the output does not read back as planned ({len(found)} of {len(planned_tensors)} tensors): "
-            f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}",
-            hint="nothing was published; this is a defect, please report it",
-        )
-    return written
-
-
-def _commits(staging: Staging, planned: PlannedFile) -> bool:
-    return load_file_plan(staging.plan, planned.index).commit
-
-
-def _receipt(staging: Staging, plan: Plan, index: int) -> Receipt:
-    found = read_receipt(staging.receipts, plan.digest, index)
-    if found is None:
-        raise SourceChanged(
-            f"{plan.files[index].path} has not been written yet",
-            hint="run execute for every file first",
-        )
-    return found
-
-
-def _file_plan(store: Store, index: int) -> FilePlan:
-    return load_file_plan(store, index)
-
-
-def _read(store: Store, name: str) -> bytes:
-    size = store.size(name)
-    if size is None:
-        raise SourceChanged(f"{store.url} lacks {name}", hint="prepare the conversion again")
-    return store.read(name, 0, size)
 
 
 def _saved_digest(staging: Staging) -> str | None:
@@ -365,28 +250,6 @@ def _saved_digest(staging: Staging) -> str | None:
         return load_head(staging.plan).digest
     except MalformedCheckpoint:  # cut off by a crash: planned again
         return None
-
-
-def _published(staging: Staging) -> str | None:
-    """The plan that an earlier run was publishing, or had published, when it stopped."""
-    if staging.root.size(PUBLISHING) is None:
-        return None
-    if not _is_moved(staging, None):
-        return None
-    try:
-        return str(json.loads(_read(staging.root, PUBLISHING))["plan"])
-    except (ValueError, KeyError):
-        return None
-
-
-def _is_moved(staging: Staging, single: str | None) -> bool:
-    """Whether the staged files have left for the destination."""
-    if staging.files.local is None:
-        return False  # copies are repeated: equal bytes over equal bytes
-    there = Path(staging.files.local)
-    target = local_path(staging.destination)
-    assert target is not None
-    return target.exists() and not (there.is_dir() and any(there.iterdir()))
 
 
 def _require_room(staging: Staging, plan: Plan) -> None:

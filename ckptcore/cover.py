@@ -32,8 +32,8 @@ def coverage(manifest: Manifest) -> list[Finding]:
         return []
     rank = chunks.lo.shape[1]
     want = np.ones((len(tensors), rank), np.int64)
-    for i, t in enumerate(tensors):
-        want[i, : len(t.shape)] = t.shape
+    for i, spec in enumerate(tensors):
+        want[i, : len(spec.shape)] = spec.shape
     suspects = np.flatnonzero(~_strips(manifest, want))
     found: list[Finding] = []
     for t in suspects.tolist():
@@ -47,9 +47,7 @@ def coverage(manifest: Manifest) -> list[Finding]:
 def replicas(manifest: Manifest) -> list[tuple[int, int]]:
     """(first, copy) chunk rows of one tensor with equal boxes that lie in different items."""
     chunks = manifest.chunks
-    return [
-        (first, row) for first, row in _equal_boxes(manifest) if chunks.item[row] != chunks.item[first]
-    ]
+    return [(first, row) for first, row in _equal_boxes(manifest) if chunks.item[row] != chunks.item[first]]
 
 
 def repeated(manifest: Manifest) -> list[int]:
@@ -61,12 +59,12 @@ def repeated(manifest: Manifest) -> list[int]:
 def _equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
     """(first, later) rows of one tensor with equal, non-empty boxes; all tensors at once."""
     chunks = manifest.chunks
-    several = np.flatnonzero((np.diff(chunks.first) > 1)[chunks.tensor]) if len(chunks) else []
+    if not len(chunks):
+        return []
+    several = np.flatnonzero((np.diff(chunks.first) > 1)[chunks.tensor])
     if not len(several):
         return []
-    keys = np.concatenate(
-        [chunks.tensor[several, None], chunks.lo[several], chunks.shape[several]], axis=1
-    )
+    keys = np.concatenate([chunks.tensor[several, None], chunks.lo[several], chunks.shape[several]], axis=1)
     order = np.lexsort(keys.T[::-1])  # stable: equal keys stay in stored order
     keys, rows = keys[order], several[order]
     same = np.zeros(len(rows), np.bool_)
@@ -189,14 +187,18 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
     }, key=lambda b: (b.offset, b.shape))  # fmt: skip
     found: list[Finding] = []
     outside = [b for b in boxes if not whole.contains(b)]
-    for b in outside[:_MAX_TOLD]:
-        found.append(finding("out-of-bounds", "cover", f"{spec.fqn}: a chunk holds {_show(b)}, the "
-                             f"tensor is {list(spec.shape)}", fqn=spec.fqn))  # fmt: skip
+    found += [
+        finding("out-of-bounds", "cover", f"{spec.fqn}: a chunk holds {_show(b)}, the tensor is "
+                f"{list(spec.shape)}", fqn=spec.fqn)
+        for b in outside[:_MAX_TOLD]
+    ]  # fmt: skip
     inside = [b for b in boxes if b not in outside and b.numel]
     shared = _overlaps(inside)
-    for a, b in shared[:_MAX_TOLD]:
-        found.append(finding("overlap", "cover", f"{spec.fqn}: chunks {_show(a)} and {_show(b)} both "
-                             "hold the same elements", fqn=spec.fqn))  # fmt: skip
+    found += [
+        finding("overlap", "cover", f"{spec.fqn}: chunks {_show(a)} and {_show(b)} both hold the "
+                "same elements", fqn=spec.fqn)
+        for a, b in shared[:_MAX_TOLD]
+    ]  # fmt: skip
     holes = _holes(whole, inside)
     missing = sum(h.numel for h in holes)
     if missing:

@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class FileWork:
 
     def _index(self) -> list[tuple[int, int]]:
         first = self.plan.reads.first.tolist()
-        return list(zip(first[:-1], first[1:], strict=True))
+        return list(pairwise(first))
 
     def fill(self, job: Job, buffer: Bytes, scratch: Bytes, cast: Bytes) -> None:
         """Puts a job's bytes into ``buffer`` and, where the writer allows, into the file."""
@@ -169,7 +170,7 @@ class FileWork:
         if self._patched:
             with self._lock:
                 pieces = self._slot_crc.setdefault(part.tensor, Pieces(tensor.nbytes))
-            crc = zlib.crc32(target)
+            crc = zlib.crc32(target.data)
             with self._lock:
                 whole = pieces.add(part.offset, part.nbytes, crc)
                 if whole is not None:
@@ -231,10 +232,12 @@ class FileWork:
             mine = _sub(tile, piece, common)
             if not np.array_equal(_bits(mine), _bits(other)):
                 path = self._path(row)
-                message = f"{tensor.name}: its copy in {path} differs within {list(piece.offset)} + {list(piece.shape)}"
-                raise DamagedCheckpoint(message, findings=(
-                    finding("replica-mismatch", "bytes", message, fqn=tensor.name, file=path),
-                ))  # fmt: skip
+                where = f"[{piece.offset}, +{piece.shape})"
+                message = f"{tensor.name}: its copy in {path} differs in {where}"
+                raise DamagedCheckpoint(
+                    message,
+                    findings=(finding("replica-mismatch", "bytes", message, fqn=tensor.name, file=path),),
+                )
 
     def _payload(self, row: int, chunk: Box, part: TensorPart) -> tuple[Payload, bool]:
         with self._lock:

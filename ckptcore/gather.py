@@ -82,7 +82,7 @@ def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], 
         buffer = scratch[:nbytes]
         payload.read_into(first, buffer.data)
         if seen is not None:
-            seen(first, nbytes, zlib.crc32(buffer))
+            seen(first, nbytes, zlib.crc32(buffer.data))
         _assign(tile, buffer, shape, strides, dtype, payload.flags)
         return
     dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])

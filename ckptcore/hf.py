@@ -25,9 +25,21 @@ from ckptcore.request import Request
 from ckptcore.store import open_store, split_url
 
 # What is copied from the config's folder: everything small that is not weights.
-_BESIDE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-           "vocab.*", "merges.txt", "*.model", "chat_template*", "preprocessor_config.json",
-           "processor_config.json", "LICENSE*", "USE_POLICY*")  # fmt: skip
+_BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "LICENSE*",
+    "USE_POLICY*",
+)
 _MAX_BESIDE = 64 << 20
 _TIMEOUT = 600  # seconds; building a model on the meta device takes a few
 
@@ -76,10 +88,11 @@ def read_config(url: str) -> ConfigFolder:
     names = [n for n in listing if any(fnmatchcase(n, p) for p in _BESIDE) and listing[n] <= _MAX_BESIDE]
     content = {name: store.read(name, 0, listing[name]) for name in names}
     try:
-        if not isinstance(json.loads(content["config.json"]), dict):
-            raise ValueError("not an object")
+        parsed = json.loads(content["config.json"])
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--config {url}: config.json is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise UsageError(f"--config {url}: config.json is not a JSON object")
     return ConfigFolder(url, content)
 
 
@@ -90,12 +103,26 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]], tied
     unexpected or of another shape; without transformers, gives a warning instead.
     """
     if importlib.util.find_spec("transformers") is None:
-        return Expected((), (_warning("names and shapes were not checked against the model: "
-                                      "transformers is not installed", "pip install 'ckptcore[hf]'"),))  # fmt: skip
+        return Expected(
+            (),
+            (
+                _warning(
+                    "names and shapes were not checked against the model: transformers is not installed",
+                    "pip install 'ckptcore[hf]'",
+                ),
+            ),
+        )
     answer = _ask(config)
     if "error" in answer:
-        return Expected((), (_warning(f"names and shapes were not checked against the model: {answer['error']}",
-                                      "check them by opening the result with transformers"),))  # fmt: skip
+        return Expected(
+            (),
+            (
+                _warning(
+                    f"names and shapes were not checked against the model: {answer['error']}",
+                    "check them by opening the result with transformers",
+                ),
+            ),
+        )
     wanted = {name: tuple(shape) for name, shape in answer["tensors"].items()}
     ties = tuple((a, b) for a, b in answer["ties"] if b in found or b in wanted)
     absent_ok = {a for a, _ in ties} | set(answer["optional"]) | tied
@@ -107,12 +134,12 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]], tied
     )
     shapes = sorted(n for n in wanted if n in found and found[n] != wanted[n])
     if missing or unexpected or shapes:
+        told = [f"{n} {list(found[n])} (config says {list(wanted[n])})" for n in shapes]
         parts = [
             *([f"missing: {_few(missing)}"] if missing else []),
             *([f"unexpected: {_few(unexpected)}"] if unexpected else []),
-            *([f"other shape: {_few([f'{n} {list(found[n])} (config says {list(wanted[n])})' for n in shapes])}"]
-              if shapes else []),
-        ]  # fmt: skip
+            *([f"other shape: {_few(told)}"] if shapes else []),
+        ]
         raise NameMismatch(
             f"the checkpoint does not fit {answer['class']}: {'; '.join(parts)}",
             missing=missing, unexpected=unexpected, shapes=shapes,
@@ -124,7 +151,7 @@ def model_card(request: Request, mapped: Mapped, manifest: Manifest, *, has_conf
     """A README stub that says where the weights come from."""
     from ckptcore import __version__
 
-    count = sum(t.numel for t in mapped.manifest.tensors)
+    count, tensors = sum(t.numel for t in mapped.manifest.tensors), len(mapped.manifest.tensors)
     opening = [
         "---", "library_name: transformers", "---", "",
     ] if has_config else []  # fmt: skip
@@ -132,7 +159,7 @@ def model_card(request: Request, mapped: Mapped, manifest: Manifest, *, has_conf
         *opening,
         f"# {split_url(request.destination)[1]}",
         "",
-        f"{count:,} parameters in {len(mapped.manifest.tensors)} tensors, exported from a sharded training checkpoint.",
+        f"{count:,} parameters in {tensors} tensors, exported from a sharded training checkpoint.",
         "",
         "## Provenance",
         "",
@@ -153,10 +180,10 @@ def _ask(config: ConfigFolder) -> dict[str, Any]:
     )  # fmt: skip
     try:
         answer: dict[str, Any] = json.loads(run.stdout)
-        return answer
     except ValueError:
         last = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        return {"error": last[0] if last else f"exit status {run.returncode}"}
+        answer = {"error": last[0] if last else f"exit status {run.returncode}"}
+    return answer
 
 
 def _any(patterns: list[re.Pattern[str]], name: str) -> bool:

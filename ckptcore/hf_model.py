@@ -7,6 +7,7 @@ config is run (``trust_remote_code`` stays off) and nothing is fetched.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -22,16 +23,17 @@ def describe(config_json: bytes) -> dict[str, Any]:
     import torch
     import transformers
 
-    transformers.logging.set_verbosity_error()
+    library: Any = transformers  # ships no complete types
+    library.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(config_json)
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
     names = getattr(config, "architectures", None) or []
-    cls = getattr(transformers, names[0], None) if names else None
+    cls = getattr(library, names[0], None) if names else None
     with torch.device("meta"):
         model: Any = (
             cls._from_config(config) if cls is not None
-            else transformers.AutoModelForCausalLM.from_config(config)
+            else library.AutoModelForCausalLM.from_config(config)
         )  # fmt: skip
     tensors = {name: list(t.shape) for name, t in model.state_dict().items()}
     ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or []
@@ -61,11 +63,11 @@ def _ties(model: Any, config: Any, tensors: dict[str, Any]) -> list[tuple[str, s
 def _renamed(config: Any, model: Any) -> list[str]:
     """Patterns of names that transformers converts while loading, on either side."""
     try:
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    except ImportError:
+        library: Any = importlib.import_module("transformers.conversion_mapping")
+    except ImportError:  # before transformers 5
         return []
     found: list[str] = []
-    for rule in get_checkpoint_conversion_mapping(config.model_type) or []:
+    for rule in library.get_checkpoint_conversion_mapping(config.model_type) or []:
         for side in ("source_patterns", "target_patterns"):
             value = getattr(rule, side, None) or []
             found += [value] if isinstance(value, str) else list(value)

@@ -115,7 +115,6 @@ def _optimizer(names: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPart | None:
-    present = set(names)
     wanted: set[str] = set().union(*states.values())
     votes: Counter[str] = Counter()
     for name in names:
@@ -144,8 +143,8 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
         )  # fmt: skip
     root = full[0][0]
     optimizer = ", ".join(sorted(r or "the top level" for r in states))
-    because = f"{best} of the {len(wanted)} parameters that {optimizer} has state for lie under {root or 'the top level'}"
-    assert present
+    place = f"under {root}" if root else "at the top level"
+    because = f"{best} of the {len(wanted)} parameters that {optimizer} has state for lie {place}"
     return ModelPart(root, because, _beside(root, names, set(states)))
 
 

@@ -39,14 +39,24 @@ def manifest(value: Manifest, include: Sequence[str], *, as_json: bool) -> None:
     chunks = (value.chunks.first[1:] - value.chunks.first[:-1]).tolist()
     used = sorted({int(f) for f in value.items.file.tolist()})
     if as_json:
-        _json({
-            "format": value.format, "evidence": value.origin.get("evidence", []), "root": value.root,
-            "digest": value.digest, "num_tensors": value.num_tensors, "bytes": value.nbytes,
-            "dtypes": dict(dtypes), "files": [{"path": value.files[f].path, "size": value.files[f].size} for f in used],
-            "tensors": [{"fqn": t.fqn, "dtype": t.dtype, "shape": list(t.shape), "chunks": chunks[i]} for i, t in tensors],
-            "objects": [{"key": b.key, "refused": list(b.refused)} for b in value.blobs],
-            "origin": {k: v for k, v in value.origin.items() if k not in ("prefix", "evidence")},
-        })  # fmt: skip
+        _json(
+            {
+                "format": value.format,
+                "evidence": value.origin.get("evidence", []),
+                "root": value.root,
+                "digest": value.digest,
+                "num_tensors": value.num_tensors,
+                "bytes": value.nbytes,
+                "dtypes": dict(dtypes),
+                "files": [{"path": value.files[f].path, "size": value.files[f].size} for f in used],
+                "tensors": [
+                    {"fqn": t.fqn, "dtype": t.dtype, "shape": list(t.shape), "chunks": chunks[i]}
+                    for i, t in tensors
+                ],
+                "objects": [{"key": b.key, "refused": list(b.refused)} for b in value.blobs],
+                "origin": {k: v for k, v in value.origin.items() if k not in ("prefix", "evidence")},
+            }
+        )
         return
     out = _console()
     out.print(
@@ -54,8 +64,11 @@ def manifest(value: Manifest, include: Sequence[str], *, as_json: bool) -> None:
         highlight=False,
     )
     kinds = ", ".join(f"{show_size(n)} {d}" for d, n in dtypes.most_common())
-    out.print(f"{value.num_tensors} tensors, {show_size(value.nbytes)} ({kinds}); {len(value.chunks)} chunks in "
-              f"{len(used)} files; {len(value.blobs)} objects", highlight=False)  # fmt: skip
+    out.print(
+        f"{value.num_tensors} tensors, {show_size(value.nbytes)} ({kinds}); {len(value.chunks)} chunks in "
+        f"{len(used)} files; {len(value.blobs)} objects",
+        highlight=False,
+    )
     table = _table("tensor", "dtype", "shape", "chunks")
     for i, t in tensors[:_LIMIT]:
         table.add_row(t.fqn, t.dtype, str(list(t.shape)), str(chunks[i]))
@@ -101,15 +114,24 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
     """The answer of `plan`."""
     p = value.plan
     if as_json:
-        _json({
-            "source": p.source, "format": p.target.format, "manifest_digest": p.manifest_digest, "plan_digest": p.digest,
-            "bytes_in": p.bytes_in, "bytes_out": p.bytes_out, "peak_memory": peak,
-            "files": [{"path": f.path, "bytes": f.nbytes, "tensors": f.tensors} for f in p.files],
-            "renamed": [list(r) for r in p.renamed], "cast": [list(c) for c in p.cast],
-            "dropped": [list(d) for d in p.dropped], "ties": [list(t) for t in p.ties],
-            "model": value.model.because if value.model else None,
-            "warnings": [w.as_dict() for w in value.warnings],
-        })  # fmt: skip
+        _json(
+            {
+                "source": p.source,
+                "format": p.target.format,
+                "manifest_digest": p.manifest_digest,
+                "plan_digest": p.digest,
+                "bytes_in": p.bytes_in,
+                "bytes_out": p.bytes_out,
+                "peak_memory": peak,
+                "files": [{"path": f.path, "bytes": f.nbytes, "tensors": f.tensors} for f in p.files],
+                "renamed": [list(r) for r in p.renamed],
+                "cast": [list(c) for c in p.cast],
+                "dropped": [list(d) for d in p.dropped],
+                "ties": [list(t) for t in p.ties],
+                "model": value.model.because if value.model else None,
+                "warnings": [w.as_dict() for w in value.warnings],
+            }
+        )
         return
     out = _console()
     if value.model:
@@ -152,12 +174,23 @@ def formats(*, as_json: bool) -> None:
     from ckptcore.formats import FORMATS, KNOWN
 
     if as_json:
-        _json({
-            "formats": [{"name": f.name, "title": f.title, "recognised_by": f.recognised_by, "reads": f.abilities.reads,
-                         "writes": f.abilities.writes, "checksums": f.abilities.checksums,
-                         "objects": f.abilities.objects} for f in FORMATS],
-            "refused": [{"name": k.name, "title": k.title, "hint": k.hint} for k in KNOWN],
-        })  # fmt: skip
+        _json(
+            {
+                "formats": [
+                    {
+                        "name": f.name,
+                        "title": f.title,
+                        "recognised_by": f.recognised_by,
+                        "reads": f.abilities.reads,
+                        "writes": f.abilities.writes,
+                        "checksums": f.abilities.checksums,
+                        "objects": f.abilities.objects,
+                    }
+                    for f in FORMATS
+                ],
+                "refused": [{"name": k.name, "title": k.title, "hint": k.hint} for k in KNOWN],
+            }
+        )
         return
     out = _console()
     table = _table("format", "what", "read", "write", "checksums", "recognised by")

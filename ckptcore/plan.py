@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
 from ckptcore import frame
@@ -83,7 +84,7 @@ class FilePlan:
     tensors: tuple[PlannedTensor, ...]
     literals: tuple[Literal, ...]
     reads: Chunks
-    op: Ints
+    op: npt.NDArray[np.int8]
     items: Items
     files: tuple[StoredFile, ...]
 
@@ -122,7 +123,7 @@ class FilePlan:
             tuple(literals),
             Chunks(a["first"], a["lo"], a["shape"], a["item"], a.get("view")), a["op"],
             Items(a["i.file"], a["i.start"], a["i.length"], a["i.envelope"], a["i.codec"],
-                  a["i.crc32"], tuple(h["codecs"]), {k: v for k, v in h["member"]}),
+                  a["i.crc32"], tuple(h["codecs"]), dict(h["member"])),
             tuple(StoredFile(p, s) for p, s in h["files"]),
         )  # fmt: skip
 
@@ -165,10 +166,18 @@ class Plan:
         return form
 
 
-def make_plan(manifest: Manifest, target: Target, writer: Format, *, twins: Manifest | None = None,
-              ties: Sequence[tuple[str, str]] = (), renamed: Sequence[tuple[str, str]] = (),
-              dropped: Sequence[tuple[str, str]] = (),
-              extra: Sequence[tuple[str, str]] = (), source: Manifest | None = None) -> tuple[Plan, tuple[FilePlan, ...]]:  # fmt: skip
+def make_plan(
+    manifest: Manifest,
+    target: Target,
+    writer: Format,
+    *,
+    twins: Manifest | None = None,
+    ties: Sequence[tuple[str, str]] = (),
+    renamed: Sequence[tuple[str, str]] = (),
+    dropped: Sequence[tuple[str, str]] = (),
+    extra: Sequence[tuple[str, str]] = (),
+    source: Manifest | None = None,
+) -> tuple[Plan, tuple[FilePlan, ...]]:
     """The plan that writes every tensor of ``manifest`` as ``target`` wants it.
 
     twins: tensors, one per tie, whose bytes must equal those of the tie's kept tensor.
@@ -222,7 +231,7 @@ def load_head(store: Store) -> Plan:
         form = json.loads(store.read(HEAD, 0, size))
         target = Target(**form.pop("target"))
         rows = tuple(PlannedFile(**row) for row in form.pop("files"))
-        pairs = {
+        pairs: dict[str, Any] = {
             k: tuple(tuple(r) for r in form.pop(k)) for k in ("renamed", "cast", "dropped", "ties", "extra")
         }
         return Plan(target=target, files=rows, **pairs, **form)
@@ -253,7 +262,7 @@ def _file_plan(index: int, layout: FileLayout, manifest: Manifest, wanted: Seque
     )
     chunks = manifest.chunks
     rows: list[Ints] = []
-    ops: list[Ints] = []
+    ops: list[npt.NDArray[np.int8]] = []
     twin_rows: list[Ints] = []
     first = [0]
     for t in layout.tensors:

@@ -10,8 +10,9 @@ import json
 from pathlib import Path
 
 from ckptcore.compose import Composed, compose
-from ckptcore.convert import REQUEST, inspect
+from ckptcore.convert import inspect
 from ckptcore.errors import DestinationExists, MalformedCheckpoint, SourceChanged, UsageError
+from ckptcore.finishing import REQUEST
 from ckptcore.frame import canonical_json
 from ckptcore.plan import load_head, save_plan
 from ckptcore.request import Request

@@ -68,11 +68,12 @@ class _State:
             found = self._verify(payload, name, path)
             if self.values and not found:
                 self._look(payload, row)
-            return found
         except DamagedCheckpoint as error:
             return list(error.findings)
         except CkptError as error:
             return [finding("malformed-item", "bytes", error.message, fqn=name, file=path)]
+        else:
+            return found
         finally:
             payload.close()
 
@@ -163,13 +164,12 @@ class _State:
     def _look(self, payload: Payload, row: int) -> None:
         spec = self.manifest.tensors[int(self.manifest.chunks.tensor[row])]
         dtype = BY_NAME[spec.dtype]
-        if dtype.kind not in "fc" or payload.flags & 4 or payload.strides is not None:
-            if dtype.kind not in "fc":
-                return
+        if dtype.kind not in "fc":
+            return
         import torch
 
         kind = getattr(torch, spec.dtype)
-        # Every byte of the record is looked at; padding behind a view is not part of the tensor.
+        # A permuted chunk is looked at in storage order; padding around a view is not part of it.
         nbytes = int(np.prod(self.manifest.chunks.shape[row])) * dtype.itemsize
         nan = inf = 0
         for at in range(0, nbytes, _BLOCK):

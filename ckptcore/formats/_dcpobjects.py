@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import CkptError, MalformedCheckpoint, SourceUnreadable, UnsafeContent, finding
 from ckptcore.formats._codecs import decode_small
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchzip import ChecksumMismatch, Objects, check_view, read_objects
-from ckptcore.manifest import Blob, Builder, Envelope, Item, TensorSpec, View
+from ckptcore.manifest import Blob, Envelope, Item, TensorSpec, View
 from ckptcore.objects import TensorRef, encode
 from ckptcore.store import Store
 

@@ -75,26 +75,58 @@ def _nested(source: Source) -> tuple[str, ...] | None:
 
 _BACK_HINT = "consolidate it with the tool that wrote it, then run ckptcore on the result"
 KNOWN: tuple[KnownFormat, ...] = (
-    KnownFormat("verl", "a verl checkpoint of per-rank DTensor pickles",
-                _named(r"(^|/)model_world_size_\d+_rank_\d+\.pt$"), _BACK_HINT),
-    KnownFormat("deepspeed", "a DeepSpeed ZeRO checkpoint",
-                _named(r"(^|/)(mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)_(model|optim)_states\.pt$"
-                       r"|(^|/)bf16_zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt$"),
-                "run the zero_to_fp32.py that lies in the checkpoint, then run ckptcore on the result"),
-    KnownFormat("megatron-legacy", "a legacy Megatron-LM checkpoint of mp_rank folders",
-                _named(r"(^|/)mp_rank_\d+(_\d+)*/model_optim_rng\.pt$"),
-                "save it once as torch_dist with Megatron-LM's tools/checkpoint"),
-    KnownFormat("megatron-zarr", "a Megatron-Core zarr checkpoint",
-                _named(r"(^|/)metadata\.json$", r"/\.zarray$"), _BACK_HINT),
-    KnownFormat("megatron-torch-dist", "a Megatron-Core torch_dist checkpoint",
-                _named(r"^metadata\.json$", r"^\.metadata$"),
-                "its model and optimizer need Megatron's own rules, which are not here yet"),
-    KnownFormat("olmo-core-0.1", "an OLMo-core 0.1 checkpoint",
-                _named(r"(^|/)rank_\d+\.safetensors$", r"(^|/)metadata\.json$"), _BACK_HINT),
-    KnownFormat("torch-hf-shards", "what torch's HuggingFaceStorageWriter leaves before consolidation",
-                _dcp_shards, "the shards do not record the tensors' global shapes; consolidate them with torch"),
-    KnownFormat("fsdp-local-shards", "FSDP per-rank pickles (local or sharded state dicts)",
-                _flat_local, "save with a full state dict, or through torch.distributed.checkpoint"),
-    KnownFormat("trainer-folder", "a trainer's folder, not one checkpoint", _nested,
-                "name one of the subfolders"),
-)  # fmt: skip
+    KnownFormat(
+        "verl",
+        "a verl checkpoint of per-rank DTensor pickles",
+        _named(r"(^|/)model_world_size_\d+_rank_\d+\.pt$"),
+        _BACK_HINT,
+    ),
+    KnownFormat(
+        "deepspeed",
+        "a DeepSpeed ZeRO checkpoint",
+        _named(
+            r"(^|/)(mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)_(model|optim)_states\.pt$"
+            r"|(^|/)bf16_zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
+        ),
+        "run the zero_to_fp32.py that lies in the checkpoint, then run ckptcore on the result",
+    ),
+    KnownFormat(
+        "megatron-legacy",
+        "a legacy Megatron-LM checkpoint of mp_rank folders",
+        _named(r"(^|/)mp_rank_\d+(_\d+)*/model_optim_rng\.pt$"),
+        "save it once as torch_dist with Megatron-LM's tools/checkpoint",
+    ),
+    KnownFormat(
+        "megatron-zarr",
+        "a Megatron-Core zarr checkpoint",
+        _named(r"(^|/)metadata\.json$", r"/\.zarray$"),
+        _BACK_HINT,
+    ),
+    KnownFormat(
+        "megatron-torch-dist",
+        "a Megatron-Core torch_dist checkpoint",
+        _named(r"^metadata\.json$", r"^\.metadata$"),
+        "its model and optimizer need Megatron's own rules, which are not here yet",
+    ),
+    KnownFormat(
+        "olmo-core-0.1",
+        "an OLMo-core 0.1 checkpoint",
+        _named(r"(^|/)rank_\d+\.safetensors$", r"(^|/)metadata\.json$"),
+        _BACK_HINT,
+    ),
+    KnownFormat(
+        "torch-hf-shards",
+        "what torch's HuggingFaceStorageWriter leaves before consolidation",
+        _dcp_shards,
+        "the shards do not record the tensors' global shapes; consolidate them with torch",
+    ),
+    KnownFormat(
+        "fsdp-local-shards",
+        "FSDP per-rank pickles (local or sharded state dicts)",
+        _flat_local,
+        "save with a full state dict, or through torch.distributed.checkpoint",
+    ),
+    KnownFormat(
+        "trainer-folder", "a trainer's folder, not one checkpoint", _nested, "name one of the subfolders"
+    ),
+)

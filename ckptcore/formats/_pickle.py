@@ -10,51 +10,19 @@ bounded or not known, keys that would be slow to hash are rejected.
 from __future__ import annotations
 
 import gc
-import re
 import struct
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent
+from ckptcore.formats._picklerecords import Call, Memo, Record, Shortcuts, by_name
 from ckptcore.objects import Named, Refused, TensorRef
 
+__all__ = ["Call", "Record", "loads", "record"]
 _MAX_LONG_BYTES = 64
 _MAX_STACK = 100_000  # nesting of marks, far over any real pickle
 _SCALARS = frozenset({str, int, bytes, float, bool, type(None)})
-
-
-class Call:
-    """A permitted global that may be called: ``build`` makes the value from plain arguments.
-
-    is_size: it is torch.Size and builds the tuple it is given; metadata holds millions of them.
-    fields: for a record class, the names whose values a dict state is kept as, in this order.
-    """
-
-    __slots__ = ("build", "fields", "is_size", "name")
-
-    def __init__(
-        self, name: str, build: Callable[..., Any], *, is_size: bool = False, fields: tuple[str, ...] = ()
-    ) -> None:
-        self.name, self.build, self.is_size, self.fields = name, build, is_size, fields
-
-
-class Record:
-    """An instance of a permitted class, never instantiated: its name, arguments and state.
-
-    state: what was pickled; for a class with declared fields, a tuple of their values.
-    """
-
-    __slots__ = ("args", "fields", "kind", "state")
-
-    def __init__(self, kind: str, args: tuple[Any, ...] = (), fields: tuple[str, ...] = ()) -> None:
-        self.kind, self.args, self.fields, self.state = kind, args, fields, None
-
-    state: Any
-
-    def __repr__(self) -> str:
-        return f"<{self.kind}>"
 
 
 def record(kind: str, *fields: str) -> Call:
@@ -93,151 +61,6 @@ def loads(data: bytes, table: Mapping[str, Any], *, what: str,
             gc.enable()
 
 
-# A class from the memo, and what follows it when it is a `torch.Size` or a record with declared
-# fields. Metadata is a few million of these; matching each as a whole is what makes it quick.
-_REF = rb"(?:h.|j....)"
-_INT = rb"(?:K.|M..|J....)"
-_SIZE = rb"(?:" + _INT + rb"{1,3}[\x85-\x87]|\(" + _INT + rb"+t)\x94\x85\x94R\x94"
-_VALUE = rb"(" + _REF + rb"(?:" + _SIZE + rb")?|" + _INT + rb"|N|\x8a\x05.{5}|\x8a\x06.{6}|\x8c.[ -~]+\x94)"
-_PAIR = rb"(" + _REF + rb")" + _VALUE
-_match_size = re.compile(_SIZE, re.DOTALL).match
-_match_record = re.compile(
-    # EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK, names and values, SETITEMS, BUILD
-    rb"\)\x81\x94}\x94\(" + _PAIR + _PAIR + rb"(?:" + _PAIR + rb")?(?:" + _PAIR + rb")?ub",
-    re.DOTALL,
-).match
-_DIM = re.compile(rb"K(.)|M(..)|J(....)", re.DOTALL)
-
-
-class _Memo:
-    """Numbered values. Temporaries of a shortcut have a number, but nobody may fetch them."""
-
-    __slots__ = ("_far", "rows")
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []  # a list: a dict entry costs ten times as much
-        self._far: dict[int, Any] = {}  # so that a huge explicit number costs nothing
-
-    def put(self, index: int, value: Any) -> None:
-        if index < len(self.rows):
-            self.rows[index] = value
-        elif index == len(self.rows):
-            self.rows.append(value)
-        else:
-            self._far[index] = value
-
-    def get(self, index: int) -> Any:
-        value = self.rows[index] if index < len(self.rows) else self._far[index]
-        if value is _SKIPPED:
-            raise ValueError(f"memo entry {index} is a temporary")
-        return value
-
-
-_SKIPPED = object()
-_AS_IS: tuple[int, ...] = (-2,)  # names come in the declared order; compared by identity
-
-
-class _Shortcuts:
-    """Whole sizes and records at once; what does not match is left to the single opcodes."""
-
-    def __init__(self, data: bytes, memo: _Memo) -> None:
-        self._data, self._memo = data, memo
-        self._known: dict[bytes, Any] = {}  # spelling -> integer, or tuple of a size
-        self._orders: dict[tuple[Any, ...], tuple[int, ...]] = {}
-
-    def size(self, at: int) -> tuple[Any, int]:
-        """(dims, end) of a size behind its class at ``at``; end 0 when it does not match."""
-        found = _match_size(self._data, at)
-        if found is None:
-            return None, 0
-        dims = self._size(found[0])
-        self._memo.rows += (_SKIPPED, _SKIPPED, dims)
-        return dims, found.end()
-
-    def record(self, call: Call, at: int) -> tuple[Record | None, int]:
-        """(record, end) of an instance behind its class at ``at``; end 0 when it does not match."""
-        found = _match_record(self._data, at)
-        if found is None:
-            return None, 0
-        made = Record(call.name, (), call.fields)
-        rows = self._memo.rows
-        rows += (made, _SKIPPED)
-        n0, v0, n1, v1, n2, v2, n3, v3 = found.groups()
-        value = self._value
-        if n2 is None:
-            values: tuple[Any, ...] = (value(v0), value(v1))
-        elif n3 is None:
-            values = (value(v0), value(v1), value(v2))
-        else:
-            values = (value(v0), value(v1), value(v2), value(v3))
-        key = (call.name, n0, n1, n2, n3)
-        order = self._orders.get(key)
-        if order is None:
-            order = self._orders[key] = self._order(call, (n0, n1, n2, n3)[: len(values)])
-        made.state = values if order is _AS_IS else tuple([None if i < 0 else values[i] for i in order])
-        return made, found.end()
-
-    def _order(self, call: Call, names: tuple[bytes, ...]) -> tuple[int, ...]:
-        """For each declared field, which of the named values it is; -1: none."""
-        told = [self._memo.get(n[1] if len(n) == 2 else _long(n, 1)) for n in names]
-        if any(type(n) is not str for n in told):
-            raise ValueError("a record is filled with something else than named values")
-        if tuple(told) == call.fields:
-            return _AS_IS
-        return tuple(told.index(f) if f in told else -1 for f in call.fields)
-
-    def _value(self, raw: bytes) -> Any:
-        seen = self._known.get(raw, _SKIPPED)
-        if seen is not _SKIPPED:
-            if type(seen) is tuple:
-                self._memo.rows += (_SKIPPED, _SKIPPED, seen)
-            return seen
-        kind = raw[0]
-        if kind in (0x68, 0x6A):  # BINGET, LONG_BINGET
-            width = 2 if kind == 0x68 else 5
-            value = self._memo.get(raw[1] if width == 2 else _long(raw, 1))
-            if len(raw) == width:
-                return value
-            if type(value) is not Call or not value.is_size:
-                raise ValueError("something else than a size is called like one")
-            dims = self._known[raw] = self._size(raw[width:])
-            self._memo.rows += (_SKIPPED, _SKIPPED, dims)
-            return dims
-        if kind == 0x4E:  # NONE
-            return None
-        if kind == 0x8C:  # SHORT_BINUNICODE, MEMOIZE
-            if raw[1] != len(raw) - 3:
-                raise ValueError("text of another length than it says")
-            text = sys.intern(raw[2:-1].decode())
-            self._memo.rows.append(text)
-            return text
-        start = 2 if kind == 0x8A else 1
-        number = int.from_bytes(raw[start:], "little", signed=kind in (0x4A, 0x8A))
-        self._known[raw] = number
-        return number
-
-    def _size(self, raw: bytes) -> tuple[int, ...]:
-        dims: tuple[int, ...] | None = self._known.get(raw)
-        if dims is None:
-            end = raw.index(b"\x94\x85\x94R\x94", len(raw) - 5)
-            dims = self._known[raw] = tuple(
-                one[0] if one else int.from_bytes(two or four, "little", signed=bool(four))
-                for one, two, four in _DIM.findall(raw, raw[0] == 0x28, end - 1)
-            )
-        return dims
-
-
-def _long(raw: bytes, at: int) -> int:
-    return int.from_bytes(raw[at : at + 4], "little")
-
-
-def _by_name(fields: tuple[str, ...], names: list[Any], values: list[Any]) -> tuple[Any, ...]:
-    if len(names) != len(values) or any(type(n) is not str for n in names):
-        raise ValueError("a record is filled with something else than named values")
-    state = dict(zip(names, values, strict=True))
-    return tuple(state.get(f) for f in fields)
-
-
 def _run(
     data: bytes,
     table: Mapping[str, Any],
@@ -247,9 +70,9 @@ def _run(
 ) -> Any:
     stack: list[Any] = []
     marks: list[list[Any]] = []
-    memo = _Memo()
+    memo = Memo()
     rows = memo.rows
-    shortcuts = _Shortcuts(data, memo)
+    shortcuts = Shortcuts(data, memo)
     at, size = 0, len(data)
     quick = True  # until explicit memo numbers turn up, which protocol 4 does not use
     append = stack.append
@@ -475,7 +298,7 @@ def _call(function: Any, args: Any, what: str) -> Any:
 def _build(target: Any, state: Any, what: str) -> None:
     if type(target) is Record:
         if target.fields and type(state) is dict:
-            state = _by_name(target.fields, list(state), list(state.values()))
+            state = by_name(target.fields, list(state), list(state.values()))
         target.state = state
     elif type(target) is OrderedDict and (state is None or type(state) is dict):
         return  # torch's state dicts carry `_metadata` here: module versions, not data

@@ -23,6 +23,7 @@ from ckptcore.errors import MalformedCheckpoint, UnsafeContent
 from ckptcore.formats._pickle import loads
 from ckptcore.formats._torchtables import OBJECT_TABLE, TENSOR_TABLE, StoredView
 from ckptcore.manifest import SWAPPED, View, is_row_major, row_major
+from ckptcore.objects import Named
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048
@@ -156,7 +157,7 @@ def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
     name = window.bytes(entry.header + _LOCAL.size, name_length)
     if fields[0] != b"PK\x03\x04" or fields[3] != 0 or name != entry.name.encode():
         raise MalformedCheckpoint(f"{what}: zip header of {entry.name!r} is damaged")
-    start = entry.header + _LOCAL.size + name_length + extra_length
+    start: int = entry.header + _LOCAL.size + name_length + extra_length
     if start + entry.length > window.length:
         raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is cut off")
     return start
@@ -257,16 +258,15 @@ def _storage(pid: Any) -> tuple[str, str, int, int]:
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise ValueError(f"unknown persistent id {pid!r:.80}")
     _, kind, key, _, numel = pid
-    name = getattr(kind, "value", None)
-    if getattr(kind, "kind", "") != "storage" or type(key) is not str or type(numel) is not int:
+    if type(kind) is not Named or kind.kind != "storage" or type(key) is not str or type(numel) is not int:
         raise ValueError(f"unknown persistent id {pid!r:.80}")
     if numel < 0 or numel >= 1 << 50:
         raise ValueError(f"storage {key!r} claims {numel} elements")
-    if name == "UntypedStorage":
+    if kind.value == "UntypedStorage":
         return key, "", numel, numel
-    found = BY_STORAGE.get(name)
+    found = BY_STORAGE.get(kind.value)
     if found is None:
-        raise ValueError(f"unknown storage type {name!r}")
+        raise ValueError(f"unknown storage type {kind.value!r}")
     return key, found.name, numel, numel * found.itemsize
 
 

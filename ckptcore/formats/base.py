@@ -141,4 +141,5 @@ def natural(name: str) -> tuple[Any, ...]:
     ['l.2', 'l.10']
     """
     parts = re.split(r"(\d+)", name)
-    return tuple((int(p), "") if i % 2 else (0, p) for i, p in enumerate(parts)) + ((0, name),)
+    # The name itself comes last: "a01" and "a1" count alike.
+    return (*((int(p), "") if i % 2 else (0, p) for i, p in enumerate(parts)), (0, name))

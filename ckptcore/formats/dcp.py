@@ -10,43 +10,22 @@ safetensors blob at the end of the file; behind an optional stream codec. With
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import CkptError, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
+from ckptcore.formats._dcpmetadata import Metadata, dims, row, state_of
 from ckptcore.formats._dcpobjects import add_blobs
-from ckptcore.formats._pickle import Call, Record, loads, record
-from ckptcore.formats._torchtables import COMMON, DTYPE_GLOBALS, PATHS
+from ckptcore.formats._pickle import Record
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
-from ckptcore.manifest import Builder, Envelope, Item, Manifest, TensorSpec
+from ckptcore.manifest import Envelope, Item, Manifest, TensorSpec
 from ckptcore.objects import Named
 from ckptcore.store import inner_path
 
 _DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
 _RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
-_MAX_METADATA = 4 << 30
-_META = "torch.distributed.checkpoint.metadata"
-_CHUNK, _INDEX = ("offsets", "sizes"), ("fqn", "offset", "index")
-_PLACE = ("relative_path", "offset", "length", "transform_descriptors")
-# Permitted globals by module: class -> the fields that its state is kept as.
-_CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
-    _META: {  # torch >= 2.3
-        "Metadata": (), "TensorStorageMetadata": (), "BytesStorageMetadata": (), "TensorProperties": (),
-        "_MEM_FORMAT_ENCODING": (), "StorageMeta": (), "ChunkStorageMetadata": _CHUNK, "MetadataIndex": _INDEX,
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
-    # What torch 2.1 and 2.2 wrote.
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": (), "MEM_FORMAT_ENCODING": ()},
-    # OLMo-core's own storage layer, same fields (olmo_core/distributed/checkpoint/filesystem.py).
-    "olmo_core.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
-}  # fmt: skip
-TABLE: dict[str, Any] = {
-    **{f"{module}.{name}": record(name, *fields) for module, names in _CLASSES.items() for name, fields in names.items()},
-    **COMMON, **DTYPE_GLOBALS, **PATHS,
-    # Sizes are plain tuples here: metadata holds millions of them.
-    "torch.Size": Call("torch.Size", lambda values=(): tuple(values), is_size=True),
-}  # fmt: skip
 _CODECS = {"stream.zstd": "zstd"}
 
 
@@ -75,7 +54,7 @@ def read(source: Source) -> Manifest:
     """
     builder, origin = Builder(), dict[str, Any]()
     names = _metadata_files(source)
-    parsed = [_Metadata(source, name) for name in names]
+    parsed = [Metadata(source, name) for name in names]
     blobs: dict[str, Item] = {}
     state = _Columns(builder, source.listing)
     for metadata in parsed:
@@ -90,50 +69,6 @@ def read(source: Source) -> Manifest:
     return builder.build("dcp", source.store.url, origin)
 
 
-class _Metadata:
-    """One parsed metadata file."""
-
-    def __init__(self, source: Source, name: str) -> None:
-        size = source.listing[name]
-        if not 0 < size <= _MAX_METADATA:
-            raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
-        data = source.store.read(name, 0, size)
-        self.name, self.bound = name, size
-        top = loads(data, TABLE, what=name)
-        if not isinstance(top, Record) or top.kind != "Metadata" or type(top.state) is not dict:
-            raise MalformedCheckpoint(f"{name} does not hold torch checkpoint metadata", file=name)
-        self.tensors = _mapping(top.state, "state_dict_metadata", name)
-        self.storage = _mapping(top.state, "storage_data", name)
-        self.paths = top.state.get("planner_data")
-        self.version = top.state.get("version")
-        self.storage_meta = top.state.get("storage_meta")
-
-    def origin(self) -> dict[str, Any]:
-        """What the writer told of itself."""
-        told: dict[str, Any] = {}
-        if isinstance(self.version, str):
-            told["metadata_version"] = self.version
-        state = getattr(self.storage_meta, "state", None)
-        if type(state) is dict and isinstance(state.get("save_id"), str):
-            told["save_id"] = state["save_id"]
-        return told
-
-    def places(self) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
-        """(FQN, offset or None, storage fields) of every stored item."""
-        for index, info in self.storage.items():
-            fqn, offset, _ = _row(index, "MetadataIndex", self.name)
-            where = _row(info, "_StorageInfo", self.name)
-            yield fqn, None if offset is None else _dims(offset, self.name), where
-
-    def prefix(self, fqn: str) -> int:
-        """Characters of ``fqn`` that name its container: path ('model', 'a.b') of 'model.a.b' -> 6."""
-        path = self.paths.get(fqn) if type(self.paths) is dict else None
-        if type(path) is not tuple or not path:
-            return -1
-        last = str(path[-1])
-        return len(fqn) - len(last) if fqn.endswith(last) else -1
-
-
 class _Columns:
     """Collects the tensors and chunks of one or several metadata files into one builder."""
 
@@ -145,7 +80,7 @@ class _Columns:
         self._seen_files: dict[str, int] = {}
         self.prefixes: list[int] = []
 
-    def add(self, metadata: _Metadata) -> dict[str, Item]:
+    def add(self, metadata: Metadata) -> dict[str, Item]:
         """Adds one file's tensors; gives its byte items."""
         places: dict[tuple[str, Any], tuple[int, int, int, str]] = {}
         blobs: dict[str, Item] = {}
@@ -167,7 +102,7 @@ class _Columns:
                 else:
                     blobs[fqn] = Item(*place[:3], Envelope.TORCHZIP, place[3])
                 continue
-            state = _state(entry, "TensorStorageMetadata", name)
+            state = state_of(entry, "TensorStorageMetadata", name)
             tensor = self._tensor(fqn, state, metadata)
             chunks = state.get("chunks")
             if type(chunks) is not list:
@@ -177,8 +112,8 @@ class _Columns:
             if count * 8 > metadata.bound:
                 raise MalformedCheckpoint(f"{name} claims more chunks than its size allows", file=name)
             for chunk in chunks:
-                offsets, sizes = _row(chunk, "ChunkStorageMetadata", name)
-                offset, shape = _dims(offsets, name), _dims(sizes, name)
+                offsets, sizes = row(chunk, "ChunkStorageMetadata", name)
+                offset, shape = dims(offsets, name), dims(sizes, name)
                 if len(offset) != len(shape):
                     raise MalformedCheckpoint(f"{name}: a chunk of {fqn} mixes ranks", file=name)
                 self._rows.append((tensor, offset, shape, places.get((fqn, offset))))
@@ -196,9 +131,9 @@ class _Columns:
             self._seen_files[path] = file
         return file, start, length, _codec(transforms, name)
 
-    def _tensor(self, fqn: str, state: dict[str, Any], metadata: _Metadata) -> int:
+    def _tensor(self, fqn: str, state: dict[str, Any], metadata: Metadata) -> int:
         name = metadata.name
-        shape = _dims(state.get("size"), name)
+        shape = dims(state.get("size"), name)
         dtype = _dtype(state.get("properties"), fqn, name)
         seen = self._specs.get(fqn)
         if seen is None:
@@ -311,9 +246,13 @@ def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
         ranks = [int(m[1]) for p in metadata if (m := _RANK_METADATA.match(p))]
         for rank in sorted(set(range(max(ranks))) - set(ranks)):
             builder.findings.append(
-                finding("missing-rank", "files", f"rank {rank} left no __{rank}.metadata, rank {max(ranks)} did",
-                        file=f"__{rank}.metadata")
-            )  # fmt: skip
+                finding(
+                    "missing-rank",
+                    "files",
+                    f"rank {rank} left no __{rank}.metadata, rank {max(ranks)} did",
+                    file=f"__{rank}.metadata",
+                )
+            )
 
 
 def _lost(fqn: str, first: tuple[int, ...], second: tuple[int, ...]) -> Any:
@@ -322,33 +261,6 @@ def _lost(fqn: str, first: tuple[int, ...], second: tuple[int, ...]) -> Any:
         f"{fqn}: the chunks at {list(first)} and {list(second)} share one name in one safetensors "
         "blob, so the writer kept only the last of them", fqn=fqn,
     )  # fmt: skip
-
-
-def _row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
-    """The declared fields of a record of this class."""
-    if type(value) is Record and value.kind == kind and type(value.state) is tuple:
-        state: tuple[Any, ...] = value.state
-        return state
-    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {value!r:.80}", file=name)
-
-
-def _state(value: Any, kind: str, name: str) -> dict[str, Any]:
-    if isinstance(value, Record) and value.kind == kind and type(value.state) is dict:
-        return value.state
-    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {value!r:.80}", file=name)
-
-
-def _mapping(state: dict[str, Any], key: str, name: str) -> dict[Any, Any]:
-    value = state.get(key)
-    if type(value) is not dict:
-        raise MalformedCheckpoint(f"{name} has no {key}", file=name)
-    return value
-
-
-def _dims(value: Any, name: str) -> tuple[int, ...]:
-    if type(value) in (tuple, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 50 for n in value):
-        return tuple(value)
-    raise MalformedCheckpoint(f"{name}: {value!r:.80} is not a size", file=name)
 
 
 def _dtype(properties: Any, fqn: str, name: str) -> str:

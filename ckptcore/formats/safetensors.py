@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME, BY_SAFETENSORS
 from ckptcore.errors import (
     MalformedCheckpoint,
@@ -31,7 +32,7 @@ from ckptcore.formats.base import (
     natural,
 )
 from ckptcore.frame import canonical_json
-from ckptcore.manifest import Blob, Builder, Item, Manifest, TensorSpec, View
+from ckptcore.manifest import Blob, Item, Manifest, TensorSpec, View
 from ckptcore.store import inner_path
 
 INDEX = "model.safetensors.index.json"

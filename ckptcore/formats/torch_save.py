@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ckptcore.builder import Builder
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats import _torchwrite as write
 from ckptcore.formats._torchtables import StoredView
@@ -25,7 +26,7 @@ from ckptcore.formats.base import (
     Source,
     natural,
 )
-from ckptcore.manifest import Blob, Builder, Item, Manifest, TensorSpec, View
+from ckptcore.manifest import Blob, Item, Manifest, TensorSpec, View
 from ckptcore.objects import Refused, TensorRef, decode, encode
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -83,9 +84,8 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
             raise NameMismatch(f"an object and a tensor are both called {name}")
         value = decode(request.objects[name])
         # An object with tensors inside is written leaf by leaf: its tensors have names of their own.
-        for path, leaf in _leaves_below(value, name, TensorRef):
-            if not isinstance(leaf, TensorRef):
-                whole[path] = leaf
+        leaves = _leaves_below(value, name, TensorRef)
+        whole |= {path: leaf for path, leaf in leaves if not isinstance(leaf, TensorRef)}
     pickled.value(whole)
     literals: list[Literal] = []
     slots: list[Slot] = []
@@ -178,7 +178,8 @@ def _holders(tree: Any, tensor: type) -> set[int]:
             return id(value) in holds
         seen.add(id(value))
         inside = value.values() if isinstance(value, dict) else value
-        if any([visit(v, depth + 1) for v in inside]):
+        found = [visit(v, depth + 1) for v in inside]  # every one: `any` would stop at the first
+        if any(found):
             holds.add(id(value))
             return True
         return False

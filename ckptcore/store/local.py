@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ckptcore.errors import (
@@ -291,9 +291,10 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def _libc_call(name: str) -> ctypes._FuncPointer | None:  # type: ignore[name-defined]
+def _libc_call(name: str) -> Callable[..., int] | None:
     try:
-        return getattr(ctypes.CDLL(None, use_errno=True), name)
+        call: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
+        return call  # noqa: TRY300  the pair reads better together
     except (AttributeError, OSError):  # not Linux: writeback then starts at fsync
         return None
 

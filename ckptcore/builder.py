@@ -1,0 +1,141 @@
+"""Building manifests: how does a reader put one together, row by row, without a row costing much?"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ckptcore.errors import Finding
+from ckptcore.manifest import (
+    Blob,
+    Chunks,
+    Envelope,
+    Ints,
+    Item,
+    Items,
+    Manifest,
+    StoredFile,
+    TensorSpec,
+    View,
+    items_table,
+    row_major,
+)
+
+
+class Builder:
+    """Collects tensors, chunks and items row by row, and gives the columnar manifest."""
+
+    def __init__(self) -> None:
+        self.tensors: list[TensorSpec] = []
+        self.blobs: list[Blob] = []
+        self.findings: list[Finding] = []
+        # Flat columns from the start: a row of Python objects each would cost gigabytes at 10^6.
+        self._owner, self._item, self._rank = array("q"), array("q"), array("b")
+        self._dims = array("q")  # offset then shape of each chunk, back to back
+        self._views: dict[int, View] = {}
+        self._items = array("q")  # six fields an item
+        self._member: dict[int, str] = {}
+        self._codecs: list[str] = [""]
+        self._files: dict[str, int] = {}
+        self._sizes: list[int | None] = []
+
+    def file(self, path: str, size: int | None) -> int:
+        """The index of a file, added on first sight."""
+        at = self._files.get(path)
+        if at is None:
+            at = self._files[path] = len(self._sizes)
+            self._sizes.append(size)
+        return at
+
+    def file_names(self) -> list[str]:
+        """Paths of the files added so far, by index."""
+        return list(self._files)
+
+    def file_sizes(self) -> list[int | None]:
+        """Sizes of the files added so far, by index."""
+        return list(self._sizes)
+
+    def item(self, item: Item) -> int:
+        """Adds an item; gives its index."""
+        row = len(self._items) // 6
+        if item.codec not in self._codecs:
+            self._codecs.append(item.codec)
+        if item.member:
+            self._member[row] = item.member
+        crc = -1 if item.crc32 is None else item.crc32
+        codec = self._codecs.index(item.codec)
+        self._items.extend((item.file, item.start, item.length, int(item.envelope), codec, crc))
+        return row
+
+    def plain_item(self, file: int, start: int, length: int, envelope: Envelope) -> int:
+        """Adds an item without codec, checksum and member; the quick way for millions."""
+        self._items.extend((file, start, length, envelope, 0, -1))
+        return len(self._items) // 6 - 1
+
+    def tensor(self, spec: TensorSpec) -> int:
+        """Adds a tensor; gives its index."""
+        self.tensors.append(spec)
+        return len(self.tensors) - 1
+
+    def chunk(
+        self,
+        tensor: int,
+        offset: tuple[int, ...],
+        shape: tuple[int, ...],
+        item: int,
+        view: View | None = None,
+    ) -> None:
+        """Adds a chunk of a tensor added before; item -1: it has no place."""
+        if view is not None:
+            self._views[len(self._owner)] = view
+        self._owner.append(tensor)
+        self._item.append(item)
+        self._rank.append(len(offset))
+        self._dims.extend(offset)
+        self._dims.extend(shape)
+
+    def build(self, format: str, root: str, origin: Mapping[str, Any]) -> Manifest:
+        """The manifest; chunks are grouped by tensor, keeping their order inside one."""
+        rank = max((len(t.shape) for t in self.tensors), default=0)
+        owner = np.frombuffer(self._owner, np.int64) if self._owner else np.zeros(0, np.int64)
+        item = np.frombuffer(self._item, np.int64) if self._item else np.zeros(0, np.int64)
+        lo, shape = self._boxes(rank)
+        view = self._view_columns(rank, shape)
+        order = np.argsort(owner, kind="stable")
+        counts = np.bincount(owner, minlength=len(self.tensors)).astype(np.int64)
+        first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64)
+        chunks = Chunks(first, lo[order], shape[order], item[order], None if view is None else view[order])
+        files = tuple(StoredFile(p, self._sizes[i]) for p, i in self._files.items())
+        return Manifest(
+            format, root, tuple(self.tensors), chunks, self._item_columns(), files,
+            tuple(self.blobs), dict(origin), tuple(self.findings),
+        )  # fmt: skip
+
+    def _boxes(self, rank: int) -> tuple[Ints, Ints]:
+        n = len(self._owner)
+        lo, shape = np.zeros((n, rank), np.int64), np.ones((n, rank), np.int64)
+        ranks = np.frombuffer(self._rank, np.int8).astype(np.int64) if n else np.zeros(0, np.int64)
+        flat = np.frombuffer(self._dims, np.int64) if self._dims else np.zeros(0, np.int64)
+        begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ranks)])[:-1]
+        for r in range(1, int(ranks.max(initial=0)) + 1):
+            rows = np.flatnonzero(ranks == r)
+            both = flat[begin[rows, None] + np.arange(2 * r)]
+            lo[rows, :r], shape[rows, :r] = both[:, :r], both[:, r:]
+        return lo, shape
+
+    def _view_columns(self, rank: int, shape: Ints) -> Ints | None:
+        if not self._views:
+            return None
+        view = np.full((len(self._owner), 2 + rank), -1, np.int64)
+        for row, seen in self._views.items():
+            extent = tuple(shape[row, : self._rank[row]].tolist())
+            strides = seen.strides if seen.strides is not None else row_major(extent)
+            view[row] = (seen.start, seen.flags, *strides, *(0,) * (rank - len(strides)))
+        return view
+
+    def _item_columns(self) -> Items:
+        table = np.frombuffer(self._items, np.int64) if self._items else np.zeros(0, np.int64)
+        return items_table(table, self._codecs, self._member)

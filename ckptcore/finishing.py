@@ -1,0 +1,165 @@
+"""Finishing: is the written output what was planned, and is it in its place?
+
+Every file must have its receipt and size, and the output must read back, through its own reader,
+as the planned names, dtypes and shapes, complete. Only then it is published. What is about to be
+published is written down first (its inode: a rename keeps it), so that a run that was killed in the
+middle knows whether the destination is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckptcore.check import check
+from ckptcore.errors import Finding, MalformedCheckpoint, SourceChanged
+from ckptcore.formats import Source, by_name, open_source, read_manifest
+from ckptcore.frame import canonical_json
+from ckptcore.manifest import Manifest, TensorSpec
+from ckptcore.plan import Plan, load_file_plan, load_head
+from ckptcore.receipts import Receipt, read_receipt
+from ckptcore.request import Request
+from ckptcore.staging import PUBLISHING, Staging, publish
+from ckptcore.store import Store, local_path
+
+Progress = Callable[[str, int, int], None]
+REQUEST = "request.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A published output.
+
+    destination: where. nbytes: of all files. files: their receipts. tensors: what they hold.
+    manifest_digest: of the output. conversion: id in the catalog, or None. timings: stage ->
+    seconds. bytes_in: source bytes read. warnings: findings that did not stop it.
+    """
+
+    destination: str
+    format: str
+    nbytes: int
+    files: tuple[Receipt, ...]
+    tensors: tuple[TensorSpec, ...]
+    manifest_digest: str
+    plan_digest: str
+    bytes_in: int
+    timings: dict[str, float]
+    plan_uri: str = ""
+    conversion: str | None = None
+    warnings: tuple[Finding, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON face."""
+        form = asdict(self)
+        form["files"] = [r.as_dict() for r in self.files]
+        form["tensors"] = len(self.tensors)
+        form["warnings"] = [w.as_dict() for w in self.warnings]
+        return form
+
+
+def finish_staged(staging: Staging, progress: Progress | None) -> Result:
+    """Verifies and publishes a staged output whose files are all written."""
+    began = time.perf_counter()
+    plan = load_head(staging.plan)
+    request = Request.from_dict(json.loads(_read(staging.root, REQUEST)))
+    receipts = tuple(receipt_of(staging, plan, f.index) for f in plan.files)
+    if progress is not None:
+        progress("verify", plan.bytes_out, plan.bytes_out)
+    if published_plan(staging) == plan.digest:
+        written = read_manifest(open_source(staging.destination))
+        verified = time.perf_counter()
+    else:
+        staging.sweep_parts()
+        written, commit = _read_back(staging, plan, receipts)
+        verified = time.perf_counter()
+        single = plan.target.single is not None
+        _note_publishing(staging, plan, single=single)
+        publish(staging, commit, single=single, overwrite=request.overwrite)
+    timings = {
+        "write": sum(r.seconds for r in receipts),
+        "verify": verified - began,
+        "publish": time.perf_counter() - verified,
+    }
+    return Result(
+        staging.destination, plan.target.format, plan.bytes_out, receipts, written.tensors,
+        written.digest, plan.digest, plan.bytes_in, timings, staging.plan_uri,
+    )  # fmt: skip
+
+
+def published_plan(staging: Staging) -> str | None:
+    """The digest of the plan whose output stands at the destination, when an earlier run moved it
+    there and was stopped before it could clean up; else None."""
+    target = local_path(staging.destination)
+    if target is None or staging.root.size(PUBLISHING) is None:
+        return None  # remote copies are simply repeated: equal bytes over equal bytes
+    try:
+        form = json.loads(_read(staging.root, PUBLISHING))
+        return str(form["plan"]) if _identity(str(target)) == form["identity"] else None
+    except (ValueError, KeyError, TypeError):  # cut off by a crash before anything was moved
+        return None
+
+
+def receipt_of(staging: Staging, plan: Plan, index: int) -> Receipt:
+    """The receipt of a file of the plan; raises `SourceChanged` when it is not written yet."""
+    found = read_receipt(staging.receipts, plan.digest, index)
+    if found is None:
+        raise SourceChanged(
+            f"{plan.files[index].path} has not been written yet", hint="run execute for every file first"
+        )
+    return found
+
+
+def _note_publishing(staging: Staging, plan: Plan, *, single: bool) -> None:
+    if staging.files.local is None:
+        return
+    moved = staging.files.local / staging.name if single else staging.files.local
+    form = {"plan": plan.digest, "identity": _identity(str(moved))}
+    staging.root.put(PUBLISHING, canonical_json(form))
+
+
+def _identity(path: str) -> list[int] | None:
+    try:
+        seen = os.lstat(path)
+    except OSError:
+        return None
+    return [seen.st_dev, seen.st_ino]
+
+
+def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tuple[Manifest, tuple[str, ...]]:
+    """The staged output's own manifest, when it holds what was planned; and its commit files."""
+    for planned, receipt in zip(plan.files, receipts, strict=True):
+        size = staging.files.size(receipt.path)
+        told = (receipt.path, receipt.nbytes)
+        if told != (planned.path, planned.nbytes) or size != planned.nbytes:
+            raise MalformedCheckpoint(
+                f"{planned.path} was planned with {planned.nbytes} bytes, the staged file has {size}",
+                hint="run the command again with --no-resume",
+            )
+    source = Source(staging.files, plan.target.single, staging.files.list())
+    reader = by_name(plan.target.format)
+    assert reader.read is not None  # every format that writes reads
+    written = reader.read(source)
+    report = check(written, None, "cover")
+    plans = [load_file_plan(staging.plan, f.index) for f in plan.files]
+    wanted = sorted((t.name, t.dtype, t.shape) for p in plans for t in p.tensors)
+    found = sorted((t.fqn, t.dtype, t.shape) for t in written.tensors)
+    if not report.ok or found != wanted:
+        raise MalformedCheckpoint(
+            f"the output does not read back as planned ({len(found)} of {len(wanted)} tensors): "
+            f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}",
+            hint="nothing was published; this is a defect, please report it",
+        )
+    # config.json makes a folder loadable, too: with the index it comes last.
+    commit = [path for path, _ in plan.extra if path == "config.json"]
+    return written, (*commit, *(p.path for p in plans if p.commit))
+
+
+def _read(store: Store, name: str) -> bytes:
+    size = store.size(name)
+    if size is None:
+        raise SourceChanged(f"{store.url} lacks {name}", hint="prepare the conversion again")
+    return store.read(name, 0, size)

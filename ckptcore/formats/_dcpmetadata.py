@@ -1,0 +1,123 @@
+"""DCP's `.metadata`: what does its pickle say, field by field, and which globals may it name?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckptcore.errors import MalformedCheckpoint
+from ckptcore.formats._pickle import Call, Record, loads, record
+from ckptcore.formats._torchtables import COMMON, DTYPE_GLOBALS, PATHS
+from ckptcore.formats.base import Source
+
+_MAX_METADATA = 4 << 30
+_META = "torch.distributed.checkpoint.metadata"
+_CHUNK, _INDEX = ("offsets", "sizes"), ("fqn", "offset", "index")
+_PLACE = ("relative_path", "offset", "length", "transform_descriptors")
+# Permitted globals by module: class -> the fields that its state is kept as.
+_CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
+    _META: {  # torch >= 2.3
+        "Metadata": (),
+        "TensorStorageMetadata": (),
+        "BytesStorageMetadata": (),
+        "TensorProperties": (),
+        "_MEM_FORMAT_ENCODING": (),
+        "StorageMeta": (),
+        "ChunkStorageMetadata": _CHUNK,
+        "MetadataIndex": _INDEX,
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
+    # What torch 2.1 and 2.2 wrote.
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": (), "MEM_FORMAT_ENCODING": ()},
+    # OLMo-core's own storage layer, same fields (olmo_core/distributed/checkpoint/filesystem.py).
+    "olmo_core.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
+}
+TABLE: dict[str, Any] = {
+    **{
+        f"{module}.{name}": record(name, *fields)
+        for module, names in _CLASSES.items()
+        for name, fields in names.items()
+    },
+    **COMMON,
+    **DTYPE_GLOBALS,
+    **PATHS,
+    # Sizes are plain tuples here: metadata holds millions of them.
+    "torch.Size": Call("torch.Size", lambda values=(): tuple(values), is_size=True),
+}
+
+
+class Metadata:
+    """One parsed metadata file."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        size = source.listing[name]
+        if not 0 < size <= _MAX_METADATA:
+            raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
+        data = source.store.read(name, 0, size)
+        self.name, self.bound = name, size
+        top = loads(data, TABLE, what=name)
+        if not isinstance(top, Record) or top.kind != "Metadata" or type(top.state) is not dict:
+            raise MalformedCheckpoint(f"{name} does not hold torch checkpoint metadata", file=name)
+        self.tensors = _mapping(top.state, "state_dict_metadata", name)
+        self.storage = _mapping(top.state, "storage_data", name)
+        self.paths = top.state.get("planner_data")
+        self.version = top.state.get("version")
+        self.storage_meta = top.state.get("storage_meta")
+
+    def origin(self) -> dict[str, Any]:
+        """What the writer told of itself."""
+        told: dict[str, Any] = {}
+        if isinstance(self.version, str):
+            told["metadata_version"] = self.version
+        state = getattr(self.storage_meta, "state", None)
+        if type(state) is dict and isinstance(state.get("save_id"), str):
+            told["save_id"] = state["save_id"]
+        return told
+
+    def places(self) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
+        """(FQN, offset or None, storage fields) of every stored item."""
+        for index, info in self.storage.items():
+            fqn, offset, _ = row(index, "MetadataIndex", self.name)
+            where = row(info, "_StorageInfo", self.name)
+            yield fqn, None if offset is None else dims(offset, self.name), where
+
+    def prefix(self, fqn: str) -> int:
+        """Characters of ``fqn`` that name its container: path ('model', 'a.b') of 'model.a.b' -> 6."""
+        path = self.paths.get(fqn) if type(self.paths) is dict else None
+        if type(path) is not tuple or not path:
+            return -1
+        last = str(path[-1])
+        return len(fqn) - len(last) if fqn.endswith(last) else -1
+
+
+def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
+    """The declared fields of a record of this class."""
+    if type(value) is Record and value.kind == kind and type(value.state) is tuple:
+        state: tuple[Any, ...] = value.state
+        return state
+    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {value!r:.80}", file=name)
+
+
+def state_of(value: Any, kind: str, name: str) -> dict[str, Any]:
+    """The dict state of a record of this class."""
+    if isinstance(value, Record) and value.kind == kind and type(value.state) is dict:
+        return value.state
+    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {value!r:.80}", file=name)
+
+
+def _mapping(state: dict[str, Any], key: str, name: str) -> dict[Any, Any]:
+    value = state.get(key)
+    if type(value) is not dict:
+        raise MalformedCheckpoint(f"{name} has no {key}", file=name)
+    return value
+
+
+def dims(value: Any, name: str) -> tuple[int, ...]:
+    """A size or offset: non-negative integers, at most 64 of them."""
+    if (
+        type(value) in (tuple, list)
+        and len(value) <= 64
+        and all(type(n) is int and 0 <= n < 1 << 50 for n in value)
+    ):
+        return tuple(value)
+    raise MalformedCheckpoint(f"{name}: {value!r:.80} is not a size", file=name)
