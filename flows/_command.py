@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
-from ckptcore.convert import Result
 from ckptcore.errors import Interrupted
+from ckptcore.finishing import Result
 from ckptcore.sizes import show_size
 from flows._prefect import serve_while_alive
+from tasks.words import count
 
 if TYPE_CHECKING:
     from prefect import Flow, State
@@ -43,8 +44,7 @@ def main(flow: Flow[..., Result | State[Any]], arguments: Sequence[str] | None =
     if not state.is_completed():
         words.print(f"{(state.name or 'failed').lower()}: {state.message}")
         sys.exit(getattr(result, "exit_code", 1))
-    files = f"{len(result.files)} files, {len(result.tensors)} tensors, {show_size(result.nbytes)}"
-    words.print(f"{result.destination}: {files}")
+    words.print(f"{result.destination}: {count(len(result.files), 'file')}, {show_size(result.nbytes)}")
 
 
 def parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:

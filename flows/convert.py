@@ -23,8 +23,9 @@ from prefect.futures import PrefectFuture
 from prefect.states import Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from ckptcore.convert import Prepared, Result
+from ckptcore.convert import Prepared
 from ckptcore.errors import CkptError, Interrupted
+from ckptcore.finishing import Result
 from ckptcore.manifest import Manifest
 from ckptcore.receipts import Receipt
 from ckptcore.register import fail, start

@@ -9,7 +9,7 @@ from typing import Any
 
 from prefect import State, flow
 
-from ckptcore.convert import Result
+from ckptcore.finishing import Result
 from flows._command import main
 from flows._words import run_name
 from flows.convert import RUNNER, convert

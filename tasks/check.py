@@ -10,7 +10,7 @@ from ckptcore.check import Report
 from ckptcore.convert import validate
 from ckptcore.manifest import Manifest
 from tasks.retry import DELAYS, RETRIES, is_transient
-from tasks.words import log
+from tasks.words import count, log
 
 MAX_ROWS = 500  # a browser draws the table; the catalog keeps every finding
 FINE = {"severity": "none", "finding": "-", "what": "nothing is missing, nothing overlaps"}
@@ -40,7 +40,8 @@ def check(manifest: Manifest, level: str = "cover") -> Report:
         for found in report.findings[:MAX_ROWS]
     ]
     outcome = "complete" if report.ok else "damaged"
-    told = f"{outcome} at level {level}: {report.tensors} tensors, {len(report.findings)} findings"
+    findings = count(len(report.findings), "finding")
+    told = f"{outcome} at level {level}: {count(report.tensors, 'tensor')}, {findings}"
     create_table_artifact(
         rows or [FINE], key="checkpoint-validation", description=f"`{manifest.root}` is {told}"
     )

@@ -11,7 +11,7 @@ from ckptcore.manifest import Manifest
 from ckptcore.request import Request, Settings
 from ckptcore.sizes import show_size
 from tasks.retry import DELAYS, RETRIES, is_transient
-from tasks.words import log, table
+from tasks.words import count, log, table
 
 
 @task(
@@ -31,7 +31,7 @@ def plan(request: Request, settings: Settings, manifest: Manifest) -> Prepared:
         ("destination", f"`{request.destination}`"),
         ("model part", prepared.model or "everything is kept"),
         ("read", show_size(prepared.bytes_in)),
-        ("write", f"{show_size(prepared.bytes_out)}, {len(prepared.files)} files"),
+        ("write", f"{show_size(prepared.bytes_out)}, {count(len(prepared.files), 'file')}"),
         ("expected peak memory", show_size(prepared.peak_memory)),
         ("renamed", f"{len(prepared.renamed)} tensors"),
         ("cast", f"{len(prepared.cast)} tensors"),
@@ -44,5 +44,5 @@ def plan(request: Request, settings: Settings, manifest: Manifest) -> Prepared:
         key="conversion-plan",
         description=f"{request.verb} `{request.source}` to `{request.destination}`",
     )
-    log.info("%s to write, %d files", show_size(prepared.bytes_out), len(prepared.files))
+    log.info("%s to write, %s", show_size(prepared.bytes_out), count(len(prepared.files), "file"))
     return prepared

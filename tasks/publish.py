@@ -6,12 +6,13 @@ from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from ckptcore.convert import Result, finish
+from ckptcore.convert import finish
+from ckptcore.finishing import Result
 from ckptcore.request import Settings
 from ckptcore.sizes import show_size
 from ckptcore.store import local_path
 from tasks.retry import DELAYS, RETRIES, is_transient
-from tasks.words import log, table
+from tasks.words import count, log, table
 
 MAX_ROWS = 200  # a browser draws the table; a 405B export has about 190 files
 
@@ -28,10 +29,11 @@ MAX_ROWS = 200  # a browser draws the table; a 405B export has about 190 files
 def publish(plan_uri: str, settings: Settings) -> Result:
     """The result, read back and moved to its name; a link to it and its files are artifacts."""
     result = finish(plan_uri, settings)
-    files = [(f"`{f.path}`", show_size(f.nbytes), f"`{f.digest}`") for f in result.files[:MAX_ROWS]]
-    told = f"{len(result.files)} files, {len(result.tensors)} tensors, {show_size(result.nbytes)}"
+    files = [(f"`{f.path}`", show_size(f.nbytes), f"`{f.digest}`") for f in result.files]
+    told = f"{count(len(result.tensors), 'tensor')}, {count(len(files), 'file')}, {show_size(result.nbytes)}"
     create_markdown_artifact(
-        f"# {result.destination}\n\n{result.format}: {told}\n\n" + table(("file", "size", "BLAKE3"), files),
+        f"# {result.destination}\n\n{result.format}: {told}\n\n"
+        + table(("file", "size", "BLAKE3"), files[:MAX_ROWS]),
         key="conversion-result",
         description=f"`{result.destination}`: {told}",
     )

@@ -9,7 +9,7 @@ from ckptcore.convert import inspect
 from ckptcore.manifest import Manifest
 from ckptcore.sizes import show_size
 from tasks.retry import DELAYS, RETRIES, is_transient
-from tasks.words import log
+from tasks.words import count, log
 
 
 @task(
@@ -24,6 +24,6 @@ from tasks.words import log
 def read(source: str, recover: bool = False) -> Manifest:
     """The manifest of ``source``: metadata only, no tensor byte is read."""
     found = inspect(source, recover)
-    told = f"{found.format}, {found.num_tensors} tensors, {show_size(found.nbytes)}"
+    told = f"{found.format}, {count(found.num_tensors, 'tensor')}, {show_size(found.nbytes)}"
     log.info("%s: %s", source, told)
     return found

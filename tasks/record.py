@@ -5,7 +5,8 @@ from __future__ import annotations
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from ckptcore.convert import Result, register, settle
+from ckptcore.convert import register, settle
+from ckptcore.finishing import Result
 from ckptcore.manifest import Manifest
 from ckptcore.register import Registration
 from ckptcore.request import Settings

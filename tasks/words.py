@@ -9,6 +9,14 @@ from collections.abc import Sequence
 log = logging.getLogger("ckptcore.tasks")
 
 
+def count(number: int, noun: str) -> str:
+    """
+    >>> count(1, "file"), count(2, "file")
+    ('1 file', '2 files')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table.
 
