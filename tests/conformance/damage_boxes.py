@@ -69,14 +69,14 @@ def chunk_grown(meta: Any, place: Place, folder: Folder) -> None:
     set_chunk(meta, place, sizes=size(*(n * 2 for n in sizes)))
 
 
-@TABLE.edit("hole")
+@TABLE.edit("hole", "malformed-metadata")
 def shape_grown(meta: Any, place: Place, folder: Folder) -> None:
     wide(meta, place)
     shape = tuple(spec(meta, place).size)
     spec(meta, place).size = size(shape[0] + 1, *shape[1:])
 
 
-@TABLE.edit("out-of-bounds")
+@TABLE.edit("out-of-bounds", "malformed-metadata")
 def shape_shrunk(meta: Any, place: Place, folder: Folder) -> None:
     wide(meta, place)
     shape = tuple(spec(meta, place).size)

@@ -118,25 +118,25 @@ def file_emptied(folder: Folder) -> None:
     folder.files()[0].write_bytes(b"")
 
 
-@TABLE("truncated-file")
+@TABLE("truncated-file", "malformed-item")
 def file_one_byte_short(folder: Folder) -> None:
     file = folder.files()[0]
     os.truncate(file, file.stat().st_size - 1)
 
 
-@TABLE("truncated-file")
+@TABLE("truncated-file", "malformed-item")
 def file_half(folder: Folder) -> None:
     file = folder.files()[-1]
     os.truncate(file, file.stat().st_size // 2)
 
 
-@TABLE("oversized-file", harmless=True)
+@TABLE("oversized-file", "malformed-item", harmless=True)
 def file_one_byte_long(folder: Folder) -> None:
     file = folder.files()[0]
     file.write_bytes(file.read_bytes() + b"\x00")
 
 
-@TABLE("oversized-file", harmless=True)
+@TABLE("oversized-file", "malformed-item", harmless=True)
 def file_with_a_tail(folder: Folder) -> None:
     file = folder.files()[0]
     file.write_bytes(file.read_bytes() + b"\xff" * 5000)

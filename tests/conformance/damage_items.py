@@ -26,11 +26,11 @@ from damaging import (
     NotApplicable,
     Place,
     Table,
-    change_one,
     flip,
     payload_at,
     rebuild_zip,
     records,
+    rewrite,
 )
 
 TABLE = Table()
@@ -110,7 +110,9 @@ def _edit(name: str, codes: Codes, change: Callable[[bytes, Folder], bytes], *,
         found = folder.tensors("zip") if of == "tensor" else objects
         if not found:
             raise NotApplicable("no objects are stored")
-        change_one(folder, found[0], lambda item: change(item, folder))
+        # Rank-local saves hold one copy of an object per rank: all of them, or the other copy counts.
+        same = {p for p in found if p.key.fqn == found[0].key.fqn} if of == "object" else {found[0]}
+        rewrite(folder, lambda place, item: change(item, folder) if place in same else None)
 
     TABLE.add(Damage(name, make, codes, "plain", harmless=harmless, opaque=of == "object"))
 

@@ -242,11 +242,6 @@ def rewrite(folder: Folder, change: Callable[[Place, bytes], bytes | None]) -> N
         folder.dump(value, meta)
 
 
-def change_one(folder: Folder, target: Place, change: Callable[[bytes], bytes]) -> None:
-    """Replaces one item by a changed one."""
-    rewrite(folder, lambda p, data: change(data) if p == target else None)
-
-
 def payload_at(folder: Folder, place: Place) -> tuple[int, int]:
     """First byte in the file and length of a tensor item's data."""
     item = folder.read(place)

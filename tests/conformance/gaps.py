@@ -93,7 +93,7 @@ UNDETECTABLE: dict[str, tuple[str, str]] = {
         "no data file says which rank or save wrote it: files of equal layout are interchangeable",
     ),
     "file-of-another-step": (
-        "any",
+        "no-replicas",
         "`save_id` stands in .metadata only, so a file of another save of the same model fits",
     ),
     "places-swapped": (
@@ -103,8 +103,8 @@ UNDETECTABLE: dict[str, tuple[str, str]] = {
     "flip-unsummed-payload": ("no-crc", "safetensors items carry no checksum"),
     "zeroed-range": ("no-crc", "safetensors items carry no checksum"),
     "tensor-forgotten-everywhere": (
-        "any",
-        ".metadata alone says which tensors there are, and nothing counts them",
+        "between-others",
+        ".metadata alone says which tensors there are; a gap between items may be an alignment",
     ),
     "flip-metadata": (
         "names-only",
