@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats._codecs import decode_small, decode_to_file
-from ckptcore.formats._torchzip import ChecksumMismatch, read_tensor
+from ckptcore.formats._torchtemplates import read_tensor
+from ckptcore.formats._torchzip import ChecksumMismatch, Window
 from ckptcore.formats.safetensors import parse_header
 from ckptcore.manifest import Envelope, Item, View, is_row_major
 from ckptcore.store import Buffer, Store
@@ -91,22 +92,39 @@ def _resolve(store: Store, path: str, item: Item, dtype: str, shape: tuple[int, 
             raise MalformedCheckpoint(f"{what}: {end} bytes are needed, the item has {length}")
         return Payload(read_into, where, base + seen.start, strides, seen.flags, base, length, item.crc32)
     if item.envelope is Envelope.TORCHZIP:
-        tensor = read_tensor(read, length, what)
+        window = Window(read, length)
+        tensor = read_tensor(window, what)
         if (tensor.dtype, tensor.shape) != (dtype, shape):
             raise _damaged(
                 "item-mismatch", "bytes",
                 f"{what}: the metadata says {dtype} {list(shape)}, the file holds "
                 f"{tensor.dtype} {list(tensor.shape)}", what.split(" in ")[0], path,
             )  # fmt: skip
-        strides = None if is_row_major(shape, tensor.view.strides) else tensor.view.strides
+        whole = window.whole
         return Payload(
-            read_into, where, base + tensor.view.start, strides, tensor.view.flags,
-            base + tensor.record_start, tensor.record_length, tensor.crc32,
-        )  # fmt: skip
+            read_into if whole is None or item.codec else _from_memory(whole, base),
+            where,
+            base + tensor.view.start,
+            tensor.view.strides,
+            tensor.view.flags,
+            base + tensor.record_start,
+            tensor.record_length,
+            tensor.crc32,
+        )
     if item.envelope is Envelope.SAFETENSORS:
         start = base + _member(read, item, length, dtype, shape, what)
         return Payload(read_into, where, start, None, 0, start, nbytes, None)
     raise UnsupportedFormat(f"{what}: items in a {item.envelope.name.lower()} envelope are not read")
+
+
+def _from_memory(whole: bytes, base: int) -> ReadInto:
+    """Serves a small item from the read that resolved it."""
+
+    def read_into(start: int, into: Buffer) -> None:
+        at = start - base
+        into[:] = whole[at : at + len(into)]
+
+    return read_into
 
 
 class _Decoded:

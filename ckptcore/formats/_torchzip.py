@@ -5,7 +5,7 @@ storages), ``<name>/data/<key>`` (one record a storage, 64-byte aligned from the
 ``byteorder``, ``version`` (torch/serialization.py, caffe2/serialize/inline_container.cc). The
 central directory has every record's CRC-32, which torch itself never checks.
 
-`directory` locates the records, `read_tensor` resolves a zip with exactly one tensor, and
+`directory` locates the records, `parse_tensor` resolves a zip with exactly one tensor, and
 `read_objects` gives a zip's whole tree. All read through a `Reader`, touch a few kB, and bound
 every count and offset before use.
 """
@@ -22,7 +22,7 @@ from ckptcore.dtype import BY_NAME, BY_STORAGE
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent
 from ckptcore.formats._pickle import loads
 from ckptcore.formats._torchtables import OBJECT_TABLE, TENSOR_TABLE, StoredView
-from ckptcore.manifest import SWAPPED, View, is_row_major, row_major
+from ckptcore.manifest import SWAPPED, View, is_row_major
 from ckptcore.objects import Named
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
@@ -38,12 +38,14 @@ _NONE32 = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One record: where its payload starts in the zip, its length in bytes, its stored CRC-32."""
+    """One record: first byte of its local header, payload bytes, stored CRC-32, and the first byte
+    of its row in the directory."""
 
     name: str
     header: int
     length: int
     crc32: int
+    row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Window:
             self._tail_at = length - _TAIL
             self._tail = read(self._tail_at, _TAIL)
 
-    def bytes(self, start: int, length: int) -> bytes:
+    def read(self, start: int, length: int) -> bytes:
         if start < 0 or length < 0 or start + length > self.length:
             raise MalformedCheckpoint(
                 f"zip of {self.length} bytes refers to bytes [{start}, {start + length})"
@@ -103,6 +105,15 @@ class Window:
             at = start - self._tail_at
             return self._tail[at : at + length]
         return self._read(start, length)
+
+    def holds(self, start: int, length: int) -> bool:
+        """Whether `bytes` serves this range without another read."""
+        return start + length <= len(self._head) or start >= self._tail_at
+
+    @property
+    def whole(self) -> bytes | None:
+        """All bytes of a small zip, or None."""
+        return self._head if len(self._head) == self.length else None
 
 
 def is_zip(first: bytes) -> bool:
@@ -119,25 +130,25 @@ def directory(window: Window, what: str) -> tuple[dict[str, ZipRecord], bool]:
     if size < _EOCD.size:
         raise MalformedCheckpoint(f"{what}: {size} bytes are no torch zip")
     sig, disk, cd_disk, here, count, cd_size, cd_at, comment = _EOCD.unpack(
-        window.bytes(size - _EOCD.size, _EOCD.size)
+        window.read(size - _EOCD.size, _EOCD.size)
     )
     if sig != b"PK\x05\x06" or comment or disk or cd_disk:
         raise MalformedCheckpoint(f"{what} does not end like a torch zip: it is cut or overwritten")
     end = size - _EOCD.size
     if end >= _LOCATOR.size:
-        sig, _, at64, _ = _LOCATOR.unpack(window.bytes(end - _LOCATOR.size, _LOCATOR.size))
+        sig, _, at64, _ = _LOCATOR.unpack(window.read(end - _LOCATOR.size, _LOCATOR.size))
         if sig == b"PK\x06\x07":
-            sig, _, _, _, _, _, here, count, cd_size, cd_at = _EOCD64.unpack(window.bytes(at64, _EOCD64.size))
+            sig, _, _, _, _, _, here, count, cd_size, cd_at = _EOCD64.unpack(window.read(at64, _EOCD64.size))
             end = at64
             if sig != b"PK\x06\x06":
                 raise MalformedCheckpoint(f"{what}: zip64 directory record is damaged")
     if here != count or cd_at + cd_size > end or count * _CENTRAL.size > cd_size:
         raise MalformedCheckpoint(f"{what}: zip directory claims {count} records in {cd_size} bytes")
-    raw = window.bytes(cd_at, cd_size)
+    raw = window.read(cd_at, cd_size)
     records: dict[str, ZipRecord] = {}
     at, prefix, checked = 0, None, False
     for _ in range(count):
-        entry, at = _central_entry(raw, at, what)
+        entry, at = _central_entry(raw, at, cd_at, what)
         folder, _, name = entry.name.partition("/")
         if prefix is None:
             prefix = folder
@@ -152,9 +163,9 @@ def directory(window: Window, what: str) -> tuple[dict[str, ZipRecord], bool]:
 
 def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
     """First byte of a record's payload; checks that the local header agrees."""
-    fields = _LOCAL.unpack(window.bytes(entry.header, _LOCAL.size))
+    fields = _LOCAL.unpack(window.read(entry.header, _LOCAL.size))
     name_length, extra_length = fields[9], fields[10]
-    name = window.bytes(entry.header + _LOCAL.size, name_length)
+    name = window.read(entry.header + _LOCAL.size, name_length)
     if fields[0] != b"PK\x03\x04" or fields[3] != 0 or name != entry.name.encode():
         raise MalformedCheckpoint(f"{what}: zip header of {entry.name!r} is damaged")
     start: int = entry.header + _LOCAL.size + name_length + extra_length
@@ -167,7 +178,7 @@ def read_record(window: Window, entry: ZipRecord, checked: bool, what: str) -> b
     """A small record's payload, verified against its CRC-32 where there is one."""
     if entry.length > _MAX_PICKLE:
         raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} has {entry.length} bytes")
-    raw = window.bytes(payload_start(window, entry, what), entry.length)
+    raw = window.read(payload_start(window, entry, what), entry.length)
     if checked and zlib.crc32(raw) != entry.crc32:
         raise ChecksumMismatch(
             f"{what}: record {entry.name!r} has CRC-32 {zlib.crc32(raw):08x}, {entry.crc32:08x} is stored",
@@ -179,12 +190,26 @@ def read_record(window: Window, entry: ZipRecord, checked: bool, what: str) -> b
 _parsed: dict[bytes, Any] = {}  # pickle bytes -> the one tensor in it; equal shards pickle equally
 
 
-def read_tensor(read: Reader, length: int, what: str) -> Resolved:
-    """The one tensor that a DCP tensor item holds.
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A resolved tensor and where the parts of its zip that may vary stand.
+
+    payload_row, id_row: first bytes of the directory rows of the storage and of torch's
+    serialization id (0: there is none). id_at, id_length: the id's payload.
+    """
+
+    resolved: Resolved
+    payload_row: int
+    id_row: int
+    id_at: int
+    id_length: int
+
+
+def parse_tensor(window: Window, what: str) -> Parsed:
+    """The one tensor that a torch zip holds.
 
     Raises `MalformedCheckpoint`, `ChecksumMismatch` and `UnsafeContent`.
     """
-    window = Window(read, length)
     records, checked = directory(window, what)
     swapped, pickled = _preamble(window, records, checked, what)
     seen = _parsed.get(pickled)
@@ -199,8 +224,13 @@ def read_tensor(read: Reader, length: int, what: str) -> Resolved:
         raise MalformedCheckpoint(f"{what} has no storage {seen.key!r}")
     start = payload_start(window, entry, what)
     view = check_view(seen, entry.length, start, what, swapped)
-    return Resolved(seen.dtype, seen.shape, view, start, entry.length,
-                    entry.crc32 if checked else None)  # fmt: skip
+    crc = entry.crc32 if checked else None
+    resolved = Resolved(seen.dtype, seen.shape, view, start, entry.length, crc)
+    ident = records.get(".data/serialization_id")
+    if ident is None:
+        return Parsed(resolved, entry.row, 0, 0, 0)
+    read_record(window, ident, checked, what)
+    return Parsed(resolved, entry.row, ident.row, payload_start(window, ident, what), ident.length)
 
 
 def read_objects(read: Reader, length: int, what: str) -> Objects:
@@ -234,7 +264,7 @@ def check_view(seen: StoredView, nbytes: int, start: int, what: str, swapped: bo
         raise MalformedCheckpoint(f"{what}: tensor {seen.shape} reaches outside its storage")
     strides = None if is_row_major(seen.shape, seen.strides) else seen.strides
     flags = seen.flags | (SWAPPED if swapped and itemsize > 1 else 0)
-    return View(start + seen.offset * itemsize, strides or row_major(seen.shape), flags)
+    return View(start + seen.offset * itemsize, strides, flags)
 
 
 def _preamble(window: Window, records: Mapping[str, ZipRecord], checked: bool,
@@ -270,7 +300,7 @@ def _storage(pid: Any) -> tuple[str, str, int, int]:
     return key, found.name, numel, numel * found.itemsize
 
 
-def _central_entry(raw: bytes, at: int, what: str) -> tuple[ZipRecord, int]:
+def _central_entry(raw: bytes, at: int, base: int, what: str) -> tuple[ZipRecord, int]:
     if at + _CENTRAL.size > len(raw):
         raise MalformedCheckpoint(f"{what}: zip directory is cut")
     fields = _CENTRAL.unpack_from(raw, at)
@@ -290,7 +320,7 @@ def _central_entry(raw: bytes, at: int, what: str) -> tuple[ZipRecord, int]:
         plain, packed, header = _zip64(extra, plain, packed, header, what)
     if method or packed != plain:
         raise MalformedCheckpoint(f"{what}: zip record {name!r} is compressed")
-    return ZipRecord(name, header, plain, crc), end
+    return ZipRecord(name, header, plain, crc, base + at), end
 
 
 def _zip64(extra: bytes, plain: int, packed: int, header: int, what: str) -> tuple[int, int, int]:

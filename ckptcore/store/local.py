@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from ckptcore.errors import (
@@ -71,31 +71,37 @@ class LocalStore:
         return seen.st_size if stat.S_ISREG(seen.st_mode) else None
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        with self._descriptor(path) as fd:
-            try:
-                data = os.pread(fd, length, start)
-                while 0 < len(data) < length:
-                    more = os.pread(fd, length - len(data), start + len(data))
-                    if not more:
-                        break
-                    data += more
-            except OSError as error:
-                raise _unreadable(f"{self.url}/{path}", error) from error
+        fd, kept = self._descriptor(path)
+        try:
+            data = os.pread(fd, length, start)
+            while 0 < len(data) < length:
+                more = os.pread(fd, length - len(data), start + len(data))
+                if not more:
+                    break
+                data += more
+        except OSError as error:
+            raise _unreadable(f"{self.url}/{path}", error) from error
+        finally:
+            if not kept:
+                os.close(fd)
         if len(data) != length:
             raise _short(self.url, path, start, length, len(data))
         return data
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         done, length = 0, len(into)
-        with self._descriptor(path) as fd:
-            try:
-                while done < length:
-                    got = os.preadv(fd, [into[done:]], start + done)
-                    if not got:
-                        raise _short(self.url, path, start, length, done)
-                    done += got
-            except OSError as error:
-                raise _unreadable(f"{self.url}/{path}", error) from error
+        fd, kept = self._descriptor(path)
+        try:
+            while done < length:
+                got = os.preadv(fd, [into[done:]], start + done)
+                if not got:
+                    raise _short(self.url, path, start, length, done)
+                done += got
+        except OSError as error:
+            raise _unreadable(f"{self.url}/{path}", error) from error
+        finally:
+            if not kept:
+                os.close(fd)
 
     def writer(self, path: str, nbytes: int) -> Writer:
         return LocalWriter(self._root / path, nbytes)
@@ -147,22 +153,17 @@ class LocalStore:
                 os.close(fd)
             self._open.clear()
 
-    @contextlib.contextmanager
-    def _descriptor(self, path: str) -> Iterator[int]:
+    def _descriptor(self, path: str) -> tuple[int, bool]:
+        """(descriptor, whether it is kept open) of a file; one that is not kept must be closed."""
         fd = self._open.get(path)
         if fd is not None:
-            yield fd
-            return
+            return fd, True
         fd = self._open_inside(path)
         with self._lock:
             kept = path not in self._open and len(self._open) < _MAX_OPEN
             if kept:
                 self._open[path] = fd
-        try:
-            yield fd
-        finally:
-            if not kept:
-                os.close(fd)
+        return fd, kept
 
     def _open_inside(self, path: str) -> int:
         full = os.path.join(self._root, path)
@@ -240,7 +241,8 @@ class LocalWriter:
         if not isinstance(source, LocalStore):
             return False
         done = 0
-        with source._descriptor(path) as fd:  # the two halves of one store
+        fd, kept = source._descriptor(path)  # the two halves of one store
+        try:
             while done < length:
                 try:
                     got = os.copy_file_range(fd, self._fd, length - done, start + done, at + done)
@@ -255,6 +257,9 @@ class LocalWriter:
                         return False
                     raise _short(source.url, path, start, length, done)
                 done += got
+        finally:
+            if not kept:
+                os.close(fd)
         self._start_writeback(at, length)
         return True
 
