@@ -50,7 +50,8 @@ def _filled(template: _Template, window: Window, what: str) -> Resolved:
         crc = zlib.crc32(window.read(template.id_at, template.id_length))
         if crc != int.from_bytes(window.read(template.id_crc_at, 4), "little"):
             raise ChecksumMismatch(f"{what}: the serialization id does not match its CRC-32")
-    return replace(template.resolved, crc32=int.from_bytes(window.read(template.crc_at, 4), "little"))
+    known, crc = template.resolved, int.from_bytes(window.read(template.crc_at, 4), "little")
+    return Resolved(known.dtype, known.shape, known.view, known.record_start, known.record_length, crc)
 
 
 def _remember(parsed: Parsed, window: Window) -> None:

@@ -107,7 +107,7 @@ class Window:
         return self._read(start, length)
 
     def holds(self, start: int, length: int) -> bool:
-        """Whether `bytes` serves this range without another read."""
+        """Whether `read` serves this range without another read."""
         return start + length <= len(self._head) or start >= self._tail_at
 
     @property
