@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,12 @@ def serve_while_alive() -> None:
     if get_current_settings().api.url is not None:
         return
     server = SubprocessASGIServer()
-    server.start()
+    # Ctrl-C reaches the server too, and the run could not tell it any more how it ended.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        server.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert server.server_process is not None
     # The pipe closes when this process ends, however it ends. A session of its own: Ctrl-C is for
     # the flow.

@@ -37,6 +37,7 @@ from flows._prefect import listen
 from flows._words import closed, explain, pairs, run_name
 from tasks.check import check
 from tasks.plan import plan
+from tasks.progress import STOP
 from tasks.publish import publish
 from tasks.read import read
 from tasks.record import record
@@ -185,10 +186,17 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int) -> None:
     told = f"{show_size(total)} in {len(work)} batches"
     progress = cast("UUID", create_progress_artifact(0.0, "conversion-progress", told))
     done = 0
-    for future in a_few_at_a_time(work, width, submit):
-        done += sum(receipt.nbytes for receipt in future.result())
-        told = f"{show_size(done)} of {show_size(total)}"
-        update_progress_artifact(progress, min(100.0, 100.0 * done / max(total, 1)), told)
+    STOP.clear()
+    try:
+        for future in a_few_at_a_time(work, width, submit):
+            done += sum(receipt.nbytes for receipt in future.result())
+            told = f"{show_size(done)} of {show_size(total)}"
+            update_progress_artifact(progress, min(100.0, 100.0 * done / max(total, 1)), told)
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C, or a cancellation: the running batches must not be waited for
+        STOP.set()
+        raise
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Progress: how far is a batch, for somebody who looks at the run?"""
+"""Progress: how far is a batch, for somebody who looks at the run, and must it go on?"""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
+from ckptcore.errors import Interrupted
 from ckptcore.sizes import show_size
 from tasks.words import log
 
+STOP = threading.Event()  # set when the run is to end now: the core asks between any two tiles
 SECONDS = 2.0  # between two updates; a batch that is done sooner needs none
 
 
@@ -31,7 +33,9 @@ class Progress:
         self._next = time.monotonic() + SECONDS
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Bytes done of this batch; ``total`` is that of the whole plan."""
+        """Bytes done of this batch; ``total`` is that of the whole plan. Raises `Interrupted`."""
+        if STOP.is_set():
+            raise Interrupted(f"{self._name} was stopped")
         if time.monotonic() < self._next or not self._one.acquire(blocking=False):
             return
         try:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import observe
 import pytest
 from observe import ONE_FILE_EACH, TENSORS
 
+from ckptcore.catalog import open_catalog
 from ckptcore.convert import convert
-from ckptcore.errors import SourceUnreadable, UsageError
+from ckptcore.errors import Interrupted, SourceUnreadable, UsageError
 from ckptcore.request import Request
 from ckptcore.sizes import parse_size
 from flows._command import parser
@@ -35,6 +37,21 @@ def execute(*arguments):
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*arguments)
+write.execute = execute
+from flows._command import main
+from flows.convert import convert
+main(convert, sys.argv[1:])
+"""
+
+# The flow with a write that takes half a minute, and Ctrl-C in its first second.
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from tasks import write
+def execute(plan_uri, indices, settings, progress):
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    for done in range(300):
+        progress("write", done, 300)
+        time.sleep(0.1)
 write.execute = execute
 from flows._command import main
 from flows.convert import convert
@@ -91,6 +108,20 @@ def test_killed_between_files_and_restarted(
     request = Request(str(source), str(undisturbed), max_file_size=parse_size(ONE_FILE_EACH["max_file_size"]))
     convert(request, catalog_url=False)
     assert observe.contents(target) == observe.contents(undisturbed)
+
+
+def test_ctrl_c_ends_the_running_batches_too(
+    prefect_api: str, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    began = time.monotonic()
+    env = os.environ | {"PREFECT_API_URL": prefect_api}
+    done = run(INTERRUPTED, str(source), str(tmp_path / "out"), "--catalog", catalog, env=env)
+    assert done.returncode == Interrupted.exit_code, done.stderr
+    assert done.stderr.splitlines()[-1] == f"stopped; {Interrupted.default_hint}"
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began < 25
+    (failed,) = open_catalog(catalog).conversions()
+    assert (failed.state, failed.error_code) == ("failed", Interrupted.code)
 
 
 def test_without_any_set_up_a_failure_is_quiet_and_non_zero(tmp_path: Path) -> None:
