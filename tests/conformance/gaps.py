@@ -84,6 +84,7 @@ UNMATCHED: dict[str, str] = {
 STORED_DIFFERS: dict[str, str] = {
     "hf_bugs_*": "torch's consolidation wrote 0-d tensors as 0.0",
     "hf_fp8_block*": "stored quantised; the truth is dequantised",
+    "olmo1_unsharded_safetensors": "names are stored as encoded pickles",
 }
 
 # Damage that no redundancy in the format can show. (damage, what must hold of the source, why)

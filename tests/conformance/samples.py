@@ -225,10 +225,12 @@ def tensors_of(tree: Any) -> Tensors:
 
 @cache
 def expected_tensors(path: Path) -> Tensors:
-    """The tensors of one truth file."""
+    """The tensors of one truth file; ``parameter::moment`` is spelled as optimizers save it."""
     if path.suffix == ".safetensors":
-        return read_safetensors(path)
-    return tensors_of(read_torch(path, trusted=True))
+        found = read_safetensors(path)
+    else:
+        found = tensors_of(read_torch(path, trusted=True))
+    return {f"state.{k.replace('::', '.')}" if "::" in k else k: v for k, v in found.items()}
 
 
 def prefix_of(truth: Tensors, found: Tensors) -> str | None:

@@ -104,17 +104,26 @@ def test_equals_torchs_own_loader(readable: Sample, cli: Cli, tmp_path: Path) ->
         assert sorted(found) == sorted(truth)
         assert not differences(truth, found)
         plain = {k: v for k, v in theirs.items() if isinstance(v, (bool, int, float, str, bytes))}
+        # What lies in an object with refused classes is named, and left out as a whole.
+        named = [w["fqn"] for w in done.json["warnings"] if w["code"] == "refused-global"]
+        plain = {k: v for k, v in plain.items() if not any(f"{k}.".startswith(f"{n}.") for n in named)}
         missing = {k: v for k, v in plain.items() if k not in ours or ours[k] != v}
         assert not missing, "plain values that were not carried over"
 
 
 def load_with_torch(folder: Path, scratch: Path) -> dict[str, Any]:
     """Leaves by dotted path, as torch loads them. It runs pickles: for own files only."""
+    from torch.distributed.checkpoint import CheckpointException
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp_to_torch_save(folder, scratch)
+        try:
+            dcp_to_torch_save(folder, scratch)
+        except CheckpointException as error:
+            if "No module named" in str(error):
+                pytest.skip("no oracle: torch's loader needs a package that is not installed")
+            raise
         return flatten(read_torch(scratch, trusted=True))
 
 
