@@ -191,7 +191,9 @@ def _prepare(request: Request, settings: Settings, manifest: Manifest | None, st
             refuse_existing(request.destination, request.source, overwrite=request.overwrite)
         if not request.resume or _saved_digest(staging) != plan.digest:
             staging.clear()
-            _save(staging, request, composed)
+            _save(staging, composed)
+        # Every time: an equal plan may come with another word on --overwrite.
+        staging.root.put(REQUEST, canonical_json(request.as_dict()))
         staging.sweep_parts()
         _require_room(staging, plan)
     except CkptError:
@@ -215,10 +217,9 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
     return _BASE_MEMORY[bool(plan.cast)] + buffers
 
 
-def _save(staging: Staging, request: Request, composed: Composed) -> None:
+def _save(staging: Staging, composed: Composed) -> None:
     for path, data in composed.extra.items():
         staging.files.put(path, data)
-    staging.root.put(REQUEST, canonical_json(request.as_dict()))
     save_plan(staging.plan, composed.plan, composed.files)
 
 

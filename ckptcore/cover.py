@@ -114,10 +114,9 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
-    hi = lo + shape
-    if (lo < 0).any() or (hi > want).any():
+    kept = (shape > 0).all(axis=1)  # an empty chunk holds nothing, wherever it says it lies
+    if (lo[kept] < 0).any() or (lo[kept] + shape[kept] > want).any():
         return False
-    kept = (shape > 0).all(axis=1)
     both = np.unique(np.concatenate([lo[kept], shape[kept]], axis=1), axis=0)
     lo, shape = both[:, : lo.shape[1]], both[:, lo.shape[1] :]
     # Python integers: a lying header could make int64 volumes wrap around.

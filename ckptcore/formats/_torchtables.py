@@ -92,6 +92,13 @@ def _plain_set(values: Any = ()) -> set[Any]:
     return set(values)
 
 
+def _no_bytes(*args: Any) -> bytes:
+    # How protocol 2 spells b"".
+    if args:
+        raise ValueError("bytes with arguments")
+    return b""
+
+
 def _latin1(text: Any, encoding: Any) -> bytes:
     # How protocol 2 spells bytes: _codecs.encode(text, "latin1").
     if type(text) is not str or encoding != "latin1":
@@ -136,5 +143,7 @@ OBJECT_TABLE: dict[str, Any] = {
     **PATHS,
     "builtins.set": Call("set", _plain_set),
     "__builtin__.set": Call("set", _plain_set),
+    "builtins.bytes": Call("bytes", _no_bytes),
+    "__builtin__.bytes": Call("bytes", _no_bytes),
     "_codecs.encode": Call("_codecs.encode", _latin1),
 }

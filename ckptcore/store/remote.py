@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from ckptcore.errors import (
     CkptError,
@@ -104,8 +104,10 @@ class FsspecStore:
 
     def remove_all(self) -> None:
         def call() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm(self._root, recursive=True)
+            # One by one: `rm` would read a name with brackets as a pattern.
+            for name in self._fs.find(self._root):
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(name)
 
         _retrying(self.url, call)
 
@@ -163,7 +165,7 @@ class FsspecWriter:
 def _retrying(what: str, call: Any) -> Any:
     policy = Retrying(
         stop=stop_after_attempt(4),
-        wait=wait_exponential_jitter(initial=0.2, max=5),
+        wait=wait_random_exponential(multiplier=0.2, max=5),
         retry=retry_if_exception_type(StorageTrouble),
         reraise=True,
     )

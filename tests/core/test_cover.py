@@ -1,0 +1,101 @@
+"""Coverage: does the check agree with counting every element, whatever the boxes?"""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptcore.builder import Builder
+from ckptcore.cover import coverage, repeated, replicas
+from ckptcore.manifest import Envelope, Manifest, TensorSpec
+
+Piece = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def manifest_of(tensors: list[tuple[tuple[int, ...], list[Piece]]]) -> Manifest:
+    """Each chunk in an item of its own."""
+    builder = Builder()
+    file = builder.file("data", 1 << 30)
+    for n, (shape, pieces) in enumerate(tensors):
+        tensor = builder.tensor(TensorSpec(f"t{n}", "uint8", shape))
+        for offset, extent in pieces:
+            builder.chunk(tensor, offset, extent, builder.plain_item(file, 0, 1, Envelope.RAW))
+    return builder.build("test", "nowhere", {})
+
+
+def tiled_exactly(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
+    """The truth: every element counted, equal boxes once."""
+    count = np.zeros(shape, np.int64)
+    for offset, extent in set(pieces):
+        if 0 in extent:
+            continue
+        if any(o + n > d for o, n, d in zip(offset, extent, shape, strict=True)):
+            return False
+        count[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))] += 1
+    return bool((count == 1).all())
+
+
+@st.composite
+def partition(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
+    """A shape cut into boxes by random planes, not always through the whole tensor."""
+    rank = draw(st.integers(0, 3))
+    shape = tuple(draw(st.integers(0, 6)) for _ in range(rank))
+    boxes: list[Piece] = [((0,) * rank, shape)]
+    for _ in range(draw(st.integers(0, 6)) if rank else 0):
+        at = draw(st.integers(0, len(boxes) - 1))
+        offset, extent = boxes.pop(at)
+        dim = draw(st.integers(0, rank - 1))
+        cut = draw(st.integers(0, extent[dim]))
+        boxes.append((offset, (*extent[:dim], cut, *extent[dim + 1 :])))
+        moved = (*offset[:dim], offset[dim] + cut, *offset[dim + 1 :])
+        boxes.append((moved, (*extent[:dim], extent[dim] - cut, *extent[dim + 1 :])))
+    return shape, draw(st.permutations(boxes))
+
+
+@given(st.lists(partition(), min_size=1, max_size=4))
+def test_partitions_are_whole(tensors: list[tuple[tuple[int, ...], list[Piece]]]) -> None:
+    assert coverage(manifest_of(tensors)) == []
+
+
+@settings(max_examples=300)
+@given(partition(), st.data())
+def test_every_change_is_seen_as_counting_sees_it(
+    whole: tuple[tuple[int, ...], list[Piece]], data: st.DataObject
+) -> None:
+    shape, pieces = whole
+    at = data.draw(st.integers(0, len(pieces) - 1))
+    kind = data.draw(st.sampled_from(["drop", "copy", "move", "grow"]))
+    offset, extent = pieces[at]
+    if kind == "drop":
+        pieces = pieces[:at] + pieces[at + 1 :]
+    elif kind == "copy":
+        pieces = [*pieces, pieces[at]]
+    elif shape:
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        step = tuple(int(d == dim) for d in range(len(shape)))
+        moved = tuple(o + s for o, s in zip(offset, step, strict=True))
+        grown = tuple(n + s for n, s in zip(extent, step, strict=True))
+        pieces = [*pieces[:at], (moved, extent) if kind == "move" else (offset, grown), *pieces[at + 1 :]]
+    found = coverage(manifest_of([(shape, pieces)]))
+    assert (found == []) == tiled_exactly(shape, pieces)
+    assert all(f.fqn == "t0" and f.severity == "error" for f in found)
+
+
+def test_replicas_and_repeats_are_told_apart() -> None:
+    builder = Builder()
+    file = builder.file("data", 100)
+    tensor = builder.tensor(TensorSpec("t", "uint8", (4,)))
+    first, second = (builder.plain_item(file, n, 4, Envelope.RAW) for n in (0, 4))
+    for item in (first, second, first):
+        builder.chunk(tensor, (0,), (4,), item)
+    manifest = builder.build("test", "nowhere", {})
+    assert replicas(manifest) == [(0, 1)]
+    assert repeated(manifest) == [2]
+
+
+def test_a_hole_is_told_with_its_place() -> None:
+    (found,) = coverage(manifest_of([((8, 4), [((0, 0), (3, 4)), ((5, 0), (3, 4))])]))
+    assert found.code == "hole"
+    assert "8 of 32 elements" in found.message
+    assert "[3:5, 0:4]" in found.message

@@ -1,0 +1,63 @@
+"""Gathering: is any box of any layout right, with any buffer, and every byte accounted for?"""
+
+from __future__ import annotations
+
+import zlib
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptcore.box import Box
+from ckptcore.crc import Pieces, combine
+from ckptcore.gather import gather
+from ckptcore.resolve import Payload
+
+
+def payload_of(raw: bytes, start: int, strides: tuple[int, ...] | None) -> Payload:
+    def read_into(at: int, into: memoryview) -> None:
+        into[:] = raw[at : at + len(into)]
+
+    return Payload(read_into, None, start, strides, 0, start, len(raw) - start, None)
+
+
+@settings(max_examples=400, deadline=None)  # torch is imported by the first transpose
+@given(st.data())
+def test_any_box_of_any_permutation(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
+    order = data.draw(st.permutations(range(len(shape))))
+    padding = data.draw(st.integers(0, 5))
+    values = np.arange(int(np.prod(shape)), dtype=np.uint16).reshape(shape)
+    stored = np.ascontiguousarray(values.transpose(order))
+    strides = [0] * len(shape)
+    for place, dim in enumerate(order):
+        strides[dim] = stored.strides[place] // 2
+    raw = b"x" * padding + stored.tobytes()
+    row_major = list(order) == sorted(order)
+    payload = payload_of(raw, padding, None if row_major else tuple(strides))
+    offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    extent = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
+    tile = np.zeros(extent, np.uint16)
+    scratch = np.empty(data.draw(st.sampled_from([2, 4, 16, 64, 4096])), np.uint8)
+    ranges: list[tuple[int, int, int]] = []
+    gather(
+        payload, Box.whole(shape), Box(offset, extent), "bfloat16", tile, scratch, lambda *r: ranges.append(r)
+    )
+    assert (tile == values[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]).all()
+    assert all(zlib.crc32(raw[at : at + n]) == crc for at, n, crc in ranges)
+
+
+@given(st.binary(max_size=64), st.binary(max_size=64))
+def test_crc_of_two_parts(a: bytes, b: bytes) -> None:
+    assert combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_crc_of_pieces_in_any_order(whole: bytes, data: st.DataObject) -> None:
+    cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=6))})
+    parts = data.draw(st.permutations(list(pairwise(cuts))))
+    pieces = Pieces(len(whole))
+    told = [pieces.add(a, b - a, zlib.crc32(whole[a:b])) for a, b in parts]
+    assert told[:-1] == [None] * (len(told) - 1)
+    assert told[-1] == zlib.crc32(whole)
