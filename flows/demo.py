@@ -46,21 +46,22 @@ def main(
         step(1, "Train a small Llama: FSDP2, 4 gloo processes, AdamW, bf16")
         checkpoint = trained(job)
         source, target = str(checkpoint), dst or str(HOME / "tiny-llama-hf")
-        options = ["--config", str(job / "config"), "--overwrite"]
+        options = ["--config", str(job / "config")]
     else:
         step(1, f"A checkpoint of your own: {src}")
         run("ckptcore", "inspect", src)
         source, target = src, dst or str(HOME / f"{src.rstrip('/').split('/')[-1]}-hf")
         options = ["--config", config] if config else []
-        options += [] if dst else ["--overwrite"]
+    options += [] if dst else ["--overwrite"]  # what the demo made itself may go; nothing else
 
     step(2, "Convert: read, check, plan, write, publish, register")
     run("flows.export", source, target, *options)
 
-    step(3, "Open the result")
     if src:
-        say.print(f"[dim]transformers.AutoModelForCausalLM.from_pretrained({target!r})[/]")
+        step(3, "Check the result, byte by byte")
+        run("ckptcore", "validate", target, "--level", "bytes")
     else:
+        step(3, "Open the result with transformers")
         compare(target, job / "reference.pt")
 
     step(4, "What the catalog remembers")
