@@ -43,14 +43,14 @@ from flows.convert import convert
 main(convert, sys.argv[1:])
 """
 
-# The flow with a write that takes half a minute, and Ctrl-C in its first second.
+# The flow with a write that takes two minutes, and Ctrl-C in its first second.
 INTERRUPTED = """
 import os, signal, sys, threading, time
 from tasks import write
 def execute(plan_uri, indices, settings, progress):
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    for done in range(300):
-        progress("write", done, 300)
+    for done in range(1200):
+        progress("write", done, 1200)
         time.sleep(0.1)
 write.execute = execute
 from flows._command import main
@@ -119,7 +119,7 @@ def test_ctrl_c_ends_the_running_batches_too(
     assert done.returncode == Interrupted.exit_code, done.stderr
     assert done.stderr.splitlines()[-1] == f"stopped; {Interrupted.default_hint}"
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 60
     (failed,) = open_catalog(catalog).conversions()
     assert (failed.state, failed.error_code) == ("failed", Interrupted.code)
 
