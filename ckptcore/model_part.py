@@ -133,6 +133,9 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
     ]  # fmt: skip
     best = max((c for _, c in roots), default=0)
     full = [(r, c) for r, c in roots if c == best]
+    # "model." and "model._orig_mod." are one place: what lies between them is only wrappers.
+    shorter = [r for r, _ in full]
+    full = [(r, c) for r, c in full if not any(_wraps(s, r) for s in shorter)]
     if not full or best * 2 < len(wanted):
         return None
     if len(full) > 1:
@@ -146,6 +149,10 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
     place = f"under {root}" if root else "at the top level"
     because = f"{best} of the {len(wanted)} parameters that {optimizer} has state for lie {place}"
     return ModelPart(root, because, _beside(root, names, set(states)))
+
+
+def _wraps(shorter: str, longer: str) -> bool:
+    return longer != shorter and longer.startswith(shorter) and not strip_wrappers(longer[len(shorter) :])
 
 
 def _beside(root: str, names: Sequence[str], optimizers: set[str]) -> tuple[str, ...]:

@@ -88,7 +88,9 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
     from ckptcore.catalog import open_catalog
 
     verified = report.level if report.ok else None
-    open_catalog(catalog_url).record_validation(facts(manifest, uri, verified=verified), report.findings)
+    open_catalog(catalog_url).record_validation(
+        facts(manifest, uri, verified=verified), report.findings, level=report.level
+    )
 
 
 def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = None, *,

@@ -1,0 +1,96 @@
+"""Where is the model? Every nesting that trainers use is found with its evidence; doubt is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ckptcore.builder import Builder
+from ckptcore.errors import AmbiguousModel
+from ckptcore.manifest import Manifest, TensorSpec
+from ckptcore.model_part import find_model
+
+WEIGHTS = ("embed.weight", "layers.0.w", "layers.0.b", "norm.weight")
+
+
+def manifest_of(paths: Sequence[tuple[str, ...]], *, recorded: bool = True) -> Manifest:
+    """Tensors at these paths; recorded: the writer kept the paths (DCP's planner data)."""
+    builder = Builder()
+    for path in paths:
+        builder.tensor(TensorSpec(".".join(path), "float32", ()))
+    prefix = [len(".".join(p)) - len(p[-1]) for p in paths] if recorded else []
+    return builder.build("test", "nowhere", {"prefix": prefix})
+
+
+def under(*container: str) -> list[tuple[str, ...]]:
+    return [(*container, name) for name in WEIGHTS]
+
+
+def adam(*container: str) -> list[tuple[str, ...]]:
+    """State as `get_state_dict` nests it."""
+    return [(*container, "state", w, key) for w in WEIGHTS for key in ("exp_avg", "exp_avg_sq", "step")]
+
+
+def flat_adam(*container: str) -> list[tuple[str, ...]]:
+    """State as torchtitan flattens it: one name, no nesting below the optimizer."""
+    return [(*container, f"state.{w}.{key}") for w in WEIGHTS for key in ("exp_avg", "exp_avg_sq", "step")]
+
+
+CASES = {
+    "model beside optim": (under("model") + adam("optim"), "model."),
+    "app.model": (under("app", "model") + adam("app", "optim"), "app.model."),
+    "state_dict, several optimizers": (
+        under("state_dict") + adam("optimizer_0") + adam("optimizer_1"),
+        "state_dict.",
+    ),
+    "top level, as torchtitan": (under() + flat_adam("optimizer") + [("train_state", "step")], ""),
+    "top level, nothing else": (under(), ""),
+    "model alone": (under("model"), "model."),
+    "model beside ema, told by the optimizer": (under("model") + under("ema") + adam("optim"), None),
+    "a module called actor": (under("actor") + adam("actor_optim"), "actor."),
+    "buffers beside parameters": ([*under("model"), ("model", "rope.freqs"), *adam("optim")], "model."),
+    "wrapped names": ([("model", f"_orig_mod.{w}") for w in WEIGHTS] + adam("optim"), "model."),
+}
+
+
+@pytest.mark.parametrize("name", [n for n, (_, root) in CASES.items() if root is not None])
+@pytest.mark.parametrize("recorded", [True, False], ids=["paths", "names"])
+def test_found(name: str, recorded: bool) -> None:
+    paths, root = CASES[name]
+    if name == "model alone" and not recorded:
+        pytest.skip("without paths, 'model.' may be part of the model's own names")
+    assert find_model(manifest_of(paths, recorded=recorded)).prefix == root
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        under("model") + under("ema") + adam("optim"),
+        under("policy") + under("critic"),
+        adam("optim"),
+    ],
+    ids=["two places fit the optimizer", "two parts and no optimizer", "an optimizer alone"],
+)
+def test_doubt_is_an_error_that_lists_the_candidates(paths: list[tuple[str, ...]]) -> None:
+    with pytest.raises(AmbiguousModel) as caught:
+        find_model(manifest_of(paths))
+    assert "--model-prefix" in caught.value.hint
+    for container in {p[0] for p in paths} - {"optim"}:
+        assert container in caught.value.message
+
+
+def test_the_user_decides() -> None:
+    manifest = manifest_of(under("model") + under("ema") + adam("optim"))
+    assert find_model(manifest, "ema").prefix == "ema."
+    assert find_model(manifest, "ema.").prefix == "ema."
+    with pytest.raises(AmbiguousModel) as caught:
+        find_model(manifest, "teacher")
+    assert "ema, model, optim" in caught.value.hint
+
+
+def test_the_trainers_own_entries_stay_out_at_the_top_level() -> None:
+    paths = under() + flat_adam("optimizer") + [("train_state", "step"), ("dataloader", "rank_0")]
+    part = find_model(manifest_of(paths))
+    kept = [".".join(p) for p in paths if part.foreign(".".join(p)) is None]
+    assert kept == list(WEIGHTS)
