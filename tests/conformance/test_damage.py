@@ -11,6 +11,7 @@ touch data to all of them; the whole grid is a soak.
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -22,9 +23,9 @@ import damage
 import gaps
 import pytest
 from damage_files import swappable
-from damaging import Damage, Folder, NotApplicable, layout
+from damaging import Damage, Folder, NotApplicable, flip, layout
 from driver import GIB, Cli, Outcome
-from samples import SAMPLES, Sample, differences, flatten, read_torch, tensors_of, tree_digest
+from samples import FIXTURES, SAMPLES, Sample, differences, flatten, read_torch, tensors_of, tree_digest
 
 from ckptcore.errors import FINDINGS, error_classes
 
@@ -259,6 +260,49 @@ def plain(tree: dict[str, Any]) -> dict[str, str]:
 
     leaves = flatten(tree, descend_tuples=False)
     return {k: repr(v) for k, v in leaves.items() if not isinstance(v, torch.Tensor)}
+
+
+@pytest.mark.parametrize("name", sorted(CORE))
+@pytest.mark.parametrize("flips", [12, pytest.param(1500, marks=pytest.mark.soak)])
+def test_flipped_anywhere(
+    name: str, flips: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """One random bit of one random file, again and again, half of them in the metadata."""
+    folder = FIXTURES / "torch" / name / "ckpt"
+    good = tmp_path / "good.pt"
+    assert cli("consolidate", folder, good, "--to", "torch_save").code == 0
+    truth = Truth(good.read_bytes(), good)
+    given = request.config.getoption("--seed")
+    seed = given if given is not None else random.SystemRandom().randrange(1 << 30)
+    rng = random.Random(seed)
+    print(f"--seed {seed}")
+    data = [f for f in sorted(folder.iterdir()) if f.suffix == ".distcp" and f.stat().st_size]
+    metas = [f for f in sorted(folder.iterdir()) if f.suffix != ".distcp"]
+    for number in range(flips):
+        file = rng.choice(metas if number % 2 else data)
+        at, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
+        source = tmp_path / "ckpt"
+        shutil.rmtree(source, ignore_errors=True)
+        shutil.copytree(folder, source)
+        flip(source / file.name, at, bit)
+        about = f"--seed {seed}: bit {bit} of byte {at} of {name}/{file.name}"
+        checked = cli("validate", source, "--level", "bytes", "--output", "json", **LIMITS)
+        dst = tmp_path / "out" / "model.pt"
+        done = cli("consolidate", source, dst, "--workers", "1", "--output", "json", **LIMITS)
+        for outcome in (checked, done):
+            well_behaved(outcome)
+        if done.code:
+            assert checked.code, f"{about}: refused, yet validated\n{done}\n{checked}"
+            assert not dst.exists(), about
+            continue
+        wrong = wrong_with(dst, truth)
+        if wrong and file in metas:
+            wrong = other_values(dst, truth)  # as UNDETECTABLE says: a name is only a name
+        dst.unlink()
+        if wrong and file in data and "safetensors" in damage.facts(folder):
+            assert "no-checksum" in codes_of(checked), about
+            continue
+        assert not wrong, f"{about}: silent: {wrong[:3]}\n{done}\n{checked}"
 
 
 def test_table_is_whole() -> None:
