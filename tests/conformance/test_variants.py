@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from damaging import Folder, Place, rebuild_zip, records, rewrite, with_payload
-from samples import FIXTURES, differences, expected_tensors, read_safetensors
+from samples import FIXTURES, differences, expected_tensors, read_safetensors, value
 
 if TYPE_CHECKING:
     from driver import Cli
@@ -298,6 +298,36 @@ def test_rank_local_metadata_of_two_saves(cli: Cli, tmp_path: Path) -> None:
     assert checked.code == 1, checked
     said = " ".join(f["message"] + str(f["file"]) for f in checked.json["findings"])
     assert "rank 1" in said or "__1" in said
+
+
+class Hook:
+    """A class of the job's own, that no reader can know."""
+
+
+@pytest.mark.parametrize("shape", ["beside", "around"])
+def test_tensors_beside_an_unknown_class(shape: str, cli: Cli, tmp_path: Path) -> None:
+    """The class is refused by name; tensors that lie beside it, in plain containers, are not lost."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    weight = torch.arange(6.0).reshape(2, 3)
+    hook = Hook()
+    if shape == "around":
+        hook.weight = weight  # type: ignore[attr-defined]
+    state = {"extra": {"w": weight, "hook": hook, "lr": 0.5}, "t": torch.ones(3)}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", planner=planner, no_dist=True)
+    checked = cli("validate", tmp_path / "ckpt", "--level", "bytes", "--output", "json")
+    assert checked.code == 0, checked
+    said = [f for f in checked.json["findings"] if f["code"] == "refused-global"]
+    assert len(said) == 1
+    assert "Hook" in said[0]["message"]
+    done = cli("consolidate", tmp_path / "ckpt", tmp_path / "out")
+    assert done.code == 0, done
+    found = read_safetensors(tmp_path / "out")
+    assert found["extra.w"] == value(weight)
+    assert found["t"] == value(torch.ones(3))
 
 
 def test_a_version_of_the_future(cli: Cli, tmp_path: Path) -> None:
