@@ -169,8 +169,7 @@ def register(
     if registration is None:
         return result
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    derived = inspect(result.destination)
-    succeed(registration, manifest, derived, result, peak, verified=settings.verify)
+    succeed(registration, manifest, result.written, result, peak, verified=settings.verify)
     return replace(result, conversion=registration.id)
 
 

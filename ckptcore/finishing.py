@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.check import check
@@ -36,7 +36,8 @@ class Result:
 
     destination: where. nbytes: of all files. files: their receipts. tensors: what they hold.
     manifest_digest: of the output. conversion: id in the catalog, or None. timings: stage ->
-    seconds. bytes_in: source bytes read. warnings: findings that did not stop it.
+    seconds. bytes_in: source bytes read. written: the output's own manifest, as it was read back.
+    warnings: findings that did not stop it.
     """
 
     destination: str
@@ -48,13 +49,16 @@ class Result:
     plan_digest: str
     bytes_in: int
     timings: dict[str, float]
+    written: Manifest
     plan_uri: str = ""
     conversion: str | None = None
     warnings: tuple[Finding, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
-        form = asdict(self)
+        plain = ("destination", "format", "nbytes", "manifest_digest", "plan_digest", "bytes_in", "timings",
+                 "conversion")  # fmt: skip
+        form: dict[str, Any] = {name: getattr(self, name) for name in plain}
         form["files"] = [r.as_dict() for r in self.files]
         form["tensors"] = len(self.tensors)
         form["warnings"] = [w.as_dict() for w in self.warnings]
@@ -86,7 +90,7 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
     }
     return Result(
         staging.destination, plan.target.format, plan.bytes_out, receipts, written.tensors,
-        written.digest, plan.digest, plan.bytes_in, timings, staging.plan_uri,
+        written.digest, plan.digest, plan.bytes_in, timings, written, staging.plan_uri,
     )  # fmt: skip
 
 

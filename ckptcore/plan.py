@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -88,8 +89,9 @@ class FilePlan:
     items: Items
     files: tuple[StoredFile, ...]
 
-    def dump(self) -> bytes:
-        """The frame of this file's plan."""
+    @cached_property
+    def dumped(self) -> bytes:
+        """The frame of this file's plan: what is saved, and what the plan's digest covers."""
         r, i = self.reads, self.items
         head = {
             "index": self.index, "path": self.path, "nbytes": self.nbytes, "commit": self.commit,
@@ -204,7 +206,7 @@ def make_plan(
     )
     whole = blake3()
     for p in plans:
-        whole.update(blake3(p.dump()).digest())
+        whole.update(blake3(p.dumped).digest())
     origin = (source or manifest).digest
     whole.update(frame.canonical_json([origin, target.format, target.single, list(map(list, extra))]))
     plan = Plan(
@@ -218,7 +220,7 @@ def make_plan(
 def save_plan(store: Store, plan: Plan, files: Sequence[FilePlan]) -> None:
     """Writes a plan as a folder; the head comes last, so that a folder with a head is whole."""
     for p in files:
-        store.put(file_name(p.index), p.dump())
+        store.put(file_name(p.index), p.dumped)
     store.put(HEAD, frame.canonical_json(plan.head()))
 
 

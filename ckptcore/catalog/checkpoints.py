@@ -176,7 +176,7 @@ def _put_tensors(
 ) -> None:
     rows = [
         {"checkpoint_id": checkpoint, "fqn": clean(fqn), "dtype": dtype,
-         "shape": json.dumps([int(n) for n in shape]), "nbytes": nbytes}
+         "shape": str([int(n) for n in shape]), "nbytes": nbytes}
         for fqn, dtype, shape, nbytes in tensors
     ]  # fmt: skip
     if rows:
