@@ -22,7 +22,7 @@ from ckptcore.casting import cast_into
 from ckptcore.crc import Pieces
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, finding
-from ckptcore.gather import Seen, gather, tile_view
+from ckptcore.gather import Seen, gather, sub_tile, tile_view
 from ckptcore.manifest import view_of
 from ckptcore.plan import COMPARE, FilePlan
 from ckptcore.receipts import Receipt
@@ -182,10 +182,10 @@ class FileWork:
             if self.plan.op[row] == COMPARE:
                 compared.append((row, chunk, common))
             else:
-                self._read(row, part, chunk, common, _sub(tile, common, part.box), scratch)
+                self._read(row, part, chunk, common, sub_tile(tile, common, part.box), scratch)
         if self._settings.verify:
             for row, chunk, common in compared:
-                self._compare(row, part, chunk, common, _sub(tile, common, part.box), scratch)
+                self._compare(row, part, chunk, common, sub_tile(tile, common, part.box), scratch)
 
     def _overlaps(self, part: TensorPart) -> Iterator[tuple[int, Box, Box]]:
         """(read, its box, what it shares with the part) of every read that shares something."""
@@ -229,7 +229,7 @@ class FileWork:
         for piece in common.tiles(half // BY_NAME[tensor.source_dtype].itemsize):
             other = tile_view(scratch[:half], piece.shape, tensor.source_dtype)
             self._read(row, part, chunk, piece, other, scratch[half:])
-            mine = _sub(tile, piece, common)
+            mine = sub_tile(tile, piece, common)
             if not np.array_equal(_bits(mine), _bits(other)):
                 path = self._path(row)
                 where = f"[{piece.offset}, +{piece.shape})"
@@ -325,14 +325,6 @@ class FileWork:
         if not self.plan.tensors[slot].nbytes:
             return 0
         return self._slot_done[slot]
-
-
-def _sub(tile: npt.NDArray[Any], box: Box, of: Box) -> npt.NDArray[Any]:
-    """The part of a tile over ``of`` that is ``box``."""
-    if box == of:
-        return tile
-    inside = box.within(of)
-    return tile[tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))]
 
 
 def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

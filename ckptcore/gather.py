@@ -35,6 +35,14 @@ def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[
     return buffer[: count * np.dtype(unit).itemsize].view(unit).reshape(shape)
 
 
+def sub_tile(tile: npt.NDArray[Any], box: Box, of: Box) -> npt.NDArray[Any]:
+    """The part of a tile over ``of`` that is ``box``."""
+    if box == of:  # also every rank 0 tile, which `[()]` would turn into a copy
+        return tile
+    inside = box.within(of)
+    return tile[tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))]
+
+
 def gather(payload: Payload, chunk: Box, want: Box, dtype: str, tile: npt.NDArray[Any], scratch: Bytes,
            seen: Seen | None) -> None:  # fmt: skip
     """Copies the elements ``want`` of a chunk into ``tile``, a view of exactly that shape.

@@ -12,10 +12,11 @@ from ckptcore.cover import coverage
 from ckptcore.crc import Pieces
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, NameMismatch, finding
-from ckptcore.gather import Seen, gather
+from ckptcore.gather import Seen, gather, sub_tile, tile_view
 from ckptcore.manifest import Chunk, Manifest
 from ckptcore.remap import select
 from ckptcore.resolve import Payload, resolve
+from ckptcore.sharding import local_box
 from ckptcore.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def load_into(
     holes = coverage(part)
     if holes:
         raise DamagedCheckpoint(holes[0].message, findings=tuple(holes))
-    plans = [(n, *_local(t)) for n, t in wanted.items() if n not in missing]
+    plans = [(n, *local_box(t)) for n, t in wanted.items() if n not in missing]
     for name, _, shape, _ in plans:  # every shape is compared before the first byte moves
         spec = manifest.tensors[manifest.index[prefix + name]]
         if spec.shape != shape:
@@ -87,29 +88,6 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _tensors(v, f"{path}.{k}" if path else str(k))
 
 
-def _local(tensor: Any) -> tuple[Any, tuple[int, ...], Box]:
-    """(the memory to fill, the global shape, the box this rank holds) of a tensor or DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), tuple(tensor.shape), Box.whole(tuple(tensor.shape))
-    # torch's own rule for uneven and strided shards; what its checkpoint planner asks, too.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.to_local().detach()
-    if tuple(local.shape) != tuple(shape):
-        raise NameMismatch(
-            f"a DTensor of {tuple(tensor.shape)} holds {tuple(local.shape)}, {tuple(shape)} expected"
-        )
-    empty = 0 in shape
-    return (
-        local,
-        tuple(tensor.shape),
-        Box((0,) * len(shape) if empty else tuple(offset), tuple(shape)),
-    )
-
-
 class _Filler:
     """Fills boxes from one store with one scratch buffer."""
 
@@ -134,9 +112,7 @@ class _Filler:
                 continue
             seen_boxes.add(chunk.box)
             held += common.numel
-            inside = common.within(want)
-            part = tile[tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))]
-            self._gather(chunk, common, spec.fqn, spec.dtype, part)
+            self._gather(chunk, common, spec.fqn, spec.dtype, sub_tile(tile, common, want))
         if held != want.numel:
             message = f"{spec.fqn}: {want.numel - held} of {want.numel} elements are in no file"
             raise DamagedCheckpoint(message, findings=(finding("hole", "cover", message, fqn=spec.fqn),))
@@ -175,8 +151,6 @@ class _Filler:
 def _integers(tensor: Any, dtype: str) -> Any:
     """A numpy view of a contiguous CPU tensor's memory, as integers of the element's width."""
     import torch
-
-    from ckptcore.gather import tile_view
 
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), np.uint8)

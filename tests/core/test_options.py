@@ -1,0 +1,95 @@
+"""Options: the command line is a contract. A new option is added here, on purpose."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptcore.errors import error_classes
+
+WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --include --max-file-size --memory
+    --no-catalog --no-digest --no-resume --no-verify --output --overwrite --recover --rename --resume --tie
+    --to --verify --workers"""
+OPTIONS = {
+    "inspect": "--include --output --recover",
+    "validate": "--catalog --level --no-catalog --output --recover --workers",
+    "consolidate": WRITE,
+    "export": WRITE + " --config --model-prefix",
+    "plan": """--config --dtype --dtype-for --exclude --include --max-file-size --memory --model-prefix
+        --no-resume --output --overwrite --recover --rename --resume --save --tie --to --verb --workers""",
+    "apply": """--catalog --device --digest --memory --no-catalog --no-digest --no-verify --output --verify
+        --workers""",
+    "formats": "--output",
+}
+
+
+def test_options_are_those_written_here() -> None:
+    import typer.main
+
+    from ckptcore.cli import app
+
+    commands = typer.main.get_command(app).commands
+    found = {
+        name: {o for p in command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")}
+        - {"--help"}
+        for name, command in commands.items()
+        if name != "catalog"
+    }
+    assert found == {name: set(text.split()) for name, text in OPTIONS.items()}
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ckptcore", *argv], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["inspect"], 2),
+        (["bogus"], 2),
+        (["inspect", "SRC", "--bogus"], 2),
+        (["consolidate", "SRC", "DST", "--memory", "much"], 2),
+        (["consolidate", "SRC", "DST", "--memory", "1KiB"], 2),
+        (["export", "SRC", "DST", "--rename", "nothing"], 2),
+        (["inspect", "/nowhere/at/all"], 8),
+        (["inspect", "nosuchscheme://x/y"], 2),
+    ],
+)
+def test_wrong_use_is_words_and_a_code(argv: list[str], code: int) -> None:
+    done = run(*argv)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    as_json = run(*argv, "--output", "json")
+    assert as_json.returncode == code
+    told = json.loads(as_json.stdout)["error"]
+    assert told["exit_code"] == code
+    assert told["message"]
+
+
+def test_exit_codes_are_distinct_but_for_damage() -> None:
+    codes = [c.exit_code for c in error_classes() if c.exit_code != 1]
+    assert len(codes) == len(set(codes))
+
+
+def test_a_saved_plan_is_carried_out_only_on_the_same_source(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+    from torch import arange
+
+    source, plan, out = tmp_path / "a.safetensors", tmp_path / "plan", tmp_path / "out"
+    save_file({"w": arange(4)}, source)
+    assert run("plan", str(source), str(out), "--save", str(plan)).returncode == 0
+    assert not out.exists()
+    save_file({"w": arange(5)}, source)
+    refused = run("apply", str(plan), "--no-catalog")
+    assert refused.returncode == 11
+    assert "source-changed" in refused.stderr
+    save_file({"w": arange(4)}, source)
+    assert run("apply", str(plan), "--no-catalog").returncode == 0
+    assert (out / "model.safetensors").exists()
