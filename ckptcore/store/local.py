@@ -11,6 +11,7 @@ import ctypes
 import errno
 import itertools
 import os
+import resource
 import shutil
 import stat
 import threading
@@ -27,7 +28,6 @@ from ckptcore.errors import (
 )
 from ckptcore.store import Buffer, Store, Writer
 
-_MAX_OPEN = 512  # well under the usual soft limit of 1024 descriptors
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SERIAL = itertools.count()
 _TMPFS_MAGIC = 0x01021994
@@ -44,6 +44,8 @@ class LocalStore:
         self._real = os.path.realpath(root)
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
+        # Half of what the process may have: a checkpoint of 1024 ranks has 1024 files.
+        self._max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
     def list(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -160,7 +162,7 @@ class LocalStore:
             return fd, True
         fd = self._open_inside(path)
         with self._lock:
-            kept = path not in self._open and len(self._open) < _MAX_OPEN
+            kept = path not in self._open and len(self._open) < self._max_open
             if kept:
                 self._open[path] = fd
         return fd, kept
