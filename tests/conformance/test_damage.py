@@ -177,10 +177,13 @@ def equal_layout(copy: Folder) -> bool:
 
 
 def between_others(copy: Folder) -> bool:
-    """Whether the biggest tensor lies last in no file, so that no file's end gives it away."""
+    """Whether the biggest tensor is not all there is, and ends no file that holds others too."""
     gone = copy.tensors()[0].key.fqn
-    last = {p.file: p.key.fqn for p in copy.places()}
-    return gone not in last.values()
+    by_file: dict[Path, list[str]] = {}
+    for place in copy.places():
+        by_file.setdefault(place.file, []).append(place.key.fqn)
+    shared = [names for names in by_file.values() if set(names) != {gone}]
+    return bool(shared) and all(names[-1] != gone for names in shared)
 
 
 CONDITIONS: dict[str, Callable[[Folder], bool]] = {
