@@ -96,10 +96,13 @@ def _files(manifest: Manifest) -> Iterable[Finding]:
         np.maximum.at(need, items.file, items.start + items.length)
     used = np.zeros(len(manifest.files), np.bool_)
     used[items.file] = True
-    # In a safetensors blob inside a DCP file the item length is made from the size itself, and a
-    # raw item (safetensors, torch_save) has its own exact layout check in its reader.
-    exact = np.ones(len(manifest.files), np.bool_)
-    exact[items.file[items.envelope != int(Envelope.TORCHZIP)]] = False
+    # Torch zips fill their file exactly. A DCP file with a safetensors blob ends where the blob
+    # says, and such a blob is there even when it is empty; files of raw items alone (safetensors,
+    # torch_save) have an exact check in their reader.
+    exact = np.zeros(len(manifest.files), np.bool_)
+    exact[items.file[items.envelope == int(Envelope.TORCHZIP)]] = True
+    if bool((items.envelope == int(Envelope.SAFETENSORS)).any()):
+        exact[:] = False
     for i, file in enumerate(manifest.files):
         if not used[i]:
             continue
@@ -118,10 +121,16 @@ def _files(manifest: Manifest) -> Iterable[Finding]:
                           f"places data only up to {need[i]}", file=file.path)  # fmt: skip
 
 
+def _something(manifest: Manifest) -> Iterable[Finding]:
+    """There is something in the checkpoint."""
+    if not manifest.tensors and not manifest.blobs:
+        yield finding("no-tensors", "cover", "the metadata names no tensor and no object")
+
+
 def _lengths(manifest: Manifest) -> Iterable[Finding]:
     """No item is shorter than its chunk's bytes."""
     chunks, items = manifest.chunks, manifest.items
-    if not len(chunks):
+    if not len(chunks) or not len(items):
         return
     width = np.array([BY_NAME[t.dtype].itemsize for t in manifest.tensors], np.float64)
     nbytes = width[chunks.tensor] * np.prod(chunks.shape.astype(np.float64), axis=1)
@@ -179,6 +188,7 @@ def _rank(path: str) -> str:
 # level, rule; a rule sees the whole manifest and yields findings.
 RULES: tuple[tuple[str, Callable[[Manifest], Iterable[Finding]]], ...] = (
     ("files", _files),
+    ("cover", _something),
     ("cover", coverage),
     ("cover", _lengths),
     ("cover", _item_overlaps),

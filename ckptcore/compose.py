@@ -146,7 +146,7 @@ def _objects(request: Request, manifest: Manifest, warnings: list[Finding]) -> d
     names = {t.fqn for t in manifest.tensors if not matches(t.fqn, request.exclude)}
     found: dict[str, Any] = {}
     for blob in kept:
-        if blob.tree is None:
+        if not blob.known:
             continue
         gone = sorted(set(_references(blob.tree)) - names)
         if gone:

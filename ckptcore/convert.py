@@ -145,12 +145,12 @@ def convert(request: Request, settings: Settings | None = None, progress: Progre
         with staging.lock():
             prepared = _prepare(request, settings, manifest, staging)
             began = time.perf_counter()
-            _execute(staging, None, settings, progress)
+            receipts = _execute(staging, None, settings, progress)
             wrote = time.perf_counter() - began
             result = finish_staged(staging, progress)
             timings = {"inspect": inspected, **prepared.timings, "write": wrote}
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
-            result = replace(result, timings=timings, warnings=prepared.warnings)
+            result = replace(result, files=receipts, timings=timings, warnings=prepared.warnings)
             result = register(registration, result, manifest, settings)
             staging.remove()
     except BaseException as error:
@@ -175,10 +175,11 @@ def register(
 
 def _prepare(request: Request, settings: Settings, manifest: Manifest | None, staging: Staging) -> Prepared:
     tile_bytes(settings)
+    staging.sweep_gone()
     published = published_plan(staging)
     if published is None:
         try:
-            refuse_existing(request.destination, request.source, overwrite=request.overwrite)
+            _refuse_existing(request)
         except CkptError:
             _remove_if_unused(staging)
             raise
@@ -187,7 +188,7 @@ def _prepare(request: Request, settings: Settings, manifest: Manifest | None, st
         composed = compose(request, manifest)
         plan = composed.plan
         if published is not None and published != plan.digest:
-            refuse_existing(request.destination, request.source, overwrite=request.overwrite)
+            _refuse_existing(request)
         if not request.resume or _saved_digest(staging) != plan.digest:
             staging.clear()
             _save(staging, composed)
@@ -203,6 +204,12 @@ def _prepare(request: Request, settings: Settings, manifest: Manifest | None, st
         plan.renamed, plan.cast, plan.dropped, plan.ties, composed.warnings,
         composed.model.because if composed.model else "", plan.manifest_digest, plan.digest, composed.timings,
     )  # fmt: skip
+
+
+def _refuse_existing(request: Request) -> None:
+    refuse_existing(
+        request.destination, request.source, overwrite=request.overwrite, single=request.single is not None
+    )
 
 
 def peak_memory(plan: Plan, settings: Settings) -> int:

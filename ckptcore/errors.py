@@ -61,10 +61,17 @@ class MalformedCheckpoint(DamagedCheckpoint):
     default_hint = "copy the file again from where it was written; if it is the original, report it"
 
 
+class ChecksumMismatch(MalformedCheckpoint):
+    """Stored bytes do not match their stored CRC-32."""
+
+    code = "crc-mismatch"
+
+
 class UsageError(CkptError):
     """The arguments contradict each other or name something that does not exist."""
 
     code, exit_code = "usage", 2
+    default_hint = "`ckptcore COMMAND --help` lists the arguments"
 
 
 class NotComplete(CkptError):
@@ -247,6 +254,11 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
                 "the metadata is damaged or mixes two saves"),
     "out-of-bounds": ("error", "a chunk lies outside its tensor", "the metadata is damaged"),
     "no-place": ("error", "a chunk has no place in any file", "the metadata is damaged"),
+    "unlisted-item": ("error", "bytes are stored for a tensor or chunk that the metadata does not list",
+                      "the metadata is damaged: something was taken out of it"),
+    "no-tensors": ("error", "the checkpoint names no tensor and no object", "the metadata is damaged"),
+    "rank-object": ("warning", "ranks hold different values of one object; the lowest rank's is kept",
+                    "look at the ranks' own files if the others matter"),
     "item-overlap": ("error", "two items share bytes of a file", "the metadata is damaged"),
     "length-mismatch": ("error", "an item cannot hold as many bytes as its chunk has",
                         "the metadata is damaged or from another save"),

@@ -111,15 +111,16 @@ class Chunk:
 class Blob:
     """A non-tensor object: plain values, references to tensors inside it, what was refused.
 
-    key: its name. item: index into the items.
-    tree: the value in `ckptcore.objects` JSON form, or None when it was refused or not read.
-    refused: globals that are not on the allow-list.
+    key: its name. item: index into the items; -1 where the format keeps it elsewhere.
+    tree: the value in `ckptcore.objects` JSON form. refused: globals not on the allow-list.
+    known: whether the tree is the value; False when it was refused or could not be read.
     """
 
     key: str
     item: int
     tree: Any = None
     refused: tuple[str, ...] = ()
+    known: bool = True
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ class Manifest:
             "format": self.format, "root": self.root,
             "tensors": [[t.fqn, t.dtype, list(t.shape)] for t in self.tensors],
             "files": [[f.path, f.size] for f in self.files],
-            "blobs": [[b.key, b.item, b.tree, list(b.refused)] for b in self.blobs],
+            "blobs": [[b.key, b.item, b.tree, list(b.refused), b.known] for b in self.blobs],
             "origin": dict(self.origin), "findings": [f.as_dict() for f in self.findings],
             "codecs": list(i.codecs), "member": [[k, v] for k, v in sorted(i.member.items())],
         }  # fmt: skip
@@ -252,7 +253,7 @@ class Manifest:
             Items(a["item.file"], a["item.start"], a["item.length"], a["item.envelope"],
                   a["item.codec"], a["item.crc32"], tuple(h["codecs"]), dict(h["member"])),
             tuple(StoredFile(p, s) for p, s in h["files"]),
-            tuple(Blob(k, i, t, tuple(r)) for k, i, t, r in h["blobs"]),
+            tuple(Blob(k, i, t, tuple(r), known) for k, i, t, r, known in h["blobs"]),
             h["origin"], tuple(Finding(**f) for f in h["findings"]),
         )  # fmt: skip
 

@@ -297,7 +297,7 @@ def _gather(chunks: Chunks, rows: list[Ints], twins: Chunks | None, twin_rows: l
         picked = np.concatenate(rows) if rows else np.zeros(0, np.int64)
         view = None if chunks.view is None else chunks.view[picked]
         return chunks.lo[picked], chunks.shape[picked], chunks.item[picked], view
-    parts: list[tuple[Chunks, Ints]] = []
+    parts: list[tuple[Chunks, Ints]] = [(chunks, np.zeros(0, np.int64))]
     for own, twin in zip(rows, twin_rows, strict=True):
         parts += [(chunks, own), (twins, twin)]
     rank = chunks.lo.shape[1]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptcore.check import Report
 
 _STEP = re.compile(r"^(?:step|iter|checkpoint|global_step|epoch)?[-_=]?(\d+)(?:[-_.].*)?$")
+_MOST = (1 << 63) - 1  # a lying shape can claim more than a database integer holds
 _log = logging.getLogger("ckptcore")
 
 
@@ -103,8 +104,8 @@ def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = 
     known = digests or {}
     origin = {k: v for k, v in manifest.origin.items() if k != "prefix"}
     return CheckpointFacts(
-        uri, manifest.format, manifest.digest, manifest.nbytes,
-        [(t.fqn, t.dtype, t.shape, t.nbytes) for t in manifest.tensors],
+        uri, manifest.format, manifest.digest, min(manifest.nbytes, _MOST),
+        [(t.fqn, t.dtype, t.shape, min(t.nbytes, _MOST)) for t in manifest.tensors],
         [(f.path, f.size or 0, known.get(f.path)) for f in manifest.files if name is None or f.path == name],
         step, run, origin, verified,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -106,6 +107,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.memory < 1 << 20:
             raise UsageError(f"--memory {self.memory} is less than 1 MiB")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise UsageError(f"--device {self.device} is no device", hint="cpu, cuda or cuda:N")
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"--workers {self.workers} is not a number of workers")
 

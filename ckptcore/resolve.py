@@ -14,10 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptcore.dtype import BY_NAME
-from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.errors import (
+    ChecksumMismatch,
+    DamagedCheckpoint,
+    MalformedCheckpoint,
+    UnsupportedFormat,
+    finding,
+)
 from ckptcore.formats._codecs import decode_small, decode_to_file
 from ckptcore.formats._torchtemplates import read_tensor
-from ckptcore.formats._torchzip import ChecksumMismatch, Window
+from ckptcore.formats._torchzip import Window
 from ckptcore.formats.safetensors import parse_header
 from ckptcore.manifest import Envelope, Item, View, is_row_major
 from ckptcore.store import Buffer, Store

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptcore.cover import replicas
 from ckptcore.dtype import BY_NAME
-from ckptcore.errors import CkptError, DamagedCheckpoint, Finding, finding
+from ckptcore.errors import CkptError, DamagedCheckpoint, Finding, SourceUnreadable, UnsafeContent, finding
 from ckptcore.manifest import Manifest, view_of
 from ckptcore.resolve import Payload, resolve
 from ckptcore.store import Store
@@ -71,7 +71,7 @@ class _State:
         except DamagedCheckpoint as error:
             return list(error.findings)
         except CkptError as error:
-            return [finding("malformed-item", "bytes", error.message, fqn=name, file=path)]
+            return _as_findings(error, name, path)
         else:
             return found
         finally:
@@ -133,11 +133,7 @@ class _State:
         except DamagedCheckpoint as error:
             return list(error.findings), spec.fqn, path
         except CkptError as error:
-            return (
-                [finding("malformed-item", "bytes", error.message, fqn=spec.fqn, file=path)],
-                spec.fqn,
-                path,
-            )
+            return _as_findings(error, spec.fqn, path), spec.fqn, path
         return payload, spec.fqn, path
 
     def _verify(self, payload: Payload, name: str, path: str) -> list[Finding]:
@@ -200,3 +196,14 @@ class _State:
                 self._done += count
                 done = self._done
             self._progress("validate", min(done, self._total), self._total)
+
+
+def _as_findings(error: CkptError, name: str, path: str) -> list[Finding]:
+    """Damage as a finding; what says nothing about the checkpoint (no permission, say) is raised."""
+    if isinstance(error, UnsafeContent):
+        return [finding("bad-path", "bytes", error.message, fqn=name, file=path)]
+    if isinstance(error, SourceUnreadable) and "file" not in error.values:
+        raise error
+    if error.transient:
+        raise error
+    return [finding("malformed-item", "bytes", error.message, fqn=name, file=path)]

@@ -97,13 +97,30 @@ class Staging:
                 left.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Removes the staging folder."""
-        self.root.remove_all()
+        """Removes the staging folder: at once under its name, so that a run that is killed here
+        leaves none that looks as if work could go on in it."""
+        here = self.root.local
+        if here is None:
+            self.root.remove_all()
+            return
+        for store in (self.root, self.plan, self.receipts, self.files):
+            store.close()
+        gone = here.with_name(f"{here.name}.gone")
+        self.sweep_gone()
+        with contextlib.suppress(FileNotFoundError):
+            here.rename(gone)
+        self.sweep_gone()
+
+    def sweep_gone(self) -> None:
+        """Removes what a run that was killed in `remove` left."""
+        if self.root.local is not None:
+            gone = self.root.local.with_name(f"{self.root.local.name}.gone")
+            shutil.rmtree(gone, ignore_errors=not gone.exists())
 
 
-def refuse_existing(destination: str, source: str, *, overwrite: bool) -> None:
+def refuse_existing(destination: str, source: str, *, overwrite: bool, single: bool) -> None:
     """Raises `DestinationExists` unless the destination is free, and `UsageError` when it would
-    replace its own source or lie in it."""
+    replace its own source or lie in it. An empty folder is free for a folder, not for a file."""
     path, origin = local_path(destination), local_path(source)
     if path is not None and origin is not None:
         real, of = os.path.realpath(path), os.path.realpath(origin)
@@ -116,7 +133,7 @@ def refuse_existing(destination: str, source: str, *, overwrite: bool) -> None:
     if overwrite:
         return
     if path is not None:
-        empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+        empty = not single and path.is_dir() and not path.is_symlink() and not any(path.iterdir())
         if os.path.lexists(path) and not empty:
             raise DestinationExists(f"{destination} exists")
         return

@@ -51,7 +51,11 @@ def open_source(url: str, *, recover: bool = False) -> Source:
     """What is at a URL: a folder, or one file of a folder. Raises `SourceUnreadable`."""
     store = open_store(url)
     if store.local is not None:
-        if store.local.is_dir():
+        try:
+            is_folder = store.local.is_dir()
+        except OSError as error:  # a name too long, say
+            raise SourceUnreadable(f"cannot open {url[:200]}: {error.strerror}") from error
+        if is_folder:
             return Source(store, None, store.list(), recover)
         parent, name = split_url(url)
         store = open_store(parent)

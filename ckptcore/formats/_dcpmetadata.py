@@ -81,6 +81,10 @@ class Metadata:
             where = row(info, "_StorageInfo", self.name)
             yield fqn, None if offset is None else dims(offset, self.name), where
 
+    def names(self) -> list[str]:
+        """Every name that the planner saved, where the metadata keeps that."""
+        return [n for n in self.paths if type(n) is str] if type(self.paths) is dict else []
+
     def prefix(self, fqn: str) -> int:
         """Characters of ``fqn`` that name its container: path ('model', 'a.b') of 'model.a.b' -> 6."""
         path = self.paths.get(fqn) if type(self.paths) is dict else None

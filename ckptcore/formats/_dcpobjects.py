@@ -6,24 +6,26 @@ they are read in a few large ranges and parsed from memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.dtype import BY_NAME
-from ckptcore.errors import CkptError, MalformedCheckpoint, SourceUnreadable, UnsafeContent, finding
+from ckptcore.errors import ChecksumMismatch, CkptError, MalformedCheckpoint, UnsafeContent, finding
 from ckptcore.formats._codecs import decode_small
 from ckptcore.formats._torchtables import StoredView
-from ckptcore.formats._torchzip import ChecksumMismatch, Objects, check_view, read_objects
+from ckptcore.formats._torchzip import Objects, check_view, read_objects
 from ckptcore.manifest import Blob, Envelope, Item, TensorSpec, View
 from ckptcore.objects import TensorRef, encode
 from ckptcore.store import Store
 
 _GAP, _RANGE = 64 << 10, 8 << 20
+_CODES = ((ChecksumMismatch, "crc-mismatch"), (UnsafeContent, "bad-path"))
 _MAX_OBJECT = 64 << 20  # larger ones are read in place, never as a whole
 
 
-def add_blobs(builder: Builder, store: Store, blobs: Mapping[str, Item]) -> list[int]:
+def add_blobs(
+    builder: Builder, store: Store, blobs: Mapping[str, Item], others: Sequence[tuple[str, Item]] = ()
+) -> list[int]:
     """Adds every byte item to the builder, with the tensors inside; gives their name prefixes.
 
     An item that cannot be read or parsed becomes a finding, and a blob without a tree.
@@ -34,7 +36,7 @@ def add_blobs(builder: Builder, store: Store, blobs: Mapping[str, Item]) -> list
     whole = {k: i for k, i in blobs.items() if i.start + i.length <= (sizes[i.file] or 0)}
     for key, item in blobs.items():
         if key not in whole:  # `check` reports the missing or short file
-            builder.blobs.append(Blob(key, builder.item(item)))
+            builder.blobs.append(Blob(key, builder.item(item), known=False))
     for key, item, data in _read_all(store, names, whole):
         at = builder.item(item)
         what = f"object {key} in {names[item.file]}"
@@ -44,10 +46,10 @@ def add_blobs(builder: Builder, store: Store, blobs: Mapping[str, Item]) -> list
             content, length = _reader(store, names[item.file], item, data)
             objects = read_objects(content, length, what)
             tree = _adopt(builder, key, item, objects, what, prefixes)
-        except (MalformedCheckpoint, SourceUnreadable, UnsafeContent) as error:
-            code = error.code if isinstance(error, ChecksumMismatch) else "malformed-item"
+        except (MalformedCheckpoint, UnsafeContent) as error:
+            code = next((c for kind, c in _CODES if isinstance(error, kind)), "malformed-item")
             builder.findings.append(finding(code, "cover", error.message, fqn=key, file=names[item.file]))
-            builder.blobs.append(Blob(key, at))
+            builder.blobs.append(Blob(key, at, known=False))
             continue
         if objects.refused:
             builder.findings.append(
@@ -55,8 +57,40 @@ def add_blobs(builder: Builder, store: Store, blobs: Mapping[str, Item]) -> list
                         fqn=key, file=names[item.file])
             )  # fmt: skip
             tree = None
-        builder.blobs.append(Blob(key, at, tree, objects.refused))
+        builder.blobs.append(Blob(key, at, tree, objects.refused, known=not objects.refused))
+    _compare(builder, store, names, blobs, others)
     return prefixes
+
+
+def _compare(
+    builder: Builder,
+    store: Store,
+    names: list[str],
+    blobs: Mapping[str, Item],
+    others: Sequence[tuple[str, Item]],
+) -> None:
+    """One finding an object that ranks saved with different values (rank-local metadata)."""
+    different: set[str] = set()
+    sizes = builder.file_sizes()
+    for key, item in others:
+        pair = blobs[key], item
+        builder.item(item)  # its range belongs to the checkpoint
+        if any(i.start + i.length > (sizes[i.file] or 0) for i in pair):
+            continue  # `check` reports the missing or short file
+        raw = [store.read(names[i.file], i.start, i.length) for i in pair]
+        if raw[0] != raw[1] and _tree(raw[0]) != _tree(raw[1]):
+            different.add(key)
+    builder.findings += [
+        finding("rank-object", "files", f"object {key} differs between ranks", fqn=key)
+        for key in sorted(different)
+    ]
+
+
+def _tree(raw: bytes) -> Any:
+    try:
+        return read_objects(lambda start, n: raw[start : start + n], len(raw), "object").tree
+    except CkptError:  # the copy that is kept has its own finding; this one is another value
+        return raw
 
 
 def _read_all(store: Store, names: list[str], blobs: Mapping[str, Item]) -> Iterator[tuple[str, Item, Any]]:
@@ -78,7 +112,7 @@ def _read_all(store: Store, names: list[str], blobs: Mapping[str, Item]) -> Iter
             continue
         try:
             data: Any = store.read(names[first.file], first.start, end - first.start)
-        except (SourceUnreadable, UnsafeContent) as error:
+        except UnsafeContent as error:
             data = error
         for key, item in rows[at:stop]:
             begin = item.start - first.start
@@ -136,6 +170,5 @@ def _adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str,
     for spec, place, view in found:
         at = builder.tensor(spec)
         prefixes.append(-1)
-        assert BY_NAME[spec.dtype]
         builder.chunk(at, (0,) * len(spec.shape), spec.shape, builder.item(place), view)
     return tree

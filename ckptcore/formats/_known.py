@@ -64,6 +64,16 @@ def _flat_local(source: Source) -> tuple[str, ...] | None:
     return (f"found {found}", "not a DCP folder, because there is no .metadata")
 
 
+def _before_zip(source: Source) -> tuple[str, ...] | None:
+    """torch.save before 1.6 wrote a magic number, pickled, instead of a zip."""
+    name = source.name
+    if name is None or not name.endswith((".pt", ".pth", ".bin", ".ckpt")) or source.listing[name] < 14:
+        return None
+    if source.store.read(name, 0, 14) != _MAGIC:
+        return None
+    return (f"{name} begins with the magic number of torch.save before 1.6",)
+
+
 def _nested(source: Source) -> tuple[str, ...] | None:
     if source.name is not None or ".metadata" in source.listing:
         return None
@@ -73,6 +83,8 @@ def _nested(source: Source) -> tuple[str, ...] | None:
     return (f"checkpoints lie in its subfolders: {', '.join(inner[:4])}",)
 
 
+# torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c as pickle protocol 2.
+_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 _BACK_HINT = "consolidate it with the tool that wrote it, then run ckptcore on the result"
 KNOWN: tuple[KnownFormat, ...] = (
     KnownFormat(
@@ -125,6 +137,12 @@ KNOWN: tuple[KnownFormat, ...] = (
         "FSDP per-rank pickles (local or sharded state dicts)",
         _flat_local,
         "save with a full state dict, or through torch.distributed.checkpoint",
+    ),
+    KnownFormat(
+        "torch-legacy",
+        "a torch.save file of the format before zip (torch 1.5 and earlier)",
+        _before_zip,
+        "load it with torch and save it again",
     ),
     KnownFormat(
         "trainer-folder", "a trainer's folder, not one checkpoint", _nested, "name one of the subfolders"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from ckptcore.formats._torchzip import ChecksumMismatch, Parsed, Resolved, Window, parse_tensor
+from ckptcore.errors import ChecksumMismatch
+from ckptcore.formats._torchzip import Parsed, Resolved, Window, parse_tensor
 
 _MAX_TEMPLATES = 1024
 _MAX_ALIKE = 8  # templates of one length

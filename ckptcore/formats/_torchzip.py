@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.dtype import BY_NAME, BY_STORAGE
-from ckptcore.errors import MalformedCheckpoint, UnsafeContent
+from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnsafeContent
 from ckptcore.formats._pickle import loads
 from ckptcore.formats._torchtables import OBJECT_TABLE, TENSOR_TABLE, StoredView
 from ckptcore.manifest import SWAPPED, View, is_row_major
@@ -73,12 +73,6 @@ class Objects:
     storages: Mapping[str, tuple[int, int, int | None]]  # key -> (start, length, crc32)
     refused: tuple[str, ...]
     swapped: bool
-
-
-class ChecksumMismatch(MalformedCheckpoint):
-    """Stored bytes do not match their stored CRC-32."""
-
-    code = "crc-mismatch"
 
 
 class Window:

@@ -26,6 +26,7 @@ from ckptcore.store import inner_path
 
 _DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
 _RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
+_MAX_TOLD = 100  # findings of one kind
 _CODECS = {"stream.zstd": "zstd"}
 
 
@@ -56,16 +57,21 @@ def read(source: Source) -> Manifest:
     names = _metadata_files(source)
     parsed = [Metadata(source, name) for name in names]
     blobs: dict[str, Item] = {}
+    others: list[tuple[str, Item]] = []  # the same object as another rank saved it
     state = _Columns(builder, source.listing)
     for metadata in parsed:
         origin |= metadata.origin()
-        blobs |= state.add(metadata)
+        for key, item in state.add(metadata).items():
+            if key in blobs:
+                others.append((key, item))
+            else:
+                blobs[key] = item
     state.flush()
     if names[0] != ".metadata":
         origin["metadata"] = names
     origin["prefix"] = state.prefixes
     _note_files(builder, source, names)
-    origin["prefix"] += add_blobs(builder, source.store, blobs)
+    origin["prefix"] += add_blobs(builder, source.store, blobs, others)
     return builder.build("dcp", source.store.url, origin)
 
 
@@ -82,19 +88,30 @@ class _Columns:
 
     def add(self, metadata: Metadata) -> dict[str, Item]:
         """Adds one file's tensors; gives its byte items."""
-        places: dict[tuple[str, Any], tuple[int, int, int, str]] = {}
-        blobs: dict[str, Item] = {}
         name = metadata.name
+        blobs: dict[str, Item] = {}
+        rows: dict[tuple[str, Any], int] = {}
+        places: list[tuple[int, int, int, str]] = []
         for fqn, offset, fields in metadata.places():
             if type(fqn) is not str:
                 raise MalformedCheckpoint(f"{name} stores an item without a name", file=name)
-            places[fqn, offset] = self._place(fields, name)
+            rows[fqn, offset] = len(places)
+            places.append(self._place(fields, name))
+        listed = bytearray(len(places))
+
+        def find(fqn: str, offset: tuple[int, ...] | None) -> tuple[int, int, int, str] | None:
+            at = rows.get((fqn, offset))
+            if at is None:
+                return None
+            listed[at] = 1
+            return places[at]
+
         count = 0
         for fqn, entry in metadata.tensors.items():
             if type(fqn) is not str or not isinstance(entry, Record):
                 raise MalformedCheckpoint(f"{name}: entry {fqn!r:.80} is not tensor metadata", file=name)
             if entry.kind == "BytesStorageMetadata":
-                place = places.get((fqn, None))
+                place = find(fqn, None)
                 if place is None:
                     self._builder.findings.append(
                         finding("no-place", "cover", f"object {fqn} has no place in any file", fqn=fqn)
@@ -116,8 +133,25 @@ class _Columns:
                 offset, shape = dims(offsets, name), dims(sizes, name)
                 if len(offset) != len(shape):
                     raise MalformedCheckpoint(f"{name}: a chunk of {fqn} mixes ranks", file=name)
-                self._rows.append((tensor, offset, shape, places.get((fqn, offset))))
+                self._rows.append((tensor, offset, shape, find(fqn, offset)))
+        self._unlisted(metadata, rows, listed)
         return blobs
+
+    def _unlisted(self, metadata: Metadata, rows: dict[tuple[str, Any], int], listed: bytearray) -> None:
+        """What is stored, or was saved by name, but not listed: something was taken out."""
+        told = [(fqn, offset) for (fqn, offset), at in rows.items() if not listed[at]][:_MAX_TOLD]
+        for fqn, offset in told:
+            what = f"{fqn}, chunk at {list(offset)}" if offset is not None else fqn
+            self._builder.findings.append(
+                finding(
+                    "unlisted-item", "cover", f"{metadata.name} stores {what}, but does not list it", fqn=fqn
+                )
+            )
+        lost = [n for n in metadata.names() if n not in metadata.tensors and n not in {f for f, _ in told}]
+        self._builder.findings += [
+            finding("unlisted-item", "cover", f"{metadata.name} names {n}, but does not list it", fqn=n)
+            for n in lost[:_MAX_TOLD]
+        ]
 
     def _place(self, fields: tuple[Any, ...], name: str) -> tuple[int, int, int, str]:
         path, start, length, transforms = fields

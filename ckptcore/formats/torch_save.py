@@ -210,7 +210,7 @@ def _add_object(builder: Builder, fqn: str, value: Any, what: str) -> None:
         builder.findings.append(
             finding("refused-global", "files", f"object {fqn} needs {', '.join(names)}", fqn=fqn)
         )
-        builder.blobs.append(Blob(fqn, -1, None, names))
+        builder.blobs.append(Blob(fqn, -1, None, names, known=False))
         return
     try:
         builder.blobs.append(Blob(fqn, -1, encode(value)))
