@@ -22,24 +22,29 @@ __version__ = "0.1.0"
 # name -> module; imported on first use, so that `import ckptcore` costs nothing.
 _WHERE = {
     "open": "ckptcore.api", "read": "ckptcore.api", "load_into": "ckptcore.api", "check": "ckptcore.api",
-    "plan": "ckptcore.api", "execute": "ckptcore.api", "convert": "ckptcore.api",
+    "plan": "ckptcore.api", "prepare": "ckptcore.api", "execute": "ckptcore.api", "publish": "ckptcore.api",
+    "convert": "ckptcore.api", "Composed": "ckptcore.compose", "Prepared": "ckptcore.convert",
+    "Receipt": "ckptcore.receipts",
     "Manifest": "ckptcore.manifest", "TensorSpec": "ckptcore.manifest", "Box": "ckptcore.box",
     "Request": "ckptcore.request", "Settings": "ckptcore.request", "Report": "ckptcore.check",
     "CkptError": "ckptcore.errors", "Finding": "ckptcore.errors", "Result": "ckptcore.convert",
 }  # fmt: skip
 
 if TYPE_CHECKING:
-    from ckptcore.api import check, convert, execute, load_into, open, plan, read
+    from ckptcore.api import check, convert, execute, load_into, open, plan, prepare, publish, read
     from ckptcore.box import Box
     from ckptcore.check import Report
-    from ckptcore.convert import Result
+    from ckptcore.compose import Composed
+    from ckptcore.convert import Prepared, Result
     from ckptcore.errors import CkptError, Finding
     from ckptcore.manifest import Manifest, TensorSpec
+    from ckptcore.receipts import Receipt
     from ckptcore.request import Request, Settings
 
 __all__ = [
-    "Box", "CkptError", "Finding", "Manifest", "Report", "Request", "Result", "Settings", "TensorSpec",
-    "check", "convert", "execute", "load_into", "open", "plan", "read",
+    "Box", "CkptError", "Composed", "Finding", "Manifest", "Prepared", "Receipt", "Report", "Request",
+    "Result", "Settings", "TensorSpec", "check", "convert", "execute", "load_into", "open", "plan",
+    "prepare", "publish", "read",
 ]  # fmt: skip
 
 

@@ -12,7 +12,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; gives its exit code."""
     # A checkpoint may have thousands of files; the usual soft limit is 1024 open ones.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 16384)), hard))
+    most = 16384 if hard == resource.RLIM_INFINITY else min(hard, 16384)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return run(sys.argv[1:] if argv is None else argv)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.check import Report
 from ckptcore.compose import Composed, compose
-from ckptcore.convert import Prepared, Result, inspect, validate
+from ckptcore.convert import Prepared, Result, finish, inspect, settle, validate
 from ckptcore.convert import convert as run_all
 from ckptcore.convert import execute as run_files
 from ckptcore.convert import prepare as run_prepare
@@ -55,7 +54,10 @@ def load_into(manifest: Manifest, state_dict: dict[str, Any], *, prefix: str = "
     state_dict: nested dicts and lists of tensors; DTensors get their local shard, and only the
     boxes that this rank holds are read, with no collective call. prefix: what the checkpoint's
     names have in front. strict: raise `NameMismatch` when a tensor of the state dict is not in
-    the checkpoint. Coverage of every filled element is proven first.
+    the checkpoint; otherwise it is left as it is, and logged. Names, shapes and coverage are proven before
+    the first byte moves; a checksum that fails later leaves the state dict partly filled. Floating-point
+    tensors are cast where dtypes differ, others are refused.
+    Memory: 16 MiB, and one local shard where it is not contiguous CPU memory of the stored dtype.
     """
     from ckptcore.reading import load_into as run
 
@@ -66,19 +68,30 @@ def plan(source: str | Manifest, destination: str, **options: Any) -> Composed:
     """What a conversion would do, without writing anything. options: fields of `Request`."""
     manifest = open(source) if isinstance(source, str) else source
     url = source if isinstance(source, str) else manifest.root
-    return compose(Request(url, destination, **options), manifest)
+    return compose(_request(url, destination, options), manifest)
 
 
-def prepare(request: Request, settings: Settings | None = None) -> Prepared:
-    """Plans, and saves the plan beside the destination."""
-    return run_prepare(request, settings)
+def prepare(source: str, destination: str, *, settings: Settings | None = None, **options: Any) -> Prepared:
+    """Plans, claims the destination, and saves the plan beside it; options: fields of `Request`."""
+    return run_prepare(_request(source, destination, options), settings)
 
 
 def execute(
-    plan_uri: str, indices: list[int] | None = None, settings: Settings | None = None
+    plan: Prepared | str,
+    indices: Sequence[int] | None = None,
+    *,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Receipt, ...]:
-    """Writes files of a saved plan (see `prepare`)."""
-    return run_files(plan_uri, indices, settings)
+    """Writes files of a prepared plan (or of its `plan_uri`); finished ones are kept."""
+    return run_files(_uri(plan), indices, settings, progress)
+
+
+def publish(plan: Prepared | str) -> Result:
+    """Verifies what a prepared plan has written, and makes it visible at its destination."""
+    result = finish(_uri(plan))
+    settle(result.plan_uri)
+    return result
 
 
 def convert(
@@ -91,8 +104,15 @@ def convert(
     **options: Any,
 ) -> Result:
     """The whole job. options: fields of `Request`; catalog: URL, None for the default, False for none."""
-    request = replace(Request(source, destination, **{k: _frozen(v) for k, v in options.items()}))
-    return run_all(request, settings, progress, catalog)
+    return run_all(_request(source, destination, options), settings, progress, catalog)
+
+
+def _request(source: str, destination: str, options: dict[str, Any]) -> Request:
+    return Request(source, destination, **{k: _frozen(v) for k, v in options.items()})
+
+
+def _uri(plan: Prepared | str) -> str:
+    return plan if isinstance(plan, str) else plan.plan_uri
 
 
 def _frozen(value: Any) -> Any:

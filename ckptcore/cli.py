@@ -6,6 +6,7 @@ standard error. Every error ends with its documented exit code, and never with a
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import StrEnum
 from itertools import pairwise
@@ -16,7 +17,7 @@ import typer
 
 from ckptcore import output as show
 from ckptcore.catalog.cli import app as catalog_app
-from ckptcore.errors import CkptError, Interrupted, UsageError
+from ckptcore.errors import CkptError, InternalError, Interrupted, UsageError
 from ckptcore.sizes import parse_size
 
 app = typer.Typer(
@@ -110,15 +111,32 @@ Catalog = Annotated[
 NoCatalog = Annotated[bool, typer.Option("--no-catalog", help="Do not register.")]
 
 
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """Sharded training checkpoints made whole: validated, consolidated and exported in bounded memory."""
+    if version:
+        from ckptcore import __version__
+
+        print(f"ckptcore {__version__}")
+        raise typer.Exit(0)
+
+
 @app.command()
-def inspect(src: Src, recover: Recover = False, include: Include = None, output: As = Output.TEXT) -> None:
+def inspect(
+    src: Src,
+    recover: Recover = False,
+    include: Include = None,
+    exclude: Exclude = None,
+    output: As = Output.TEXT,
+) -> None:
     """What is there: format with evidence, tensors, shapes, dtypes, bytes. Reads headers only."""
     # Not through `convert`: what only writes need not be imported to look.
     from ckptcore.formats import open_source, read_manifest
 
-    show.manifest(
-        read_manifest(open_source(src, recover=recover)), include or [], as_json=output is Output.JSON
-    )
+    manifest = read_manifest(open_source(src, recover=recover))
+    show.manifest(manifest, include or [], exclude or [], as_json=output is Output.JSON)
 
 
 @app.command()
@@ -147,11 +165,12 @@ def validate(
             raise
         show.report(show.report_of(error, src, level.value), as_json=output is Output.JSON)
         raise typer.Exit(1) from error
+    # The answer first: an unusable catalog must not hide what took hours to find.
+    show.report(report, as_json=output is Output.JSON)
     if not no_catalog:
         from ckptcore.register import record_report
 
         record_report(manifest, src, report, catalog)
-    show.report(report, as_json=output is Output.JSON)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -245,13 +264,17 @@ def plan(
     from ckptcore.convert import inspect as read
     from ckptcore.convert import peak_memory
     from ckptcore.planfile import save_request
+    from ckptcore.staging import refuse_existing
 
     given = _request(locals(), verb)
     settings = _settings({"memory": memory, "workers": workers})
+    refuse_existing(
+        given.destination, given.source, overwrite=given.overwrite, single=given.single is not None
+    )
     manifest = read(src, recover)
     composed = compose(given, manifest)
     if save is not None:
-        save_request(save, given, composed)
+        save_request(save, given, manifest, composed)
     show.plan(composed, peak_memory(composed.plan, settings), as_json=output is Output.JSON)
 
 
@@ -291,8 +314,14 @@ def run(argv: list[str]) -> int:
         show.error(Interrupted("stopped by the user"), as_json=as_json)
         return Interrupted.exit_code
     except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
-        sys.stderr.close()
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it when it ends
         return 0
+    except Exception as error:
+        # The last net: what nobody foresaw ends in words and a code of its own, too.
+        if os.environ.get("CKPTCORE_TRACEBACK"):
+            raise
+        show.error(InternalError(f"{type(error).__name__}: {error}"), as_json=as_json)
+        return InternalError.exit_code
 
 
 def _usage_hint(error: Exception) -> str:

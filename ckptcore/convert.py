@@ -11,11 +11,14 @@ run in another process, and a killed run goes on where it stopped.
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
+from ckptcore.casting import torch_on
 from ckptcore.check import LEVELS, Report, check
 from ckptcore.compose import Composed, compose
 from ckptcore.errors import (
@@ -26,7 +29,14 @@ from ckptcore.errors import (
     MalformedCheckpoint,
 )
 from ckptcore.execute import execute_files, tile_bytes
-from ckptcore.finishing import REQUEST, Result, finish_staged, published_plan, receipt_of
+from ckptcore.finishing import (
+    REQUEST,
+    Result,
+    finish_staged,
+    published_plan,
+    publishing_plan,
+    receipt_of,
+)
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Manifest
@@ -35,6 +45,10 @@ from ckptcore.receipts import Receipt, read_receipt
 from ckptcore.register import Registration, fail, start, succeed
 from ckptcore.request import Request, Settings
 from ckptcore.staging import Staging, refuse_existing
+from ckptcore.stamps import load as load_stamps
+from ckptcore.stamps import require_same
+from ckptcore.stamps import save as save_stamps
+from ckptcore.stamps import take as take_stamps
 from ckptcore.store import open_store
 
 __all__ = [
@@ -42,6 +56,7 @@ __all__ = [
     "prepare", "register", "settle", "validate",
 ]  # fmt: skip
 Progress = Callable[[str, int, int], None]
+_log = logging.getLogger("ckptcore")
 # Resident before any buffer: without, and with torch (casts need it).
 _BASE_MEMORY = {False: 160 << 20, True: 420 << 20}
 
@@ -85,8 +100,10 @@ def validate(manifest: Manifest, level: str = "cover", *, workers: int = 2,
              progress: Progress | None = None) -> Report:  # fmt: skip
     """Checks a manifest; levels ``bytes`` and ``values`` read its files."""
     deep = level in LEVELS and LEVELS.index(level) >= LEVELS.index("bytes")
-    store = open_store(manifest.root) if deep else None
-    return check(manifest, store, level, workers=workers, progress=progress)
+    if not deep:
+        return check(manifest, None, level)
+    with closing(open_store(manifest.root)) as store:
+        return check(manifest, store, level, workers=workers, progress=progress)
 
 
 def prepare(request: Request, settings: Settings | None = None, manifest: Manifest | None = None) -> Prepared:
@@ -96,6 +113,7 @@ def prepare(request: Request, settings: Settings | None = None, manifest: Manife
     written. Raises `DestinationExists`, `DamagedCheckpoint`, `Busy`, `DiskFull`, ....
     """
     settings = settings or Settings()
+    _require_means(settings, request)
     staging = Staging(request.destination)
     with staging.lock():
         return _prepare(request, settings, manifest, staging)
@@ -136,14 +154,20 @@ def convert(request: Request, settings: Settings | None = None, progress: Progre
     """
     settings = settings or Settings()
     registration = start(request, catalog_url, flow_run_id)
+    tell = progress or _silent
     manifest: Manifest | None = None
     try:
+        _require_means(settings, request)
         began = time.perf_counter()
         manifest = inspect(request.source, request.recover)
         inspected = time.perf_counter() - began
+        tell("inspect", manifest.nbytes, manifest.nbytes)
+        tell("validate", 0, manifest.nbytes)
         staging = Staging(request.destination)
         with staging.lock():
             prepared = _prepare(request, settings, manifest, staging)
+            tell("validate", manifest.nbytes, manifest.nbytes)
+            tell("plan", prepared.bytes_out, prepared.bytes_out)
             began = time.perf_counter()
             receipts = _execute(staging, None, settings, progress)
             wrote = time.perf_counter() - began
@@ -151,6 +175,7 @@ def convert(request: Request, settings: Settings | None = None, progress: Progre
             timings = {"inspect": inspected, **prepared.timings, "write": wrote}
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
             result = replace(result, files=receipts, timings=timings, warnings=prepared.warnings)
+            tell("register", result.nbytes, result.nbytes)
             result = register(registration, result, manifest, settings)
             staging.remove()
     except BaseException as error:
@@ -169,14 +194,13 @@ def register(
     if registration is None:
         return result
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    succeed(registration, manifest, result.written, result, peak, verified=settings.verify)
+    succeed(registration, manifest, result.written, result, peak)
     return replace(result, conversion=registration.id)
 
 
 def _prepare(request: Request, settings: Settings, manifest: Manifest | None, staging: Staging) -> Prepared:
-    tile_bytes(settings)
     staging.sweep_gone()
-    published = published_plan(staging)
+    published = published_plan(staging) or publishing_plan(staging)
     if published is None:
         try:
             _refuse_existing(request)
@@ -189,9 +213,11 @@ def _prepare(request: Request, settings: Settings, manifest: Manifest | None, st
         plan = composed.plan
         if published is not None and published != plan.digest:
             _refuse_existing(request)
-        if not request.resume or _saved_digest(staging) != plan.digest:
+        stamps = _stamps(manifest)
+        same = _saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
+        if not (request.resume and same):
             staging.clear()
-            _save(staging, composed)
+            _save(staging, composed, stamps)
         # Every time: an equal plan may come with another word on --overwrite.
         staging.root.put(REQUEST, canonical_json(request.as_dict()))
         staging.sweep_parts()
@@ -199,11 +225,23 @@ def _prepare(request: Request, settings: Settings, manifest: Manifest | None, st
     except CkptError:
         _remove_if_unused(staging)
         raise
+    _log.info("planned %s: %d files, %d bytes", request.destination, len(plan.files), plan.bytes_out)
     return Prepared(
         staging.plan_uri, plan.files, plan.bytes_in, plan.bytes_out, peak_memory(plan, settings),
         plan.renamed, plan.cast, plan.dropped, plan.ties, composed.warnings,
         composed.model.because if composed.model else "", plan.manifest_digest, plan.digest, composed.timings,
     )  # fmt: skip
+
+
+def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:
+    """Progress that nobody watches."""
+
+
+def _require_means(settings: Settings, request: Request) -> None:
+    """Budget and device are tried before anything is touched."""
+    tile_bytes(settings)
+    if settings.device != "cpu" and (request.dtype or request.dtype_for):
+        torch_on(settings.device)
 
 
 def _refuse_existing(request: Request) -> None:
@@ -223,7 +261,13 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
     return _BASE_MEMORY[bool(plan.cast)] + buffers
 
 
-def _save(staging: Staging, composed: Composed) -> None:
+def _stamps(manifest: Manifest) -> dict[str, str | None]:
+    with closing(open_store(manifest.root)) as source:
+        return take_stamps(manifest, source)
+
+
+def _save(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -> None:
+    save_stamps(staging.plan, stamps)
     for path, data in composed.extra.items():
         staging.files.put(path, data)
     save_plan(staging.plan, composed.plan, composed.files)
@@ -236,18 +280,15 @@ def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings
     if published_plan(staging) == plan.digest:
         return tuple(receipt_of(staging, plan, i) for i in wanted)
     scratch = str(staging.root.local) if staging.root.local is not None else None
-    return execute_files(
-        lambda i: load_file_plan(staging.plan, i),
-        wanted,
-        plan_digest=plan.digest,
-        source=open_store(plan.source),
-        files=staging.files,
-        receipts=staging.receipts,
-        settings=settings,
-        scratch=scratch,
-        progress=progress,
-        total=plan.bytes_out,
-    )
+    noted = load_stamps(staging.plan) or {}
+    with closing(open_store(plan.source)) as source, closing(staging.files):
+        require_same(noted, source)
+        return execute_files(
+            lambda i: load_file_plan(staging.plan, i), wanted, plan_digest=plan.digest, source=source,
+            files=staging.files, receipts=staging.receipts, settings=settings, scratch=scratch,
+            progress=progress, total=plan.bytes_out,
+            unchanged=lambda paths: require_same(noted, source, paths),
+        )  # fmt: skip
 
 
 def _saved_digest(staging: Staging) -> str | None:

@@ -191,7 +191,7 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
                 f"{list(spec.shape)}", fqn=spec.fqn)
         for b in outside[:_MAX_TOLD]
     ]  # fmt: skip
-    inside = [b for b in boxes if b not in outside and b.numel]
+    inside = [b for b in boxes if b.numel and whole.contains(b)]
     shared = _overlaps(inside)
     found += [
         finding("overlap", "cover", f"{spec.fqn}: chunks {_show(a)} and {_show(b)} both hold the "

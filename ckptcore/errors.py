@@ -186,6 +186,20 @@ class StorageTrouble(CkptError):
     default_hint = "run again: finished files are kept"
 
 
+class OutputMismatch(CkptError):
+    """What was written is not what was planned; nothing was published."""
+
+    code, exit_code = "output-mismatch", 21
+    default_hint = "run again with --no-resume; if it happens again it is a defect, please report it"
+
+
+class InternalError(CkptError):
+    """Something happened that ckptcore does not foresee."""
+
+    code, exit_code = "internal", 70
+    default_hint = "this is a defect; please report it with the traceback that CKPTCORE_TRACEBACK=1 shows"
+
+
 class MissingDependency(CkptError):
     """An optional package that this step needs is not installed."""
 

@@ -13,6 +13,7 @@ and one for strided reads, all reused. Nothing grows with a tensor's or the chec
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ckptcore.errors import BudgetTooSmall, CkptError, DiskFull, SourceChanged
+from ckptcore.errors import BudgetTooSmall, DiskFull
 from ckptcore.filejob import FileWork
 from ckptcore.plan import FilePlan
 from ckptcore.receipts import Receipt, is_intact, read_receipt, write_receipt
@@ -29,25 +30,27 @@ from ckptcore.store import Store
 from ckptcore.tiles import Job, jobs
 
 Progress = Callable[[str, int, int], None]
+Unchanged = Callable[[Sequence[str]], None]
+_log = logging.getLogger("ckptcore")
 _MIN_TILE = 64 << 10
 _MAX_TILE = 256 << 20
 
 
 def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, plan_digest: str, source: Store,
-                  files: Store, receipts: Store, settings: Settings, resume: bool = True,
+                  files: Store, receipts: Store, settings: Settings, unchanged: Unchanged,
                   scratch: str | None = None, progress: Progress | None = None,
                   total: int = 0) -> tuple[Receipt, ...]:  # fmt: skip
     """Writes the output files ``indices`` of a plan into ``files``; gives their receipts in order.
 
     load: gives the plan of a file by index. receipts: where finished files are recorded.
-    resume: reuse files whose receipt holds and whose bytes hash to it.
+    unchanged: raises `SourceChanged` when one of these source files is not as it was planned.
     scratch: folder for decoded items. total: bytes of the whole plan, for progress.
     Raises the first error of any worker; finished files and receipts stay.
     """
     done: dict[int, Receipt] = {}
     moved = 0
     for index in indices:
-        old = read_receipt(receipts, plan_digest, index) if resume else None
+        old = read_receipt(receipts, plan_digest, index)
         if old is not None and is_intact(files, old):
             done[index] = Receipt(**{**old.as_dict(), "reused": True})
             moved += old.nbytes
@@ -67,6 +70,7 @@ def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, pl
             progress,
             moved,
             total,
+            unchanged,
         )
         done |= run.finish()
     return tuple(done[i] for i in indices)
@@ -87,16 +91,28 @@ def tile_bytes(settings: Settings) -> int:
 class _Run:
     """The workers, buffers and shared state of one `execute_files` call."""
 
-    def __init__(self, load: Callable[[int], FilePlan], todo: Sequence[int], plan_digest: str, source: Store,
-                 files: Store, receipts: Store, settings: Settings, scratch: str | None,
-                 progress: Progress | None, moved: int, total: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        load: Callable[[int], FilePlan],
+        todo: Sequence[int],
+        plan_digest: str,
+        source: Store,
+        files: Store,
+        receipts: Store,
+        settings: Settings,
+        scratch: str | None,
+        progress: Progress | None,
+        moved: int,
+        total: int,
+        unchanged: Unchanged,
+    ) -> None:
         self._settings, self._source, self._files, self._receipts = (
             settings,
             source,
             files,
             receipts,
         )
-        self._plan_digest, self._scratch = plan_digest, scratch
+        self._plan_digest, self._scratch, self._unchanged = plan_digest, scratch, unchanged
         self._tile = tile_bytes(settings)
         self._progress, self._moved, self._total = progress, moved, total
         self._stream = self._jobs(load, todo)
@@ -136,7 +152,7 @@ class _Run:
     def _jobs(self, load: Callable[[int], FilePlan], todo: Sequence[int]) -> Iterator[tuple[FileWork, Job]]:
         for index in todo:
             plan = load(index)
-            self._same_source(plan)
+            self._unchanged([f.path for f in plan.files])
             work = FileWork(plan, self._source, self._files, self._settings, self._scratch)
             self._open[index] = work
             pending = None
@@ -147,15 +163,6 @@ class _Run:
             assert pending is not None  # a file has at least one job, even an empty one
             work.last_is(pending.sequence)
             yield work, pending
-
-    def _same_source(self, plan: FilePlan) -> None:
-        for file in plan.files:
-            size = self._source.size(file.path)
-            if size != file.size:
-                raise SourceChanged(
-                    f"{self._source.url}/{file.path} had {file.size} bytes when the plan was made, "
-                    f"now {'it is gone' if size is None else size}", file=file.path,
-                )  # fmt: skip
 
     def _work(self) -> None:
         scratch = np.empty(self._tile, np.uint8)
@@ -176,7 +183,17 @@ class _Run:
                 self._advance(job.nbytes)
                 receipt = work.complete()
                 if receipt is not None:
+                    # Also behind the last read: a file that was rewritten meanwhile proves nothing.
+                    self._unchanged([f.path for f in work.plan.files])
                     write_receipt(self._receipts, self._plan_digest, receipt)
+                    _log.info(
+                        "wrote %s: %d bytes, %d tensors, %.2f s, BLAKE3 %s",
+                        receipt.path,
+                        receipt.nbytes,
+                        len(work.plan.tensors),
+                        receipt.seconds,
+                        receipt.digest,
+                    )
                     with self._report:
                         self._done[receipt.index] = receipt
                         del self._open[receipt.index]
@@ -208,6 +225,3 @@ class _Run:
                 self._moved += nbytes
                 moved = self._moved
             self._progress("write", moved, self._total)
-
-
-__all__ = ["CkptError", "Receipt", "execute_files", "tile_bytes"]

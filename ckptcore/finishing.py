@@ -9,14 +9,16 @@ middle knows whether the destination is its own.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.check import check
-from ckptcore.errors import Finding, MalformedCheckpoint, SourceChanged
+from ckptcore.errors import Finding, OutputMismatch, UsageError
 from ckptcore.formats import Source, by_name, open_source, read_manifest
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Manifest, TensorSpec
@@ -24,10 +26,13 @@ from ckptcore.plan import Plan, load_file_plan, load_head
 from ckptcore.receipts import Receipt, read_receipt
 from ckptcore.request import Request
 from ckptcore.staging import PUBLISHING, Staging, publish
-from ckptcore.store import Store, local_path
+from ckptcore.stamps import load as load_stamps
+from ckptcore.stamps import require_same
+from ckptcore.store import Store, local_path, open_store
 
 Progress = Callable[[str, int, int], None]
 REQUEST = "request.json"
+_log = logging.getLogger("ckptcore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +86,12 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
         written, commit = _read_back(staging, plan, receipts)
         verified = time.perf_counter()
         single = plan.target.single is not None
+        again = publishing_plan(staging) == plan.digest
+        with closing(open_store(plan.source)) as source:
+            require_same(load_stamps(staging.plan) or {}, source)
         _note_publishing(staging, plan, single=single)
-        publish(staging, commit, single=single, overwrite=request.overwrite)
+        _log.info("verified %d tensors of %s, publishing", len(written.tensors), staging.destination)
+        publish(staging, commit, single=single, overwrite=request.overwrite or again)
     timings = {
         "write": sum(r.seconds for r in receipts),
         "verify": verified - began,
@@ -99,7 +108,7 @@ def published_plan(staging: Staging) -> str | None:
     there and was stopped before it could clean up; else None."""
     target = local_path(staging.destination)
     if target is None or staging.root.size(PUBLISHING) is None:
-        return None  # remote copies are simply repeated: equal bytes over equal bytes
+        return None  # a remote publication is repeated, see `publishing_plan`
     try:
         form = json.loads(_read(staging.root, PUBLISHING))
         return str(form["plan"]) if _identity(str(target)) == form["identity"] else None
@@ -107,21 +116,35 @@ def published_plan(staging: Staging) -> str | None:
         return None
 
 
+def publishing_plan(staging: Staging) -> str | None:
+    """The digest of the plan that an earlier run began to copy to a remote destination, or None.
+
+    Equal bytes are copied over equal bytes, so it is simply done again.
+    """
+    if staging.root.local is not None or staging.root.size(PUBLISHING) is None:
+        return None
+    try:
+        return str(json.loads(_read(staging.root, PUBLISHING))["plan"])
+    except (ValueError, KeyError, TypeError):  # cut off by a crash before anything was copied
+        return None
+
+
 def receipt_of(staging: Staging, plan: Plan, index: int) -> Receipt:
     """The receipt of a file of the plan; raises `SourceChanged` when it is not written yet."""
     found = read_receipt(staging.receipts, plan.digest, index)
     if found is None:
-        raise SourceChanged(
+        raise UsageError(
             f"{plan.files[index].path} has not been written yet", hint="run execute for every file first"
         )
     return found
 
 
 def _note_publishing(staging: Staging, plan: Plan, *, single: bool) -> None:
-    if staging.files.local is None:
-        return
-    moved = staging.files.local / staging.name if single else staging.files.local
-    form = {"plan": plan.digest, "identity": _identity(str(moved))}
+    identity = None
+    if staging.files.local is not None:
+        moved = staging.files.local / staging.name if single else staging.files.local
+        identity = _identity(str(moved))
+    form = {"plan": plan.digest, "identity": identity}
     staging.root.put(PUBLISHING, canonical_json(form))
 
 
@@ -139,7 +162,7 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
         size = staging.files.size(receipt.path)
         told = (receipt.path, receipt.nbytes)
         if told != (planned.path, planned.nbytes) or size != planned.nbytes:
-            raise MalformedCheckpoint(
+            raise OutputMismatch(
                 f"{planned.path} was planned with {planned.nbytes} bytes, the staged file has {size}",
                 hint="run the command again with --no-resume",
             )
@@ -152,10 +175,9 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     wanted = sorted((t.name, t.dtype, t.shape) for p in plans for t in p.tensors)
     found = sorted((t.fqn, t.dtype, t.shape) for t in written.tensors)
     if not report.ok or found != wanted:
-        raise MalformedCheckpoint(
+        raise OutputMismatch(
             f"the output does not read back as planned ({len(found)} of {len(wanted)} tensors): "
             f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}",
-            hint="nothing was published; this is a defect, please report it",
         )
     # config.json makes a folder loadable, too: with the index it comes last.
     commit = [path for path, _ in plan.extra if path == "config.json"]
@@ -165,5 +187,5 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
 def _read(store: Store, name: str) -> bytes:
     size = store.size(name)
     if size is None:
-        raise SourceChanged(f"{store.url} lacks {name}", hint="prepare the conversion again")
+        raise UsageError(f"{store.url} lacks {name}", hint="prepare the conversion again")
     return store.read(name, 0, size)

@@ -22,8 +22,11 @@ Array = npt.NDArray[Any]
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one byte spelling of a JSON value: sorted keys, no spaces, UTF-8."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    """The one byte spelling of a JSON value: sorted keys, no spaces, ASCII.
+
+    File names need not be UTF-8; what is left of them in a str has no other encoding than escapes.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
 def dump(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:

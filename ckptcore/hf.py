@@ -113,6 +113,11 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]], tied
             ),
         )
     answer = _ask(config)
+    if "rejected" in answer:
+        raise UsageError(
+            f"--config {config.url}: transformers builds no model from config.json: {answer['rejected']}",
+            hint="name the folder of the model that was trained, or leave --config out",
+        )
     if "error" in answer:
         return Expected(
             (),
@@ -174,6 +179,13 @@ def model_card(request: Request, mapped: Mapped, manifest: Manifest, *, has_conf
 
 
 def _ask(config: ConfigFolder) -> dict[str, Any]:
+    try:
+        return _answer(config)
+    except subprocess.TimeoutExpired:
+        return {"error": f"building the model took more than {_TIMEOUT} s"}
+
+
+def _answer(config: ConfigFolder) -> dict[str, Any]:
     run = subprocess.run(
         [sys.executable, "-m", "ckptcore.hf_model"], input=config.content["config.json"], capture_output=True,
         timeout=_TIMEOUT, check=False,

@@ -79,7 +79,7 @@ def main() -> None:
     try:
         answer = describe(sys.stdin.buffer.read())
     except Exception as error:  # any failure of a third-party model class is an answer here
-        answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        answer = {"rejected": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     json.dump(answer, sys.stdout)
 
 

@@ -28,11 +28,15 @@ _LIMIT = 40  # rows of a table of names before it is cut for a terminal
 _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
 
 
-def manifest(value: Manifest, include: Sequence[str], *, as_json: bool) -> None:
+def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (), *, as_json: bool) -> None:
     """The answer of `inspect`."""
     from ckptcore.remap import matches
 
-    tensors = [(i, t) for i, t in enumerate(value.tensors) if not include or matches(t.fqn, include)]
+    tensors = [
+        (i, t)
+        for i, t in enumerate(value.tensors)
+        if (not include or matches(t.fqn, include)) and not matches(t.fqn, exclude)
+    ]
     dtypes: Counter[str] = Counter()
     for t in value.tensors:
         dtypes[t.dtype] += t.nbytes
@@ -71,7 +75,7 @@ def manifest(value: Manifest, include: Sequence[str], *, as_json: bool) -> None:
     )
     table = _table("tensor", "dtype", "shape", "chunks")
     for i, t in tensors[:_LIMIT]:
-        table.add_row(t.fqn, t.dtype, str(list(t.shape)), str(chunks[i]))
+        table.add_row(_safe(t.fqn), t.dtype, str(list(t.shape)), str(chunks[i]))
     out.print(table)
     if len(tensors) > _LIMIT:
         out.print(
@@ -135,12 +139,12 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
         return
     out = _console()
     if value.model:
-        out.print(f"model: {value.model.because}", highlight=False)
+        out.print(f"model: {_safe(value.model.because)}", highlight=False)
     out.print(f"reads {show_size(p.bytes_in)}, writes {show_size(p.bytes_out)} in {len(p.files)} files "
               f"({p.target.format}), peak memory about {show_size(peak)}", highlight=False)  # fmt: skip
     table = _table("file", "bytes", "tensors")
     for f in p.files[:_LIMIT]:
-        table.add_row(f.path, f"{f.nbytes:,}", str(f.tensors))
+        table.add_row(_safe(f.path), f"{f.nbytes:,}", str(f.tensors))
     out.print(table)
     _pairs(out, "renamed", [(a, b) for a, b in p.renamed])
     _pairs(out, "cast", [(a, f"{b} to {c}") for a, b, c in p.cast])
@@ -158,7 +162,7 @@ def result(value: Result, *, as_json: bool) -> None:
     verified = sum(r.verified for r in value.files)
     unproven = sum(r.unverified for r in value.files)
     told = f"{verified} stored checksums verified" + (f", {unproven} pieces without one" if unproven else "")
-    out.print(f"[green]{value.destination}[/]: {value.format}, {len(value.tensors)} tensors, "
+    out.print(f"[green]{_safe(value.destination)}[/]: {value.format}, {len(value.tensors)} tensors, "
               f"{show_size(value.nbytes)} in {len(value.files)} files; {told}", highlight=False)  # fmt: skip
     seconds = ", ".join(f"{k} {v:.2f} s" for k, v in value.timings.items())
     out.print(

@@ -7,24 +7,29 @@ carried out only if the source is still the same.
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
+from ckptcore import stamps
 from ckptcore.compose import Composed, compose
 from ckptcore.convert import inspect
 from ckptcore.errors import DestinationExists, MalformedCheckpoint, SourceChanged, UsageError
 from ckptcore.finishing import REQUEST
 from ckptcore.frame import canonical_json
+from ckptcore.manifest import Manifest
 from ckptcore.plan import load_head, save_plan
 from ckptcore.request import Request
 from ckptcore.store import open_store
 
 
-def save_request(folder: Path, request: Request, composed: Composed) -> None:
+def save_request(folder: Path, request: Request, manifest: Manifest, composed: Composed) -> None:
     """Writes a plan folder; raises `DestinationExists` when it is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DestinationExists(f"{folder} exists", hint="name a new folder for the plan")
     store = open_store(str(folder))
     store.put(REQUEST, canonical_json(request.as_dict()))
+    with closing(open_store(composed.plan.source)) as source:
+        stamps.save(store, stamps.take(manifest, source))
     save_plan(store, composed.plan, composed.files)
 
 
@@ -48,6 +53,8 @@ def load_request(folder: Path) -> Request:
             f"{request.source} has changed since the plan was made: its manifest digest is "
             f"{manifest.digest[:16]}, the plan was made from {head.manifest_digest[:16]}"
         )
+    with closing(open_store(manifest.root)) as source:
+        stamps.require_same(stamps.load(store) or {}, source)
     if compose(request, manifest).plan.digest != head.digest:
         raise SourceChanged(f"{folder} was planned by another version, or the config files have changed")
     return request

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +13,19 @@ from ckptcore.box import Box
 from ckptcore.cover import coverage
 from ckptcore.crc import Pieces
 from ckptcore.dtype import BY_NAME
-from ckptcore.errors import DamagedCheckpoint, NameMismatch, finding
+from ckptcore.errors import DamagedCheckpoint, NameMismatch, UnsupportedDtype, finding
 from ckptcore.gather import Seen, gather, sub_tile, tile_view
-from ckptcore.manifest import Chunk, Manifest
+from ckptcore.manifest import Chunk, Manifest, TensorSpec
 from ckptcore.remap import select
 from ckptcore.resolve import Payload, resolve
-from ckptcore.sharding import local_box
+from ckptcore.sharding import local_parts
 from ckptcore.store import Store, open_store
 
 if TYPE_CHECKING:
     import torch
 
 _SCRATCH = 16 << 20
+_log = logging.getLogger("ckptcore")
 
 
 def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, verify: bool) -> torch.Tensor:
@@ -36,6 +39,7 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
     want = box or Box.whole(spec.shape)
     if len(want.shape) != len(spec.shape) or not Box.whole(spec.shape).contains(want):
         raise ValueError(f"{want} is outside {fqn} {list(spec.shape)}")
+    _require_cover(manifest, [row])
     out = torch.empty(want.shape, dtype=getattr(torch, spec.dtype))
     store = open_store(manifest.root)
     try:
@@ -49,33 +53,49 @@ def load_into(
     manifest: Manifest, state_dict: dict[str, Any], *, prefix: str, strict: bool, verify: bool
 ) -> list[str]:
     """Fills a live state dict; see `ckptcore.load_into`."""
-    wanted = dict(_tensors(state_dict, ""))
+    found = list(_tensors(state_dict, ""))
+    wanted = dict(found)
+    if len(wanted) != len(found):
+        twice = next(n for n, c in Counter(n for n, _ in found).items() if c > 1)
+        raise NameMismatch(f"two tensors of the state dict are both called {twice}")
     missing = [n for n in wanted if prefix + n not in manifest.index]
     if missing and strict:
         raise NameMismatch(
             f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {', '.join(missing[:5])}",
             hint="name the checkpoint's prefix, or pass strict=False", missing=missing,
         )  # fmt: skip
-    rows = [manifest.index[prefix + n] for n in wanted if n not in missing]
-    part = select(manifest, rows)
-    holes = coverage(part)
-    if holes:
-        raise DamagedCheckpoint(holes[0].message, findings=tuple(holes))
-    plans = [(n, *local_box(t)) for n, t in wanted.items() if n not in missing]
-    for name, _, shape, _ in plans:  # every shape is compared before the first byte moves
-        spec = manifest.tensors[manifest.index[prefix + name]]
-        if spec.shape != shape:
-            raise NameMismatch(f"{name} is {list(shape)} here and {list(spec.shape)} in the checkpoint")
+    if missing:
+        _log.warning("left as they are, because the checkpoint lacks them: %s", ", ".join(missing))
+    plans = [(n, local_parts(t)) for n, t in wanted.items() if n not in missing]
+    for name, _ in plans:  # everything is compared before the first byte moves
+        _require_fit(name, wanted[name], manifest.tensors[manifest.index[prefix + name]])
+    _require_cover(manifest, [manifest.index[prefix + n] for n, _ in plans])
     store = open_store(manifest.root)
     filler = _Filler(manifest, store, verify)
     try:
-        for name, local, _, want in plans:
-            if want.numel:
-                filler.fill(manifest.index[prefix + name], want, local)
+        for name, parts in plans:
+            for local, want in parts:
+                if want.numel:
+                    filler.fill(manifest.index[prefix + name], want, local)
     finally:
         store.close()
     return sorted(t.fqn for t in manifest.tensors if t.fqn.removeprefix(prefix) not in wanted
                   or not t.fqn.startswith(prefix))  # fmt: skip
+
+
+def _require_cover(manifest: Manifest, rows: list[int]) -> None:
+    holes = coverage(select(manifest, rows))
+    if holes:
+        raise DamagedCheckpoint(holes[0].message, findings=tuple(holes))
+
+
+def _require_fit(name: str, tensor: Any, spec: TensorSpec) -> None:
+    """Equal shapes, and dtypes that are equal or both floating-point."""
+    here = str(tensor.dtype).removeprefix("torch.")
+    if tuple(tensor.shape) != spec.shape:
+        raise NameMismatch(f"{name} is {list(tensor.shape)} here and {list(spec.shape)} in the checkpoint")
+    if here != spec.dtype and not (BY_NAME[here].is_float and BY_NAME[spec.dtype].is_float):
+        raise UnsupportedDtype(f"{name} is {here} here and {spec.dtype} in the checkpoint")
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Any]]:

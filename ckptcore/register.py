@@ -52,15 +52,16 @@ def start(
     return Registration(catalog, found, request)
 
 
-def succeed(registration: Registration, source: Manifest, derived: Manifest, result: Any, peak_memory: int, *,
-            verified: bool) -> None:  # fmt: skip
+def succeed(
+    registration: Registration, source: Manifest, derived: Manifest, result: Any, peak_memory: int
+) -> None:
     """Records the outcome; raises `CatalogError` that says the output is published."""
     digests = {r.path: r.digest for r in result.files}
     try:
         registration.catalog.succeed(
             registration.id,
             source=facts(source, registration.request.source, verified="cover"),
-            derived=facts(derived, result.destination, digests, verified="bytes" if verified else "cover"),
+            derived=facts(derived, result.destination, digests, verified="cover"),
             plan_digest=result.plan_digest, bytes_in=result.bytes_in, bytes_out=result.nbytes,
             peak_memory=peak_memory, timings=result.timings, findings=result.warnings,
         )  # fmt: skip

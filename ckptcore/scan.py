@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ckptcore.box import Box
 from ckptcore.cover import replicas
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import CkptError, DamagedCheckpoint, Finding, SourceUnreadable, UnsafeContent, finding
+from ckptcore.gather import Bytes, gather, tile_view
 from ckptcore.manifest import Manifest, view_of
 from ckptcore.resolve import Payload, resolve
 from ckptcore.store import Store
@@ -86,20 +88,11 @@ class _State:
                 return []  # told by `chunk`
             first, second = payloads
             name, path = opened[0][1], opened[1][2]
-            itemsize = BY_NAME[
-                self.manifest.tensors[int(self.manifest.chunks.tensor[rows[0]])].dtype
-            ].itemsize
-            nbytes = int(np.prod(self.manifest.chunks.shape[rows[0]])) * itemsize
-            if first.strides is not None or second.strides is not None or first.flags != second.flags:
-                return []  # laid out differently: compared element by element when they are moved
-            for at in range(0, nbytes, _BLOCK):
-                count = min(_BLOCK, nbytes - at)
-                a, b = self._buffers(count)
-                first.read_into(first.start + at, a)
-                second.read_into(second.start + at, b)
-                if a != b:
-                    return [finding("replica-mismatch", "bytes", f"{name}: the copies in {opened[0][2]} "
-                                    f"and {path} differ", fqn=name, file=path)]  # fmt: skip
+            both = zip(self._tiles(first, rows[0], 0), self._tiles(second, rows[1], 1), strict=True)
+            for (box, a), (_, b) in both:
+                if not np.array_equal(a, b):
+                    message = f"{name}: the copies in {opened[0][2]} and {path} differ in {box}"
+                    return [finding("replica-mismatch", "bytes", message, fqn=name, file=path)]
             return []
         finally:
             for payload in payloads:
@@ -165,15 +158,10 @@ class _State:
         import torch
 
         kind = getattr(torch, spec.dtype)
-        # A permuted chunk is looked at in storage order; padding around a view is not part of it.
-        nbytes = int(np.prod(self.manifest.chunks.shape[row])) * dtype.itemsize
         nan = inf = 0
-        for at in range(0, nbytes, _BLOCK):
-            block, _ = self._buffers(min(_BLOCK, nbytes - at))
-            payload.read_into(payload.start + at, block)
-            values = torch.frombuffer(block, dtype=kind)
-            if dtype.itemsize == 1:
-                values = values.float()
+        for _, block in self._tiles(payload, row, 0):
+            values = torch.from_numpy(block).view(kind)
+            values = values.float() if dtype.itemsize == 1 else values
             bad = values.numel() - int(torch.isfinite(values).sum())
             if bad:
                 n = int(torch.isnan(values).sum())
@@ -184,11 +172,29 @@ class _State:
                 seen[0] += nan
                 seen[1] += inf
 
+    def _tiles(self, payload: Payload, row: int, slot: int) -> Iterator[tuple[Box, Bytes]]:
+        """The elements of a chunk, row-major, a block at a time, whatever their layout in storage."""
+        manifest, chunks = self.manifest, self.manifest.chunks
+        spec = manifest.tensors[int(chunks.tensor[row])]
+        rank, itemsize = len(spec.shape), BY_NAME[spec.dtype].itemsize
+        whole = Box(tuple(chunks.lo[row, :rank].tolist()), tuple(chunks.shape[row, :rank].tolist()))
+        for box in whole.tiles(_BLOCK // itemsize):
+            buffer = np.frombuffer(self._buffers(_BLOCK)[slot], np.uint8)
+            tile = tile_view(buffer, box.shape, spec.dtype)
+            gather(payload, whole, box, spec.dtype, tile, self._scratch(), None)
+            yield box, buffer[: box.numel * itemsize]
+
     def _buffers(self, count: int) -> tuple[memoryview, memoryview]:
         if not hasattr(self._local, "pair"):
             self._local.pair = bytearray(_BLOCK), bytearray(_BLOCK)
         a, b = self._local.pair
         return memoryview(a)[:count], memoryview(b)[:count]
+
+    def _scratch(self) -> Bytes:
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = np.empty(_BLOCK, np.uint8)
+        scratch: Bytes = self._local.scratch
+        return scratch
 
     def _advance(self, count: int) -> None:
         if self._progress is not None:

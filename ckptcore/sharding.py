@@ -74,24 +74,90 @@ def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -
     return found
 
 
-def local_box(tensor: torch.Tensor | DTensor) -> tuple[torch.Tensor, tuple[int, ...], Box]:
-    """(the memory of this rank, the global shape, the box it holds) of a tensor or DTensor.
+def local_parts(tensor: torch.Tensor | DTensor) -> list[tuple[torch.Tensor, Box]]:
+    """The memory of this rank in pieces, each with the box of the global tensor that it holds.
 
-    Raises `NameMismatch` when a DTensor's memory is not the shard that its placements say.
+    A plain tensor and an ordinary shard are one piece; a strided shard is one per run of its dim.
+    Raises `NameMismatch` when a DTensor's memory is not the shard that its placements say, and
+    `UsageError` for memory that cannot be filled: meta tensors, partial sums.
     """
     from torch.distributed.tensor import DTensor
 
     shape = tuple(tensor.shape)
+    if tensor.is_meta:
+        raise UsageError(f"a tensor of {list(shape)} is on the meta device: it has no memory to fill")
     if not isinstance(tensor, DTensor):
-        return tensor.detach(), shape, Box.whole(shape)
-    from torch.distributed.tensor import _utils
-
-    find: Any = _utils.compute_local_shape_and_global_offset
-    extent, offset = find(tensor.shape, tensor.device_mesh, tensor.placements)
+        return [(tensor.detach(), Box.whole(shape))]
+    places = [p for p in tensor.placements if not p.is_replicate()]
+    if any(p.is_partial() for p in places):
+        raise UsageError("a DTensor with a Partial placement holds a summand, not its values")
+    coordinate = tensor.device_mesh.get_coordinate()
     local = tensor.to_local().detach()
-    if tuple(local.shape) != tuple(extent):
-        raise NameMismatch(f"a DTensor of {list(shape)} holds {list(local.shape)}, not {list(extent)}")
-    return local, shape, _box(tuple(extent), tuple(offset))
+    if coordinate is None:  # this rank is outside the mesh
+        return []
+    runs = [_runs(n, d, tensor, coordinate) for d, n in enumerate(shape)]
+    held = [sum(b - a for a, b in dim) for dim in runs]
+    if held != list(local.shape):
+        raise NameMismatch(f"a DTensor of {list(shape)} holds {list(local.shape)}, not {held}")
+    return list(_pieces(local, runs))
+
+
+def _runs(n: int, dim: int, tensor: DTensor, coordinate: Sequence[int]) -> list[tuple[int, int]]:
+    """The ranges of one dim that this rank holds, in the order of its memory.
+
+    Plain shards cut first and strided ones after them: that is how FSDP2 shards a tensor that tensor
+    parallelism has sharded before, although its mesh axis comes first.
+    """
+    sizes = tensor.device_mesh.shape
+    mine: list[tuple[int, int]] = [(0, n)]
+    cuts = [
+        (getattr(p, "split_factor", 1), sizes[axis], coordinate[axis])
+        for axis, p in enumerate(tensor.placements)
+        if getattr(p, "dim", None) == dim
+    ]
+    strided = [c for c in cuts if c[0] > 1]
+    plain = [c for c in cuts if c[0] == 1]
+    for _, parts, index in plain:
+        mine = _chunk(mine, parts, index)
+    for factor, parts, index in strided:
+        if plain:
+            mine = _chunk(mine, parts, index)
+        else:  # a strided shard by itself: every ``parts``-th of ``parts * factor`` pieces
+            mine = [r for k in range(factor) for r in _chunk(mine, parts * factor, k * parts + index)]
+    return _joined(mine)
+
+
+def _chunk(runs: list[tuple[int, int]], parts: int, index: int) -> list[tuple[int, int]]:
+    """Chunk ``index`` of the elements of ``runs``, cut as torch.chunk cuts."""
+    total = sum(b - a for a, b in runs)
+    step = -(-total // parts)
+    first, last = min(index * step, total), min((index + 1) * step, total)
+    found, at = [], 0
+    for a, b in runs:
+        lo, hi = max(first - at, 0), min(last - at, b - a)
+        if lo < hi:
+            found.append((a + lo, a + hi))
+        at += b - a
+    return found
+
+
+def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    out: list[tuple[int, int]] = []
+    for a, b in runs:
+        if out and out[-1][1] == a:
+            out[-1] = (out[-1][0], b)
+        else:
+            out.append((a, b))
+    return out
+
+
+def _pieces(local: torch.Tensor, runs: list[list[tuple[int, int]]]) -> Iterator[tuple[torch.Tensor, Box]]:
+    for chosen in product(*runs):
+        view = local
+        for dim, run in enumerate(chosen):
+            at = sum(b - a for a, b in runs[dim][: runs[dim].index(run)])
+            view = view.narrow(dim, at, run[1] - run[0])
+        yield view, Box(tuple(a for a, _ in chosen), tuple(b - a for a, b in chosen))
 
 
 def _box(extent: tuple[int, ...], offset: tuple[int, ...]) -> Box:

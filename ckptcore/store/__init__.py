@@ -54,6 +54,9 @@ class Store(Protocol):
     def size(self, path: str) -> int | None:
         """Size in bytes, or None when there is no such file."""
 
+    def stamp(self, path: str) -> str | None:
+        """A text that changes when the file is written again, or None when there is no such file."""
+
     def read(self, path: str, start: int, length: int) -> bytes:
         """Exactly ``length`` bytes; raises `SourceUnreadable`, `StorageTrouble`."""
 

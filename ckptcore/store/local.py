@@ -45,7 +45,8 @@ class LocalStore:
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
         # Half of what the process may have: a checkpoint of 1024 ranks has 1024 files.
-        self._max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_open = 8192 if soft == resource.RLIM_INFINITY else min(soft // 2, 8192)
 
     def list(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -71,6 +72,15 @@ class LocalStore:
         except OSError as error:
             raise _unreadable(f"{self.url}/{path}", error) from error
         return seen.st_size if stat.S_ISREG(seen.st_mode) else None
+
+    def stamp(self, path: str) -> str | None:
+        try:
+            seen = os.stat(self._root / path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise _unreadable(f"{self.url}/{path}", error) from error
+        return f"{seen.st_size} bytes, modified {seen.st_mtime_ns}, inode {seen.st_ino}"
 
     def read(self, path: str, start: int, length: int) -> bytes:
         fd, kept = self._descriptor(path)

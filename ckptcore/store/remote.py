@@ -24,6 +24,8 @@ from ckptcore.errors import (
 from ckptcore.store import Buffer, Store, Writer
 
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
+# What file systems call the thing that changes with a file's content, best first.
+_VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 
 
@@ -68,6 +70,18 @@ class FsspecStore:
         found: int | None = _retrying(f"{self.url}/{path}", call)
         return found
 
+    def stamp(self, path: str) -> str | None:
+        def call() -> str | None:
+            try:
+                info = self._fs.info(self._full(path))
+            except FileNotFoundError:
+                return None
+            told = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
+            return f"{info.get('size')} bytes, version {told}"
+
+        found: str | None = _retrying(f"{self.url}/{path}", call)
+        return found
+
     def read(self, path: str, start: int, length: int) -> bytes:
         if not length:
             return b""
@@ -93,14 +107,14 @@ class FsspecStore:
         return FsspecWriter(self._fs, self._full(path), f"{self.url}/{path}")
 
     def put(self, path: str, data: bytes) -> None:
-        _retrying(f"{self.url}/{path}", lambda: self._fs.pipe_file(self._full(path), data))
+        _retrying(f"{self.url}/{path}", lambda: self._fs.pipe_file(self._full(path), data), writing=True)
 
     def remove(self, path: str) -> None:
         def call() -> None:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._full(path))
 
-        _retrying(f"{self.url}/{path}", call)
+        _retrying(f"{self.url}/{path}", call, writing=True)
 
     def remove_all(self) -> None:
         def call() -> None:
@@ -109,7 +123,7 @@ class FsspecStore:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(name)
 
-        _retrying(self.url, call)
+        _retrying(self.url, call, writing=True)
 
     def free_bytes(self) -> int | None:
         return None
@@ -121,7 +135,7 @@ class FsspecStore:
         if not isinstance(target, FsspecStore):
             raise UsageError(f"cannot copy from {self.url} to {target.url} on the server's side")
         full = target._full(name)
-        _retrying(target.url, lambda: self._fs.cp_file(self._full(path), full))
+        _retrying(target.url, lambda: self._fs.cp_file(self._full(path), full), writing=True)
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}"
@@ -162,7 +176,7 @@ class FsspecWriter:
         self._file.closed = True
 
 
-def _retrying(what: str, call: Any) -> Any:
+def _retrying(what: str, call: Any, *, writing: bool = False) -> Any:
     policy = Retrying(
         stop=stop_after_attempt(4),
         wait=wait_random_exponential(multiplier=0.2, max=5),
@@ -174,7 +188,7 @@ def _retrying(what: str, call: Any) -> Any:
         try:
             return call()
         except Exception as error:
-            raise _trouble(what, error) from error
+            raise _trouble(what, error, writing=writing) from error
 
     return policy(once)
 

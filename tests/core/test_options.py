@@ -15,7 +15,7 @@ WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --include -
     --no-catalog --no-digest --no-resume --no-verify --output --overwrite --recover --rename --resume --tie
     --to --verify --workers"""
 OPTIONS = {
-    "inspect": "--include --output --recover",
+    "inspect": "--exclude --include --output --recover",
     "validate": "--catalog --level --no-catalog --output --recover --workers",
     "consolidate": WRITE,
     "export": WRITE + " --config --model-prefix",
