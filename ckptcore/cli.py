@@ -334,7 +334,7 @@ def _request(given: dict[str, Any], verb: str) -> Any:
 
     return Request(
         given["src"],
-        given["dst"] or given["src"].rstrip("/") + ".consolidated",
+        given["src"].rstrip("/") + ".consolidated" if given["dst"] is None else given["dst"],
         verb,
         given["to"],
         tuple(given["include"] or ()),

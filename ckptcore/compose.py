@@ -28,7 +28,7 @@ from ckptcore.errors import (
 )
 from ckptcore.formats import by_name
 from ckptcore.hf import ConfigFolder, check_names, model_card, read_config
-from ckptcore.manifest import Manifest
+from ckptcore.manifest import Blob, Manifest
 from ckptcore.model_part import ModelPart, find_model
 from ckptcore.plan import FilePlan, Plan, Target, make_plan
 from ckptcore.remap import Mapped, keep_blobs, matches, remap
@@ -60,7 +60,7 @@ def compose(request: Request, manifest: Manifest) -> Composed:
     """
     began = time.perf_counter()
     writer = by_name(request.format, writes=True)
-    report = require_whole(manifest)
+    report = require_whole(manifest, request)
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
     export = request.verb == "export"
@@ -85,15 +85,24 @@ def compose(request: Request, manifest: Manifest) -> Composed:
     return Composed(plan, files, extra, report, tuple(warnings), model, timings)
 
 
-def require_whole(manifest: Manifest) -> Report:
-    """The report of a manifest that is complete; raises `DamagedCheckpoint` otherwise."""
+def require_whole(manifest: Manifest, request: Request) -> Report:
+    """The report of a manifest that is complete; raises `DamagedCheckpoint` otherwise.
+
+    An object that cannot be carried stops nothing that leaves it out by a rule.
+    """
     report = check(manifest, None, "cover")
-    errors = [f for f in report.findings if f.severity == "error"]
+    errors = [f for f in report.findings if f.severity == "error" and not _left_out(f, request)]
     if errors:
         more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
         cls = NotComplete if all(f.code == "not-complete" for f in errors) else DamagedCheckpoint
         raise cls(f"{errors[0].message}{more}", hint=errors[0].hint, findings=tuple(errors))
     return report
+
+
+def _left_out(found: Finding, request: Request) -> bool:
+    if found.code != "refused-tensors" or found.fqn is None:
+        return False
+    return request.verb == "export" or not keep_blobs([Blob(found.fqn, -1)], request.include, request.exclude)
 
 
 def _names(request: Request, manifest: Manifest, model: ModelPart | None,

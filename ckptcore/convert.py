@@ -44,7 +44,7 @@ from ckptcore.plan import Plan, PlannedFile, load_file_plan, load_head, save_pla
 from ckptcore.receipts import Receipt, read_receipt
 from ckptcore.register import Registration, fail, start, succeed
 from ckptcore.request import Request, Settings
-from ckptcore.staging import Staging, refuse_existing
+from ckptcore.staging import PUBLISHING, Staging, refuse_existing
 from ckptcore.stamps import load as load_stamps
 from ckptcore.stamps import require_same
 from ckptcore.stamps import save as save_stamps
@@ -93,7 +93,9 @@ def inspect(source: str, recover: bool = False) -> Manifest:
     recover: take a DCP save that was aborted just before its last step as it is.
     Raises `SourceUnreadable`, `UnknownFormat`, `UnsupportedFormat`, `NotComplete`, ....
     """
-    return read_manifest(open_source(source, recover=recover))
+    opened = open_source(source, recover=recover)
+    with closing(opened.store):
+        return read_manifest(opened)
 
 
 def validate(manifest: Manifest, level: str = "cover", *, workers: int = 2,
@@ -314,7 +316,10 @@ def _require_room(staging: Staging, plan: Plan) -> None:
 
 
 def _remove_if_unused(staging: Staging) -> None:
-    """Takes away a staging folder that holds no work."""
+    """Takes away a staging folder that holds no finished file."""
     root = staging.root.local
-    if root is not None and root.is_dir() and {p.name for p in root.iterdir()} <= {"lock"}:
+    if root is None or not root.is_dir() or staging.root.size(PUBLISHING) is not None:
+        return
+    receipts = root / "receipts"
+    if not receipts.is_dir() or not any(receipts.iterdir()):
         staging.remove()

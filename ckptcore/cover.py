@@ -114,6 +114,8 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
+    if 0 in want.tolist():  # nothing to hold: what chunks there are must reach as far as the shape says
+        return not len(lo) or bool(((lo + shape).max(axis=0) == want).all())
     kept = (shape > 0).all(axis=1)  # an empty chunk holds nothing, wherever it says it lies
     if (lo[kept] < 0).any() or (lo[kept] + shape[kept] > want).any():
         return False

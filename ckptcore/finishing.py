@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.check import check
-from ckptcore.errors import Finding, OutputMismatch, UsageError
+from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError
 from ckptcore.formats import Source, by_name, open_source, read_manifest
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Manifest, TensorSpec
 from ckptcore.plan import Plan, load_file_plan, load_head
-from ckptcore.receipts import Receipt, read_receipt
+from ckptcore.receipts import Receipt, is_intact, read_receipt
 from ckptcore.request import Request
 from ckptcore.staging import PUBLISHING, Staging, publish
 from ckptcore.stamps import load as load_stamps
@@ -79,7 +79,7 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
     if progress is not None:
         progress("verify", plan.bytes_out, plan.bytes_out)
     if published_plan(staging) == plan.digest:
-        written = read_manifest(open_source(staging.destination))
+        written = _published_output(staging, plan, receipts)
         verified = time.perf_counter()
     else:
         staging.sweep_parts()
@@ -139,6 +139,29 @@ def receipt_of(staging: Staging, plan: Plan, index: int) -> Receipt:
     return found
 
 
+def _published_output(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> Manifest:
+    """The manifest of what stands at the destination, when it still is what was published."""
+    source = open_source(staging.destination)
+    with closing(source.store):
+        written = read_manifest(source)
+        proven = all(
+            source.store.size(r.path) == r.nbytes and (r.digest is None or is_intact(source.store, r))
+            for r in receipts
+        )
+    if not proven or sorted(_told(written)) != _wanted(staging, plan):
+        raise DestinationExists(f"{staging.destination} exists, and has changed since it was published")
+    return written
+
+
+def _told(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(t.fqn, t.dtype, t.shape) for t in manifest.tensors]
+
+
+def _wanted(staging: Staging, plan: Plan) -> list[tuple[str, str, tuple[int, ...]]]:
+    plans = (load_file_plan(staging.plan, f.index) for f in plan.files)
+    return sorted((t.name, t.dtype, t.shape) for p in plans for t in p.tensors)
+
+
 def _note_publishing(staging: Staging, plan: Plan, *, single: bool) -> None:
     identity = None
     if staging.files.local is not None:
@@ -153,7 +176,7 @@ def _identity(path: str) -> list[int] | None:
         seen = os.lstat(path)
     except OSError:
         return None
-    return [seen.st_dev, seen.st_ino]
+    return [seen.st_dev, seen.st_ino, seen.st_mtime_ns]
 
 
 def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tuple[Manifest, tuple[str, ...]]:

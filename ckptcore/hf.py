@@ -175,7 +175,7 @@ def model_card(request: Request, mapped: Mapped, manifest: Manifest, *, has_conf
         *[f"- tied: `{a}` is `{b}`, equality checked" for a, b in mapped.ties],
         "",
     ]
-    return "\n".join(lines).encode()
+    return "\n".join(lines).encode(errors="backslashreplace")
 
 
 def _ask(config: ConfigFolder) -> dict[str, Any]:

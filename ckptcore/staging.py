@@ -105,17 +105,19 @@ class Staging:
             return
         for store in (self.root, self.plan, self.receipts, self.files):
             store.close()
-        gone = here.with_name(f"{here.name}.gone")
         self.sweep_gone()
         with contextlib.suppress(FileNotFoundError):
-            here.rename(gone)
+            here.rename(here.with_name(f"{here.name}.gone-{os.getpid()}"))
         self.sweep_gone()
 
     def sweep_gone(self) -> None:
-        """Removes what a run that was killed in `remove` left."""
-        if self.root.local is not None:
-            gone = self.root.local.with_name(f"{self.root.local.name}.gone")
-            shutil.rmtree(gone, ignore_errors=not gone.exists())
+        """Removes what a run that was killed in `remove` left, as far as that can be removed."""
+        here = self.root.local
+        if here is None or not here.parent.is_dir():
+            return
+        for left in here.parent.iterdir():
+            if left.name.startswith(f"{here.name}.gone-"):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def refuse_existing(destination: str, source: str, *, overwrite: bool, single: bool) -> None:

@@ -6,8 +6,10 @@ temporary file, so that memory stays what the caller planned for.
 
 from __future__ import annotations
 
+import io
 import tempfile
-from typing import BinaryIO
+from collections.abc import Iterator
+from typing import IO, Any, BinaryIO
 
 import zstandard
 
@@ -15,41 +17,59 @@ from ckptcore.errors import MalformedCheckpoint
 from ckptcore.store import Store
 
 _STEP = 1 << 20
+_MAX_WINDOW = 128 << 20  # what zstd needs for its highest ordinary levels
 
 
 def decode_small(codec: str, data: bytes, max_bytes: int, what: str) -> bytes:
     """The plain bytes of a whole compressed item; raises when they are more than ``max_bytes``."""
-    return b"".join(_decoded(codec, iter([data]), max_bytes, what))
+    return b"".join(_decoded(codec, io.BytesIO(data), max_bytes, what))
 
 
 def decode_to_file(codec: str, store: Store, path: str, start: int, length: int, max_bytes: int,
                    folder: str | None) -> tuple[BinaryIO, int]:  # fmt: skip
     """The plain bytes in an unlinked temporary file below ``folder``, and their number."""
-    parts = (store.read(path, start + at, min(_STEP, length - at)) for at in range(0, length, _STEP))
     out = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  the caller closes it
     total = 0
-    for part in _decoded(codec, parts, max_bytes, path):
-        out.write(part)
-        total += len(part)
-    out.flush()
+    try:
+        source = io.BufferedReader(_Range(store, path, start, length), _STEP)
+        for part in _decoded(codec, source, max_bytes, path):
+            out.write(part)
+            total += len(part)
+        out.flush()
+    except BaseException:
+        out.close()
+        raise
     return out, total
 
 
-def _decoded(codec: str, parts, max_bytes: int, what: str):  # type: ignore[no-untyped-def]
+class _Range(io.RawIOBase):
+    """A range of a stored file as a stream."""
+
+    def __init__(self, store: Store, path: str, start: int, length: int) -> None:
+        self._store, self._path, self._at, self._end = store, path, start, start + length
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:  # any writable buffer: collections.abc has no name for it yet
+        view = memoryview(into)[: max(self._end - self._at, 0)]
+        self._store.read_into(self._path, self._at, view)
+        self._at += len(view)
+        return len(view)
+
+
+def _decoded(codec: str, source: IO[bytes], max_bytes: int, what: str) -> Iterator[bytes]:
+    """The plain bytes in steps; a small input may stand for any number of them."""
     if codec != "zstd":
         raise MalformedCheckpoint(f"{what}: unknown codec {codec!r}")
-    decoder = zstandard.ZstdDecompressor().decompressobj(write_size=_STEP)
+    decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
     total = 0
     try:
-        for part in parts:
-            for at in range(0, len(part), 64 << 10):
-                plain = decoder.decompress(part[at : at + (64 << 10)])
-                total += len(plain)
+        with decoder.stream_reader(source, read_across_frames=False, closefd=False) as plain:
+            while part := plain.read(_STEP):
+                total += len(part)
                 if total > max_bytes:
                     raise MalformedCheckpoint(f"{what} unpacks to more than {max_bytes} bytes")
-                if plain:
-                    yield plain
+                yield part
     except zstandard.ZstdError as error:
         raise MalformedCheckpoint(f"{what}: zstd stream is damaged: {error}") from error
-    if not decoder.eof:
-        raise MalformedCheckpoint(f"{what}: zstd stream ends early")

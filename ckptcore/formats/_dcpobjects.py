@@ -57,6 +57,11 @@ def add_blobs(
                         fqn=key, file=names[item.file])
             )  # fmt: skip
             tree = None
+            used = {v.key for v in _views(objects.tree)}
+            hidden = sum(length for key, (_, length, _) in objects.storages.items() if key not in used)
+            if hidden:
+                message = f"object {key} holds {hidden} bytes of tensors that cannot be taken out of it"
+                builder.findings.append(finding("refused-tensors", "cover", message, fqn=key))
         builder.blobs.append(Blob(key, at, tree, objects.refused, known=not objects.refused))
     _compare(builder, store, names, blobs, others)
     return prefixes
@@ -132,6 +137,14 @@ def _reader(store: Store, path: str, item: Item, data: bytes | None) -> tuple[An
     if data is None:
         return (lambda start, n: store.read(path, item.start + start, n)), item.length
     return (lambda start, n: data[start : start + n]), item.length
+
+
+def _views(tree: Any) -> Iterator[StoredView]:
+    if isinstance(tree, StoredView):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _views(value)
 
 
 def _adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str,

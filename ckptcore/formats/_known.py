@@ -52,7 +52,7 @@ def _dcp_shards(source: Source) -> tuple[str, ...] | None:
         metadata = header.get("__metadata__") or {}
     except (CkptError, ValueError, AttributeError, RecursionError):
         return None  # not a readable header: the safetensors reader will say what is wrong
-    if "DCP_SHARDING_INFO" not in metadata:
+    if not isinstance(metadata, dict) or "DCP_SHARDING_INFO" not in metadata:
         return None
     return (f"the header of {found} has DCP_SHARDING_INFO",)
 

@@ -28,6 +28,7 @@ from ckptcore.objects import Named
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048
 _MAX_PICKLE = 256 << 20
+_MAX_DEPTH = 150  # nesting of containers
 _EOCD = struct.Struct("<4s4H2IH")
 _EOCD64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
@@ -165,6 +166,10 @@ def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
     start: int = entry.header + _LOCAL.size + name_length + extra_length
     if start + entry.length > window.length:
         raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is cut off")
+    # Bit 3: the payload is followed by its descriptor. Without checksums nothing else tells that the
+    # header's lengths are right.
+    if fields[2] & 8 and window.read(start + entry.length, 4) != b"PK\x07\x08":
+        raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} does not end where it should")
     return start
 
 
@@ -234,6 +239,7 @@ def read_objects(read: Reader, length: int, what: str) -> Objects:
     swapped, pickled = _preamble(window, records, checked, what)
     refused: list[str] = []
     tree = loads(pickled, OBJECT_TABLE, what=what, persistent=_storage, refused=refused)
+    bound_tree(tree, len(pickled), what)
     storages = {
         name.removeprefix("data/"): (
             payload_start(window, entry, what),
@@ -244,6 +250,39 @@ def read_objects(read: Reader, length: int, what: str) -> Objects:
         if name.startswith("data/")
     }
     return Objects(tree, storages, tuple(refused), swapped)
+
+
+def bound_tree(tree: Any, nbytes: int, what: str) -> None:
+    """Refuses a tree that is far larger, written out, than the pickle it came from.
+
+    Values shared through the memo make a few bytes an endless tree, or endless names. Both are
+    summed over the shared values, each visited once. A tree without sharing takes a byte a value.
+    """
+    sums: dict[int, tuple[int, int]] = {}  # id -> (values below, characters of all paths below)
+    open_: set[int] = set()
+
+    def visit(value: Any, depth: int) -> tuple[int, int]:
+        if not isinstance(value, (dict, list, tuple)):
+            return 1, 0
+        if id(value) in sums:
+            return sums[id(value)]
+        if depth > _MAX_DEPTH or id(value) in open_:
+            raise MalformedCheckpoint(f"{what} nests deeper than {_MAX_DEPTH} levels")
+        open_.add(id(value))
+        count, chars = 1, 0
+        for k, v in value.items() if isinstance(value, dict) else enumerate(value):
+            below, names = visit(v, depth + 1)
+            count += below
+            chars += below * (len(k) + 1 if isinstance(k, str) else 8) + names
+        open_.discard(id(value))
+        sums[id(value)] = count, chars
+        return count, chars
+
+    count, chars = visit(tree, 0)
+    if count > nbytes + 10_000 or chars > 4 * nbytes + (1 << 20):
+        raise MalformedCheckpoint(
+            f"{what}: a pickle of {nbytes} bytes stands for {count} values with {chars} characters of names"
+        )
 
 
 def check_view(seen: StoredView, nbytes: int, start: int, what: str, swapped: bool) -> View:

@@ -33,6 +33,7 @@ from ckptcore.formats.base import (
 )
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Blob, Item, Manifest, TensorSpec, View
+from ckptcore.objects import decode
 from ckptcore.store import inner_path
 
 INDEX = "model.safetensors.index.json"
@@ -79,6 +80,11 @@ def read(source: Source) -> Manifest:
                 finding("hole", "cover", f"{INDEX} places {name} in {path}, which lacks it",
                         fqn=name, file=path)
             )  # fmt: skip
+        builder.findings += [
+            finding("unlisted-tensor", "cover", f"{path} holds {name}, which {INDEX} does not list",
+                    fqn=name, file=path)
+            for name in sorted(names - wanted if wanted is not None else ())
+        ]  # fmt: skip
         _add_objects(builder, metadata, path)
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
@@ -117,6 +123,10 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     Raises `UnsupportedDtype` for a dtype that safetensors cannot hold.
     """
     for spec in request.tensors:
+        if not spec.fqn.isprintable() and _not_text(spec.fqn):
+            raise NameMismatch(
+                f"{spec.fqn!r} is no text that a file can hold", hint="rename it with --rename"
+            )
         if BY_NAME[spec.dtype].safetensors is None:
             raise UnsupportedDtype(
                 f"safetensors cannot hold {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
@@ -259,6 +269,11 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
         items = sorted(objects.items())
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{path}: {OBJECTS} is not JSON: {error}", file=path) from error
+    try:
+        for _, tree in items:
+            decode(tree)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{path}: {OBJECTS} holds no object tree: {error}", file=path) from error
     builder.blobs += [Blob(key, -1, tree) for key, tree in items]
 
 
@@ -281,6 +296,11 @@ def _entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int,
             f"{what}: {name} ({dtype.name} {list(shape)}) needs {spec.nbytes} bytes, has {stop - start}"
         )
     return dtype.name, shape, start, stop
+
+
+def _not_text(name: str) -> bool:
+    """Whether the name has no UTF-8 form: JSON and pickle may smuggle lone surrogates in."""
+    return any("\ud800" <= c <= "\udfff" for c in name)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -70,6 +70,16 @@ def read(source: Source) -> Manifest:
             _add_tensor(builder, file, fqn, value, objects, items, name)
         else:
             _add_object(builder, fqn, value, name)
+    hidden = {k: n for k, (_, n, _) in objects.storages.items() if n and k not in items}
+    if hidden:
+        told = ", ".join(objects.refused) or "a class that is not known here"
+        raise UnsupportedFormat(
+            f"{name} holds {sum(hidden.values())} bytes of tensors inside {told}: they cannot be taken out",
+            hint="save a plain dict of tensors",
+        )
+    total = sum(t.nbytes for t in builder.tensors)
+    if total > 1024 * size + (64 << 20):  # expanded views of one element, say
+        raise MalformedCheckpoint(f"{name}: {size} bytes stand for tensors of {total} bytes")
     return builder.build("torch_save", store.url, {})
 
 

@@ -85,9 +85,7 @@ def convert(catalog):
             verb=verb,
             tool_version="0.1.0",
         )
-        return conversion, catalog.succeed(
-            conversion, source=source, derived=derived, **(given | more)
-        )
+        return conversion, catalog.succeed(conversion, source=source, derived=derived, **(given | more))
 
     return make
 

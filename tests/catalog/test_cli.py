@@ -148,9 +148,7 @@ def test_markup_in_names_is_only_text(ask, path, facts):
     assert "[red]" in ask("show", "/runs/[bold]x[/nope]")
 
 
-@pytest.mark.parametrize(
-    "words", [["show", "x"], ["tag", "x", "a=b"], ["lineage", "x"], ["which", "x"]]
-)
+@pytest.mark.parametrize("words", [["show", "x"], ["tag", "x", "a=b"], ["lineage", "x"], ["which", "x"]])
 def test_no_catalog_yet(ask, path, words):
     with pytest.raises(CatalogError, match="there is no catalog at"):
         ask(*words)

@@ -49,9 +49,7 @@ def test_list_newest_first_and_filtered(catalog, chain):
 
 
 def test_conversions_newest_first_and_filtered(catalog, chain):
-    failed = catalog.begin(
-        {}, source_uri="/x", destination_uri="/y", verb="export", tool_version="1"
-    )
+    failed = catalog.begin({}, source_uri="/x", destination_uri="/y", verb="export", tool_version="1")
     catalog.fail(failed, code="usage", message="no")
     assert [row.id for row in catalog.conversions()] == [
         failed, *(chain[name][0] for name in ("other", "half", "pt", "model")),
@@ -223,9 +221,7 @@ def test_which_reads_from_what_cannot_be_read(catalog, tmp_path, monkeypatch):
         catalog.which(str(tmp_path / "file"))
 
 
-@pytest.mark.parametrize(
-    "what", ["/out/nothing", "deadbeef", "ac" * 32, "ab" * 33, "relative", "/", ""]
-)
+@pytest.mark.parametrize("what", ["/out/nothing", "deadbeef", "ac" * 32, "ab" * 33, "relative", "/", ""])
 def test_which_does_not_guess(catalog, chain, what):
     with pytest.raises(UsageError, match="does not know"):
         catalog.which(what)

@@ -25,10 +25,7 @@ def schema(path):
     """name -> the sorted lines of every CREATE statement: the order of clauses is free."""
     with sqlite3.connect(path) as connection:
         rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-        found = {
-            name: sorted(line.strip().rstrip(",") for line in sql.splitlines())
-            for name, sql in rows
-        }
+        found = {name: sorted(line.strip().rstrip(",") for line in sql.splitlines()) for name, sql in rows}
     connection.close()
     return found
 

@@ -278,7 +278,18 @@ class Damage:
 
 
 MALFORMED: Codes = frozenset({"malformed", "malformed-metadata", "malformed-item", "unsafe"})
-COVER: Codes = frozenset({"unlisted-item", "no-tensors", "hole", "overlap", "out-of-bounds", "no-place", "length-mismatch", "item-mismatch"})
+COVER: Codes = frozenset(
+    {
+        "unlisted-item",
+        "no-tensors",
+        "hole",
+        "overlap",
+        "out-of-bounds",
+        "no-place",
+        "length-mismatch",
+        "item-mismatch",
+    }
+)
 ITEM: Codes = frozenset({"crc-mismatch", "malformed-item", "item-mismatch", "malformed"})
 PATH: Codes = frozenset({"unsafe", "bad-path"})
 
