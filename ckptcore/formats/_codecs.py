@@ -17,6 +17,8 @@ from ckptcore.errors import MalformedCheckpoint
 from ckptcore.store import Store
 
 _STEP = 1 << 20
+# A block of 128 KiB may be spelled in 4 bytes: this much input is at most 16 MiB of output.
+_FEED = 512
 _MAX_WINDOW = 128 << 20  # what zstd needs for its highest ordinary levels
 
 
@@ -62,14 +64,19 @@ def _decoded(codec: str, source: IO[bytes], max_bytes: int, what: str) -> Iterat
     """The plain bytes in steps; a small input may stand for any number of them."""
     if codec != "zstd":
         raise MalformedCheckpoint(f"{what}: unknown codec {codec!r}")
-    decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+    decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
     total = 0
     try:
-        with decoder.stream_reader(source, read_across_frames=False, closefd=False) as plain:
-            while part := plain.read(_STEP):
-                total += len(part)
-                if total > max_bytes:
-                    raise MalformedCheckpoint(f"{what} unpacks to more than {max_bytes} bytes")
-                yield part
+        while part := source.read(_FEED):
+            plain = decoder.decompress(part)
+            total += len(plain)
+            if total > max_bytes:
+                raise MalformedCheckpoint(f"{what} unpacks to more than {max_bytes} bytes")
+            if plain:
+                yield plain
+            if decoder.eof:
+                break
     except zstandard.ZstdError as error:
         raise MalformedCheckpoint(f"{what}: zstd stream is damaged: {error}") from error
+    if not decoder.eof or decoder.unused_data or source.read(1):
+        raise MalformedCheckpoint(f"{what}: zstd stream does not end where its item ends")

@@ -235,7 +235,7 @@ def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -
     state, truth, made = make()
     if safetensors:
         options["serialization_format"] = SerializationFormat.SAFETENSORS
-        if any(how == "shards" for how in made.values()):
+        if any(how.endswith("shards") for how in made.values()):
             options.pop("serialization_format")  # torch loses shards of one rank there
     if zstd:
         options["_extensions"] = [ZStandard()]
