@@ -110,7 +110,7 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
         follows[1:] &= head[1:] | (start[1:] == (start + count)[:-1])
         follows &= np.where(tail, start + count == want[owner, dim[owner]], True)
         proven[owner[head]] = np.logical_and.reduceat(follows, np.flatnonzero(head))
-    return proven
+    return proven & (want > 0).all(axis=1)  # what holds nothing is looked at by itself
 
 
 def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
