@@ -72,9 +72,7 @@ def upgrade() -> None:
         sa.Column("verified_at", TIME, nullable=True),
         sa.Column("verified_level", TEXT, nullable=True),
         sa.Column("replaced_at", TIME, nullable=True),
-        sa.ForeignKeyConstraint(
-            ["run_id"], ["training_run.id"], name="fk_checkpoint_run_id_training_run"
-        ),
+        sa.ForeignKeyConstraint(["run_id"], ["training_run.id"], name="fk_checkpoint_run_id_training_run"),
         sa.PrimaryKeyConstraint("id", name="pk_checkpoint"),
         sa.UniqueConstraint(
             "uri",
@@ -112,9 +110,7 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(
             ["conversion_id"], ["conversion.id"], name="fk_conversion_io_conversion_id_conversion"
         ),
-        sa.PrimaryKeyConstraint(
-            "conversion_id", "checkpoint_id", "direction", name="pk_conversion_io"
-        ),
+        sa.PrimaryKeyConstraint("conversion_id", "checkpoint_id", "direction", name="pk_conversion_io"),
     )
     op.create_index(
         "ix_conversion_io_checkpoint_id_direction", "conversion_io", ["checkpoint_id", "direction"]
@@ -141,9 +137,7 @@ def upgrade() -> None:
         ),
         sa.PrimaryKeyConstraint("id", name="pk_finding"),
     )
-    op.create_index(
-        "ix_finding_checkpoint_id_resolved_at", "finding", ["checkpoint_id", "resolved_at"]
-    )
+    op.create_index("ix_finding_checkpoint_id_resolved_at", "finding", ["checkpoint_id", "resolved_at"])
     op.create_index("ix_finding_code", "finding", ["code"])
     op.create_index("ix_finding_conversion_id", "finding", ["conversion_id"])
     op.create_table(
@@ -152,9 +146,7 @@ def upgrade() -> None:
         sa.Column("key", TEXT, nullable=False),
         sa.Column("value", TEXT, nullable=False),
         sa.Column("updated_at", TIME, nullable=False),
-        sa.ForeignKeyConstraint(
-            ["checkpoint_id"], ["checkpoint.id"], name="fk_tag_checkpoint_id_checkpoint"
-        ),
+        sa.ForeignKeyConstraint(["checkpoint_id"], ["checkpoint.id"], name="fk_tag_checkpoint_id_checkpoint"),
         sa.PrimaryKeyConstraint("checkpoint_id", "key", name="pk_tag"),
     )
     op.create_index("ix_tag_key_value", "tag", ["key", "value"])
