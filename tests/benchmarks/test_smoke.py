@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ SOURCE, SCALE = "col-2gb", "64"
 def program(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     """Run one of the programs here to its end."""
     argv = [sys.executable, str(HERE / name), *map(str, args)]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300)
+    # The table wraps at the width it believes to have.
+    wide = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300, env=wide)
 
 
 @pytest.fixture(scope="module")
