@@ -308,7 +308,9 @@ def run(argv: list[str]) -> int:
     except typer.Exit as error:
         return error.exit_code
     except typer.TyperException as error:
-        show.error(UsageError(error.format_message(), hint=_usage_hint(error)), as_json=as_json)
+        words = error.format_message()
+        if words:  # without any argument the help has been shown, and says enough
+            show.error(UsageError(words, hint=_usage_hint(error)), as_json=as_json)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         show.error(Interrupted("stopped by the user"), as_json=as_json)

@@ -190,12 +190,16 @@ def _references(tree: Any) -> list[str]:
 def _dropped_objects(request: Request, manifest: Manifest, target: Target) -> list[tuple[str, str]]:
     if request.verb == "export":
         return [(b.key, "an export holds the model only") for b in manifest.blobs]
-    out = []
-    for blob in manifest.blobs:
-        if blob.key not in target.objects:
-            why = f"needs {', '.join(blob.refused)}" if blob.refused else "left out by --include or --exclude"
-            out.append((blob.key, why))
-    return out
+    gone = [b for b in manifest.blobs if b.key not in target.objects]
+    return [(b.key, _why_dropped(b, request)) for b in gone]
+
+
+def _why_dropped(blob: Blob, request: Request) -> str:
+    if blob.refused:
+        return f"needs {', '.join(blob.refused)}"
+    if not keep_blobs([blob], request.include, request.exclude):
+        return "left out by --include or --exclude"
+    return "refers to a tensor that is left out" if blob.known else "cannot be read"
 
 
 def _extra(request: Request, mapped: Mapped, target: Target, config: ConfigFolder | None,

@@ -32,7 +32,7 @@ _AT_FDCWD = -100
 
 
 class Staging:
-    """The staging folder of one destination. Stores: root, plan, receipts, files, extra."""
+    """The staging folder of one destination. Stores: root, plan, receipts, files."""
 
     def __init__(self, destination: str) -> None:
         parent, name = split_url(destination)
@@ -68,20 +68,32 @@ class Staging:
         if self.root.local is None:
             yield  # object stores have no locks; equal runs write equal bytes
             return
+        fd = self._lock_file(self.root.local, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         try:
-            self.root.local.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.root.local / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise DestinationUnwritable(
-                f"cannot write beside {self.destination}: {error.strerror}"
-            ) from error
-        try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise Busy(f"another process is writing {self.destination}") from error
-        else:
             yield
         finally:
+            os.close(fd)
+
+    def _lock_file(self, root: Path, kind: int) -> int:
+        path = root / "lock"
+        while True:
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                continue  # the folder went between the two calls: another run has just finished
+            except OSError as error:
+                raise DestinationUnwritable(
+                    f"cannot write beside {self.destination}: {error.strerror}"
+                ) from error
+            try:
+                fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(fd)
+                raise Busy(f"another process is writing {self.destination}") from error
+            # A finished run takes its lock file away: then this is the lock of nothing.
+            if path.exists() and os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
             os.close(fd)
 
     def clear(self) -> None:

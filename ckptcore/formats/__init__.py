@@ -23,7 +23,7 @@ from ckptcore.formats.base import (
     Source,
 )
 from ckptcore.manifest import Manifest
-from ckptcore.store import Store, open_store, split_url
+from ckptcore.store import open_store, split_url
 
 # In the order they are asked. A format is recognised by its own files, never by elimination.
 FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, torch_save.FORMAT)
@@ -112,11 +112,6 @@ def read_manifest(source: Source) -> Manifest:
         {**manifest.origin, "evidence": list(evidence.because), "file": source.name},
         manifest.findings,
     )  # fmt: skip
-
-
-def store_of(manifest: Manifest) -> Store:
-    """The store that a manifest's files lie in."""
-    return open_store(manifest.root)
 
 
 def _shown(source: Source) -> str:

@@ -96,7 +96,7 @@ class Arrangement:
 
     tensors: what to write, names final. objects: key -> value tree in `ckptcore.objects` JSON form.
     single: name of the one output file, or None for a folder. max_file_bytes: tensor bytes a file
-    of a folder may hold. model_card: text of the folder's README.md, or None.
+    of a folder may hold.
     """
 
     tensors: Sequence[TensorSpec]
