@@ -156,7 +156,7 @@ class _Run:
             work = FileWork(plan, self._source, self._files, self._settings, self._scratch)
             self._open[index] = work
             pending = None
-            for job in jobs(plan, self._tile):
+            for job in jobs(plan, self._tile, self._settings.threads):
                 if pending is not None:
                     yield work, pending
                 pending = job

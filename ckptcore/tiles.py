@@ -16,8 +16,10 @@ from ckptcore.box import Box, flat_start
 from ckptcore.dtype import BY_NAME
 from ckptcore.plan import FilePlan
 
-TILE = 4 << 20  # bytes: large enough to hide per-call costs, small enough to stay in cache
-_READ = 256 << 10  # bytes that a strided chunk should give a tile, where the budget allows
+# Bytes of usual tiles of all workers together: large enough to hide per-call costs, small enough to
+# stay in cache, and the same memory however many workers share it.
+TILES = 4 << 20
+_READ = 256 << 10  # bytes that strided chunks should give all workers' tiles, where the budget allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,12 @@ class Job:
     parts: tuple[LiteralPart | TensorPart, ...]
 
 
-def jobs(plan: FilePlan, max_bytes: int) -> Iterator[Job]:
-    """The jobs of a file, none larger than ``max_bytes``."""
+def jobs(plan: FilePlan, max_bytes: int, workers: int = 1) -> Iterator[Job]:
+    """The jobs of a file, none larger than ``max_bytes``; usual ones are cut for so many workers."""
     parts: list[LiteralPart | TensorPart] = []
     start = size = sequence = 0
-    usual = min(TILE, max_bytes)
-    for part, nbytes in _parts(plan, max_bytes):
+    usual = min(max(TILES // workers, 1 << 20), max_bytes)
+    for part, nbytes in _parts(plan, max_bytes, usual, max(_READ // workers, 64 << 10)):
         if parts and size + nbytes > usual:
             yield Job(sequence, start, size, tuple(parts))
             start, sequence, size, parts = start + size, sequence + 1, 0, []
@@ -72,10 +74,11 @@ def _placed(part: LiteralPart | TensorPart, at: int) -> LiteralPart | TensorPart
     return TensorPart(part.tensor, part.box, at, part.nbytes, part.offset)
 
 
-def _parts(plan: FilePlan, max_bytes: int) -> Iterator[tuple[LiteralPart | TensorPart, int]]:
+def _parts(
+    plan: FilePlan, max_bytes: int, usual: int, read: int
+) -> Iterator[tuple[LiteralPart | TensorPart, int]]:
     pieces: list[tuple[int, int, int]] = [(x.start, 0, n) for n, x in enumerate(plan.literals)]
     pieces += [(t.start, 1, n) for n, t in enumerate(plan.tensors)]
-    usual = min(TILE, max_bytes)
     # At equal starts an empty tensor comes before what follows it.
     for _, kind, n in sorted(pieces, key=lambda p: (p[0], -p[1])):
         if kind == 0:
@@ -89,7 +92,7 @@ def _parts(plan: FilePlan, max_bytes: int) -> Iterator[tuple[LiteralPart | Tenso
             continue
         itemsize = BY_NAME[tensor.dtype].itemsize
         widest = max(itemsize, BY_NAME[tensor.source_dtype].itemsize)
-        limit = min(max_bytes, max(usual, _wanted(plan, n)))
+        limit = min(max_bytes, max(usual, _wanted(plan, n) * read))
         for box in Box.whole(tensor.shape).tiles(limit // widest):
             nbytes = box.numel * itemsize
             offset = flat_start(tensor.shape, box.offset) * itemsize
@@ -97,7 +100,7 @@ def _parts(plan: FilePlan, max_bytes: int) -> Iterator[tuple[LiteralPart | Tenso
 
 
 def _wanted(plan: FilePlan, tensor: int) -> int:
-    """Tile bytes at which each chunk beside others in a row still gives a decent read."""
+    """How many chunks lie beside each other: each should give a tile a decent read."""
     first, last = int(plan.reads.first[tensor]), int(plan.reads.first[tensor + 1])
     if last - first < 2:
         return 0
@@ -105,4 +108,4 @@ def _wanted(plan: FilePlan, tensor: int) -> int:
     # Chunks that start in the same first row lie beside each other.
     rows = plan.reads.lo[first:last, 0] if rank else np.zeros(last - first)
     across = int(np.unique(rows, return_counts=True)[1].max())
-    return 0 if across == 1 else across * _READ
+    return 0 if across == 1 else across
