@@ -58,7 +58,7 @@ def logs(flow_run_id: UUID) -> list[str]:
         return [log.message for log in client.read_logs(log_filter=only)]
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = 90.0) -> bool:
     """Whether a condition comes true; logs reach the server with a delay."""
     until = time.monotonic() + seconds
     while not holds():
