@@ -19,7 +19,7 @@ def program(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     """Run one of the programs here to its end."""
     argv = [sys.executable, str(HERE / name), *map(str, args)]
     # The table wraps at the width it believes to have.
-    wide = {**os.environ, "COLUMNS": "200"}
+    wide = {**os.environ, "COLUMNS": "600"}
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300, env=wide)
 
 
