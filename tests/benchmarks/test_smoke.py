@@ -19,7 +19,7 @@ def program(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     """Run one of the programs here to its end."""
     argv = [sys.executable, str(HERE / name), *map(str, args)]
     # The table wraps at the width it believes to have.
-    wide = {**os.environ, "COLUMNS": "600"}
+    wide = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300, env=wide)
 
 
@@ -118,5 +118,6 @@ def test_a_command_that_fails_fails_its_line_and_the_run(tmp_path: Path) -> None
         *("--ckptcore", broken, "--only", "^inspect/"),
     )
     assert ran.returncode == 1
-    assert "no such verb" in " ".join(ran.stdout.split()) + ran.stderr, ran.stdout + ran.stderr
+    # Wherever the table wraps: without its borders and white space.
+    assert "nosuchverb" in "".join(c for c in ran.stdout if c.isalnum()), ran.stdout
     assert not any((tmp_path / "ram").iterdir())
