@@ -35,11 +35,8 @@ help:
 demo: $(stamp)
 	@$(python) -m flows.demo $(if $(SRC),--src "$(SRC)") $(if $(DST),--dst "$(DST)")
 
-# What fails beside others on few cores is run once more by itself: a time-out under load is no
-# defect, and a defect fails twice. Both runs are printed.
 test: check
-	@$(python) -m pytest -n $(JOBS) || { [ $$? -eq 1 ] && echo "once more, one by one:" && \
-	  $(python) -m pytest --last-failed --last-failed-no-failures none; }
+	@$(python) -m pytest -n $(JOBS)
 
 check: $(stamp)
 	@$(bin)/ruff format --check --quiet $(paths) || { echo "run: $(bin)/ruff format $(paths)" >&2; exit 1; }

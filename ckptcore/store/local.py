@@ -119,10 +119,10 @@ class LocalStore:
                 os.close(fd)
 
     def writer(self, path: str, nbytes: int) -> Writer:
-        return LocalWriter(self._root / path, nbytes)
+        return LocalWriter(self._root / path, nbytes, lambda: self._forget(path))
 
     def put(self, path: str, data: bytes) -> None:
-        writer = LocalWriter(self._root / path, len(data))
+        writer = self.writer(path, len(data))
         try:
             writer.write(0, data)
         except CkptError:
@@ -131,6 +131,7 @@ class LocalStore:
         writer.commit()
 
     def remove(self, path: str) -> None:
+        self._forget(path)
         try:
             (self._root / path).unlink(missing_ok=True)
         except OSError as error:
@@ -167,6 +168,13 @@ class LocalStore:
             for fd in self._open.values():
                 os.close(fd)
             self._open.clear()
+
+    def _forget(self, path: str) -> None:
+        """Closes what is open under a name that stands for another file from now on."""
+        with self._lock:
+            fd = self._open.pop(path, None)
+        if fd is not None:
+            os.close(fd)
 
     def _descriptor(self, path: str) -> tuple[int, bool]:
         """(descriptor, whether it is kept open) of a file; one that is not kept must be closed."""
@@ -208,8 +216,8 @@ class LocalWriter:
 
     sequential = False
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self._path, self._nbytes = path, nbytes
+    def __init__(self, path: Path, nbytes: int, replaced: Callable[[], None]) -> None:
+        self._path, self._nbytes, self._replaced = path, nbytes, replaced
         # Unique per writer: two runs of one plan may meet, and both end with the same bytes.
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_SERIAL)}.part")
         self._unsynced = 0
@@ -285,6 +293,7 @@ class LocalWriter:
                 os.fsync(self._fd)
             os.close(self._fd)
             os.replace(self._temporary, self._path)
+            self._replaced()
             sync_folder(self._path.parent)
         except OSError as error:
             raise _unwritable(str(self._path), error, self._nbytes) from error

@@ -1,0 +1,27 @@
+"""Local store: is a name always the file that stands there now?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptcore.errors import SourceUnreadable
+from ckptcore.store.local import LocalStore
+
+
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", b"old")
+    assert store.read("a", 0, 3) == b"old"  # keeps it open
+    store.put("a", b"newer")
+    assert store.size("a") == 5
+    assert store.read("a", 0, 5) == b"newer"
+    writer = store.writer("a", 7)
+    writer.write(0, b"written")
+    assert store.read("a", 0, 5) == b"newer"  # until it is committed
+    writer.commit()
+    assert store.read("a", 0, 7) == b"written"
+    store.remove("a")
+    with pytest.raises(SourceUnreadable):
+        store.read("a", 0, 1)
