@@ -13,7 +13,7 @@ from typing import Any
 from blake3 import blake3
 
 from ckptcore.frame import canonical_json
-from ckptcore.store import Store
+from ckptcore.store import Readable, Store
 
 _BLOCK = 4 << 20
 
@@ -64,14 +64,14 @@ def read_receipt(store: Store, plan_digest: str, index: int) -> Receipt | None:
         return None
 
 
-def is_intact(files: Store, receipt: Receipt) -> bool:
+def is_intact(files: Readable, receipt: Receipt) -> bool:
     """Whether the file is there and has the receipt's digest. Without a digest nothing is proven."""
     if receipt.digest is None or files.size(receipt.path) != receipt.nbytes:
         return False
     return digest_of(files, receipt.path, receipt.nbytes) == receipt.digest
 
 
-def digest_of(files: Store, path: str, nbytes: int) -> str:
+def digest_of(files: Readable, path: str, nbytes: int) -> str:
     """BLAKE3 of a file, hex. Memory: one block."""
     whole, block = blake3(), bytearray(min(_BLOCK, max(nbytes, 1)))
     for at in range(0, nbytes, len(block)):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import (
@@ -23,10 +24,10 @@ from ckptcore.errors import (
 )
 from ckptcore.formats._codecs import decode_small, decode_to_file
 from ckptcore.formats._torchtemplates import read_tensor
-from ckptcore.formats._torchzip import Window
+from ckptcore.formats._torchzip import Resolved, Window
 from ckptcore.formats.safetensors import parse_header
 from ckptcore.manifest import Envelope, Item, View, is_row_major
-from ckptcore.store import Buffer, Store
+from ckptcore.store import Buffer, Readable
 
 ReadInto = Callable[[int, Buffer], None]  # (first byte, buffer to fill)
 _IN_MEMORY = 8 << 20
@@ -58,7 +59,7 @@ class Payload:
             close()
 
 
-def resolve(store: Store, path: str, item: Item, dtype: str, shape: tuple[int, ...],
+def resolve(store: Readable, path: str, item: Item, dtype: str, shape: tuple[int, ...],
             view: View | None, name: str, scratch: str | None = None) -> Payload:  # fmt: skip
     """The payload of one chunk.
 
@@ -75,7 +76,7 @@ def resolve(store: Store, path: str, item: Item, dtype: str, shape: tuple[int, .
     return found
 
 
-def _resolve(store: Store, path: str, item: Item, dtype: str, shape: tuple[int, ...],
+def _resolve(store: Readable, path: str, item: Item, dtype: str, shape: tuple[int, ...],
              view: View | None, what: str, scratch: str | None) -> Payload:  # fmt: skip
     read_into, base, length = _opened(store, path, item, dtype, shape, scratch)
     where: str | None = None if item.codec else path
@@ -100,7 +101,9 @@ def _resolve(store: Store, path: str, item: Item, dtype: str, shape: tuple[int, 
     if item.envelope is Envelope.TORCHZIP:
         window = Window(read, length)
         tensor = read_tensor(window, what)
-        if (tensor.dtype, tensor.shape) != (dtype, shape):
+        if view is not None:
+            tensor = _inside(tensor, view, dtype, shape, what, path)
+        elif (tensor.dtype, tensor.shape) != (dtype, shape):
             raise _damaged(
                 "item-mismatch", "bytes",
                 f"{what}: the metadata says {dtype} {list(shape)}, the file holds "
@@ -123,6 +126,23 @@ def _resolve(store: Store, path: str, item: Item, dtype: str, shape: tuple[int, 
     raise UnsupportedFormat(f"{what}: items in a {item.envelope.name.lower()} envelope are not read")
 
 
+def _inside(tensor: Resolved, view: View, dtype: str, shape: tuple[int, ...], what: str,
+            path: str) -> Resolved:  # fmt: skip
+    """A chunk that is a view into the elements of an item's tensor, in their row-major order."""
+    itemsize = BY_NAME[dtype].itemsize
+    held = prod(tensor.shape) * itemsize
+    end = view.start + _extent(shape, view.strides, itemsize)
+    if tensor.dtype != dtype or tensor.view.strides is not None or end > held:
+        raise _damaged(
+            "item-mismatch", "bytes",
+            f"{what}: {dtype} {list(shape)} is to be taken from byte {view.start} of an item, which holds "
+            f"{tensor.dtype} {list(tensor.shape)}", what.split(" in ")[0], path,
+        )  # fmt: skip
+    strides = None if is_row_major(shape, view.strides) else view.strides
+    return replace(tensor, dtype=dtype, shape=shape,
+                   view=View(tensor.view.start + view.start, strides, tensor.view.flags))  # fmt: skip
+
+
 def _from_memory(whole: bytes, base: int) -> ReadInto:
     """Serves a small item from the read that resolved it."""
 
@@ -136,7 +156,7 @@ def _from_memory(whole: bytes, base: int) -> ReadInto:
 class _Decoded:
     """A decoded item: in memory when small, else in an unlinked file."""
 
-    def __init__(self, store: Store, path: str, item: Item, limit: int, scratch: str | None) -> None:
+    def __init__(self, store: Readable, path: str, item: Item, limit: int, scratch: str | None) -> None:
         self._lock = threading.Lock()
         self._data: bytes | None = None
         if limit <= _IN_MEMORY:
@@ -168,7 +188,7 @@ class _Decoded:
                 self._file.close()
 
 
-def _opened(store: Store, path: str, item: Item, dtype: str, shape: tuple[int, ...],
+def _opened(store: Readable, path: str, item: Item, dtype: str, shape: tuple[int, ...],
             scratch: str | None) -> tuple[ReadInto, int, int]:  # fmt: skip
     """(reader, where the item starts for it, the item's plain length)."""
     if not item.codec:

@@ -14,7 +14,7 @@ from typing import IO, Any, BinaryIO
 import zstandard
 
 from ckptcore.errors import MalformedCheckpoint
-from ckptcore.store import Store
+from ckptcore.store import Readable
 
 _STEP = 1 << 20
 # A block of 128 KiB may be spelled in 4 bytes: this much input is at most 16 MiB of output.
@@ -27,7 +27,7 @@ def decode_small(codec: str, data: bytes, max_bytes: int, what: str) -> bytes:
     return b"".join(_decoded(codec, io.BytesIO(data), max_bytes, what))
 
 
-def decode_to_file(codec: str, store: Store, path: str, start: int, length: int, max_bytes: int,
+def decode_to_file(codec: str, store: Readable, path: str, start: int, length: int, max_bytes: int,
                    folder: str | None) -> tuple[BinaryIO, int]:  # fmt: skip
     """The plain bytes in an unlinked temporary file below ``folder``, and their number."""
     out = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  the caller closes it
@@ -47,7 +47,7 @@ def decode_to_file(codec: str, store: Store, path: str, start: int, length: int,
 class _Range(io.RawIOBase):
     """A range of a stored file as a stream."""
 
-    def __init__(self, store: Store, path: str, start: int, length: int) -> None:
+    def __init__(self, store: Readable, path: str, start: int, length: int) -> None:
         self._store, self._path, self._at, self._end = store, path, start, start + length
 
     def readable(self) -> bool:

@@ -16,7 +16,7 @@ from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchzip import Objects, check_view, read_objects
 from ckptcore.manifest import Blob, Envelope, Item, TensorSpec, View
 from ckptcore.objects import TensorRef, encode
-from ckptcore.store import Store
+from ckptcore.store import Readable
 
 _GAP, _RANGE = 64 << 10, 8 << 20
 _CODES = ((ChecksumMismatch, "crc-mismatch"), (UnsafeContent, "bad-path"))
@@ -24,7 +24,7 @@ _MAX_OBJECT = 64 << 20  # larger ones are read in place, never as a whole
 
 
 def add_blobs(
-    builder: Builder, store: Store, blobs: Mapping[str, Item], others: Sequence[tuple[str, Item]] = ()
+    builder: Builder, store: Readable, blobs: Mapping[str, Item], others: Sequence[tuple[str, Item]] = ()
 ) -> list[int]:
     """Adds every byte item to the builder, with the tensors inside; gives their name prefixes.
 
@@ -69,7 +69,7 @@ def add_blobs(
 
 def _compare(
     builder: Builder,
-    store: Store,
+    store: Readable,
     names: list[str],
     blobs: Mapping[str, Item],
     others: Sequence[tuple[str, Item]],
@@ -98,7 +98,9 @@ def _tree(raw: bytes) -> Any:
         return raw
 
 
-def _read_all(store: Store, names: list[str], blobs: Mapping[str, Item]) -> Iterator[tuple[str, Item, Any]]:
+def _read_all(
+    store: Readable, names: list[str], blobs: Mapping[str, Item]
+) -> Iterator[tuple[str, Item, Any]]:
     """(key, item, bytes or None for a large one or the error) in file order."""
     rows = sorted(blobs.items(), key=lambda row: (row[1].file, row[1].start))
     at = 0
@@ -129,7 +131,7 @@ def _read_all(store: Store, names: list[str], blobs: Mapping[str, Item]) -> Iter
         at = stop
 
 
-def _reader(store: Store, path: str, item: Item, data: bytes | None) -> tuple[Any, int]:
+def _reader(store: Readable, path: str, item: Item, data: bytes | None) -> tuple[Any, int]:
     if item.codec:
         raw = store.read(path, item.start, item.length) if data is None else data
         plain = decode_small(item.codec, raw, _MAX_OBJECT, path)

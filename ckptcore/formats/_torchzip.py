@@ -232,13 +232,13 @@ def parse_tensor(window: Window, what: str) -> Parsed:
     return Parsed(resolved, entry.row, ident.row, payload_start(window, ident, what), ident.length)
 
 
-def read_objects(read: Reader, length: int, what: str) -> Objects:
-    """The whole tree of a torch zip; unknown globals become `Refused` values."""
+def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] = OBJECT_TABLE) -> Objects:
+    """The whole tree of a torch zip; globals outside ``table`` become `Refused` values."""
     window = Window(read, length)
     records, checked = directory(window, what)
     swapped, pickled = _preamble(window, records, checked, what)
     refused: list[str] = []
-    tree = loads(pickled, OBJECT_TABLE, what=what, persistent=_storage, refused=refused)
+    tree = loads(pickled, table, what=what, persistent=_storage, refused=refused)
     bound_tree(tree, len(pickled), what)
     storages = {
         name.removeprefix("data/"): (

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptcore.formats._substore import SubStore
 from ckptcore.manifest import Manifest, TensorSpec
-from ckptcore.store import Store
+from ckptcore.store import Readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,20 @@ class Source:
     listing: relative path -> size. recover: whether an unfinished save may be taken as it is.
     """
 
-    store: Store
+    store: Readable
     name: str | None
     listing: Mapping[str, int]
     recover: bool = False
+
+    def below(self, folder: str) -> Source:
+        """The source that a subfolder is; its paths are relative to it."""
+        prefix = folder.rstrip("/") + "/"
+        listing = {p.removeprefix(prefix): n for p, n in self.listing.items() if p.startswith(prefix)}
+        return Source(SubStore(self.store, prefix), None, listing, self.recover)
+
+    def file(self, name: str) -> Source:
+        """The source that one file of this folder is."""
+        return Source(self.store, name, {name: self.listing[name]}, self.recover)
 
 
 @dataclass(frozen=True, slots=True)

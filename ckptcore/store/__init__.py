@@ -38,8 +38,8 @@ class Writer(Protocol):
         """Drops what was written."""
 
 
-class Store(Protocol):
-    """A folder of files. Safe to use from several threads.
+class Readable(Protocol):
+    """A folder of files to read from. Safe to use from several threads.
 
     url: what it was opened with, without a trailing slash. local: its path on this machine, or
     None for a remote store.
@@ -63,6 +63,13 @@ class Store(Protocol):
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         """Fills ``into`` exactly; raises `SourceUnreadable`, `StorageTrouble`."""
 
+    def close(self) -> None:
+        """Releases open files."""
+
+
+class Store(Readable, Protocol):
+    """A folder of files to read from and to write to."""
+
     def writer(self, path: str, nbytes: int) -> Writer:
         """A new file of ``nbytes``; raises `DiskFull`, `DestinationUnwritable`."""
 
@@ -80,9 +87,6 @@ class Store(Protocol):
 
     def free_bytes(self) -> int | None:
         """Room left, bytes; None where that has no meaning."""
-
-    def close(self) -> None:
-        """Releases open files."""
 
 
 def open_store(url: str) -> Store:

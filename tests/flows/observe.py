@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -64,6 +66,16 @@ def sent_logs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(handlers, "emit_api_log", record)
     return sent
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 90.0) -> bool:
+    """Whether a condition comes true in time."""
+    until = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def name(flow_run_id: UUID) -> str:

@@ -1,0 +1,40 @@
+"""A subfolder of a store as a store to read from: formats nest, and their readers need not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptcore.store import Buffer, Readable
+
+
+class SubStore:
+    """Reads below ``prefix`` (with its slash) of another store, with its connections and caches."""
+
+    def __init__(self, store: Readable, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+        self.url = f"{store.url.rstrip('/')}/{prefix.rstrip('/')}"
+        self.local: Path | None = store.local / prefix if store.local is not None else None
+
+    def list(self) -> dict[str, int]:
+        """Every file below: relative path -> size in bytes."""
+        found = self._store.list()
+        return {p.removeprefix(self._prefix): n for p, n in found.items() if p.startswith(self._prefix)}
+
+    def size(self, path: str) -> int | None:
+        """Size in bytes, or None when there is no such file."""
+        return self._store.size(self._prefix + path)
+
+    def stamp(self, path: str) -> str | None:
+        """A text that changes when the file is written again."""
+        return self._store.stamp(self._prefix + path)
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """Exactly ``length`` bytes; raises as the store does."""
+        return self._store.read(self._prefix + path, start, length)
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """Fills ``into`` exactly; raises as the store does."""
+        self._store.read_into(self._prefix + path, start, into)
+
+    def close(self) -> None:
+        """Nothing: the store that it reads from is closed by who opened it."""
