@@ -192,7 +192,9 @@ def make_plan(
                                 findings=manifest.findings)  # fmt: skip
     wanted = [TensorSpec(t.fqn, target.dtypes.get(t.fqn, t.dtype), t.shape) for t in manifest.tensors]
     assert writer.arrange is not None  # the caller asked for a format that writes
-    layouts = writer.arrange(Arrangement(wanted, target.objects, target.single, target.max_file_bytes))
+    layouts = writer.arrange(
+        Arrangement(wanted, target.objects, single=target.single, max_file_bytes=target.max_file_bytes)
+    )
     copies = np.zeros(len(manifest.chunks), np.bool_)
     copies[[row for _, row in replicas(manifest)]] = True
     copies[repeated(manifest)] = True

@@ -106,12 +106,15 @@ class Arrangement:
     """What a writer is asked to lay out.
 
     tensors: what to write, names final. objects: key -> value tree in `ckptcore.objects` JSON form.
+    paths: name of a tensor or object -> where it stood in the saved tree (dict keys are text, list
+    positions are ints), where that is known.
     single: name of the one output file, or None for a folder. max_file_bytes: tensor bytes a file
     of a folder may hold.
     """
 
     tensors: Sequence[TensorSpec]
     objects: Mapping[str, Any] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     single: str | None = None
     max_file_bytes: int = 5_000_000_000
 

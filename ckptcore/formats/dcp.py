@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ckptcore.formats._dcpread import DATA, RANK_METADATA, ranges, read_folder
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats._dcpwrite import arrange_folder
+from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source
 
 
 def detect(source: Source) -> Evidence | None:
@@ -24,11 +25,17 @@ def detect(source: Source) -> Evidence | None:
     return None
 
 
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """A folder as `torch.distributed.checkpoint.save` leaves it when one rank saves."""
+    return arrange_folder(request)
+
+
 FORMAT = Format(
     name="dcp",
     title="PyTorch Distributed Checkpoint (torch.distributed.checkpoint)",
     recognised_by="`.metadata` (or `__R.metadata` per rank) beside `__R_I.distcp`",
-    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per item", objects=True),
+    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item", objects=True),
     detect=detect,
     read=read_folder,
+    arrange=arrange,
 )

@@ -15,6 +15,7 @@ from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats import _torchwrite as write
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchzip import Objects, check_view, is_zip, read_objects
+from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import (
     Abilities,
     Arrangement,
@@ -94,8 +95,8 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
             raise NameMismatch(f"an object and a tensor are both called {name}")
         value = decode(request.objects[name])
         # An object with tensors inside is written leaf by leaf: its tensors have names of their own.
-        leaves = _leaves_below(value, name, TensorRef)
-        whole |= {path: leaf for path, leaf in leaves if not isinstance(leaf, TensorRef)}
+        leaves = leaves_below(value, name, TensorRef)
+        whole |= {path: leaf for path, _, leaf in leaves if not isinstance(leaf, TensorRef)}
     pickled.value(whole)
     literals: list[Literal] = []
     slots: list[Slot] = []
@@ -157,45 +158,7 @@ def _leaves(tree: Any, what: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(tree, dict):
         raise UnsupportedFormat(f"{what} holds a {type(tree).__name__}, not a state dict")
     for k, v in tree.items():
-        yield from _leaves_below(v, str(k), StoredView)
-
-
-def _leaves_below(tree: Any, name: str, tensor: type) -> Iterator[tuple[str, Any]]:
-    """(path, value) of what a tree holds; only containers that hold a tensor are taken apart."""
-    holds = _holders(tree, tensor)
-
-    def walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, (dict, list, tuple)) and id(value) in holds:
-            for k, v in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from walk(v, f"{path}.{k}")
-        else:
-            yield path, value
-
-    return walk(tree, name)
-
-
-def _holders(tree: Any, tensor: type) -> set[int]:
-    """ids of the containers that hold a tensor somewhere below."""
-    holds: set[int] = set()
-    seen: set[int] = set()
-
-    def visit(value: Any, depth: int) -> bool:
-        if isinstance(value, tensor):
-            return True
-        if not isinstance(value, (dict, list, tuple)) or depth > 200:
-            return False
-        if id(value) in seen:  # shared through the memo: visited once
-            return id(value) in holds
-        seen.add(id(value))
-        inside = value.values() if isinstance(value, dict) else value
-        found = [visit(v, depth + 1) for v in inside]  # every one: `any` would stop at the first
-        if any(found):
-            holds.add(id(value))
-            return True
-        return False
-
-    visit(tree, 0)
-    return holds
+        yield from ((path, leaf) for path, _, leaf in leaves_below(v, str(k), StoredView))
 
 
 def _add_tensor(builder: Builder, file: int, fqn: str, value: StoredView, objects: Objects,
