@@ -86,6 +86,8 @@ def detect(source: Source) -> tuple[Format, Evidence]:
                 format=known.name,
             )  # fmt: skip
     found = [(f, e) for f in FORMATS if (e := f.detect(source)) is not None]
+    general = {name for _, e in found for name in e.refines}
+    found = [(f, e) for f, e in found if f.name not in general]
     if len(found) > 1:
         told = "; ".join(f"{f.name} ({', '.join(e.because)})" for f, e in found)
         raise AmbiguousModel(

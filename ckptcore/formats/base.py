@@ -43,10 +43,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Why a source is taken for a format: sentences shown to the user."""
+    """Why a source is taken for a format: sentences shown to the user.
+
+    refines: more general formats that see their own files here too, and give way.
+    """
 
     format: str
     because: tuple[str, ...]
+    refines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
