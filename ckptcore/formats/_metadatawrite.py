@@ -45,10 +45,14 @@ def metadata_pickle(tensors: Sequence[StoredTensor], objects: Mapping[str, Place
     """
     p = _Pickle()
     p.begin(META, "Metadata")
-    p.field("state_dict_metadata", lambda: _state_dict(p, tensors, objects))
-    p.field("planner_data", lambda: p.none() if paths is None else _planner(p, tensors, objects, paths))
-    p.field("storage_data", lambda: _storage(p, tensors, objects))
-    p.field("storage_meta", p.none)
+    p.text("state_dict_metadata")
+    _state_dict(p, tensors, objects)
+    p.text("planner_data")
+    p.none() if paths is None else _planner(p, tensors, objects, paths)
+    p.text("storage_data")
+    _storage(p, tensors, objects)
+    p.text("storage_meta")
+    p.none()
     p.end()
     return p.finish()
 
@@ -57,13 +61,16 @@ def _state_dict(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[st
     p.open_dict()
     for name in objects:
         p.text(name)
-        p.empty(META, "BytesStorageMetadata")
+        p.instance(META, "BytesStorageMetadata")
     for t in tensors:
         p.text(t.fqn)
         p.begin(META, "TensorStorageMetadata")
-        p.field("properties", lambda t=t: _properties(p, t.dtype))  # type: ignore[misc]
-        p.field("size", lambda t=t: p.size(t.shape))  # type: ignore[misc]
-        p.field("chunks", lambda t=t: _chunks(p, t))  # type: ignore[misc]
+        p.text("properties")
+        _properties(p, t.dtype)
+        p.text("size")
+        p.size(t.shape)
+        p.text("chunks")
+        _chunks(p, t)
         p.end()
     p.close_dict()
 
@@ -85,8 +92,10 @@ def _chunks(p: _Pickle, tensor: StoredTensor) -> None:
     p.open_list()
     for offset, sizes, _ in tensor.chunks:
         p.begin(META, "ChunkStorageMetadata")
-        p.field("offsets", lambda offset=offset: p.size(offset))  # type: ignore[misc]
-        p.field("sizes", lambda sizes=sizes: p.size(sizes))  # type: ignore[misc]
+        p.text("offsets")
+        p.size(offset)
+        p.text("sizes")
+        p.size(sizes)
         p.end()
     p.close_list()
 
@@ -115,14 +124,20 @@ def _storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, 
 
 def _stored(p: _Pickle, name: str, offset: tuple[int, ...] | None, index: int | None, place: Place) -> None:
     p.begin(META, "MetadataIndex")
-    p.field("fqn", lambda: p.text(name))
-    p.field("offset", p.none if offset is None else lambda: p.size(offset))
-    p.field("index", p.none if index is None else lambda: p.integer(index))
+    p.text("fqn")
+    p.text(name)
+    p.text("offset")
+    p.none() if offset is None else p.size(offset)
+    p.text("index")
+    p.none() if index is None else p.integer(index)
     p.end()
     p.begin(FILES, "_StorageInfo")
-    p.field("relative_path", lambda: p.text(place.path))
-    p.field("offset", lambda: p.integer(place.start))
-    p.field("length", lambda: p.integer(place.length))
+    p.text("relative_path")
+    p.text(place.path)
+    p.text("offset")
+    p.integer(place.start)
+    p.text("length")
+    p.integer(place.length)
     p.end()
 
 
@@ -223,20 +238,12 @@ class _Pickle:
         self._out += b")\x81"
         self._memoize(None)
 
-    def empty(self, module: str, name: str) -> None:
-        """An object that has no state."""
-        self.instance(module, name)
-
     def begin(self, module: str, name: str) -> None:
         """An object whose fields follow, until `end`."""
         self.instance(module, name)
         self._out += b"}"
         self._memoize(None)
         self._out += b"("
-
-    def field(self, name: str, value: Any) -> None:
-        self.text(name)
-        value()
 
     def end(self) -> None:
         self._out += b"ub"
