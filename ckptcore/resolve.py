@@ -23,9 +23,9 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.formats._codecs import decode_small, decode_to_file
+from ckptcore.formats._stheader import parse_header
 from ckptcore.formats._torchtemplates import read_tensor
 from ckptcore.formats._torchzip import Resolved, Window
-from ckptcore.formats.safetensors import parse_header
 from ckptcore.manifest import Envelope, Item, View, is_row_major
 from ckptcore.store import Buffer, Readable
 

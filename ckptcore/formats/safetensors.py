@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.dtype import BY_NAME, BY_SAFETENSORS
+from ckptcore.dtype import BY_NAME
 from ckptcore.errors import (
     MalformedCheckpoint,
     NameMismatch,
@@ -20,6 +20,7 @@ from ckptcore.errors import (
     UnsupportedDtype,
     finding,
 )
+from ckptcore.formats._stheader import MAX_HEADER, no_duplicates, pack_header, read_header
 from ckptcore.formats.base import (
     Abilities,
     Arrangement,
@@ -39,8 +40,6 @@ from ckptcore.store import inner_path
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 OBJECTS = "ckptcore.objects"  # `__metadata__` key that carries non-tensor values, as JSON
-_MAX_HEADER = 100_000_000  # the safetensors library's own bound
-_MAX_DIM = 1 << 50
 
 
 def detect(source: Source) -> Evidence | None:
@@ -89,32 +88,6 @@ def read(source: Source) -> Manifest:
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
     return builder.build("safetensors", source.store.url, origin)
-
-
-def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(name -> (dtype, shape, start, stop)), metadata of a header; start and stop are relative to
-    the data. Raises `MalformedCheckpoint` unless the tensors tile ``data_length`` bytes exactly."""
-    try:
-        top = json.loads(raw, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{what}: header is not JSON: {error}") from error
-    if type(top) is not dict:
-        raise MalformedCheckpoint(f"{what}: header is not a JSON object")
-    metadata = top.pop("__metadata__", None) or {}
-    if type(metadata) is not dict:
-        raise MalformedCheckpoint(f"{what}: __metadata__ is not an object")
-    tensors = {name: _entry(name, entry, what) for name, entry in top.items()}
-    end = 0
-    for name, (_, _, start, stop) in sorted(tensors.items(), key=lambda row: row[1][2:]):
-        if start != end:
-            raise MalformedCheckpoint(f"{what}: {name} starts at {start}, the data before ends at {end}")
-        end = stop
-    if end != data_length:
-        raise MalformedCheckpoint(
-            f"{what}: header describes {end} bytes of data, the file has {data_length}",
-            hint="the file is truncated, or longer than it should be; copy it again",
-        )
-    return tensors, metadata
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
@@ -190,12 +163,10 @@ def _layout(path: str, group: Sequence[int], tensors: Sequence[TensorSpec],
             "data_offsets": [at, at + spec.nbytes],
         }
         at += spec.nbytes
-    body = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    body += b" " * (-(8 + len(body)) % 64)
-    prefix = len(body).to_bytes(8, "little") + body
-    if len(body) > _MAX_HEADER:
+    prefix = pack_header(header, 64)
+    if len(prefix) - 8 > MAX_HEADER:
         raise NameMismatch(
-            f"{path} needs a header of {len(body)} bytes, the format allows {_MAX_HEADER}",
+            f"{path} needs a header of {len(prefix) - 8} bytes, the format allows {MAX_HEADER}",
             hint="lower --max-file-size",
         )
     slots = tuple(Slot(n, len(prefix) + start) for n, start in enumerate(starts))
@@ -216,7 +187,7 @@ def _index(layouts: Sequence[FileLayout], tensors: Sequence[TensorSpec]) -> File
 def _indexed(source: Source, builder: Builder) -> dict[str, set[str] | None]:
     raw = source.store.read(INDEX, 0, source.listing[INDEX])
     try:
-        top = json.loads(raw, object_pairs_hook=_no_duplicates)
+        top = json.loads(raw, object_pairs_hook=no_duplicates)
         weight_map = top["weight_map"]
         rows = [(str(name), inner_path(path, what=INDEX)) for name, path in weight_map.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -242,20 +213,14 @@ def _indexed(source: Source, builder: Builder) -> dict[str, set[str] | None]:
 def _add_file(builder: Builder, source: Source, path: str,
               seen: dict[str, str]) -> tuple[set[str], dict[str, Any]]:  # fmt: skip
     size = source.listing[path]
-    if size < 8:
-        raise MalformedCheckpoint(f"{path}: {size} bytes are no safetensors file", file=path)
-    length = int.from_bytes(source.store.read(path, 0, 8), "little")
-    if length > min(_MAX_HEADER, size - 8):
-        raise MalformedCheckpoint(f"{path} claims a header of {length} bytes, has {size}", file=path)
-    header = source.store.read(path, 8, length)
-    tensors, metadata = parse_header(header, size - 8 - length, path)
+    tensors, metadata, begin = read_header(source.store, path, size)
     file = builder.file(path, size)
     for name, (dtype, shape, start, stop) in tensors.items():
         if name in seen:
             raise MalformedCheckpoint(f"{name} is in {seen[name]} and in {path}", file=path)
         seen[name] = path
         at = builder.tensor(TensorSpec(name, dtype, shape))
-        item = builder.item(Item(file, 8 + length + start, stop - start))
+        item = builder.item(Item(file, begin + start, stop - start))
         builder.chunk(at, (0,) * len(shape), shape, item, View())
     return set(tensors), metadata
 
@@ -277,37 +242,9 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
     builder.blobs += [Blob(key, -1, tree) for key, tree in items]
 
 
-def _entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int, int]:
-    try:
-        dtype = BY_SAFETENSORS.get(entry["dtype"])
-        shape = tuple(entry["shape"])
-        start, stop = entry["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise MalformedCheckpoint(f"{what}: entry {name!r} is not a tensor: {error}") from error
-    if dtype is None:
-        raise UnsupportedDtype(f"{what}: {name} has dtype {entry['dtype']!r:.40}", fqn=name)
-    if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in shape):
-        raise MalformedCheckpoint(f"{what}: {name} has shape {list(shape)!r:.120}")
-    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
-        raise MalformedCheckpoint(f"{what}: {name} has offsets {[start, stop]!r:.80}")
-    spec = TensorSpec(name, dtype.name, shape)
-    if stop - start != spec.nbytes:
-        raise MalformedCheckpoint(
-            f"{what}: {name} ({dtype.name} {list(shape)}) needs {spec.nbytes} bytes, has {stop - start}"
-        )
-    return dtype.name, shape, start, stop
-
-
 def _not_text(name: str) -> bool:
     """Whether the name has no UTF-8 form: JSON and pickle may smuggle lone surrogates in."""
     return any("\ud800" <= c <= "\udfff" for c in name)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
-    return found
 
 
 FORMAT = Format(

@@ -7,14 +7,13 @@ every other leaf is an object. Written files are a flat dict of FQN -> tensor or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
+from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats import _torchwrite as write
-from ckptcore.formats._torchtables import StoredView
-from ckptcore.formats._torchzip import Objects, check_view, is_zip, read_objects
+from ckptcore.formats._torchtree import TorchTree
+from ckptcore.formats._torchzip import Objects, is_zip, read_objects
 from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import (
     Abilities,
@@ -27,8 +26,8 @@ from ckptcore.formats.base import (
     Source,
     natural,
 )
-from ckptcore.manifest import Blob, Item, Manifest, TensorSpec, View
-from ckptcore.objects import Refused, TensorRef, decode, encode
+from ckptcore.manifest import Manifest
+from ckptcore.objects import TensorRef, decode
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 DEFAULT = "model.pt"
@@ -61,23 +60,12 @@ def read(source: Source) -> Manifest:
     _refuse_tensor_classes(objects, name)
     builder = Builder()
     file = builder.file(name, size)
-    items: dict[str, int] = {}
-    names: set[str] = set()
-    for fqn, value in _leaves(objects.tree, name):
-        if fqn in names:
-            raise NameMismatch(f"{name}: two values are called {fqn}")
-        names.add(fqn)
-        if isinstance(value, StoredView):
-            _add_tensor(builder, file, fqn, value, objects, items, name)
-        else:
-            _add_object(builder, fqn, value, name)
-    hidden = {k: n for k, (_, n, _) in objects.storages.items() if n and k not in items}
-    if hidden:
-        told = ", ".join(objects.refused) or "a class that is not known here"
-        raise UnsupportedFormat(
-            f"{name} holds {sum(hidden.values())} bytes of tensors inside {told}: they cannot be taken out",
-            hint="save a plain dict of tensors",
-        )
+    if not isinstance(objects.tree, dict):
+        raise UnsupportedFormat(f"{name} holds a {type(objects.tree).__name__}, not a state dict")
+    tree = TorchTree(builder, file, objects, name)
+    for key, value in objects.tree.items():
+        tree.add(str(key), value)
+    tree.require_all()
     total = sum(t.nbytes for t in builder.tensors)
     if total > 1024 * size + (64 << 20):  # expanded views of one element, say
         raise MalformedCheckpoint(f"{name}: {size} bytes stand for tensors of {total} bytes")
@@ -152,57 +140,6 @@ def _refuse_tensor_classes(objects: Objects, name: str) -> None:
             hint="it is one rank's part of a distributed save, or holds tensor subclasses",
             globals=held,
         )
-
-
-def _leaves(tree: Any, what: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(tree, dict):
-        raise UnsupportedFormat(f"{what} holds a {type(tree).__name__}, not a state dict")
-    for k, v in tree.items():
-        yield from ((path, leaf) for path, _, leaf in leaves_below(v, str(k), StoredView))
-
-
-def _add_tensor(builder: Builder, file: int, fqn: str, value: StoredView, objects: Objects,
-                items: dict[str, int], what: str) -> None:  # fmt: skip
-    if value.key not in objects.storages:
-        raise MalformedCheckpoint(f"{what} has no storage {value.key!r} for {fqn}")
-    start, length, crc = objects.storages[value.key]
-    if value.key not in items:
-        items[value.key] = builder.item(Item(file, start, length, crc32=crc))
-    view = check_view(value, length, 0, what, objects.swapped)
-    at = builder.tensor(TensorSpec(fqn, value.dtype, value.shape))
-    shape = value.shape
-    builder.chunk(at, (0,) * len(shape), shape, items[value.key],
-                  View(view.start, view.strides, view.flags))  # fmt: skip
-    if len(builder.tensors) > 2_000_000:
-        raise MalformedCheckpoint(f"{what} refers to more than 2 * 10^6 tensors")
-
-
-def _add_object(builder: Builder, fqn: str, value: Any, what: str) -> None:
-    names = _refused_in(value)
-    if names:
-        builder.findings.append(
-            finding("refused-global", "files", f"object {fqn} needs {', '.join(names)}", fqn=fqn)
-        )
-        builder.blobs.append(Blob(fqn, -1, None, names, known=False))
-        return
-    try:
-        builder.blobs.append(Blob(fqn, -1, encode(value)))
-    except (TypeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{what}: object {fqn}: {error}") from error
-
-
-def _refused_in(value: Any) -> tuple[str, ...]:
-    found: set[str] = set()
-    seen: set[int] = set()
-    queue = [value]
-    while queue:
-        v = queue.pop()
-        if isinstance(v, Refused):
-            found.add(v.name)
-        elif isinstance(v, (dict, list, tuple, set)) and id(v) not in seen:
-            seen.add(id(v))
-            queue += [*v, *v.values()] if isinstance(v, dict) else v
-    return tuple(sorted(found))
 
 
 FORMAT = Format(

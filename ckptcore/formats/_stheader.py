@@ -1,0 +1,95 @@
+"""safetensors headers: which tensors does a file hold, and where are their bytes?
+
+A file is: u64 little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
+and the tensors' bytes without holes (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckptcore.dtype import BY_SAFETENSORS
+from ckptcore.errors import MalformedCheckpoint, UnsupportedDtype
+from ckptcore.manifest import TensorSpec
+from ckptcore.store import Readable
+
+MAX_HEADER = 100_000_000  # the safetensors library's own bound
+_MAX_DIM = 1 << 50
+
+
+def read_header(store: Readable, path: str, size: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """(tensors, metadata) as `parse_header` gives them, and the first byte of the data.
+
+    Raises `MalformedCheckpoint`.
+    """
+    if size < 8:
+        raise MalformedCheckpoint(f"{path}: {size} bytes are no safetensors file", file=path)
+    length = int.from_bytes(store.read(path, 0, 8), "little")
+    if length > min(MAX_HEADER, size - 8):
+        raise MalformedCheckpoint(f"{path} claims a header of {length} bytes, has {size}", file=path)
+    header = store.read(path, 8, length)
+    tensors, metadata = parse_header(header, size - 8 - length, path)
+    return tensors, metadata, 8 + length
+
+
+def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(name -> (dtype, shape, start, stop)), metadata of a header; start and stop are relative to
+    the data. Raises `MalformedCheckpoint` unless the tensors tile ``data_length`` bytes exactly."""
+    try:
+        top = json.loads(raw, object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{what}: header is not JSON: {error}") from error
+    if type(top) is not dict:
+        raise MalformedCheckpoint(f"{what}: header is not a JSON object")
+    metadata = top.pop("__metadata__", None) or {}
+    if type(metadata) is not dict:
+        raise MalformedCheckpoint(f"{what}: __metadata__ is not an object")
+    tensors = {name: _entry(name, entry, what) for name, entry in top.items()}
+    end = 0
+    for name, (_, _, start, stop) in sorted(tensors.items(), key=lambda row: row[1][2:]):
+        if start != end:
+            raise MalformedCheckpoint(f"{what}: {name} starts at {start}, the data before ends at {end}")
+        end = stop
+    if end != data_length:
+        raise MalformedCheckpoint(
+            f"{what}: header describes {end} bytes of data, the file has {data_length}",
+            hint="the file is truncated, or longer than it should be; copy it again",
+        )
+    return tensors, metadata
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object's pairs as a dict; raises ValueError when a name stands twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int, int]:
+    try:
+        dtype = BY_SAFETENSORS.get(entry["dtype"])
+        shape = tuple(entry["shape"])
+        start, stop = entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedCheckpoint(f"{what}: entry {name!r} is not a tensor: {error}") from error
+    if dtype is None:
+        raise UnsupportedDtype(f"{what}: {name} has dtype {entry['dtype']!r:.40}", fqn=name)
+    if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in shape):
+        raise MalformedCheckpoint(f"{what}: {name} has shape {list(shape)!r:.120}")
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
+        raise MalformedCheckpoint(f"{what}: {name} has offsets {[start, stop]!r:.80}")
+    spec = TensorSpec(name, dtype.name, shape)
+    if stop - start != spec.nbytes:
+        raise MalformedCheckpoint(
+            f"{what}: {name} ({dtype.name} {list(shape)}) needs {spec.nbytes} bytes, has {stop - start}"
+        )
+    return dtype.name, shape, start, stop
+
+
+def pack_header(entries: dict[str, Any], align: int) -> bytes:
+    """The bytes before the data: length and JSON, padded with spaces to a multiple of ``align``."""
+    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    body += b" " * (-(8 + len(body)) % align)
+    return len(body).to_bytes(8, "little") + body
