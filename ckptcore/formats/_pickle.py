@@ -113,7 +113,7 @@ def _run(
             _set_items(stack[-1], items, what)
         elif op == 0x62:  # BUILD
             state = stack.pop()
-            _build(stack[-1], state, what)
+            _build(stack[-1], state, table, what)
         elif op == 0x81 or op == 0x52:  # NEWOBJ
             args = stack.pop()
             stack[-1] = _call(stack[-1], args, what)
@@ -212,7 +212,7 @@ def _run(
             n = data[at]
             append(_text_or_bytes(True, _take(data, at + 1, n)))
             at += 1 + n
-        elif op in (0x8D, 0x8E):  # BINUNICODE8, BINBYTES8
+        elif op in (0x8D, 0x8E, 0x96):  # BINUNICODE8, BINBYTES8, BYTEARRAY8
             n = int.from_bytes(_take(data, at, 8), "little")
             raw = _take(data, at + 8, n)
             append(raw.decode("utf-8", "surrogatepass") if op == 0x8D else raw)
@@ -295,13 +295,15 @@ def _call(function: Any, args: Any, what: str) -> Any:
     raise MalformedCheckpoint(f"{what} calls {type(function).__name__}, which cannot be called")
 
 
-def _build(target: Any, state: Any, what: str) -> None:
+def _build(target: Any, state: Any, table: Mapping[str, Any], what: str) -> None:
     if type(target) is Record:
         if target.fields and type(state) is dict:
             state = by_name(target.fields, list(state), list(state.values()))
         target.state = state
     elif type(target) is OrderedDict and (state is None or type(state) is dict):
         return  # torch's state dicts carry `_metadata` here: module versions, not data
+    elif type(target) is Named and f"BUILD {target.kind}" in table:
+        table[f"BUILD {target.kind}"](target, state)  # no global has a name without a dot
     elif type(target) is not Refused:
         raise MalformedCheckpoint(f"{what} sets the state of {type(target).__name__}")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.dtype import BY_NAME, DTYPES
+from ckptcore.formats._numpytables import NUMPY_TABLE
 from ckptcore.formats._pickle import Call
 from ckptcore.manifest import CONJ, NEG
 from ckptcore.objects import Named
@@ -92,6 +93,16 @@ def _plain_set(values: Any = ()) -> set[Any]:
     return set(values)
 
 
+def _frozen_set(values: Any = ()) -> frozenset[Any]:
+    return frozenset(_plain_set(values))
+
+
+def _complex(real: Any, imag: Any) -> complex:
+    if type(real) is not float or type(imag) is not float:
+        raise ValueError("complex number of something else than floats")
+    return complex(real, imag)
+
+
 def _no_bytes(*args: Any) -> bytes:
     # How protocol 2 spells b"".
     if args:
@@ -109,7 +120,10 @@ def _latin1(text: Any, encoding: Any) -> bytes:
 def _path(*parts: Any) -> Named:
     if not all(type(p) is str for p in parts):
         raise ValueError("path of something else than text")
-    return Named("path", "/".join(parts) if parts else ".")
+    # A path is pickled as its parts, the root being one: ("/", "data", "run").
+    return Named(
+        "path", ("/" if parts[0] == "/" else "") + "/".join(parts[parts[0] == "/" :]) if parts else "."
+    )
 
 
 # torch/storage.py: the legacy typed storages, and the untyped one of `_rebuild_tensor_v3`.
@@ -141,8 +155,13 @@ TENSOR_TABLE: dict[str, Any] = {**STORAGES, **DTYPE_GLOBALS, **REBUILDS, **COMMO
 OBJECT_TABLE: dict[str, Any] = {
     **TENSOR_TABLE,
     **PATHS,
+    **NUMPY_TABLE,
     "builtins.set": Call("set", _plain_set),
     "__builtin__.set": Call("set", _plain_set),
+    "builtins.frozenset": Call("frozenset", _frozen_set),
+    "__builtin__.frozenset": Call("frozenset", _frozen_set),
+    "builtins.complex": Call("complex", _complex),
+    "__builtin__.complex": Call("complex", _complex),
     "builtins.bytes": Call("bytes", _no_bytes),
     "__builtin__.bytes": Call("bytes", _no_bytes),
     "_codecs.encode": Call("_codecs.encode", _latin1),

@@ -11,10 +11,10 @@ from typing import Any
 from ckptcore.builder import Builder
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats._torchtables import StoredView
-from ckptcore.formats._torchzip import Objects, check_view
+from ckptcore.formats._torchzip import Objects, check_view, refused_in
 from ckptcore.formats._trees import leaves_below
 from ckptcore.manifest import Blob, Item, TensorSpec, View
-from ckptcore.objects import Refused, encode
+from ckptcore.objects import encode
 
 _MAX_TENSORS = 2_000_000
 
@@ -83,18 +83,3 @@ def add_object(builder: Builder, fqn: str, value: Any, what: str) -> None:
         builder.blobs.append(Blob(fqn, -1, encode(value)))
     except (TypeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{what}: object {fqn}: {error}") from error
-
-
-def refused_in(value: Any) -> tuple[str, ...]:
-    """Names of the globals that a value needs and does not get, sorted."""
-    found: set[str] = set()
-    seen: set[int] = set()
-    queue = [value]
-    while queue:
-        v = queue.pop()
-        if isinstance(v, Refused):
-            found.add(v.name)
-        elif isinstance(v, (dict, list, tuple, set)) and id(v) not in seen:
-            seen.add(id(v))
-            queue += [*v, *v.values()] if isinstance(v, dict) else v
-    return tuple(sorted(found))

@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ckptcore.dtype import BY_NAME
 from ckptcore.manifest import TensorSpec, row_major
 from ckptcore.objects import Named, TensorRef
@@ -91,8 +93,36 @@ class Pickled:
             self._call("torch", "device", *parts)
         elif value.kind == "layout":
             self._call("torch.serialization", "_get_layout", value.value)
+        elif value.kind == "ndarray":
+            self._array(value.value)
+        elif value.kind == "npdtype":
+            self._array_dtype(np.dtype("".join(reversed(value.value))))
+        elif value.kind == "npclass":
+            self._global("numpy", value.value)
         else:  # a path: `weights_only` knows no path class, and its text is all it says
             self.value(value.value)
+
+    def _array(self, array: dict[str, Any]) -> None:
+        """As numpy/_core/src/multiarray/methods.c, array_reduce, has it."""
+        self._global("numpy._core.multiarray", "_reconstruct")
+        self._out += b"("
+        self._global("numpy", "ndarray")
+        self.value((0,))
+        self.value(b"b")
+        self._out += b"tR(K\x01"
+        self.value(tuple(array["shape"]))
+        self._array_dtype(np.dtype(array["dtype"]))
+        self.value(array.get("order") == "F")
+        self.value(array["data"])
+        self._out += b"tb"
+
+    def _array_dtype(self, dtype: np.dtype[Any]) -> None:
+        """As descriptor.c, arraydescr_reduce, has it, for numbers and fixed-width text."""
+        self._call("numpy", "dtype", dtype.str[1:], False, True)
+        text = dtype.kind in "SU"
+        sizes = (dtype.itemsize, dtype.alignment, 8 if dtype.kind == "U" else 0) if text else (-1, -1, 0)
+        self.value((3, dtype.str[0], None, None, None, *sizes))
+        self._out += b"b"
 
     def _tensor_value(self, key: str, spec: TensorSpec) -> None:
         dtype = BY_NAME[spec.dtype]

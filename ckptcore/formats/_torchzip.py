@@ -23,7 +23,7 @@ from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnsafeContent
 from ckptcore.formats._pickle import loads
 from ckptcore.formats._torchtables import OBJECT_TABLE, TENSOR_TABLE, StoredView
 from ckptcore.manifest import SWAPPED, View, is_row_major
-from ckptcore.objects import Named
+from ckptcore.objects import Named, Refused
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048
@@ -249,7 +249,25 @@ def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] 
         for name, entry in records.items()
         if name.startswith("data/")
     }
-    return Objects(tree, storages, tuple(refused), swapped)
+    inside = (name for name in refused_in(tree) if name not in refused)
+    return Objects(tree, storages, (*refused, *inside), swapped)
+
+
+def refused_in(tree: Any) -> tuple[str, ...]:
+    """What was refused in a tree: globals by name, and numpy arrays of something else than numbers."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    queue = [tree]
+    while queue:
+        v = queue.pop()
+        if isinstance(v, Refused):
+            found.add(v.name)
+        elif isinstance(v, Named) and v.kind == "ndarray" and "refused" in v.value:
+            found.add(v.value["refused"])
+        elif isinstance(v, (dict, list, tuple, set, frozenset)) and id(v) not in seen:
+            seen.add(id(v))
+            queue += [*v, *v.values()] if isinstance(v, dict) else v
+    return tuple(sorted(found))
 
 
 def bound_tree(tree: Any, nbytes: int, what: str) -> None:
@@ -258,27 +276,35 @@ def bound_tree(tree: Any, nbytes: int, what: str) -> None:
     Values shared through the memo make a few bytes an endless tree, or endless names. Both are
     summed over the shared values, each visited once. A tree without sharing takes a byte a value.
     """
-    sums: dict[int, tuple[int, int]] = {}  # id -> (values below, characters of all paths below)
+    # id -> (values below, characters of all paths below, bytes of binary values below)
+    sums: dict[int, tuple[int, int, int]] = {}
     open_: set[int] = set()
 
-    def visit(value: Any, depth: int) -> tuple[int, int]:
+    def visit(value: Any, depth: int) -> tuple[int, int, int]:
+        if isinstance(value, Named) and value.kind == "ndarray":
+            return 1, 0, len(value.value.get("data", b""))
         if not isinstance(value, (dict, list, tuple)):
-            return 1, 0
+            return 1, 0, len(value) if isinstance(value, bytes) else 0
         if id(value) in sums:
             return sums[id(value)]
         if depth > _MAX_DEPTH or id(value) in open_:
             raise MalformedCheckpoint(f"{what} nests deeper than {_MAX_DEPTH} levels")
         open_.add(id(value))
-        count, chars = 1, 0
+        count, chars, raw = 1, 0, 0
         for k, v in value.items() if isinstance(value, dict) else enumerate(value):
-            below, names = visit(v, depth + 1)
+            below, names, inside = visit(v, depth + 1)
             count += below
+            raw += inside
             chars += below * (len(k) + 1 if isinstance(k, str) else 8) + names
         open_.discard(id(value))
-        sums[id(value)] = count, chars
-        return count, chars
+        sums[id(value)] = count, chars, raw
+        return count, chars, raw
 
-    count, chars = visit(tree, 0)
+    count, chars, raw = visit(tree, 0)
+    if raw > 4 * nbytes + (1 << 20):
+        raise MalformedCheckpoint(
+            f"{what}: a pickle of {nbytes} bytes stands for {raw} bytes of binary values"
+        )
     if count > nbytes + 10_000 or chars > 4 * nbytes + (1 << 20):
         raise MalformedCheckpoint(
             f"{what}: a pickle of {nbytes} bytes stands for {count} values with {chars} characters of names"

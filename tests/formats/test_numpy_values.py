@@ -1,0 +1,109 @@
+"""numpy values in objects: read without running them, written as numpy pickles them, else refused."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptcore.errors import MalformedCheckpoint
+from ckptcore.formats._pickle import loads
+from ckptcore.formats._torchtables import OBJECT_TABLE
+from ckptcore.formats._torchwrite import Pickled
+from ckptcore.formats._torchzip import bound_tree, refused_in
+from ckptcore.objects import Named, decode, encode
+
+ARRAYS = {
+    "numbers": np.arange(3, dtype="<i4"),
+    "the other byte order": np.arange(3, dtype=">f8"),
+    "Fortran order": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "no dims": np.array(5),
+    "no elements": np.zeros((0, 3), np.float16),
+    "bools": np.array([True, False]),
+    "complex": np.array([1j, 2], np.complex64),
+    "text": np.array(["ab", "ü"]),
+    "bytes": np.array([b"ab", b"c"]),
+}
+SCALARS = [
+    np.float64(2.5), np.float32(0.1), np.int64(-7), np.bool_(True), np.str_("xü"), np.str_(""),
+    np.bytes_(b"x"),
+]  # fmt: skip
+
+
+def read(data: bytes) -> tuple[Any, tuple[str, ...]]:
+    tree = loads(data, OBJECT_TABLE, what="test", refused=[])
+    return tree, refused_in(tree)
+
+
+def written(tree: Any) -> Any:
+    out = Pickled(lambda fqn: pytest.fail("no tensor here"))
+    out.value(decode(encode(tree)))
+    return pickle.loads(out.finish())
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_survive(name: str, protocol: int) -> None:
+    data = pickle.dumps({"a": ARRAYS[name], "again": ARRAYS[name]}, protocol)
+    tree, refused = read(data)
+    assert refused == ()
+    # numpy swaps bytes to the machine's order when it reads what was not pickled out of place.
+    wanted, found = pickle.loads(pickle.dumps(pickle.loads(data), 2)), written(tree)
+    for key in wanted:
+        a, b = wanted[key], found[key]
+        assert (a.dtype, a.shape, a.tobytes(), a.flags.f_contiguous) == (
+            b.dtype, b.shape, b.tobytes(), b.flags.f_contiguous,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("value", SCALARS, ids=repr)
+def test_scalars_become_pythons_own(value: Any, protocol: int) -> None:
+    tree, refused = read(pickle.dumps(value, protocol))
+    assert refused == ()
+    assert tree == value
+    assert type(tree) in (float, int, bool, str, bytes)
+
+
+def test_a_random_state_survives() -> None:
+    state = np.random.RandomState(7).get_state()
+    tree, _ = read(pickle.dumps(state, 2))
+    again = np.random.RandomState()
+    again.set_state(written(tree))
+    assert again.get_state()[1].tolist() == state[1].tolist()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([object()]), np.array(["2020"], "M8[D]"), np.zeros(2, [("a", "i4")]),
+        np.datetime64("2020"), np.zeros(2, np.longdouble),
+    ],
+    ids=["objects", "dates", "records", "a date", "long double"],
+)  # fmt: skip
+def test_what_is_more_than_numbers_is_refused_by_name(value: Any) -> None:
+    tree, refused = read(pickle.dumps({"x": value, "y": 1}, 2))
+    assert tree["y"] == 1
+    assert refused
+
+
+def test_bytes_that_do_not_fit_are_malformed() -> None:
+    data = pickle.dumps(np.arange(3, dtype="<i4"), 2)
+    with pytest.raises(MalformedCheckpoint):
+        read(data.replace(b"K\x03\x85", b"K\x04\x85"))
+    with pytest.raises(MalformedCheckpoint):
+        read(pickle.dumps(np.zeros(4, np.int8), 2).replace(b"K\x04\x85", b"J\xff\xff\xff\x7f\x85"))
+
+
+def test_one_array_named_often_is_bounded() -> None:
+    tree, _ = read(pickle.dumps([np.zeros(1 << 20, np.int8)] * 1000, 4))
+    with pytest.raises(MalformedCheckpoint, match="binary"):
+        bound_tree(tree, 1 << 20, "test")
+
+
+def test_paths_keep_their_root() -> None:
+    for path in (Path("/data/run"), Path("a/b"), Path("/"), Path()):
+        assert read(pickle.dumps(path, 2))[0] == Named("path", str(path))
