@@ -16,6 +16,8 @@ BUDGET_BYTES = 256 << 20
 BASE_BYTES = 450 << 20  # interpreter and torch
 SPREAD = 0.10  # of the middle of the peaks, up and down
 INSPECT_SECONDS = 0.7
+COVER_SECONDS = 20.0
+COVER_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,16 @@ class Look:
     source: str
 
 
-Line = Race | Peak | Look
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """`ckptcore validate --level cover`: from metadata alone, in bounded time and memory."""
+
+    name: str
+    place: str
+    source: str
+
+
+Line = Race | Peak | Look | Cover
 
 
 def _disk(source: str, factor: float, subject: str = "ckptcore") -> Race:
@@ -192,6 +203,7 @@ _BOTH = ("safetensors", "torch_save")
 
 LINES: tuple[Line, ...] = (
     Look("inspect/row-2gb", "ram", "row-2gb"),
+    Cover("cover/chunks-1m", "ram", "chunks-1m"),
     _ram("row-2gb", 2.0),
     _ram("col-2gb", 2.0),
     _ram("fp32-2gb", 2.0),

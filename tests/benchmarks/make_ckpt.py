@@ -44,12 +44,14 @@ class Source:
     dtype: "bf16" or "fp32".
     ranks: number of processes that save it.
     dim: the dim that is sharded (the last one where a tensor has fewer); None = replicated.
+    hollow: `.metadata` is real, the data files are holes of the right size: for what reads no tensor.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     dtype: str
     ranks: int
     dim: int | None
+    hollow: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +146,14 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "1024-way": lambda s: _one("model.wide.weight", (32768 // s, 32 * 1024 // s), 1024 // s, 1),
     # 1 GiB in one tensor: four times the memory budget of lines.py.
     "big-row": lambda s: _one("model.embed_tokens.weight", (16384 // s, 32768 // s), 8, 0),
+    # 10^6 chunks.
+    "chunks-1m": lambda s: Source(
+        tuple((f"model.layers.{n}.mlp.weight", (2000 // s, 64)) for n in range(1000 // s)),
+        "bf16",
+        1000 // s,
+        0,
+        hollow=True,
+    ),
     "big-col": lambda s: _one("model.embed_tokens.weight", (16384 // s, 32768 // s), 8, 1),
 }
 
@@ -182,7 +192,9 @@ def write(source: Source, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    if source.ranks <= _MOST_PROCESSES:
+    if source.hollow:
+        write_hollow(source, folder)
+    elif source.ranks <= _MOST_PROCESSES:
         write_in_job(source, folder)
     else:
         write_in_turn(source, folder)
@@ -244,6 +256,37 @@ def write_in_turn(source: Source, folder: Path) -> None:
         done.wait()
         results.append(done.value())
     writer.finish(metadata, results)
+
+
+def write_hollow(source: Source, folder: Path) -> None:
+    """Write what a job of that many ranks tells of its items; the items themselves are holes."""
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint import metadata as meta
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    folder.mkdir(parents=True)
+    listed: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    end = [0] * source.ranks
+    for index, (name, shape) in enumerate(source.tensors):
+        part, dim = source.shard_shape(index), source.sharded_dim(index)
+        length = math.prod(part) * _WIDTHS[source.dtype] + 1400  # what a torch zip adds, about
+        chunks = []
+        for rank in range(source.ranks):
+            offset = torch.Size(rank * n if d == dim else 0 for d, n in enumerate(part))
+            chunks.append(meta.ChunkStorageMetadata(offset, torch.Size(part)))
+            stored[meta.MetadataIndex(name, offset, rank)] = _StorageInfo(
+                f"__{rank}_0.distcp", end[rank], length
+            )
+            end[rank] += length
+        properties = meta.TensorProperties(dtype=torch.bfloat16)
+        listed[name] = meta.TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    for rank, size in enumerate(end):
+        with (folder / f"__{rank}_0.distcp").open("wb") as file:
+            file.truncate(size)
+    (folder / ".metadata").write_bytes(pickle.dumps(meta.Metadata(listed, storage_data=stored)))
 
 
 def main() -> int:

@@ -31,9 +31,12 @@ from lines import (
     BUDGET,
     BUDGET_BYTES,
     CONTENDERS,
+    COVER_BYTES,
+    COVER_SECONDS,
     INSPECT_SECONDS,
     LINES,
     SPREAD,
+    Cover,
     Line,
     Look,
     Peak,
@@ -155,6 +158,24 @@ def look(bench: Bench, line: Look, source: Path) -> Iterator[Outcome]:
     yield Outcome(f"{line.name}: imports", f"{len(torch)} modules of torch", "none", not torch, {})
 
 
+def cover(bench: Bench, line: Cover, source: Path) -> Iterator[Outcome]:
+    """Run `validate --level cover` under the memory sampler; the median run counts."""
+    argv = [str(bench.ckptcore), "validate", str(source), "--level", "cover"]
+    runs = [memory.measure(argv, bench.env) for _ in range(bench.runs)]
+    failed = next((r for r in runs if r.returncode), None)
+    if failed is not None:
+        raise CommandError(f"exit {failed.returncode}: {failed.stderr[-600:]}")
+    seconds, peaks = [r.seconds for r in runs], [r.peak_bytes for r in runs]
+    fits = statistics.median(seconds) < COVER_SECONDS and max(peaks) < COVER_BYTES
+    yield Outcome(
+        line.name,
+        f"{_times(seconds)}, {max(peaks) / MIB:.0f} MiB",
+        f"< {COVER_SECONDS:g} s, < {COVER_BYTES / MIB:.0f} MiB",
+        fits if bench.judged else None,
+        {"seconds": seconds, "peak_bytes": max(peaks)},
+    )
+
+
 def outcomes(bench: Bench, lines: Sequence[Line]) -> Iterator[Outcome]:
     """All lines, source by source; a command that fails costs its own lines only."""
     groups: dict[tuple[str, str], list[Line]] = {}
@@ -184,6 +205,8 @@ def _outcomes(bench: Bench, line: Line, source: Path) -> Iterator[Outcome]:
             return peak(bench, line, source)
         case Look():
             return look(bench, line, source)
+        case Cover():
+            return cover(bench, line, source)
 
 
 def show(rows: Sequence[Outcome]) -> None:

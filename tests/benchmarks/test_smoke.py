@@ -90,7 +90,7 @@ def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> Non
         "run.py",
         *("--quick", "--ram", tmp_path / "ram", "--disk", tmp_path / "disk"),
         *("--json", tmp_path / "figures.json"),
-        *("--only", "^(inspect|ram)/row-2gb|^memory/row-2gb/safetensors/workers-1"),
+        *("--only", "^(inspect|ram)/row-2gb|^cover|^memory/row-2gb/safetensors/workers-1"),
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = json.loads((tmp_path / "figures.json").read_text())["lines"]
@@ -100,6 +100,7 @@ def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> Non
         "ram/row-2gb: ckptcore",
         "ram/row-2gb: ckptcore",
         "memory/row-2gb/safetensors/workers-1",
+        "cover/chunks-1m",
         "memory: same peak, safetensors",
     ]
     assert rows[2]["data"]["figure"] > 0
