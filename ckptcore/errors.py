@@ -296,6 +296,12 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "lost-at-save": ("error", "the writer lost data when it saved", "no tool can bring it back"),
     "names-unchecked": ("warning", "names and shapes were not compared with the model class",
                         "open the result with transformers"),
+    "shape-lost": ("warning", "optimizer state is stored flattened and nothing tells its own shape",
+                   "convert it with the weights beside it, or leave it out with --exclude"),
+    "missing-part": ("warning", "a part that such a checkpoint has is not there; what is there is read",
+                     "copy it from where it was written if it matters"),
+    "mixed-saves": ("error", "files of one checkpoint tell of different steps or world sizes",
+                    "find out which files belong together; nothing else tells"),
     "not-complete": ("error", "the save did not finish",
                      "wait, or recover on request with --recover"),
 }  # fmt: skip

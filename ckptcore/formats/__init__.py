@@ -9,7 +9,7 @@ from ckptcore.errors import (
     UnsupportedFormat,
     UsageError,
 )
-from ckptcore.formats import dcp, safetensors, torch_save
+from ckptcore.formats import dcp, mcore_dist, safetensors, torch_save
 from ckptcore.formats._known import KNOWN
 from ckptcore.formats.base import (
     Abilities,
@@ -26,7 +26,12 @@ from ckptcore.manifest import Manifest
 from ckptcore.store import open_store, split_url
 
 # In the order they are asked. A format is recognised by its own files, never by elimination.
-FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, torch_save.FORMAT)
+FORMATS: tuple[Format, ...] = (
+    dcp.FORMAT,
+    mcore_dist.FORMAT,
+    safetensors.FORMAT,
+    torch_save.FORMAT,
+)
 
 __all__ = [
     "FORMATS", "KNOWN", "Abilities", "Arrangement", "Evidence", "FileLayout", "Format",

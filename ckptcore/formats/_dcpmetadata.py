@@ -12,6 +12,7 @@ from ckptcore.formats.base import Source
 
 _MAX_METADATA = 4 << 30
 _META = "torch.distributed.checkpoint.metadata"
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
 _CHUNK, _INDEX = ("offsets", "sizes"), ("fqn", "offset", "index")
 _PLACE = ("relative_path", "offset", "length", "transform_descriptors")
 # Permitted globals by module: class -> the fields that its state is kept as.
@@ -29,6 +30,13 @@ _CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
     # What torch 2.1 and 2.2 wrote.
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": (), "MEM_FORMAT_ENCODING": ()},
+    # What Megatron-Core 0.11 and later keeps beside the metadata: each rank's plan of its save.
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan": (),
+        "WriteItem": ("index", "type", "bytes_io_data", "tensor_data"),
+        "TensorWriteData": ("chunk", "properties", "size"),
+        "WriteItemType": (),
+    },
     # OLMo-core's own storage layer, same fields (olmo_core/distributed/checkpoint/filesystem.py).
     "olmo_core.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
 }
@@ -38,6 +46,9 @@ TABLE: dict[str, Any] = {
         for module, names in _CLASSES.items()
         for name, fields in names.items()
     },
+    # megatron/core/dist_checkpointing/strategies/torch.py: 0.11 to 0.15, and 0.15.
+    f"{_MCORE}.MCoreSavePlan": record("SavePlan"),
+    f"{_MCORE}.MCoreMetadata": record("Metadata"),
     **COMMON,
     **DTYPE_GLOBALS,
     **PATHS,
@@ -46,8 +57,11 @@ TABLE: dict[str, Any] = {
 }
 
 
+_OWN = frozenset({"state_dict_metadata", "storage_data", "planner_data", "version", "storage_meta"})
+
+
 class Metadata:
-    """One parsed metadata file."""
+    """One parsed metadata file. extra: attributes that torch itself does not set."""
 
     def __init__(self, source: Source, name: str) -> None:
         size = source.listing[name]
@@ -63,6 +77,7 @@ class Metadata:
         self.paths = top.state.get("planner_data")
         self.version = top.state.get("version")
         self.storage_meta = top.state.get("storage_meta")
+        self.extra = {k: v for k, v in top.state.items() if k not in _OWN}
 
     def origin(self) -> dict[str, Any]:
         """What the writer told of itself."""
@@ -82,8 +97,17 @@ class Metadata:
             yield fqn, None if offset is None else dims(offset, self.name), where
 
     def names(self) -> list[str]:
-        """Every name that the planner saved, where the metadata keeps that."""
-        return [n for n in self.paths if type(n) is str] if type(self.paths) is dict else []
+        """Every name that a planner saved, where the metadata keeps that."""
+        named = dict.fromkeys(n for n in self.paths if type(n) is str) if type(self.paths) is dict else {}
+        plans = self.extra.get("all_local_plans")
+        for plan in plans if type(plans) is list else ():
+            items = plan.state.get("items") if isinstance(plan, Record) and type(plan.state) is dict else None
+            for item in items if type(items) in (list, tuple) else ():
+                index, *_ = row(item, "WriteItem", self.name)
+                fqn = row(index, "MetadataIndex", self.name)[0]
+                if type(fqn) is str:
+                    named[fqn] = None
+        return list(named)
 
     def prefix(self, fqn: str) -> int:
         """Characters of ``fqn`` that name its container: path ('model', 'a.b') of 'model.a.b' -> 6."""

@@ -6,16 +6,17 @@ they are read in a few large ranges and parsed from memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.builder import Builder
 from ckptcore.errors import ChecksumMismatch, CkptError, MalformedCheckpoint, UnsafeContent, finding
 from ckptcore.formats._codecs import decode_small
 from ckptcore.formats._torchtables import StoredView
-from ckptcore.formats._torchzip import Objects, check_view, read_objects
+from ckptcore.formats._torchzip import Objects, Reader, check_view, read_objects
 from ckptcore.manifest import Blob, Envelope, Item, TensorSpec, View
-from ckptcore.objects import TensorRef, encode
+from ckptcore.objects import Named, TensorRef, encode
 from ckptcore.store import Readable
 
 _GAP, _RANGE = 64 << 10, 8 << 20
@@ -23,8 +24,28 @@ _CODES = ((ChecksumMismatch, "crc-mismatch"), (UnsafeContent, "bad-path"))
 _MAX_OBJECT = 64 << 20  # larger ones are read in place, never as a whole
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectRules:
+    """How a format reads the byte items of its DCP folder.
+
+    parse: what gives an item's tree. adapt: (key, what was parsed, the item's reader) -> what the
+    key stands for, and paths of parts that had to be left out; None leaves out the whole object
+    when any global in it was refused.
+    """
+
+    parse: Callable[[Reader, int, str], Objects] = read_objects
+    adapt: Callable[[str, Objects, Reader], tuple[Objects, tuple[str, ...]]] | None = None
+
+
+PLAIN = ObjectRules()
+
+
 def add_blobs(
-    builder: Builder, store: Readable, blobs: Mapping[str, Item], others: Sequence[tuple[str, Item]] = ()
+    builder: Builder,
+    store: Readable,
+    blobs: Mapping[str, Item],
+    others: Sequence[tuple[str, Item]] = (),
+    rules: ObjectRules = PLAIN,
 ) -> list[int]:
     """Adds every byte item to the builder, with the tensors inside; gives their name prefixes.
 
@@ -44,27 +65,39 @@ def add_blobs(
             if isinstance(data, CkptError):
                 raise data
             content, length = _reader(store, names[item.file], item, data)
-            objects = read_objects(content, length, what)
-            tree = _adopt(builder, key, item, objects, what, prefixes)
+            objects, partly = rules.parse(content, length, what), ()
+            if rules.adapt is not None:
+                objects, partly = rules.adapt(key, objects, content)
+            tree = adopt(builder, key, item, objects, what, prefixes)
         except (MalformedCheckpoint, UnsafeContent) as error:
             code = next((c for kind, c in _CODES if isinstance(error, kind)), "malformed-item")
             builder.findings.append(finding(code, "cover", error.message, fqn=key, file=names[item.file]))
             builder.blobs.append(Blob(key, at, known=False))
             continue
-        if objects.refused:
-            builder.findings.append(
-                finding("refused-global", "files", f"object {key} needs {', '.join(objects.refused)}",
-                        fqn=key, file=names[item.file])
-            )  # fmt: skip
-            tree = None
-            used = {v.key for v in _views(objects.tree)}
-            hidden = sum(length for key, (_, length, _) in objects.storages.items() if key not in used)
-            if hidden:
-                message = f"object {key} holds {hidden} bytes of tensors that cannot be taken out of it"
-                builder.findings.append(finding("refused-tensors", "cover", message, fqn=key))
-        builder.blobs.append(Blob(key, at, tree, objects.refused, known=not objects.refused))
+        builder.blobs.append(kept(builder, key, at, tree, objects, partly, names[item.file]))
     _compare(builder, store, names, blobs, others)
     return prefixes
+
+
+def kept(builder: Builder, key: str, item: int, tree: Any, objects: Objects, partly: tuple[str, ...],
+         file: str) -> Blob:  # fmt: skip
+    """The blob of an object, with findings for what was refused in it.
+
+    partly: the parts that were left out of the tree; () means that nothing or all of it was.
+    """
+    if not objects.refused:
+        return Blob(key, item, tree)
+    named = ", ".join(objects.refused)
+    lost = f" for {', '.join(partly[:8])}{', ...' if partly[8:] else ''}: left out" if partly else ""
+    builder.findings.append(
+        finding("refused-global", "files", f"object {key} needs {named}{lost}", fqn=key, file=file)
+    )
+    used = {v.key for v in _views(objects.tree)}
+    hidden = sum(length for key, (_, length, _) in objects.storages.items() if key not in used)
+    if hidden:
+        message = f"object {key} holds {hidden} bytes of tensors that cannot be taken out of it"
+        builder.findings.append(finding("refused-tensors", "cover", message, fqn=key))
+    return Blob(key, item, tree if partly else None, objects.refused, known=bool(partly))
 
 
 def _compare(
@@ -144,17 +177,19 @@ def _reader(store: Readable, path: str, item: Item, data: bytes | None) -> tuple
 def _views(tree: Any) -> Iterator[StoredView]:
     if isinstance(tree, StoredView):
         yield tree
+    elif isinstance(tree, Named):
+        yield from _views(tree.value)
     elif isinstance(tree, (dict, list, tuple)):
         for value in tree.values() if isinstance(tree, dict) else tree:
             yield from _views(value)
 
 
-def _adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str,
-           prefixes: list[int]) -> Any:  # fmt: skip
+def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str,
+          prefixes: list[int]) -> Any:  # fmt: skip
     """The tree in JSON form, its tensors added to the builder under ``key.path``."""
     found: list[tuple[TensorSpec, Item, View]] = []
 
-    def adopt(value: Any, path: str, depth: int) -> Any:
+    def walk(value: Any, path: str, depth: int) -> Any:
         if depth > 200:
             raise MalformedCheckpoint(f"{what} nests deeper than 200 levels")
         if isinstance(value, StoredView):
@@ -173,13 +208,15 @@ def _adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str,
             return TensorRef(path)
         if isinstance(value, dict):
             kind = type(value)
-            return kind((k, adopt(v, f"{path}.{k}", depth + 1)) for k, v in value.items())
+            return kind((k, walk(v, f"{path}.{k}", depth + 1)) for k, v in value.items())
         if isinstance(value, (list, tuple)):
-            return type(value)(adopt(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value))
+            return type(value)(walk(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value))
+        if isinstance(value, Named) and isinstance(value.value, (dict, list, tuple)):
+            return Named(value.kind, walk(value.value, path, depth + 1))
         return value
 
     try:
-        tree = encode(adopt(objects.tree, key, 0))
+        tree = encode(walk(objects.tree, key, 0))
     except TypeError as error:
         raise MalformedCheckpoint(f"{what}: {error}") from error
     for spec, place, view in found:

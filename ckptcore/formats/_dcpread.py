@@ -17,7 +17,7 @@ from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats._dcpmetadata import Metadata, dims, row, state_of
-from ckptcore.formats._dcpobjects import add_blobs
+from ckptcore.formats._dcpobjects import PLAIN, ObjectRules, add_blobs
 from ckptcore.formats._pickle import Record
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Envelope, Item, Manifest, TensorSpec
@@ -30,8 +30,8 @@ _MAX_TOLD = 100  # findings of one kind
 _CODECS = {"stream.zstd": "zstd"}
 
 
-def read_folder(source: Source, name: str = "dcp") -> Manifest:
-    """The manifest of a DCP folder, as format ``name``.
+def read_folder(source: Source, name: str = "dcp", rules: ObjectRules = PLAIN) -> Manifest:
+    """The manifest of a DCP folder, as format ``name``; its objects are read by ``rules``.
 
     Raises `NotComplete` when the save did not finish, `MalformedCheckpoint`, `UnsafeContent`.
     """
@@ -53,7 +53,7 @@ def read_folder(source: Source, name: str = "dcp") -> Manifest:
         origin["metadata"] = names
     origin["prefix"] = state.prefixes
     _note_files(builder, source, names)
-    origin["prefix"] += add_blobs(builder, source.store, blobs, others)
+    origin["prefix"] += add_blobs(builder, source.store, blobs, others, rules)
     return builder.build(name, source.store.url, origin)
 
 

@@ -115,12 +115,6 @@ KNOWN: tuple[KnownFormat, ...] = (
         _BACK_HINT,
     ),
     KnownFormat(
-        "megatron-torch-dist",
-        "a Megatron-Core torch_dist checkpoint",
-        _named(r"^metadata\.json$", r"^\.metadata$"),
-        "its model and optimizer need Megatron's own rules, which are not here yet",
-    ),
-    KnownFormat(
         "olmo-core-0.1",
         "an OLMo-core 0.1 checkpoint",
         _named(r"(^|/)rank_\d+\.safetensors$", r"(^|/)metadata\.json$"),

@@ -66,7 +66,9 @@ def join(format: str, root: str, parts: Sequence[Part], origin: Mapping[str, Any
         items.append(_moved(m.items, places, codecs))
         chunks.append(_widened(m.chunks, rank, shift, base, any_view))
         base += len(m.chunks)
-    _require_distinct([*(t.fqn for t in tensors), *(b.key for b in blobs)])
+    # An object that is nothing but a tensor goes by the tensor's name.
+    own = [b.key for b in blobs if b.tree != {"$": "tensor", "fqn": b.key}]
+    _require_distinct([*(t.fqn for t in tensors), *own])
     return Manifest(
         format, root, tuple(tensors), _stacked(chunks, rank, any_view), _all_items(items, codecs, member),
         tuple(StoredFile(p, sizes[n]) for p, n in files.items()), tuple(blobs), dict(origin or {}),

@@ -79,9 +79,11 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     pickled = write.Pickled(key.__getitem__)
     whole: dict[str, Any] = {request.tensors[i].fqn: TensorRef(request.tensors[i].fqn) for i in order}
     for name in sorted(request.objects, key=natural):
+        value = decode(request.objects[name])
+        if value == TensorRef(name):
+            continue  # an object that is nothing but a tensor
         if name in whole:
             raise NameMismatch(f"an object and a tensor are both called {name}")
-        value = decode(request.objects[name])
         # An object with tensors inside is written leaf by leaf: its tensors have names of their own.
         leaves = leaves_below(value, name, TensorRef)
         whole |= {path: leaf for path, _, leaf in leaves if not isinstance(leaf, TensorRef)}

@@ -1,0 +1,101 @@
+"""What Megatron-Core says of a checkpoint as a whole: backend, version, digests of its files.
+
+``metadata.json`` is a `CheckpointingConfig` (megatron/core/dist_checkpointing/core.py): backend and
+version of the sharded part and, until 0.18, of the common part. ``integrity.json`` (0.17 and
+later, on request) holds a SHA-256 per file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
+from ckptcore.formats.base import Source
+
+CONFIG, INTEGRITY = "metadata.json", "integrity.json"
+BACKENDS = {"torch_dist": (1,), "zarr": (1,)}
+_MAX_JSON, _MAX_INTEGRITY = 1 << 20, 64 << 20
+_SCAN, _WINDOW = 64 << 20, 4 << 20
+# Keys of sharded objects, and attributes that only Megatron-Core adds.
+_MARKS = re.compile(rb"/shard_\d+(\.\d+)*_\d|mcore_data|all_local_plans")
+_HEX = re.compile(r"^[0-9a-f]{64}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The sharded part's backend and version."""
+
+    backend: str
+    version: int
+
+
+def read_config(source: Source) -> Config | None:
+    """What `metadata.json` says; None when there is none, or it is another tool's.
+
+    Raises `UnsupportedFormat` for a backend or version that is not known, `MalformedCheckpoint`.
+    """
+    if CONFIG not in source.listing:
+        return None
+    form = _json(source, CONFIG, _MAX_JSON)
+    if not isinstance(form, dict) or "sharded_backend" not in form:
+        return None
+    backend, version = form["sharded_backend"], form.get("sharded_backend_version", 1)
+    if not isinstance(backend, str) or not isinstance(version, int):
+        raise MalformedCheckpoint(
+            f"{CONFIG} says backend {backend!r:.40}, version {version!r:.40}", file=CONFIG
+        )
+    known = BACKENDS.get(backend)
+    if known is None or version not in known:
+        raise UnsupportedFormat(
+            f"{source.store.url} is a Megatron-Core checkpoint of backend {backend!r:.40}, version {version}",
+            hint=f"known: {', '.join(f'{b} {v}' for b, vs in BACKENDS.items() for v in vs)}",
+        )
+    common = form.get("common_backend", "torch"), form.get("common_backend_version", 1)
+    if common != ("torch", 1):
+        raise UnsupportedFormat(
+            f"{source.store.url} keeps its common state by backend {common[0]!r:.40}, "
+            f"version {common[1]!r:.40}",
+            hint="known: torch 1",
+        )
+    return Config(backend, version)
+
+
+def digests(source: Source) -> dict[str, str]:
+    """File -> SHA-256 in hex, as `integrity.json` tells them; {} when there is none."""
+    if INTEGRITY not in source.listing:
+        return {}
+    form = _json(source, INTEGRITY, _MAX_INTEGRITY)
+    files = form.get("files") if isinstance(form, dict) else None
+    if not isinstance(form, dict) or not isinstance(files, dict):
+        raise MalformedCheckpoint(f"{INTEGRITY} has no table of files", file=INTEGRITY)
+    if form.get("algorithm") != "sha256":
+        raise UnsupportedFormat(f"{INTEGRITY} uses {form.get('algorithm')!r:.40}", hint="known: sha256")
+    for name, value in files.items():
+        if "/" in name or name in ("", ".", "..") or not isinstance(value, str) or not _HEX.match(value):
+            raise MalformedCheckpoint(f"{INTEGRITY} has an entry {name!r:.80}: {value!r:.80}", file=INTEGRITY)
+    return files
+
+
+def marked(source: Source) -> bool:
+    """Whether `.metadata` holds what only Megatron-Core puts there; reads at most its first 64 MiB."""
+    size = min(source.listing[".metadata"], _SCAN)
+    tail = b""
+    for at in range(0, size, _WINDOW):
+        block = tail + source.store.read(".metadata", at, min(_WINDOW, size - at))
+        if _MARKS.search(block):
+            return True
+        tail = block[-256:]
+    return False
+
+
+def _json(source: Source, name: str, limit: int) -> Any:
+    size = source.listing[name]
+    if size > limit:
+        raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
+    try:
+        return json.loads(source.store.read(name, 0, size))
+    except (ValueError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{name} is not JSON: {error}", file=name) from error

@@ -1,0 +1,97 @@
+"""Megatron-Core `torch_dist` checkpoints: a DCP folder with Megatron's own rules (0.6 to 0.19).
+
+Beside the DCP files lie ``metadata.json``, written last, and until 0.18 ``common.pt``. Keys are
+those of the ShardedTensors; optimizer state may be flattened (`_mcoreflat`), and everything that
+is no tensor follows `_mcoreobjects` (megatron/core/dist_checkpointing/serialization.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckptcore.builder import Builder
+from ckptcore.errors import NotComplete
+from ckptcore.formats._dcpmetadata import Metadata
+from ckptcore.formats._dcpread import DATA, read_folder
+from ckptcore.formats._mcoreconfig import CONFIG, Config, digests, marked, read_config
+from ckptcore.formats._mcoreflat import left_flat, restored
+from ckptcore.formats._mcoreobjects import COMMON_FILE, LISTED, add_file, common_name, grids, spread_common
+from ckptcore.formats._parts import Part, join
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.manifest import Manifest
+
+NAME = "torch_dist"
+
+
+def detect(source: Source) -> Evidence | None:
+    """`metadata.json` says so; without it, `.metadata` has what only Megatron-Core leaves there."""
+    if source.name is not None:
+        return None
+    told = read_config(source)
+    data = [p for p in source.listing if DATA.search(p) and "/" not in p]
+    if told is not None:
+        if told.backend != NAME:
+            return None
+        because = (f"{CONFIG} says sharded_backend torch_dist, version {told.version}",)
+    elif ".metadata" in source.listing and marked(source):
+        because = (f"no {CONFIG}, but .metadata is Megatron-Core's",)
+    else:
+        return None
+    return Evidence(NAME, (*because, f"{len(data)} *.distcp file(s)"), refines=("dcp",))
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a torch_dist folder, names as stored.
+
+    Raises `NotComplete` when `metadata.json`, which is written last, is not there.
+    """
+    told = read_config(source)
+    if told is None and not source.recover:
+        raise NotComplete(
+            f"{source.store.url} has no {CONFIG}, which Megatron-Core writes last: the save is running, "
+            "was aborted, or rank 0 wrote it to another node",
+            hint="wait if it is running; take it as it is with --recover if everything else is there",
+        )
+    folder = read_folder(source, NAME, LISTED)
+    extra = _extra(source)
+    folder = restored(folder, extra)
+    findings = [*left_flat(folder, extra)]
+    parts = [Part(folder, rename=common_name)]
+    if COMMON_FILE in source.listing:
+        parts.append(Part(_common(source)))
+    whole = spread_common(join(NAME, source.store.url, parts, _origin(folder, told, source)))
+    return replace(whole, findings=(*whole.findings, *findings, *grids(whole.blobs)))
+
+
+def _extra(source: Source) -> Any:
+    # Parsed once more: the manifest has no place for it, and only these checkpoints have it.
+    if ".metadata" not in source.listing:
+        return None
+    return Metadata(source, ".metadata").extra.get("mcore_data")
+
+
+def _common(source: Source) -> Manifest:
+    builder = Builder()
+    add_file(builder, source, COMMON_FILE, None)
+    return builder.build(NAME, source.store.url, {})
+
+
+def _origin(folder: Manifest, told: Config | None, source: Source) -> dict[str, Any]:
+    origin = dict(folder.origin)
+    if told is not None:
+        origin |= {"backend": told.backend, "backend_version": told.version}
+    kept = digests(source)
+    return {**origin, "sha256": kept} if kept else origin
+
+
+FORMAT = Format(
+    name=NAME,
+    title="Megatron-Core distributed checkpoint, torch_dist (0.6 to 0.19)",
+    recognised_by="`metadata.json` with `sharded_backend` torch_dist, beside `.metadata`",
+    abilities=Abilities(
+        reads=True, writes=False, checksums="CRC-32 per item, SHA-256 per file", objects=True
+    ),
+    detect=detect,
+    read=read,
+)
