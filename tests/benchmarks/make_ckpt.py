@@ -148,7 +148,7 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "big-row": lambda s: _one("model.embed_tokens.weight", (16384 // s, 32768 // s), 8, 0),
     # 10^6 chunks.
     "chunks-1m": lambda s: Source(
-        tuple((f"model.layers.{n}.mlp.weight", (2000 // s, 64)) for n in range(1000 // s)),
+        tuple((f"model.layers.{n}.mlp.weight", (2 * (1000 // s), 64)) for n in range(1000 // s)),
         "bf16",
         1000 // s,
         0,
