@@ -13,6 +13,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ckptcore import cuts
 from ckptcore.box import Box
 from ckptcore.errors import NameMismatch, UsageError
 
@@ -99,65 +100,26 @@ def local_parts(tensor: torch.Tensor | DTensor) -> list[tuple[torch.Tensor, Box]
     held = [sum(b - a for a, b in dim) for dim in runs]
     if held != list(local.shape):
         raise NameMismatch(f"a DTensor of {list(shape)} holds {list(local.shape)}, not {held}")
-    return list(_pieces(local, runs))
+    return [(_narrowed(local, at, box), box) for box, at in cuts.boxes(runs)]
 
 
-def _runs(n: int, dim: int, tensor: DTensor, coordinate: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranges of one dim that this rank holds, in the order of its memory.
-
-    Plain shards cut first and strided ones after them: that is how FSDP2 shards a tensor that tensor
-    parallelism has sharded before, although its mesh axis comes first.
-    """
+def _runs(n: int, dim: int, tensor: DTensor, coordinate: Sequence[int]) -> tuple[cuts.Run, ...]:
+    """The ranges of one dim that this rank holds, in the order of its memory."""
     sizes = tensor.device_mesh.shape
-    mine: list[tuple[int, int]] = [(0, n)]
-    cuts = [
-        (getattr(p, "split_factor", 1), sizes[axis], coordinate[axis])
+    mine = [
+        cuts.Cut(axis, sizes[axis], coordinate[axis], getattr(p, "split_factor", 1))
         for axis, p in enumerate(tensor.placements)
         if getattr(p, "dim", None) == dim
     ]
-    strided = [c for c in cuts if c[0] > 1]
-    plain = [c for c in cuts if c[0] == 1]
-    for _, parts, index in plain:
-        mine = _chunk(mine, parts, index)
-    for factor, parts, index in strided:
-        if plain:
-            mine = _chunk(mine, parts, index)
-        else:  # a strided shard by itself: every ``parts``-th of ``parts * factor`` pieces
-            mine = [r for k in range(factor) for r in _chunk(mine, parts * factor, k * parts + index)]
-    return _joined(mine)
+    order: Any = getattr(tensor._spec, "shard_order", None) or ()
+    order = next((e.mesh_dims for e in order if e.tensor_dim == dim), None)
+    return cuts.held(n, mine, order)[0]
 
 
-def _chunk(runs: list[tuple[int, int]], parts: int, index: int) -> list[tuple[int, int]]:
-    """Chunk ``index`` of the elements of ``runs``, cut as torch.chunk cuts."""
-    total = sum(b - a for a, b in runs)
-    step = -(-total // parts)
-    first, last = min(index * step, total), min((index + 1) * step, total)
-    found, at = [], 0
-    for a, b in runs:
-        lo, hi = max(first - at, 0), min(last - at, b - a)
-        if lo < hi:
-            found.append((a + lo, a + hi))
-        at += b - a
-    return found
-
-
-def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for a, b in runs:
-        if out and out[-1][1] == a:
-            out[-1] = (out[-1][0], b)
-        else:
-            out.append((a, b))
-    return out
-
-
-def _pieces(local: torch.Tensor, runs: list[list[tuple[int, int]]]) -> Iterator[tuple[torch.Tensor, Box]]:
-    for chosen in product(*runs):
-        view = local
-        for dim, run in enumerate(chosen):
-            at = sum(b - a for a, b in runs[dim][: runs[dim].index(run)])
-            view = view.narrow(dim, at, run[1] - run[0])
-        yield view, Box(tuple(a for a, _ in chosen), tuple(b - a for a, b in chosen))
+def _narrowed(local: torch.Tensor, at: tuple[int, ...], box: Box) -> torch.Tensor:
+    for dim, (first, count) in enumerate(zip(at, box.shape, strict=True)):
+        local = local.narrow(dim, first, count)
+    return local
 
 
 def _box(extent: tuple[int, ...], offset: tuple[int, ...]) -> Box:
