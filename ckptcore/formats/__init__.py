@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from ckptcore.errors import (
     AmbiguousModel,
     SourceUnreadable,
     UnknownFormat,
     UnsupportedFormat,
-    UsageError,
 )
-from ckptcore.formats import dcp, mcore_dist, safetensors, torch_save
+from ckptcore.formats import dcp, hf_shards, mcore_dist, safetensors, torch_save
 from ckptcore.formats._known import KNOWN
+from ckptcore.formats._registry import Registry, register
+from ckptcore.formats._roots import located
 from ckptcore.formats.base import (
     Abilities,
     Arrangement,
@@ -29,6 +32,7 @@ from ckptcore.store import open_store, split_url
 FORMATS: tuple[Format, ...] = (
     dcp.FORMAT,
     mcore_dist.FORMAT,
+    hf_shards.FORMAT,
     safetensors.FORMAT,
     torch_save.FORMAT,
 )
@@ -36,20 +40,19 @@ FORMATS: tuple[Format, ...] = (
 __all__ = [
     "FORMATS", "KNOWN", "Abilities", "Arrangement", "Evidence", "FileLayout", "Format",
     "KnownFormat", "Literal", "Slot", "Source", "by_name", "detect", "open_source",
-    "read_manifest",
+    "read_manifest", "registry",
 ]  # fmt: skip
+
+
+@cache
+def registry() -> Registry:
+    """Every format there is: this project's own, and those of installed packages."""
+    return register(FORMATS)
 
 
 def by_name(name: str, *, writes: bool = False) -> Format:
     """The format of a name; raises `UsageError` listing what there is."""
-    usable = [f for f in FORMATS if f.abilities.writes or not writes]
-    for found in usable:
-        if found.name == name:
-            return found
-    raise UsageError(
-        f"no format is called {name!r}" if not writes else f"cannot write format {name!r}",
-        hint=f"one of: {', '.join(f.name for f in usable)}",
-    )
+    return registry().find("write" if writes else "read", name)
 
 
 def open_source(url: str, *, recover: bool = False) -> Source:
@@ -90,7 +93,7 @@ def detect(source: Source) -> tuple[Format, Evidence]:
                 f"{_shown(source)} is {known.title}: {'; '.join(because)}", hint=known.hint,
                 format=known.name,
             )  # fmt: skip
-    found = [(f, e) for f in FORMATS if (e := f.detect(source)) is not None]
+    found = [(f, e) for f in registry().formats if f.read and (e := f.detect(source)) is not None]
     general = {name for _, e in found for name in e.refines}
     found = [(f, e) for f, e in found if f.name not in general]
     if len(found) > 1:
@@ -110,13 +113,14 @@ def detect(source: Source) -> tuple[Format, Evidence]:
 
 def read_manifest(source: Source) -> Manifest:
     """The manifest of a source, read by its format; the evidence goes into ``origin``."""
+    source, way = located(source)
     found, evidence = detect(source)
     assert found.read is not None  # every entry of FORMATS reads
     manifest = found.read(source)
     return Manifest(
         manifest.format, manifest.root, manifest.tensors, manifest.chunks, manifest.items,
         manifest.files, manifest.blobs,
-        {**manifest.origin, "evidence": list(evidence.because), "file": source.name},
+        {**manifest.origin, "evidence": [*way, *evidence.because], "file": source.name},
         manifest.findings,
     )  # fmt: skip
 
