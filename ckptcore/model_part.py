@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from ckptcore.errors import AmbiguousModel
 from ckptcore.manifest import Manifest
+from ckptcore.paths import Paths
 from ckptcore.remap import strip_wrappers
 
 _STATE = re.compile(r"^(?:(?P<root>.*?)\.)?state\.(?P<fqn>.+)\.(?P<key>[A-Za-z0-9_]+)$")
@@ -166,11 +167,11 @@ def _beside(root: str, names: Sequence[str], optimizers: set[str]) -> tuple[str,
 
 def _containers(manifest: Manifest, optimizers: set[str]) -> list[tuple[str, int]]:
     """(prefix, tensors) of each part that may be the model, most tensors first."""
-    recorded = manifest.origin.get("prefix") or []
+    recorded = Paths.of(manifest)
     count: Counter[str] = Counter()
-    for i, spec in enumerate(manifest.tensors):
-        length = recorded[i] if i < len(recorded) else -1
-        root = spec.fqn[:length] if length >= 0 else ""
+    for spec in manifest.tensors:
+        path = recorded.get(spec.fqn, ("",))
+        root = spec.fqn.removesuffix(str(path[-1])) if len(path) > 1 else ""
         own = any(root.startswith(f"{o}.") or root == o for o in optimizers if o)
         if own or (root and _TRAINER.match(root)) or (not root and _TRAINER.match(spec.fqn)):
             continue

@@ -58,7 +58,7 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
                     for i, t in tensors
                 ],
                 "objects": [{"key": b.key, "refused": list(b.refused)} for b in value.blobs],
-                "origin": {k: v for k, v in value.origin.items() if k not in ("prefix", "evidence")},
+                "origin": {k: v for k, v in value.origin.items() if k not in ("paths", "evidence")},
             }
         )
         return
@@ -174,45 +174,43 @@ def result(value: Result, *, as_json: bool) -> None:
 
 
 def formats(*, as_json: bool) -> None:
-    """The support matrix."""
-    from ckptcore.formats import FORMATS, KNOWN
+    """The support matrix, with the formats of installed packages."""
+    from ckptcore.formats import KNOWN, registry
 
+    found = registry()
     if as_json:
-        _json(
+        rows = [
             {
-                "formats": [
-                    {
-                        "name": f.name,
-                        "title": f.title,
-                        "recognised_by": f.recognised_by,
-                        "reads": f.abilities.reads,
-                        "writes": f.abilities.writes,
-                        "checksums": f.abilities.checksums,
-                        "objects": f.abilities.objects,
-                    }
-                    for f in FORMATS
-                ],
-                "refused": [{"name": k.name, "title": k.title, "hint": k.hint} for k in KNOWN],
+                "name": f.name,
+                "title": f.title,
+                "recognised_by": f.recognised_by,
+                "versions": list(f.versions),
+                "reads": f.abilities.reads,
+                "writes": f.abilities.writes,
+                "checksums": f.abilities.checksums,
+                "objects": f.abilities.objects,
+                "package": found.package(f.name),
             }
-        )
+            for f in found.formats
+        ]
+        refused = [{"name": k.name, "title": k.title, "hint": k.hint} for k in KNOWN]
+        broken = [{"package": p, "reason": r} for p, r in found.broken]
+        _json({"formats": rows, "refused": refused, "broken": broken})
         return
     out = _console()
     table = _table("format", "what", "read", "write", "checksums", "recognised by")
-    for f in FORMATS:
-        a = f.abilities
-        table.add_row(
-            f.name,
-            f.title,
-            _yes(a.reads),
-            _yes(a.writes),
-            a.checksums,
-            f.recognised_by.replace("`", ""),
-        )
+    for f in found.formats:
+        a, package = f.abilities, found.package(f.name)
+        name = f.name if package == "ckptcore" else f"{f.name} ({package})"
+        seen_by = f.recognised_by.replace("`", "")
+        table.add_row(name, f.title, _yes(a.reads), _yes(a.writes), a.checksums, seen_by)
     out.print(table)
     table = _table("recognised, not read", "what", "next step")
     for k in KNOWN:
         table.add_row(k.name, k.title, k.hint)
     out.print(table)
+    for package, reason in found.broken:
+        out.print(f"[red]not used[/]: formats of {_safe(package)}: {_safe(reason)}", highlight=False)
 
 
 def error(value: CkptError, *, as_json: bool) -> None:

@@ -103,7 +103,7 @@ def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = 
     step, run = _step_and_run(uri)
     name = manifest.origin.get("file")
     known = digests or {}
-    origin = {k: v for k, v in manifest.origin.items() if k != "prefix"}
+    origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
     return CheckpointFacts(
         uri, manifest.format, manifest.digest, min(manifest.nbytes, _MOST),
         [(t.fqn, t.dtype, t.shape, min(t.nbytes, _MOST)) for t in manifest.tensors],

@@ -109,13 +109,9 @@ class Metadata:
                     named[fqn] = None
         return list(named)
 
-    def prefix(self, fqn: str) -> int:
-        """Characters of ``fqn`` that name its container: path ('model', 'a.b') of 'model.a.b' -> 6."""
-        path = self.paths.get(fqn) if type(self.paths) is dict else None
-        if type(path) is not tuple or not path:
-            return -1
-        last = str(path[-1])
-        return len(fqn) - len(last) if fqn.endswith(last) else -1
+    def path(self, fqn: str) -> Any:
+        """What the planner recorded as the path of a name (unchecked), or None."""
+        return self.paths.get(fqn) if type(self.paths) is dict else None
 
 
 def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:

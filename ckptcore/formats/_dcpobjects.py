@@ -46,12 +46,11 @@ def add_blobs(
     blobs: Mapping[str, Item],
     others: Sequence[tuple[str, Item]] = (),
     rules: ObjectRules = PLAIN,
-) -> list[int]:
-    """Adds every byte item to the builder, with the tensors inside; gives their name prefixes.
+) -> None:
+    """Adds every byte item to the builder, with the tensors inside.
 
     An item that cannot be read or parsed becomes a finding, and a blob without a tree.
     """
-    prefixes: list[int] = []
     sizes = builder.file_sizes()
     names = builder.file_names()
     whole = {k: i for k, i in blobs.items() if i.start + i.length <= (sizes[i.file] or 0)}
@@ -68,7 +67,7 @@ def add_blobs(
             objects, partly = rules.parse(content, length, what), ()
             if rules.adapt is not None:
                 objects, partly = rules.adapt(key, objects, content)
-            tree = adopt(builder, key, item, objects, what, prefixes)
+            tree = adopt(builder, key, item, objects, what)
         except (MalformedCheckpoint, UnsafeContent) as error:
             code = next((c for kind, c in _CODES if isinstance(error, kind)), "malformed-item")
             builder.findings.append(finding(code, "cover", error.message, fqn=key, file=names[item.file]))
@@ -76,7 +75,6 @@ def add_blobs(
             continue
         builder.blobs.append(kept(builder, key, at, tree, objects, partly, names[item.file]))
     _compare(builder, store, names, blobs, others)
-    return prefixes
 
 
 def kept(builder: Builder, key: str, item: int, tree: Any, objects: Objects, partly: tuple[str, ...],
@@ -184,8 +182,7 @@ def _views(tree: Any) -> Iterator[StoredView]:
             yield from _views(value)
 
 
-def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str,
-          prefixes: list[int]) -> Any:  # fmt: skip
+def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str) -> Any:
     """The tree in JSON form, its tensors added to the builder under ``key.path``."""
     found: list[tuple[TensorSpec, Item, View]] = []
 
@@ -221,6 +218,5 @@ def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str,
         raise MalformedCheckpoint(f"{what}: {error}") from error
     for spec, place, view in found:
         at = builder.tensor(spec)
-        prefixes.append(-1)
         builder.chunk(at, (0,) * len(spec.shape), spec.shape, builder.item(place), view)
     return tree

@@ -22,6 +22,7 @@ from ckptcore.formats._pickle import Record
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Envelope, Item, Manifest, TensorSpec
 from ckptcore.objects import Named
+from ckptcore.paths import Paths
 from ckptcore.store import inner_path
 
 DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
@@ -51,10 +52,20 @@ def read_folder(source: Source, name: str = "dcp", rules: ObjectRules = PLAIN) -
     state.flush()
     if names[0] != ".metadata":
         origin["metadata"] = names
-    origin["prefix"] = state.prefixes
     _note_files(builder, source, names)
-    origin["prefix"] += add_blobs(builder, source.store, blobs, others, rules)
-    return builder.build(name, source.store.url, origin)
+    add_blobs(builder, source.store, blobs, others, rules)
+    paths = _paths(parsed).form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
+    return builder.build(name, source.store.url, origin | ({"paths": paths} if paths else {}))
+
+
+def _paths(parsed: Iterable[Metadata]) -> Paths:
+    """Where each name stood in the saved tree, as far as the planners recorded it."""
+    found = Paths()
+    for metadata in parsed:
+        for name in metadata.tensors:
+            if name not in found:
+                found.add(name, metadata.path(name))
+    return found
 
 
 class _Columns:
@@ -66,7 +77,6 @@ class _Columns:
         # rows: tensor, offset, shape, (file, start, length, codec) or None
         self._rows: list[tuple[int, tuple[int, ...], tuple[int, ...], Any]] = []
         self._seen_files: dict[str, int] = {}
-        self.prefixes: list[int] = []
 
     def add(self, metadata: Metadata) -> dict[str, Item]:
         """Adds one file's tensors; gives its byte items."""
@@ -154,7 +164,6 @@ class _Columns:
         seen = self._specs.get(fqn)
         if seen is None:
             at = self._builder.tensor(TensorSpec(fqn, dtype, shape))
-            self.prefixes.append(metadata.prefix(fqn))
             self._specs[fqn] = at, (dtype, shape)
             return at
         if seen[1] != (dtype, shape):  # rank-local metadata of two different saves

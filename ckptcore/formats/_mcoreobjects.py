@@ -80,7 +80,7 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
             told |= used
             mine = {k: v for k, v in objects.storages.items() if k in used}
             one, lost = plain(name, replace(objects, tree=tree, refused=(), storages=mine), read)
-            form = adopt(builder, name, item, one, f"{name} in {path}", [])
+            form = adopt(builder, name, item, one, f"{name} in {path}")
             builder.blobs.append(kept(builder, name, at, form, one, lost, path))
         hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in told)
         if hidden:

@@ -78,7 +78,8 @@ def _common(source: Source) -> Manifest:
 
 
 def _origin(folder: Manifest, told: Config | None, source: Source) -> dict[str, Any]:
-    origin = dict(folder.origin)
+    # Megatron's planner knows no tree: its paths say nothing, and tensors are regrouped here.
+    origin = {k: v for k, v in folder.origin.items() if k != "paths"}
     if told is not None:
         origin |= {"backend": told.backend, "backend_version": told.version}
     kept = digests(source)

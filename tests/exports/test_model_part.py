@@ -10,6 +10,7 @@ from ckptcore.builder import Builder
 from ckptcore.errors import AmbiguousModel
 from ckptcore.manifest import Manifest, TensorSpec
 from ckptcore.model_part import find_model
+from ckptcore.paths import Paths
 
 WEIGHTS = ("embed.weight", "layers.0.w", "layers.0.b", "norm.weight")
 
@@ -19,8 +20,11 @@ def manifest_of(paths: Sequence[tuple[str, ...]], *, recorded: bool = True) -> M
     builder = Builder()
     for path in paths:
         builder.tensor(TensorSpec(".".join(path), "float32", ()))
-    prefix = [len(".".join(p)) - len(p[-1]) for p in paths] if recorded else []
-    return builder.build("test", "nowhere", {"prefix": prefix})
+    told = Paths()
+    for path in paths if recorded else ():
+        assert told.add(".".join(path), path)
+    form = told.form([t.fqn for t in builder.tensors], [])
+    return builder.build("test", "nowhere", {"paths": form} if form else {})
 
 
 def under(*container: str) -> list[tuple[str, ...]]:
