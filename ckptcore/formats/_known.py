@@ -6,11 +6,9 @@ Checked before the readable formats, because some of these hold files that look 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 
-from ckptcore.errors import CkptError
 from ckptcore.formats.base import KnownFormat, Source
 
 
@@ -33,28 +31,6 @@ def _named(pattern: str, also: str = "") -> Callable[[Source], tuple[str, ...] |
         return (f"found {found}", *([f"and {more}"] if more else []))
 
     return detect
-
-
-def _dcp_shards(source: Source) -> tuple[str, ...] | None:
-    """Shards of torch's HuggingFaceStorageWriter say so in their header."""
-    found = source.name if source.name and source.name.endswith(".safetensors") else None
-    if found is None and source.name is None:
-        loose = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
-        if "model.safetensors.index.json" not in source.listing and loose:
-            found = loose[0]
-    if found is None or source.listing[found] < 8:
-        return None
-    try:
-        length = int.from_bytes(source.store.read(found, 0, 8), "little")
-        if length > min(source.listing[found] - 8, 100_000_000):
-            return None
-        header = json.loads(source.store.read(found, 8, length))
-        metadata = header.get("__metadata__") or {}
-    except (CkptError, ValueError, AttributeError, RecursionError):
-        return None  # not a readable header: the safetensors reader will say what is wrong
-    if not isinstance(metadata, dict) or "DCP_SHARDING_INFO" not in metadata:
-        return None
-    return (f"the header of {found} has DCP_SHARDING_INFO",)
 
 
 def _flat_local(source: Source) -> tuple[str, ...] | None:
@@ -119,12 +95,6 @@ KNOWN: tuple[KnownFormat, ...] = (
         "an OLMo-core 0.1 checkpoint",
         _named(r"(^|/)rank_\d+\.safetensors$", r"(^|/)metadata\.json$"),
         _BACK_HINT,
-    ),
-    KnownFormat(
-        "torch-hf-shards",
-        "what torch's HuggingFaceStorageWriter leaves before consolidation",
-        _dcp_shards,
-        "the shards do not record the tensors' global shapes; consolidate them with torch",
     ),
     KnownFormat(
         "fsdp-local-shards",

@@ -1,0 +1,129 @@
+"""What proves that no shard is missing, when no file says how large a tensor is, or how many ranks wrote?
+
+1. Ranks are numbered from 1 without a gap, in every model file, unless a tensor is whole as it stands.
+2. torch.chunk cuts n elements for k ranks into parts of ceil(n / k), a shorter one, then empty ones. So a
+   shorter or an empty last part ends its tensor, and where only one k gives the lengths that are
+   there, k is how many ranks wrote. If those ranks are all there, every tensor is whole.
+3. Parts of equal length prove nothing: without the last rank they would be parts of equal length, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from ckptcore.formats._hfshards import Part, Shards
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A file that must have been there: the rank and model file, from 1, and why."""
+
+    path: str
+    why: str
+
+
+def extent(parts: Sequence[Part]) -> Shape:
+    """As far as the parts of a tensor reach, empty ones included: those lie behind the last."""
+    ends = [tuple(o + n for o, n in zip(p.offset, p.shape, strict=True)) for p in parts]
+    return tuple(max(column) for column in zip(*ends, strict=True))
+
+
+def ended(parts: Sequence[Part]) -> bool:
+    """Whether the parts themselves show that nothing follows the last of them."""
+    shape = extent(parts)
+    if not shape or any(n == 0 for p in parts for n in p.shape):
+        return True
+    cut = _cuts(parts, shape)
+    return len(cut) == 1 and _shorter(next(iter(cut.values())))
+
+
+def writers(parts: Sequence[Part]) -> int | None:
+    """How many ranks the parts of a tensor were cut for, where their lengths leave only one answer."""
+    shape = extent(parts)
+    held = [p for p in parts if 0 not in p.shape]
+    ranks = [p.rank for p in held]
+    cut = _cuts(held, shape)
+    if None in ranks or len(set(ranks)) != len(held) or not cut:
+        return None
+    least, most = 1, 1
+    grid = 1
+    for lengths in cut.values():
+        low, high = _ranks_for(lengths)
+        if high == inf:
+            return None
+        least, most, grid = least * low, most * int(high), grid * len(lengths)
+    if len(cut) == 1:  # an empty part is a rank more
+        least = max(least, grid + (len(parts) > len(held)))
+    return least if least == most and grid == len(held) else None
+
+
+def missing(shards: Shards) -> Iterator[Missing]:
+    """Files between those that are there, and files of ranks that are there in other model files.
+
+    A model file of tensors that are whole as they stand needs no other rank.
+    """
+    ranks, of = shards.ranks, max(shards.of, default=1)
+    models = {model for _, model in shards.present} | {p.model for ps in shards.parts.values() for p in ps}
+    lost = [m for m in range(1, of + 1) if m not in models] if of <= len(models) + 10_000 else []
+    if lost or of > len(models) + 10_000:
+        rest = of - len(models)
+        yield Missing(f"model file {lost[0]} of {of}" if lost else f"{rest} of {of} model files",
+                      f"{rest} of {of} model files have no shard at all")  # fmt: skip
+    open_models = {ps[0].model for ps in shards.parts.values() if not ended(ps)}
+    anywhere = {rank for rank, _ in shards.present}
+    for rank in range(1, ranks + 1):
+        if rank not in anywhere:
+            yield Missing(_path(rank, 1, of), f"there are shards of rank {ranks - 1}, and none of {rank - 1}")
+            continue
+        for model in sorted(open_models):
+            if (rank, model) not in shards.present and ranks:
+                yield Missing(_path(rank, model, of), f"rank {rank - 1} wrote other model files")
+
+
+def unproven(shards: Shards) -> tuple[str, ...]:
+    """Tensors that would be longer if ranks behind the last were lost; nothing here tells."""
+    ranks = shards.ranks
+    if ranks > 1 and any(writers(parts) == ranks for parts in shards.parts.values()):
+        return ()
+    # Among several ranks, a tensor that one of them holds whole was never cut.
+    return tuple(
+        fqn for fqn, parts in shards.parts.items() if not ended(parts) and (len(parts) > 1 or ranks < 2)
+    )
+
+
+def _cuts(parts: Sequence[Part], shape: Shape) -> dict[int, tuple[int, ...]]:
+    """dim -> lengths in order of offset, of every dim in which no part is whole."""
+    found = {}
+    for dim, whole in enumerate(shape):
+        lengths = {p.offset[dim]: p.shape[dim] for p in parts if 0 not in p.shape}
+        if lengths and any(n != whole for n in lengths.values()):
+            found[dim] = tuple(lengths[at] for at in sorted(lengths))
+    return found
+
+
+def _shorter(lengths: tuple[int, ...]) -> bool:
+    """
+    >>> _shorter((3, 3, 1)), _shorter((3, 3)), _shorter((3, 1, 3))
+    (True, False, False)
+    """
+    return len(set(lengths[:-1])) == 1 and lengths[-1] < lengths[0]
+
+
+def _ranks_for(lengths: tuple[int, ...]) -> tuple[int, float]:
+    """The fewest and the most ranks for which torch.chunk gives these lengths.
+
+    >>> _ranks_for((26, 26, 26, 25)), _ranks_for((2, 2, 1)), _ranks_for((1, 1))
+    ((4, 4), (3, 4), (2, inf))
+    """
+    if not _shorter(lengths):
+        return (len(lengths), inf)
+    total, step = sum(lengths), lengths[0]
+    return -(-total // step), -(-total // (step - 1)) - 1
+
+
+def _path(rank: int, model: int, of: int) -> str:
+    return f"shard-{rank:05d}-model-{model:05d}-of-{of:05d}.safetensors"
