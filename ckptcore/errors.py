@@ -283,6 +283,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "malformed-metadata": ("error", "the metadata file cannot be parsed", "copy the file again"),
     "crc-mismatch": ("error", "stored bytes do not match their stored CRC-32",
                      "copy the file again from where it was written"),
+    "digest-mismatch": ("error", "a file's SHA-256 is not the one that the checkpoint tells",
+                        "copy the file again from where it was written"),
     "replica-mismatch": ("error", "two copies of the same elements differ",
                          "find out which copy is right; nothing in the checkpoint says"),
     "no-checksum": ("info", "the format carries no checksum here: bytes cannot be proven", ""),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from ckptcore.formats._olmo import is_step
 from ckptcore.formats.base import KnownFormat, Source
 
 
@@ -35,7 +36,7 @@ def _named(pattern: str, also: str = "") -> Callable[[Source], tuple[str, ...] |
 
 def _flat_local(source: Source) -> tuple[str, ...] | None:
     found = _first(source, r"(^|/)[^/]*rank[_-]?\d+[^/]*\.(pt|bin)$")
-    if found is None or _first(source, r"(^|/)\.metadata$"):
+    if found is None or is_step(source) or _first(source, r"(^|/)\.metadata$"):
         return None
     return (f"found {found}", "not a DCP folder, because there is no .metadata")
 
@@ -51,7 +52,7 @@ def _before_zip(source: Source) -> tuple[str, ...] | None:
 
 
 def _nested(source: Source) -> tuple[str, ...] | None:
-    if source.name is not None or ".metadata" in source.listing:
+    if source.name is not None or ".metadata" in source.listing or is_step(source):
         return None
     inner = sorted(p.rsplit("/", 1)[0] for p in source.listing if p.endswith("/.metadata"))
     if not inner or any("/" not in p and p.endswith(".distcp") for p in source.listing):
@@ -88,12 +89,6 @@ KNOWN: tuple[KnownFormat, ...] = (
         "megatron-zarr",
         "a Megatron-Core zarr checkpoint",
         _named(r"(^|/)metadata\.json$", r"/\.zarray$"),
-        _BACK_HINT,
-    ),
-    KnownFormat(
-        "olmo-core-0.1",
-        "an OLMo-core 0.1 checkpoint",
-        _named(r"(^|/)rank_\d+\.safetensors$", r"(^|/)metadata\.json$"),
         _BACK_HINT,
     ),
     KnownFormat(

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptcore.builder import Builder
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
-from ckptcore.formats import _torchwrite as write
+from ckptcore.formats._torchfile import torch_file
 from ckptcore.formats._torchtree import TorchTree
 from ckptcore.formats._torchzip import Objects, is_zip, read_objects
 from ckptcore.formats._trees import leaves_below
@@ -21,8 +21,6 @@ from ckptcore.formats.base import (
     Evidence,
     FileLayout,
     Format,
-    Literal,
-    Slot,
     Source,
     natural,
 )
@@ -75,8 +73,6 @@ def read(source: Source) -> Manifest:
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     """One file: data.pkl, byteorder, the storages in natural name order, version, directory."""
     order = sorted(range(len(request.tensors)), key=lambda i: natural(request.tensors[i].fqn))
-    key = {request.tensors[i].fqn: (str(n), request.tensors[i]) for n, i in enumerate(order)}
-    pickled = write.Pickled(key.__getitem__)
     whole: dict[str, Any] = {request.tensors[i].fqn: TensorRef(request.tensors[i].fqn) for i in order}
     for name in sorted(request.objects, key=natural):
         value = decode(request.objects[name])
@@ -87,44 +83,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         # An object with tensors inside is written leaf by leaf: its tensors have names of their own.
         leaves = leaves_below(value, name, TensorRef)
         whole |= {path: leaf for path, _, leaf in leaves if not isinstance(leaf, TensorRef)}
-    pickled.value(whole)
-    literals: list[Literal] = []
-    slots: list[Slot] = []
-    rows: list[tuple[bytes, int | None]] = []  # directory row, the slot whose CRC it needs
-    at = 0
-    for name, data in (("data.pkl", pickled.finish()), ("byteorder", b"little")):
-        body, row = write.small_record(f"archive/{name}", at, data)
-        literals.append(Literal(at, body))
-        rows.append((row, None))
-        at += len(body)
-    for n, i in enumerate(order):
-        name, nbytes = f"archive/data/{n}", request.tensors[i].nbytes
-        head = write.local_header(name, at)
-        rows.append((write.central_entry(name, at, 0, nbytes), n))
-        literals.append(Literal(at, head))
-        slots.append(Slot(n, at + len(head)))
-        at += len(head) + nbytes
-        tail = write.descriptor(0, nbytes)
-        literals.append(Literal(at, tail, ((4, n),)))
-        at += len(tail)
-    body, row = write.small_record("archive/version", at, b"3\n")
-    literals.append(Literal(at, body))
-    rows.append((row, None))
-    at += len(body)
-    literals.append(_directory(rows, at))
-    end = at + len(literals[-1].data)
-    path = request.single or DEFAULT
-    return (FileLayout(path, end, tuple(order), tuple(slots), tuple(literals), commit=True),)
-
-
-def _directory(rows: list[tuple[bytes, int | None]], at: int) -> Literal:
-    data, patches = bytearray(), []
-    for row, slot in rows:
-        if slot is not None:
-            patches.append((len(data) + 16, slot))
-        data += row
-    data += write.end_records(len(rows), at, len(data))
-    return Literal(at, bytes(data), tuple(patches))
+    return (torch_file(request.single or DEFAULT, whole, request.tensors, order, commit=True),)
 
 
 def _only(source: Source) -> str | None:

@@ -65,7 +65,6 @@ REFUSED_OTHER: dict[str, Refusal] = {
     ),
     "accelerate_fsdp2_nodcp_*": _refusal(5, "unsupported-format", "per-rank pickles"),
     "legacy_*": _refusal(5, "unsupported-format", "Megatron's mp_rank folders"),
-    "v01*": _refusal(5, "unsupported-format", "OLMo-core 0.1"),
 }
 
 # The official loader of torch.distributed.checkpoint is no oracle here.
