@@ -17,6 +17,7 @@ import numpy as np
 from ckptcore.cover import coverage
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import Finding, UsageError, finding
+from ckptcore.filedigests import mismatches
 from ckptcore.manifest import Envelope, Manifest
 from ckptcore.store import Store
 
@@ -79,7 +80,7 @@ def check(manifest: Manifest, store: Store | None = None, level: str = "cover", 
         broken = {f.file for f in found if f.severity == "error" and f.code in _UNREADABLE}
         more, unverified = scan(manifest, store, skip_files=broken, values=level == "values",
                                 workers=workers, progress=progress)  # fmt: skip
-        found += more
+        found += [*more, *mismatches(manifest, store)]
     order = {name: i for i, name in enumerate(LEVELS)}
     unique = tuple(dict.fromkeys(sorted(found, key=lambda f: order[f.level])))
     return Report(level, manifest.format, manifest.num_tensors, manifest.nbytes, unique, unverified)

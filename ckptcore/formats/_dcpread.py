@@ -10,7 +10,7 @@ safetensors blob at the end of the file; behind an optional stream codec. With
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ckptcore.builder import Builder
@@ -31,14 +31,22 @@ _MAX_TOLD = 100  # findings of one kind
 _CODECS = {"stream.zstd": "zstd"}
 
 
-def read_folder(source: Source, name: str = "dcp", rules: ObjectRules = PLAIN) -> Manifest:
+def parse_folder(source: Source) -> list[Metadata]:
+    """Every metadata file of a DCP folder; raises as `read_folder` does."""
+    return [Metadata(source, path) for path in _metadata_files(source)]
+
+
+def read_folder(source: Source, name: str = "dcp", rules: ObjectRules = PLAIN,
+                parsed: Sequence[Metadata] | None = None) -> Manifest:  # fmt: skip
     """The manifest of a DCP folder, as format ``name``; its objects are read by ``rules``.
+
+    parsed: what `parse_folder` gave, where the caller needs it, too.
 
     Raises `NotComplete` when the save did not finish, `MalformedCheckpoint`, `UnsafeContent`.
     """
     builder, origin = Builder(), dict[str, Any]()
-    names = _metadata_files(source)
-    parsed = [Metadata(source, path) for path in names]
+    parsed = parse_folder(source) if parsed is None else parsed
+    names = [metadata.name for metadata in parsed]
     blobs: dict[str, Item] = {}
     others: list[tuple[str, Item]] = []  # the same object as another rank saved it
     state = _Columns(builder, source.listing)

@@ -26,10 +26,11 @@ _HEX = re.compile(r"^[0-9a-f]{64}$")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The sharded part's backend and version."""
+    """The sharded part's backend and version; whether the common state lies in a file of its own."""
 
     backend: str
     version: int
+    has_common_file: bool
 
 
 def read_config(source: Source) -> Config | None:
@@ -60,7 +61,7 @@ def read_config(source: Source) -> Config | None:
             f"version {common[1]!r:.40}",
             hint="known: torch 1",
         )
-    return Config(backend, version)
+    return Config(backend, version, "common_backend" in form)
 
 
 def digests(source: Source) -> dict[str, str]:

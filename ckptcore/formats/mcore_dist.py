@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import NotComplete
-from ckptcore.formats._dcpmetadata import Metadata
-from ckptcore.formats._dcpread import DATA, read_folder
-from ckptcore.formats._mcoreconfig import CONFIG, Config, digests, marked, read_config
+from ckptcore.errors import NotComplete, finding
+from ckptcore.formats._dcpread import DATA, parse_folder, read_folder
+from ckptcore.formats._mcoreconfig import CONFIG, INTEGRITY, Config, digests, marked, read_config
 from ckptcore.formats._mcoreflat import left_flat, restored
 from ckptcore.formats._mcoreobjects import COMMON_FILE, LISTED, add_file, common_name, grids, spread_common
 from ckptcore.formats._parts import Part, join
@@ -53,22 +52,25 @@ def read(source: Source) -> Manifest:
             "was aborted, or rank 0 wrote it to another node",
             hint="wait if it is running; take it as it is with --recover if everything else is there",
         )
-    folder = read_folder(source, NAME, LISTED)
-    extra = _extra(source)
+    parsed = parse_folder(source)
+    extra = parsed[0].extra.get("mcore_data")
+    folder = read_folder(source, NAME, LISTED, parsed)
     folder = restored(folder, extra)
     findings = [*left_flat(folder, extra)]
     parts = [Part(folder, rename=common_name)]
     if COMMON_FILE in source.listing:
         parts.append(Part(_common(source)))
-    whole = spread_common(join(NAME, source.store.url, parts, _origin(folder, told, source)))
+    kept = digests(source)
+    findings += [
+        finding("missing-file", "files", f"{INTEGRITY} tells of {path}, which is not there", file=path)
+        for path in kept
+        if path not in source.listing
+    ]
+    if told is not None and told.has_common_file and COMMON_FILE not in source.listing:
+        message = f"{COMMON_FILE} is not there, and {CONFIG} says that the common state was saved in it"
+        findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
+    whole = spread_common(join(NAME, source.store.url, parts, _origin(folder, told, kept)))
     return replace(whole, findings=(*whole.findings, *findings, *grids(whole.blobs)))
-
-
-def _extra(source: Source) -> Any:
-    # Parsed once more: the manifest has no place for it, and only these checkpoints have it.
-    if ".metadata" not in source.listing:
-        return None
-    return Metadata(source, ".metadata").extra.get("mcore_data")
 
 
 def _common(source: Source) -> Manifest:
@@ -77,13 +79,11 @@ def _common(source: Source) -> Manifest:
     return builder.build(NAME, source.store.url, {})
 
 
-def _origin(folder: Manifest, told: Config | None, source: Source) -> dict[str, Any]:
-    # Megatron's planner knows no tree: its paths say nothing, and tensors are regrouped here.
-    origin = {k: v for k, v in folder.origin.items() if k != "paths"}
+def _origin(folder: Manifest, told: Config | None, sha256: dict[str, str]) -> dict[str, Any]:
+    origin = dict(folder.origin)
     if told is not None:
         origin |= {"backend": told.backend, "backend_version": told.version}
-    kept = digests(source)
-    return {**origin, "sha256": kept} if kept else origin
+    return {**origin, "sha256": sha256} if sha256 else origin
 
 
 FORMAT = Format(
