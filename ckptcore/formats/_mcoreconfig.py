@@ -15,7 +15,7 @@ from typing import Any
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 from ckptcore.formats.base import Source
 
-CONFIG, INTEGRITY = "metadata.json", "integrity.json"
+CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"
 BACKENDS = {"torch_dist": (1,), "zarr": (1,)}
 _MAX_JSON, _MAX_INTEGRITY = 1 << 20, 64 << 20
 _SCAN, _WINDOW = 64 << 20, 4 << 20
@@ -81,12 +81,17 @@ def digests(source: Source) -> dict[str, str]:
 
 
 def marked(source: Source) -> bool:
-    """Whether `.metadata` holds what only Megatron-Core puts there; reads at most its first 64 MiB."""
-    size = min(source.listing[".metadata"], _SCAN)
+    """Whether `.metadata` holds what only Megatron-Core puts there."""
+    return scan(source, _MARKS)
+
+
+def scan(source: Source, pattern: re.Pattern[bytes]) -> bool:
+    """Whether the bytes of `.metadata` match a short pattern; reads at most its first 64 MiB."""
+    size = min(source.listing[METADATA], _SCAN)
     tail = b""
     for at in range(0, size, _WINDOW):
-        block = tail + source.store.read(".metadata", at, min(_WINDOW, size - at))
-        if _MARKS.search(block):
+        block = tail + source.store.read(METADATA, at, min(_WINDOW, size - at))
+        if pattern.search(block):
             return True
         tail = block[-256:]
     return False

@@ -56,7 +56,8 @@ def plain(key: str, objects: Objects, read: Reader) -> tuple[Objects, tuple[str,
     return replace(objects, tree=tree, refused=refused, storages=storages), lost
 
 
-LISTED = ObjectRules(parse=read_megatron, adapt=listed)
+LISTED = ObjectRules(parse=read_megatron, adapt=listed)  # torch_dist
+BARE = ObjectRules(parse=read_megatron, adapt=plain)  # plain DCP folders of Megatron-LM
 
 
 def add_file(builder: Builder, source: Source, path: str, key: str | None) -> None:
