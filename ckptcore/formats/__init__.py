@@ -10,7 +10,7 @@ from ckptcore.errors import (
     UnknownFormat,
     UnsupportedFormat,
 )
-from ckptcore.formats import dcp, hf_shards, mcore_dist, megatron_dcp, olmo_v01, safetensors, torch_save
+from ckptcore.formats import dcp, hf_shards, mcore_dist, megatron_dcp, olmo_core, olmo_v01, safetensors, torch_save
 from ckptcore.formats._known import KNOWN
 from ckptcore.formats._registry import Registry, register
 from ckptcore.formats._roots import located
@@ -34,6 +34,7 @@ FORMATS: tuple[Format, ...] = (
     mcore_dist.FORMAT,
     megatron_dcp.FSDP_DTENSOR,
     megatron_dcp.TORCH_DCP,
+    olmo_core.FORMAT,
     olmo_v01.FORMAT,
     hf_shards.FORMAT,
     safetensors.FORMAT,

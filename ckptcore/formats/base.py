@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptcore.formats._substore import SubStore
 from ckptcore.manifest import Manifest, TensorSpec
+from ckptcore.paths import Path
 from ckptcore.store import Readable
 
 
@@ -128,6 +129,10 @@ class Format:
     """A format: its facts, and its three functions.
 
     name: as in `--to` and `inspect`. title: for people. recognised_by: for the support matrix.
+    versions: of the format itself, where it counts them; the first is what is written by default.
+    single_file: whether what is written is always one file, whatever the destination is called.
+    nests: whether `arrange` asks where names stand in the tree. place: for a source, the path in the
+    output of each of its paths; raises `UnsupportedFormat` when it cannot be written so.
     """
 
     name: str
@@ -137,6 +142,10 @@ class Format:
     detect: Callable[[Source], Evidence | None]
     read: Callable[[Source], Manifest] | None = None
     arrange: Callable[[Arrangement], tuple[FileLayout, ...]] | None = None
+    versions: tuple[str, ...] = ("1",)
+    single_file: bool = False
+    nests: bool = False
+    place: Callable[[Manifest], Callable[[Path], Path]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,113 @@
+"""Registry: who reads or writes a format, in which version, and which of them is the default?
+
+Its keys are (action, format, version). Formats of this project come first; a package of the user's
+own adds more through the entry-point group ``ckptcore.formats``, each entry a `Format`:
+
+    [project.entry-points."ckptcore.formats"]
+    mine = "my_package.mine:FORMAT"
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import entry_points
+from typing import Literal
+
+from ckptcore.errors import UsageError
+from ckptcore.formats.base import Format
+
+GROUP = "ckptcore.formats"
+OWN = "ckptcore"
+Action = Literal["read", "write"]
+Key = tuple[Action, str, str]
+_log = logging.getLogger("ckptcore")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row: what does it, and which package brought it."""
+
+    action: Action
+    format: Format
+    version: str
+    package: str
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All rows.
+
+    rows: by (action, format, version), in the order they were registered. broken: (package, reason)
+    of entry points that could not be used; nothing of theirs is registered.
+    """
+
+    rows: Mapping[Key, Entry]
+    broken: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def formats(self) -> tuple[Format, ...]:
+        """Every format once, in the order of registration."""
+        return tuple(dict.fromkeys(e.format for e in self.rows.values()))
+
+    def find(self, action: Action, name: str, version: str | None = None) -> Format:
+        """The format that does this; without a version, its default (the newest).
+
+        Raises `UsageError` that lists what there is.
+        """
+        rows = [e for (a, n, _), e in self.rows.items() if (a, n) == (action, name)]
+        for entry in rows:
+            if version in (None, entry.version):
+                return entry.format
+        if rows:
+            versions = ", ".join(e.version for e in rows)
+            raise UsageError(
+                f"cannot {action} version {version} of format {name!r}", hint=f"known: {versions}"
+            )
+        names = dict.fromkeys(n for a, n, _ in self.rows if a == action)
+        listed = any(n == name for _, n, _ in self.rows)
+        message = f"cannot {action} format {name!r}" if listed else f"no format is called {name!r}"
+        raise UsageError(message, hint=f"one of: {', '.join(names)}")
+
+    def package(self, name: str) -> str:
+        """Which package brought a format."""
+        return next(e.package for (_, n, _), e in self.rows.items() if n == name)
+
+
+def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
+    """The registry of this project's formats and, with ``plugins``, of every installed package's.
+
+    An entry point that fails, is no `Format`, or claims what is taken is left out and logged.
+    """
+    rows: dict[Key, Entry] = {}
+    for format in own:
+        rows |= dict(_rows(format, OWN))
+    broken: list[tuple[str, str]] = []
+    for point in entry_points(group=GROUP) if plugins else ():
+        package = point.dist.name if point.dist is not None else point.value
+        try:
+            format = point.load()
+        except Exception as error:  # any defect of somebody else's package; it is logged and listed
+            broken.append((package, f"{point.value} fails: {type(error).__name__}: {error}"))
+            continue
+        if not isinstance(format, Format):
+            broken.append((package, f"{point.value} is {type(format).__name__}, not a Format"))
+            continue
+        new = dict(_rows(format, package))
+        taken = next((rows[key].package for key in new if key in rows), None)
+        if taken is not None:
+            broken.append((package, f"format {format.name!r} is already provided by {taken}"))
+            continue
+        rows |= new
+    for package, reason in broken:
+        _log.warning("formats of package %s are not used: %s", package, reason)
+    return Registry(rows, tuple(broken))
+
+
+def _rows(format: Format, package: str) -> Iterator[tuple[Key, Entry]]:
+    actions: list[tuple[Action, object]] = [("read", format.read), ("write", format.arrange)]
+    for action, function in actions:
+        for version in format.versions if function is not None else ():
+            yield (action, format.name, version), Entry(action, format, version, package)

@@ -1,0 +1,218 @@
+"""Conformance of a format: does it keep what every format here must keep? For packages that add one.
+
+    import pytest
+    from ckptcore.testing import CASES, Sample
+
+    SAMPLE = Sample(Path("tests/step-10"), Path("tests/expected.safetensors"))
+
+    @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+    def test_my_format(case, tmp_path):
+        case(SAMPLE, tmp_path)
+
+A sample is a real checkpoint from the real writer; the truth beside it was made from the model in
+memory and not from the checkpoint. A case raises AssertionError with what is wrong, `Skip` where it
+does not apply.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import SkipTest as Skip
+
+from ckptcore.api import check, convert, read
+from ckptcore.api import open as open_checkpoint
+from ckptcore.check import LEVELS
+from ckptcore.errors import CkptError
+from ckptcore.formats import detect, open_source, registry
+from ckptcore.manifest import Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CASES", "DAMAGES", "Case", "Sample", "Skip"]
+_MOST_DAMAGES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A checkpoint and what is true of it.
+
+    source: folder or file. expected: a safetensors file of the whole tensors. format: the name of the
+    format that must recognise it, or None for whichever does. undetectable: damages (of `DAMAGES`)
+    that nothing in the format can show.
+    """
+
+    source: Path
+    expected: Path
+    format: str | None = None
+    undetectable: frozenset[str] = frozenset()
+
+
+Case = Callable[[Sample, Path], None]
+
+
+def recognised(sample: Sample, tmp: Path) -> None:
+    """One format, and only one, says that it is its own, and why."""
+    found, evidence = detect(open_source(str(sample.source)))
+    assert sample.format in (None, found.name), f"taken for {found.name}: {evidence.because}"
+    assert evidence.because, "no evidence is given"
+
+
+def described_without_torch(sample: Sample, tmp: Path) -> None:
+    """The manifest names every tensor of the truth with its dtype and shape, and every file."""
+    manifest = _manifest(sample)
+    truth = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in _truth(sample)}
+    told = {t.fqn: (t.dtype, t.shape) for t in manifest.tensors}
+    wrong = sorted(n for n in truth if told.get(n) != truth[n])
+    assert not wrong, f"{wrong[0]}: {told.get(wrong[0])}, the truth is {truth[wrong[0]]}"
+    assert Manifest.load(manifest.dump()).digest == manifest.digest
+
+
+def sound_at_every_level(sample: Sample, tmp: Path) -> None:
+    """A whole checkpoint has no finding that is an error."""
+    manifest = _manifest(sample)
+    for level in LEVELS:
+        report = check(manifest, level)
+        assert report.ok, f"level {level}: {[f.message for f in report.findings][:3]}"
+
+
+def read_as_it_is(sample: Sample, tmp: Path) -> None:
+    """Every tensor of the truth is read bit for bit."""
+    manifest = _manifest(sample)
+    for name, tensor in _truth(sample):
+        assert _bits(read(manifest, name)) == _bits(tensor), f"{name} differs"
+
+
+def consolidated(sample: Sample, tmp: Path) -> None:
+    """Written as safetensors, every tensor of the truth is there bit for bit; the source is as it was."""
+    from safetensors.torch import load_file
+
+    before = _contents(sample.source)
+    _convert(sample.source, tmp / "out.safetensors")
+    assert _contents(sample.source) == before, "the source was changed"
+    found = load_file(tmp / "out.safetensors")
+    for name, tensor in _truth(sample):
+        assert name in found, f"{name} is missing"
+        assert _bits(found[name]) == _bits(tensor), f"{name} differs"
+
+
+def damage_is_found(sample: Sample, tmp: Path) -> None:
+    """A file that is missing or cut is a finding or an error, and nothing is written from it."""
+    manifest = _manifest(sample)
+    used = {manifest.files[int(i)].path for i in set(manifest.items.file.tolist())}
+    root = Path(manifest.root)
+    for n, (name, what, damaged) in enumerate(_damages(root, sorted(used), tmp)):
+        if n == _MOST_DAMAGES:
+            break
+        if what in sample.undetectable:
+            continue
+        where = f"{name} {what}"
+        source = damaged / sample.source.relative_to(root) if sample.source != root else damaged
+        target = tmp / "never.safetensors"
+        with suppress(CkptError):  # refusing to open it is finding it
+            assert not check(open_checkpoint(str(source)), "bytes").ok, f"{where}: nothing was found"
+        try:
+            _convert(source, target)
+        except CkptError:
+            assert not target.exists(), f"{where}: something was written"
+        else:
+            raise AssertionError(f"{where}: it was converted in silence")
+
+
+def written_and_read_back(sample: Sample, tmp: Path) -> None:
+    """Where the format is written too: what is written is recognised, whole and bit-equal."""
+    found, _ = detect(open_source(str(sample.source)))
+    if found.arrange is None:
+        raise Skip(f"{found.name} is not written")
+    target = tmp / "again"
+    _convert(sample.source, target, to=found.name)
+    manifest = open_checkpoint(str(target))
+    assert manifest.format == found.name, f"what was written is taken for {manifest.format}"
+    assert check(manifest, "bytes").ok
+    for name, tensor in _truth(sample):
+        assert _bits(read(manifest, name)) == _bits(tensor), f"{name} differs"
+
+
+def registered(sample: Sample, tmp: Path) -> None:
+    """The format is in the registry, under a version, and says what it can do."""
+    found, _ = detect(open_source(str(sample.source)))
+    assert registry().find("read", found.name) is found
+    assert found.abilities.reads == (found.read is not None)
+    assert found.abilities.writes == (found.arrange is not None)
+
+
+CASES: tuple[Case, ...] = (
+    registered,
+    recognised,
+    described_without_torch,
+    sound_at_every_level,
+    read_as_it_is,
+    consolidated,
+    damage_is_found,
+    written_and_read_back,
+)
+
+
+def _manifest(sample: Sample) -> Manifest:
+    return open_checkpoint(str(sample.source))
+
+
+def _convert(source: Path, target: Path, to: str = "") -> None:
+    convert(str(source), str(target), to=to)
+
+
+def _truth(sample: Sample) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(sample.expected, "pt") as file:
+        for name in file.keys():  # noqa: SIM118  # it is no dict
+            yield name, file.get_tensor(name)
+
+
+def _bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    import torch
+
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return str(tensor.dtype), tuple(tensor.shape), raw
+
+
+def _contents(source: Path) -> dict[str, bytes]:
+    if source.is_file():
+        return {source.name: source.read_bytes()}
+    return {str(p.relative_to(source)): p.read_bytes() for p in sorted(source.rglob("*")) if p.is_file()}
+
+
+def _damages(root: Path, used: list[str], tmp: Path) -> Iterator[tuple[str, str, Path]]:
+    """(file, damage, copy of the checkpoint with it)."""
+    for name in used:
+        for what, change in DAMAGES.items():
+            copy = tmp / "damaged"
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(root, copy)
+            if change(copy / name):
+                yield name, what, copy
+
+
+def _remove(path: Path) -> bool:
+    path.unlink()
+    return True
+
+
+def _cut(path: Path) -> bool:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    return bool(data)
+
+
+def _halve(path: Path) -> bool:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    return len(data) > 1
+
+
+DAMAGES = {"removed": _remove, "cut by one byte": _cut, "cut in half": _halve}
