@@ -10,7 +10,16 @@ from ckptcore.errors import (
     UnknownFormat,
     UnsupportedFormat,
 )
-from ckptcore.formats import dcp, hf_shards, mcore_dist, megatron_dcp, olmo_core, olmo_v01, safetensors, torch_save
+from ckptcore.formats import (
+    dcp,
+    hf_shards,
+    mcore_dist,
+    megatron_dcp,
+    olmo_core,
+    olmo_v01,
+    safetensors,
+    torch_save,
+)
 from ckptcore.formats._known import KNOWN
 from ckptcore.formats._registry import Registry, register
 from ckptcore.formats._roots import located

@@ -8,7 +8,7 @@ rank file: 0.1.0's loader cuts out what a rank needs at any world size.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
             raise _no_place(key, "model/, which holds tensors only")
     layouts += _folder(request, "model/", model)
     if optim or objects:
-        layouts += _folder(request, "optim/", optim + _pickles(optim, objects))
+        layouts += _folder(request, "optim/", optim + _pickles(optim, objects, request.paths))
     return tuple(layouts)
 
 
@@ -80,9 +80,10 @@ def _state_name(fqn: str) -> str:
     return f"state.{param}.__{key}"
 
 
-def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any]) -> list[_Entry]:
+def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any], paths: Iterable[str]) -> list[_Entry]:
     """The tensors that tell of parameter groups: a count, a pickle a group, and the state's keys."""
-    groups = groups_of(objects)
+    place = {name: n for n, name in enumerate(paths)}  # in the order they were saved, where that is known
+    groups = groups_of(dict(sorted(objects.items(), key=lambda row: place.get(row[0], len(place)))))
     keys = sorted({e.name.rsplit(".__", 1)[1] for e in optim})
     count = len(groups).to_bytes(8, "little")
     found = [_Entry("num_param_groups", "int64", (), None, count)]
