@@ -80,18 +80,6 @@ KNOWN: tuple[KnownFormat, ...] = (
         "run the zero_to_fp32.py that lies in the checkpoint, then run ckptcore on the result",
     ),
     KnownFormat(
-        "megatron-legacy",
-        "a legacy Megatron-LM checkpoint of mp_rank folders",
-        _named(r"(^|/)mp_rank_\d+(_\d+)*/model_optim_rng\.pt$"),
-        "save it once as torch_dist with Megatron-LM's tools/checkpoint",
-    ),
-    KnownFormat(
-        "megatron-zarr",
-        "a Megatron-Core zarr checkpoint",
-        _named(r"(^|/)metadata\.json$", r"/\.zarray$"),
-        _BACK_HINT,
-    ),
-    KnownFormat(
         "fsdp-local-shards",
         "FSDP per-rank pickles (local or sharded state dicts)",
         _flat_local,

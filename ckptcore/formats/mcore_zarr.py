@@ -1,0 +1,135 @@
+"""Megatron-Core `zarr` checkpoints (0.5 to 0.15): one uncompressed zarr array per tensor.
+
+Beside the arrays lie ``metadata.json``, written last, ``common.pt``, an object per
+``<key>/shard_<offset>_<shape>.pt``, and the zero-length locks of ``<key>.sync/``
+(megatron/core/dist_checkpointing/strategies/zarr.py). Flattened shards are stored in place.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from ckptcore.builder import Builder
+from ckptcore.errors import NotComplete, finding
+from ckptcore.formats import _zarr
+from ckptcore.formats._mcoreconfig import CONFIG, read_config
+from ckptcore.formats._mcoreobjects import COMMON_FILE, add_file, grids
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.manifest import Envelope, Manifest, TensorSpec
+
+NAME = "zarr"
+_LOCKS = ".sync"
+# Until 0.5 the last number of a shape of two or more dims was cut off as if it were a suffix.
+_OBJECT = re.compile(r"/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*\.pt$")
+_MAX_TOLD = 100
+
+
+def detect(source: Source) -> Evidence | None:
+    """`metadata.json` says so; without it, arrays beside Megatron's `common.pt`."""
+    if source.name is not None:
+        return None
+    told = read_config(source)
+    if told is not None and told.backend != NAME:
+        return None
+    arrays = sum(1 for _ in _arrays(source))
+    if told is not None:
+        because = (f"{CONFIG} says sharded_backend zarr, version {told.version}", f"{arrays} arrays")
+    elif arrays and COMMON_FILE in source.listing:
+        because = (f"{arrays} zarr arrays beside {COMMON_FILE}", f"but no {CONFIG}")
+    else:
+        return None
+    return Evidence(NAME, because, refines=("torch_save",))  # which sees common.pt
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a zarr checkpoint, names as stored.
+
+    Raises `NotComplete` without `metadata.json`, `UnsupportedFormat` for compressed arrays.
+    """
+    told = read_config(source)
+    if told is None and not source.recover:
+        raise NotComplete(
+            f"{source.store.url} has no {CONFIG}, which Megatron-Core writes last: the save is running, "
+            "was aborted, or rank 0 wrote it to another node",
+            hint="wait if it is running; take it as it is with --recover if everything else is there",
+        )
+    builder = Builder()
+    inside = _by_folder(source)
+    for path in _arrays(source):
+        _add_array(builder, source, path, inside)
+    for path in sorted(p for p in source.listing if _OBJECT.search(p)):
+        add_file(builder, source, path, path.removesuffix(".pt"))
+    if COMMON_FILE in source.listing:
+        add_file(builder, source, COMMON_FILE, None)
+    elif told is not None and told.has_common_file:
+        message = f"{COMMON_FILE} is not there, and {CONFIG} says that the common state was saved in it"
+        builder.findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
+    origin = {} if told is None else {"backend": told.backend, "backend_version": told.version}
+    found = builder.build(NAME, source.store.url, origin)
+    return replace(found, findings=(*found.findings, *grids(found.blobs)))
+
+
+def _arrays(source: Source) -> list[str]:
+    """Every array's `.zarray`; those of lock folders are empty."""
+    found = {p.removesuffix("/" + _zarr.ARRAY): p for p in source.listing if p.endswith("/" + _zarr.ARRAY)}
+    locks = {k for k, p in found.items() if k.endswith(_LOCKS)
+             and (not source.listing[p] or k.removesuffix(_LOCKS) in found)}  # fmt: skip
+    return [p for k, p in found.items() if k not in locks]
+
+
+def _by_folder(source: Source) -> dict[str, list[str]]:
+    """Top folder -> the files below it, relative to it; an array's chunks may lie in subfolders."""
+    found: dict[str, list[str]] = {}
+    for path in source.listing:
+        folder, slash, name = path.partition("/")
+        if slash:
+            found.setdefault(folder, []).append(name)
+    return found
+
+
+def _add_array(builder: Builder, source: Source, path: str, inside: dict[str, list[str]]) -> None:
+    key = path.removesuffix("/" + _zarr.ARRAY)
+    array = _zarr.parse(source.store.read(path, 0, min(source.listing[path], _zarr.MAX_ARRAY)), path)
+    tensor = builder.tensor(TensorSpec(key, array.dtype.name, array.shape))
+    top, _, below = key.partition("/")
+    prefix = f"{below}/" if below else ""
+    found: dict[tuple[int, ...], str] = {}
+    for name in inside.get(top, ()):
+        if not name.startswith(prefix) or name == prefix + _zarr.ARRAY or _OBJECT.search(f"/{name}"):
+            continue
+        index = array.index(name.removeprefix(prefix))
+        if index is None:
+            builder.findings.append(
+                finding("stray-file", "files", f"{top}/{name} is no chunk of {key}", file=f"{top}/{name}")
+            )
+        else:
+            found[index] = f"{top}/{name}"
+    for index in sorted(found):
+        _add_chunk(builder, source, tensor, array, index, found[index])
+    for index in array.missing(found, _MAX_TOLD):  # named, and a hole in what the array holds
+        box, view = array.place(index)
+        file = builder.file(f"{key}/{array.name(index)}", None)
+        item = builder.plain_item(file, 0, array.chunk_bytes, Envelope.RAW)
+        builder.chunk(tensor, box.offset, box.shape, item, view)
+
+
+def _add_chunk(builder: Builder, source: Source, tensor: int, array: _zarr.Array,
+               index: tuple[int, ...], path: str) -> None:  # fmt: skip
+    size = source.listing[path]
+    if size > array.chunk_bytes:
+        message = f"{path} has {size} bytes, a chunk {array.chunk_bytes}"
+        builder.findings.append(finding("oversized-file", "files", message, file=path))
+    box, view = array.place(index)
+    item = builder.plain_item(builder.file(path, size), 0, array.chunk_bytes, Envelope.RAW)
+    builder.chunk(tensor, box.offset, box.shape, item, view)
+
+
+FORMAT = Format(
+    name=NAME,
+    title="Megatron-Core distributed checkpoint, zarr (0.5 to 0.15)",
+    recognised_by="`metadata.json` with `sharded_backend` zarr, beside folders with `.zarray`",
+    abilities=Abilities(reads=True, writes=False, checksums="none", objects=True),
+    detect=detect,
+    read=read,
+)
