@@ -294,6 +294,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
                         "compare the index with the files"),
     "refused-tensors": ("error", "an object that is kept out holds tensors",
                         "leave it out by name with --exclude, or save its tensors by themselves"),
+    "unmerged-tensor": ("error", "no rule tells how a tensor is cut over the ranks; it is kept rank by rank",
+                        "leave it out by name with --exclude"),
     "not-finite": ("warning", "a tensor holds NaN or Inf", "look at the training run"),
     "lost-at-save": ("error", "the writer lost data when it saved", "no tool can bring it back"),
     "names-unchecked": ("warning", "names and shapes were not compared with the model class",

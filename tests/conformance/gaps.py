@@ -64,7 +64,6 @@ REFUSED_OTHER: dict[str, Refusal] = {
         5, "unsupported-format", "shards without an index, with offsets in their headers"
     ),
     "accelerate_fsdp2_nodcp_*": _refusal(5, "unsupported-format", "per-rank pickles"),
-    "legacy_*": _refusal(5, "unsupported-format", "Megatron's mp_rank folders"),
 }
 
 # The official loader of torch.distributed.checkpoint is no oracle here.
