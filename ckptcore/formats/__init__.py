@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from ckptcore.errors import (
@@ -12,14 +13,19 @@ from ckptcore.errors import (
 )
 from ckptcore.formats import (
     dcp,
+    hf_quantized,
     hf_shards,
+    lightning,
     mcore_dist,
     mcore_zarr,
     megatron_dcp,
     megatron_legacy,
     olmo_core,
+    olmo_local,
+    olmo_unsharded,
     olmo_v01,
     safetensors,
+    torch_ranks,
     torch_save,
 )
 from ckptcore.formats._known import KNOWN
@@ -48,9 +54,14 @@ FORMATS: tuple[Format, ...] = (
     megatron_dcp.TORCH_DCP,
     megatron_legacy.FORMAT,
     olmo_core.FORMAT,
+    olmo_local.FORMAT,
+    olmo_unsharded.FORMAT,
     olmo_v01.FORMAT,
     hf_shards.FORMAT,
+    hf_quantized.FORMAT,
     safetensors.FORMAT,
+    lightning.FORMAT,
+    torch_ranks.FORMAT,
     torch_save.FORMAT,
 )
 
@@ -72,7 +83,7 @@ def by_name(name: str, *, writes: bool = False) -> Format:
     return registry().find("write" if writes else "read", name)
 
 
-def open_source(url: str, *, recover: bool = False) -> Source:
+def open_source(url: str, *, recover: bool = False, keep_quantized: bool = False) -> Source:
     """What is at a URL: a folder, or one file of a folder. Raises `SourceUnreadable`."""
     store = open_store(url)
     if store.local is not None:
@@ -81,20 +92,20 @@ def open_source(url: str, *, recover: bool = False) -> Source:
         except OSError as error:  # a name too long, say
             raise SourceUnreadable(f"cannot open {url[:200]}: {error.strerror}") from error
         if is_folder:
-            return Source(store, None, store.list(), recover)
+            return Source(store, None, store.list(), recover, keep_quantized)
         parent, name = split_url(url)
         store = open_store(parent)
         size = store.size(name)
         if size is None:
             raise SourceUnreadable(f"{url} does not exist, or is no regular file")
-        return Source(store, name, {name: size}, recover)
+        return Source(store, name, {name: size}, recover, keep_quantized)
     parent, name = split_url(url)
     if "." in name:  # object stores have no folders to ask; a name with a suffix may be a file
         above = open_store(parent)
         size = above.size(name)
         if size is not None:
-            return Source(above, name, {name: size}, recover)
-    return Source(store, None, store.list(), recover)
+            return Source(above, name, {name: size}, recover, keep_quantized)
+    return Source(store, None, store.list(), recover, keep_quantized)
 
 
 def detect(source: Source) -> tuple[Format, Evidence]:
@@ -134,12 +145,8 @@ def read_manifest(source: Source) -> Manifest:
     found, evidence = detect(source)
     assert found.read is not None  # every entry of FORMATS reads
     manifest = found.read(source)
-    return Manifest(
-        manifest.format, manifest.root, manifest.tensors, manifest.chunks, manifest.items,
-        manifest.files, manifest.blobs,
-        {**manifest.origin, "evidence": [*way, *evidence.because], "file": source.name},
-        manifest.findings,
-    )  # fmt: skip
+    told = {"evidence": [*way, *evidence.because], "file": source.name}
+    return replace(manifest, origin={**manifest.origin, **told})
 
 
 def _shown(source: Source) -> str:

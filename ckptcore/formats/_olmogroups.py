@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptcore.errors import UnsupportedFormat
+from ckptcore.formats._olmo import plain_name
 from ckptcore.objects import Refused, TensorRef
 
 _PREFIX = "optim.param_groups"
@@ -88,3 +89,34 @@ def _opaque(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_opaque(v) for v in value)
     return isinstance(value, (TensorRef, Refused))
+
+
+def numbered(groups: Any) -> dict[int, str] | None:
+    """Number of a parameter -> its plain FQN; None where the groups do not name their parameters."""
+    found: dict[int, str] = {}
+    if type(groups) is not list:
+        return None
+    for group in groups:
+        if not isinstance(group, dict):
+            return None
+        params, names = group.get("params"), next((group[k] for k in _NAMES if k in group), None)
+        if type(params) is not list or type(names) is not list or len(params) != len(names):
+            return None
+        if any(type(p) is not int for p in params) or any(type(n) is not str for n in names):
+            return None
+        found |= {p: plain_name(n) for p, n in zip(params, names, strict=True)}
+    return found if len(set(found.values())) == len(found) else None
+
+
+def plain_groups(groups: Any) -> dict[str, Any]:
+    """Object name -> group, with plain FQNs; the whole under one name when it is no list of groups."""
+    if type(groups) is not list or not all(isinstance(g, dict) for g in groups):
+        return {_PREFIX: groups}
+    return {f"{_PREFIX}.{i}": _renamed(g) for i, g in enumerate(groups)}
+
+
+def _renamed(group: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        k: [plain_name(n) if type(n) is str else n for n in v] if k in _NAMES and type(v) is list else v
+        for k, v in group.items()
+    }

@@ -30,7 +30,6 @@ What `olmo_core.distributed.checkpoint` does, and how it is done here:
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from ckptcore.errors import Finding, NotComplete, finding
@@ -47,7 +46,7 @@ _OURS = b"olmo_core.distributed.checkpoint.filesystem"
 _TORCHS = b"torch.distributed.checkpoint.filesystem"
 _BLOCK = 4 << 20
 _MAX_MARKER = 1 << 20
-_CONFIG = re.compile(r"^config\.(json|yaml)$")
+_CONFIGS = ("config.json", "config.yaml")
 
 
 def detect(source: Source) -> Evidence | None:
@@ -82,7 +81,8 @@ def read(source: Source) -> Manifest:
     bare = ".metadata" in source.listing
     if not bare and not any(p.startswith(f"{DCP}/") for p in source.listing):
         raise NotComplete(
-            f"{source.store.url} has no {DCP}/: model and optimizer are not saved yet, or moved"
+            f"{source.store.url} has no {DCP}/: model and optimizer are not saved yet, or were moved",
+            hint="wait if the save is running; otherwise copy the folder from where it was written",
         )
     stored = read_folder(source if bare else source.below(DCP), NAME)
     parts = [Part(stored, "" if bare else DCP)]
@@ -90,15 +90,13 @@ def read(source: Source) -> Manifest:
     origin, findings = dict(stored.origin), list[Finding]()
     if train is not None:
         parts.append(train)
-        origin |= train.manifest.origin | _paths(stored, train.manifest)
+        origin |= {**train.manifest.origin, **_paths(stored, train.manifest)}
     elif not bare:
         findings.append(missing_part("train", "train/rank0.pt: the trainer's own state"))
     told, found = _marker(source)
     findings += found if not bare or MARKER in source.listing else ()
-    config = next((p for p in source.listing if _CONFIG.match(p)), None)
-    return join(
-        NAME, source.store.url, parts, origin | told | ({"config": config} if config else {}), findings
-    )
+    told |= {p.split(".")[0]: p for p in _CONFIGS if p in source.listing}
+    return join(NAME, source.store.url, parts, origin | told, findings)
 
 
 def _written_by_olmo_core(source: Source) -> bool:
