@@ -42,9 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def unpacked(config: pytest.Config) -> Path:
+def unpacked(config: pytest.Config) -> list[Path]:
     """Where the archived samples lie unpacked: the cache folder, once per archive."""
-    return samples.unpack(Path(str(config.rootpath)) / ".pytest_cache" / "samples")
+    cache = Path(str(config.rootpath)) / ".pytest_cache" / "samples"
+    return [samples.unpack(cache, archive) for archive in samples.ARCHIVES]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -56,14 +56,9 @@ RECOVERABLE: dict[str, bool] = {"dcp_aborted_metadata_tmp": True}
 # Samples without a DCP folder. Refused by the name of what they are.
 REFUSED_OTHER: dict[str, Refusal] = {
     "fsdp1_local_pt_*": _refusal(5, "unsupported-format", "FSDP1 LOCAL: names and shapes absent"),
-    "fsdp1_sharded_pt_*": _refusal(5, "unsupported-format", "per-rank pickles of ShardedTensor"),
-    "fsdp1_full_pt_*": _refusal(5, "unsupported-format", "a full state dict per rank"),
-    "pt_dtensor_*": _refusal(5, "unsupported-format", "per-rank pickles of DTensor"),
-    "verl_*": _refusal(5, "unsupported-format", "verl's per-rank pickles"),
     "hf_sharded_*": _refusal(
         5, "unsupported-format", "shards without an index, with offsets in their headers"
     ),
-    "accelerate_fsdp2_nodcp_*": _refusal(5, "unsupported-format", "per-rank pickles"),
 }
 
 # The official loader of torch.distributed.checkpoint is no oracle here.
@@ -71,6 +66,10 @@ NO_ORACLE: dict[str, str] = {
     "dcp_safetensors_fmt*": "FileSystemReader cannot load safetensors items",
     "dcp_nocollectives*": "it reads rank 0 alone and leaves the rest of each tensor unset",
     "dcp_aborted_*": "there is no .metadata",
+    "api_torch_dist_*": "torch knows neither Megatron-Core's flattened shards nor its common state",
+    "gpt_*": "torch knows nothing of Megatron-Core's common state",
+    "optim_*": "torch knows neither Megatron-Core's flattened shards nor its common state",
+    "root_torch_dist_*": "torch knows nothing of Megatron-Core's common state",
 }
 
 # Truth files that none of the sample's DCP folders can hold.

@@ -26,7 +26,7 @@ import pytest
 import zstandard
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-ARCHIVE = FIXTURES / "torch-large.tar.zst"
+ARCHIVES = sorted(FIXTURES.glob("*.tar.zst"))
 RANK_LOCAL = re.compile(r"__\d+\.metadata")
 
 # One tensor as compared here: torch's dtype name, shape, row-major little-endian bytes.
@@ -79,15 +79,15 @@ class Sample:
 SAMPLES: pytest.StashKey[list[Sample]] = pytest.StashKey()
 
 
-def unpack(under: Path) -> Path:
-    """The folder with the archived samples; made once, safe against other processes doing so."""
-    digest = hashlib.sha256(ARCHIVE.read_bytes()).hexdigest()[:16]
-    target = under / f"torch-{digest}"
+def unpack(under: Path, archive: Path) -> Path:
+    """The folder with an archive's samples; made once, safe against other processes doing so."""
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:16]
+    target = under / f"{archive.name.split('.')[0]}-{digest}"
     if target.is_dir():
         return target
     under.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=under))
-    with ARCHIVE.open("rb") as packed:
+    with archive.open("rb") as packed:
         plain = zstandard.ZstdDecompressor().stream_reader(packed).read()
     with tarfile.open(fileobj=io.BytesIO(plain)) as tar:
         tar.extractall(staging, filter="data")
@@ -100,11 +100,11 @@ def unpack(under: Path) -> Path:
     return target
 
 
-def discover(large: Path, corpus: Path | None) -> list[Sample]:
+def discover(archived: list[Path], corpus: Path | None) -> list[Sample]:
     """Every sample: those of the repository, then those of the corpus."""
     own = [
         Sample(p.name, p)
-        for folder in (FIXTURES / "torch", large, FIXTURES / "megatron", FIXTURES / "olmo")
+        for folder in (FIXTURES / "torch", *archived, FIXTURES / "megatron", FIXTURES / "olmo")
         for p in sorted(folder.iterdir())
         if p.is_dir()
     ]
