@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 
-def open(url: str, *, recover: bool = False) -> Manifest:
-    """The manifest of a checkpoint folder or file; no tensor byte is read."""
-    return inspect(url, recover)
+def open(url: str, *, recover: bool = False, keep_quantized: bool = False) -> Manifest:
+    """The manifest of a checkpoint folder or file; no tensor byte is read.
+
+    keep_quantized: give quantised weights as they are stored, instead of their values in float32.
+    """
+    return inspect(url, recover, keep_quantized)
 
 
 def check(

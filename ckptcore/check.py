@@ -130,6 +130,8 @@ def _something(manifest: Manifest) -> Iterable[Finding]:
 
 def _lengths(manifest: Manifest) -> Iterable[Finding]:
     """No item is shorter than its chunk's bytes."""
+    if manifest.inputs is not None:
+        yield from _lengths(manifest.inputs)
     chunks, items = manifest.chunks, manifest.items
     if not len(chunks) or not len(items):
         return

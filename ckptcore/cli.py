@@ -50,6 +50,7 @@ Dst = Annotated[
 ]
 As = Annotated[Output, typer.Option("--output", help="Text for people, JSON for programs.")]
 Recover = Annotated[bool, typer.Option("--recover", help="Take an aborted save's .metadata.tmp as it is.")]
+Keep = Annotated[bool, typer.Option("--keep-quantized", help="Quantised weights as stored, no float32.")]
 To = Annotated[
     str,
     typer.Option("--to", metavar="FORMAT", help="Output format; default by DST's suffix, else safetensors."),
@@ -127,6 +128,7 @@ def main(
 def inspect(
     src: Src,
     recover: Recover = False,
+    keep_quantized: Keep = False,
     include: Include = None,
     exclude: Exclude = None,
     output: As = Output.TEXT,
@@ -135,7 +137,7 @@ def inspect(
     # Not through `convert`: what only writes need not be imported to look.
     from ckptcore.formats import open_source, read_manifest
 
-    manifest = read_manifest(open_source(src, recover=recover))
+    manifest = read_manifest(open_source(src, recover=recover, keep_quantized=keep_quantized))
     show.manifest(manifest, include or [], exclude or [], as_json=output is Output.JSON)
 
 
@@ -144,6 +146,7 @@ def validate(
     src: Src,
     level: Annotated[Level, typer.Option("--level", help="How deep to look.")] = Level.COVER,
     recover: Recover = False,
+    keep_quantized: Keep = False,
     workers: Workers = None,
     no_catalog: NoCatalog = False,
     catalog: Catalog = None,
@@ -156,7 +159,7 @@ def validate(
 
     try:
         with show.progress() as progress:
-            manifest = read(src, recover)
+            manifest = read(src, recover, keep_quantized)
             report = check(
                 manifest, level.value, workers=Settings(workers=workers).threads, progress=progress
             )
@@ -187,6 +190,7 @@ def consolidate(
     max_file_size: MaxFile = "5GB",
     tie: Tie = None,
     recover: Recover = False,
+    keep_quantized: Keep = False,
     memory: Memory = "1GiB",
     workers: Workers = None,
     device: Device = "cpu",
@@ -218,6 +222,7 @@ def export(
     max_file_size: MaxFile = "5GB",
     tie: Tie = None,
     recover: Recover = False,
+    keep_quantized: Keep = False,
     memory: Memory = "1GiB",
     workers: Workers = None,
     device: Device = "cpu",
@@ -250,6 +255,7 @@ def plan(
     max_file_size: MaxFile = "5GB",
     tie: Tie = None,
     recover: Recover = False,
+    keep_quantized: Keep = False,
     overwrite: Overwrite = False,
     resume: Resume = True,
     memory: Memory = "1GiB",
@@ -271,7 +277,7 @@ def plan(
     refuse_existing(
         given.destination, given.source, overwrite=given.overwrite, single=given.single is not None
     )
-    manifest = read(src, recover)
+    manifest = read(src, recover, keep_quantized)
     composed = compose(given, manifest)
     if save is not None:
         save_request(save, given, manifest, composed)
@@ -351,6 +357,7 @@ def _request(given: dict[str, Any], verb: str) -> Any:
         given["recover"],
         given["overwrite"],
         given["resume"],
+        given["keep_quantized"],
     )
 
 

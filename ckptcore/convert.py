@@ -57,7 +57,7 @@ __all__ = [
 ]  # fmt: skip
 Progress = Callable[[str, int, int], None]
 _log = logging.getLogger("ckptcore")
-# Resident before any buffer: without, and with torch (casts need it).
+# Resident before any buffer: without, and with torch (casts and computed tensors need it).
 _BASE_MEMORY = {False: 160 << 20, True: 420 << 20}
 
 
@@ -87,13 +87,14 @@ class Prepared:
     timings: dict[str, float]
 
 
-def inspect(source: str, recover: bool = False) -> Manifest:
+def inspect(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:
     """The manifest of what is at a path or URL; no tensor byte is read.
 
-    recover: take a DCP save that was aborted just before its last step as it is.
+    recover: take a DCP save that was aborted just before its last step as it is. keep_quantized: give
+    quantised weights as they are stored, instead of their values.
     Raises `SourceUnreadable`, `UnknownFormat`, `UnsupportedFormat`, `NotComplete`, ....
     """
-    opened = open_source(source, recover=recover)
+    opened = open_source(source, recover=recover, keep_quantized=keep_quantized)
     with closing(opened.store):
         return read_manifest(opened)
 
@@ -161,7 +162,7 @@ def convert(request: Request, settings: Settings | None = None, progress: Progre
     try:
         _require_means(settings, request)
         began = time.perf_counter()
-        manifest = inspect(request.source, request.recover)
+        manifest = inspect(request.source, request.recover, request.keep_quantized)
         inspected = time.perf_counter() - began
         tell("inspect", manifest.nbytes, manifest.nbytes)
         tell("validate", 0, manifest.nbytes)
@@ -209,10 +210,12 @@ def _prepare(request: Request, settings: Settings, manifest: Manifest | None, st
         except CkptError:
             _remove_if_unused(staging)
             raise
-    manifest = manifest or inspect(request.source, request.recover)
+    manifest = manifest or inspect(request.source, request.recover, request.keep_quantized)
     try:
         composed = compose(request, manifest)
         plan = composed.plan
+        if plan.derived and settings.device != "cpu":
+            torch_on(settings.device)
         if published is not None and published != plan.digest:
             _refuse_existing(request)
         stamps = _stamps(manifest)
@@ -260,7 +263,7 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
         4 * settings.threads * tile_bytes(settings),
         4 * settings.threads * max(largest, 1),
     )
-    return _BASE_MEMORY[bool(plan.cast)] + buffers
+    return _BASE_MEMORY[bool(plan.cast or plan.derived)] + buffers
 
 
 def _stamps(manifest: Manifest) -> dict[str, str | None]:

@@ -25,17 +25,21 @@ _MAX_TOLD = 3  # holes or overlaps told per tensor; the count is always exact in
 def coverage(manifest: Manifest) -> list[Finding]:
     """Findings ``hole``, ``overlap``, ``out-of-bounds`` for every tensor of a manifest.
 
+    A computed tensor is held when what it is computed from is.
     Peak memory: a few int64 columns as long as the number of chunks.
     """
     chunks, tensors = manifest.chunks, manifest.tensors
+    below = coverage(manifest.inputs) if manifest.inputs is not None else []
     if not tensors:
-        return []
+        return below
     rank = chunks.lo.shape[1]
     want = np.ones((len(tensors), rank), np.int64)
     for i, spec in enumerate(tensors):
         want[i, : len(spec.shape)] = spec.shape
-    suspects = np.flatnonzero(~_strips(manifest, want))
-    found: list[Finding] = []
+    held = _strips(manifest, want)
+    held[list(manifest.derived)] = True
+    suspects = np.flatnonzero(~held)
+    found: list[Finding] = below
     for t in suspects.tolist():
         a, b = int(chunks.first[t]), int(chunks.first[t + 1])
         lo, shape = chunks.lo[a:b], chunks.shape[a:b]

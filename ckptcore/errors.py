@@ -306,6 +306,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
                      "copy it from where it was written if it matters"),
     "unproven-shape": ("warning", "nothing stored proves that the last part of a tensor is there",
                        "compare the shapes with the model's config"),
+    "unfit-quantization": ("error", "a quantised tensor and its scales do not fit their formula",
+                           "carry the stored values with --keep-quantized"),
     "consolidated-differs": ("warning", "whole files beside shards are not what the shards hold",
                              "do not use the whole files; the shards are what was saved"),
     "mixed-saves": ("error", "files of one checkpoint tell of different steps or world sizes",

@@ -18,8 +18,9 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from ckptcore.box import Box, flat_start, is_run
-from ckptcore.casting import cast_into
+from ckptcore.casting import cast_into, derive_into
 from ckptcore.crc import Pieces
+from ckptcore.derive import FUNCTIONS
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.gather import Seen, gather, sub_tile, tile_view
@@ -61,6 +62,8 @@ class FileWork:
         self._slot_crc: dict[int, Pieces] = {}
         self._slot_done: dict[int, int] = {}
         self._by_tensor = self._index()
+        # What is read: the tensors, and behind them what derived ones are computed from.
+        self._specs = (*plan.tensors, *plan.inputs)
 
     def _index(self) -> list[tuple[int, int]]:
         first = self.plan.reads.first.tolist()
@@ -129,7 +132,7 @@ class FileWork:
         for item, row in self._rows.items():
             if item in self._verified:
                 continue
-            tensor = self.plan.tensors[int(np.searchsorted(self.plan.reads.first, row, side="right")) - 1]
+            tensor = self._specs[int(np.searchsorted(self.plan.reads.first, row, side="right")) - 1]
             rank = len(tensor.shape)
             shape = tuple(self.plan.reads.shape[row, :rank].tolist())
             payload = self._resolved(row, shape, tensor)
@@ -165,7 +168,7 @@ class FileWork:
 
     def _copied(self, part: TensorPart, at: int) -> bool:
         tensor = self.plan.tensors[part.tensor]
-        if tensor.dtype != tensor.source_dtype or part.nbytes < _RUN:
+        if tensor.dtype != tensor.source_dtype or part.nbytes < _RUN or part.tensor in self.plan.derived:
             return False
         itemsize = BY_NAME[tensor.dtype].itemsize
         for row, chunk, common in self._overlaps(part):
@@ -188,11 +191,14 @@ class FileWork:
     def _tensor(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes) -> None:
         tensor = self.plan.tensors[part.tensor]
         changes = tensor.dtype != tensor.source_dtype
-        where = cast if changes else target
-        tile = tile_view(where, part.box.shape, tensor.source_dtype)
-        self._gather(part, tile, scratch)
-        if changes:
-            cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._settings.device)
+        if part.tensor in self.plan.derived:
+            self._derive(part, target, scratch, cast)
+        else:
+            where = cast if changes else target
+            tile = tile_view(where, part.box.shape, tensor.source_dtype)
+            self._gather(part, tile, scratch)
+            if changes:
+                cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._settings.device)
         if self._patched:
             with self._lock:
                 pieces = self._slot_crc.setdefault(part.tensor, Pieces(tensor.nbytes))
@@ -201,6 +207,22 @@ class FileWork:
                 whole = pieces.add(part.offset, part.nbytes, crc)
                 if whole is not None:
                     self._slot_done[part.tensor] = whole
+
+    def _derive(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes) -> None:
+        """Computes a part: its inputs are gathered into the cast buffer, behind room for the result."""
+        tensor, node = self.plan.tensors[part.tensor], self.plan.derived[part.tensor]
+        room = part.box.numel * BY_NAME[tensor.source_dtype].itemsize
+        at, inputs = room, []
+        for i, box in zip(node.inputs, FUNCTIONS[node.fn].needs(part.box, node.params), strict=True):
+            number = len(self.plan.tensors) + i
+            dtype = self._specs[number].source_dtype
+            nbytes = box.numel * BY_NAME[dtype].itemsize
+            at += -at % 16  # wide elements are read where the machine likes them
+            tile = tile_view(cast[at : at + nbytes], box.shape, dtype)
+            self._gather(TensorPart(number, box, 0, nbytes, 0), tile, scratch)
+            inputs.append((tile, dtype))
+            at += nbytes
+        derive_into(node, part.box, inputs, target, tensor.dtype, self._settings.device, cast[:room])
 
     def _gather(self, part: TensorPart, tile: npt.NDArray[Any], scratch: Bytes) -> None:
         compared: list[tuple[int, Box, Box]] = []
@@ -231,7 +253,7 @@ class FileWork:
 
     def _read(self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any],
               scratch: Bytes) -> None:  # fmt: skip
-        tensor = self.plan.tensors[part.tensor]
+        tensor = self._specs[part.tensor]
         payload, kept = self._payload(row, chunk, part)
         try:
             gather(
@@ -250,7 +272,7 @@ class FileWork:
     def _compare(self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any],
                  scratch: Bytes) -> None:  # fmt: skip
         """Reads a copy in halves of the scratch buffer and holds it against the tile."""
-        tensor = self.plan.tensors[part.tensor]
+        tensor = self._specs[part.tensor]
         half = len(scratch) // 2
         for piece in common.tiles(half // BY_NAME[tensor.source_dtype].itemsize):
             other = tile_view(scratch[:half], piece.shape, tensor.source_dtype)
@@ -270,7 +292,7 @@ class FileWork:
             found = self._payloads.get(row)
         if found is not None:
             return found, True
-        plan, tensor = self.plan, self.plan.tensors[part.tensor]
+        plan, tensor = self.plan, self._specs[part.tensor]
         item = plan.items[int(plan.reads.item[row])]
         payload = self._resolved(row, chunk.shape, tensor)
         with self._lock:

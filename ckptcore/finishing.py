@@ -141,7 +141,7 @@ def receipt_of(staging: Staging, plan: Plan, index: int) -> Receipt:
 
 def _published_output(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> Manifest:
     """The manifest of what stands at the destination, when it still is what was published."""
-    source = open_source(staging.destination)
+    source = open_source(staging.destination, keep_quantized=True)  # what counts is what was written
     with closing(source.store):
         written = read_manifest(source)
         proven = all(

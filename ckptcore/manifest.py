@@ -123,6 +123,19 @@ class Blob:
     known: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """How the elements of a tensor come from stored ones; a closed set, see `ckptcore.derive`.
+
+    fn: name in `ckptcore.derive.FUNCTIONS`. inputs: what it is computed from, as positions in
+    ``Manifest.inputs`` (or ``FilePlan.inputs``). params: integers, as the function defines them.
+    """
+
+    fn: str
+    inputs: tuple[int, ...]
+    params: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class Chunks:
     """All chunks, grouped by tensor; row c is chunk c.
@@ -187,6 +200,8 @@ class Manifest:
     tensors: in stored order. files: every file the metadata names, and every other file there.
     blobs: non-tensor objects. origin: what the writer told of itself (versions, step, mesh).
     findings: what the reader saw that a check must report.
+    derived: tensor -> how it is computed; such a tensor has no chunks. inputs: the stored tensors
+        that those are computed from, over the same items and files; None when there are none.
     """
 
     format: str
@@ -198,6 +213,8 @@ class Manifest:
     blobs: tuple[Blob, ...] = ()
     origin: Mapping[str, Any] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    derived: Mapping[int, Derived] = field(default_factory=dict)
+    inputs: Manifest | None = None
 
     @property
     def num_tensors(self) -> int:
@@ -239,13 +256,20 @@ class Manifest:
             "origin": dict(self.origin), "findings": [f.as_dict() for f in self.findings],
             "codecs": list(i.codecs), "member": [[k, v] for k, v in sorted(i.member.items())],
         }  # fmt: skip
+        if self.inputs is not None:
+            head["derived"] = dump_derived(self.derived)
+            head["inputs"] = [[t.fqn, t.dtype, list(t.shape)] for t in self.inputs.tensors]
+            c = self.inputs.chunks
+            arrays |= {"input.first": c.first, "input.lo": c.lo, "input.shape": c.shape, "input.item": c.item}
+            if c.view is not None:
+                arrays["input.view"] = c.view
         return frame.dump(head, arrays)
 
     @classmethod
     def load(cls, data: bytes) -> Manifest:
         """The manifest of `dump`'s bytes; raises `MalformedCheckpoint`."""
         h, a = frame.load(data)
-        return cls(
+        whole = cls(
             h["format"], h["root"],
             tuple(TensorSpec(f, d, tuple(s)) for f, d, s in h["tensors"]),
             Chunks(a["chunk.first"], a["chunk.lo"], a["chunk.shape"], a["chunk.item"],
@@ -256,6 +280,18 @@ class Manifest:
             tuple(Blob(k, i, t, tuple(r), known) for k, i, t, r, known in h["blobs"]),
             h["origin"], tuple(Finding(**f) for f in h["findings"]),
         )  # fmt: skip
+        if "inputs" not in h:
+            return whole
+        chunks = Chunks(a["input.first"], a["input.lo"], a["input.shape"], a["input.item"],
+                        a.get("input.view"))  # fmt: skip
+        tensors = tuple(TensorSpec(f, d, tuple(s)) for f, d, s in h["inputs"])
+        return whole.deriving(load_derived(h["derived"]), tensors, chunks)
+
+    def deriving(self, derived: Mapping[int, Derived], inputs: tuple[TensorSpec, ...],
+                 chunks: Chunks) -> Manifest:  # fmt: skip
+        """This manifest with tensors that are computed from ``inputs``, which lie in its items."""
+        stored = replace(self, tensors=inputs, chunks=chunks, blobs=(), findings=(), derived={}, inputs=None)
+        return replace(self, derived=dict(derived), inputs=stored)
 
     @cached_property
     def digest(self) -> str:
@@ -269,6 +305,16 @@ def items_table(rows: Ints | Sequence[tuple[int, ...]], codecs: Sequence[str] = 
     table = np.asarray(rows, np.int64).reshape(-1, 6)
     f, s, n, e, c, crc = (np.ascontiguousarray(table[:, k]) for k in range(6))
     return Items(f, s, n, e.astype(np.int8), c.astype(np.int8), crc, tuple(codecs), member or {})
+
+
+def dump_derived(derived: Mapping[int, Derived]) -> list[Any]:
+    """The JSON form of a table of derived tensors."""
+    return [[t, d.fn, list(d.inputs), list(d.params)] for t, d in sorted(derived.items())]
+
+
+def load_derived(rows: list[Any]) -> dict[int, Derived]:
+    """The table of `dump_derived`'s form."""
+    return {t: Derived(fn, tuple(inputs), tuple(params)) for t, fn, inputs, params in rows}
 
 
 def view_of(chunks: Chunks, row: int, rank: int) -> View | None:

@@ -12,7 +12,7 @@ overlapping boxes, never byte runs, so its size is that of the manifest, not of 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,32 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from ckptcore import frame
-from ckptcore.cover import repeated, replicas
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
 from ckptcore.formats.base import Arrangement, FileLayout, Format, Literal
-from ckptcore.manifest import Chunks, Ints, Items, Manifest, StoredFile, TensorSpec
+from ckptcore.manifest import (
+    Chunks,
+    Derived,
+    Ints,
+    Items,
+    Manifest,
+    StoredFile,
+    TensorSpec,
+    dump_derived,
+    load_derived,
+)
+from ckptcore.paths import Path
+from ckptcore.planrows import (
+    behind,
+    copies_in,
+    derived_in,
+    followers_of,
+    gather_rows,
+    held,
+    subset,
+    subset_files,
+)
+from ckptcore.selection import told_of
 from ckptcore.store import Store
 
 PLACE, COMPARE = 0, 1
@@ -53,8 +74,8 @@ class Target:
 class PlannedTensor:
     """One tensor of an output file.
 
-    name, dtype, shape: as written. start: first byte in the file. source_dtype: as stored; a cast
-    is needed where it differs.
+    name, dtype, shape: as written. start: first byte in the file. source_dtype: as stored, or as
+    computed; a cast is needed where it differs.
     """
 
     name: str
@@ -75,6 +96,8 @@ class FilePlan:
     index, path, nbytes, commit: see `FileLayout`. tensors: in file order. literals: known bytes.
     reads: chunk columns grouped by tensor; ``reads.item`` points into items. op: int8 per read,
     PLACE or COMPARE. items, files: the parts of the source this file needs. source: its root URL.
+    derived: tensor -> how it is computed. inputs: what from, as stored; their reads are grouped
+    behind those of the tensors.
     """
 
     index: int
@@ -88,6 +111,8 @@ class FilePlan:
     op: npt.NDArray[np.int8]
     items: Items
     files: tuple[StoredFile, ...]
+    derived: Mapping[int, Derived] = field(default_factory=dict)
+    inputs: tuple[PlannedTensor, ...] = ()
 
     @cached_property
     def dumped(self) -> bytes:
@@ -101,6 +126,9 @@ class FilePlan:
             "files": [[f.path, f.size] for f in self.files],
             "codecs": list(i.codecs), "member": [[k, v] for k, v in sorted(i.member.items())],
         }  # fmt: skip
+        if self.derived:
+            head["derived"] = dump_derived(self.derived)
+            head["inputs"] = [[t.name, t.dtype, list(t.shape)] for t in self.inputs]
         data = np.frombuffer(b"".join(x.data for x in self.literals), np.uint8)
         arrays: dict[str, frame.Array] = {
             "first": r.first, "lo": r.lo, "shape": r.shape, "item": r.item, "op": self.op,
@@ -126,7 +154,8 @@ class FilePlan:
             Chunks(a["first"], a["lo"], a["shape"], a["item"], a.get("view")), a["op"],
             Items(a["i.file"], a["i.start"], a["i.length"], a["i.envelope"], a["i.codec"],
                   a["i.crc32"], tuple(h["codecs"]), dict(h["member"])),
-            tuple(StoredFile(p, s) for p, s in h["files"]),
+            tuple(StoredFile(p, s) for p, s in h["files"]), load_derived(h.get("derived", [])),
+            tuple(PlannedTensor(n, d, tuple(s), 0, d) for n, d, s in h.get("inputs", [])),
         )  # fmt: skip
 
 
@@ -160,6 +189,7 @@ class Plan:
     bytes_out: int
     digest: str = ""
     extra: tuple[tuple[str, str], ...] = ()
+    derived: tuple[tuple[str, str], ...] = ()
 
     def head(self) -> dict[str, Any]:
         """The JSON of ``head.json``."""
@@ -179,26 +209,27 @@ def make_plan(
     dropped: Sequence[tuple[str, str]] = (),
     extra: Sequence[tuple[str, str]] = (),
     source: Manifest | None = None,
+    paths: Mapping[str, Path] | None = None,
 ) -> tuple[Plan, tuple[FilePlan, ...]]:
     """The plan that writes every tensor of ``manifest`` as ``target`` wants it.
 
     twins: tensors, one per tie, whose bytes must equal those of the tie's kept tensor.
     extra: (path, text digest) of small files that go beside the output; they are part of the digest.
     source: the manifest before remapping, when that differs; its digest goes into the plan.
+    paths: where names stand in the tree, for writers that nest.
     Raises `DamagedCheckpoint` for a chunk without a place, and what the writer's `arrange` raises.
     """
-    if bool((manifest.chunks.item < 0).any()):
+    stored = (manifest.chunks, *([manifest.inputs.chunks] if manifest.inputs is not None else []))
+    if any(bool((chunks.item < 0).any()) for chunks in stored):
         raise DamagedCheckpoint("a chunk of the manifest has no place in any file",
                                 findings=manifest.findings)  # fmt: skip
     wanted = [TensorSpec(t.fqn, target.dtypes.get(t.fqn, t.dtype), t.shape) for t in manifest.tensors]
     assert writer.arrange is not None  # the caller asked for a format that writes
     layouts = writer.arrange(
-        Arrangement(wanted, target.objects, single=target.single, max_file_bytes=target.max_file_bytes)
+        Arrangement(wanted, target.objects, paths or {}, target.single, target.max_file_bytes)
     )
-    copies = np.zeros(len(manifest.chunks), np.bool_)
-    copies[[row for _, row in replicas(manifest)]] = True
-    copies[repeated(manifest)] = True
-    followers = _followers(manifest, twins, ties)
+    copies = copies_in(manifest), None if manifest.inputs is None else copies_in(manifest.inputs)
+    followers = followers_of(manifest, twins, ties)
     plans = tuple(
         _file_plan(n, layout, manifest, wanted, copies, twins, followers) for n, layout in enumerate(layouts)
     )
@@ -215,6 +246,7 @@ def make_plan(
         manifest.root, origin, target, rows, tuple(renamed), cast, tuple(dropped),
         tuple((a, b) for a, b in ties), sum(r.reads for r in rows), sum(r.nbytes for r in rows),
         whole.hexdigest(), tuple(extra),
+        tuple((manifest.tensors[t].fqn, told_of(manifest, t)) for t in sorted(manifest.derived)),
     )  # fmt: skip
     return plan, plans
 
@@ -236,7 +268,8 @@ def load_head(store: Store) -> Plan:
         target = Target(**form.pop("target"))
         rows = tuple(PlannedFile(**row) for row in form.pop("files"))
         pairs: dict[str, Any] = {
-            k: tuple(tuple(r) for r in form.pop(k)) for k in ("renamed", "cast", "dropped", "ties", "extra")
+            k: tuple(tuple(r) for r in form.pop(k))
+            for k in ("renamed", "cast", "dropped", "ties", "extra", "derived")
         }
         return Plan(target=target, files=rows, **pairs, **form)
     except (ValueError, TypeError, KeyError) as error:
@@ -270,10 +303,8 @@ def _file_plan(index: int, layout: FileLayout, manifest: Manifest, wanted: Seque
     twin_rows: list[Ints] = []
     first = [0]
     for t in layout.tensors:
-        span = np.arange(chunks.first[t], chunks.first[t + 1])
-        # An empty chunk holds nothing; a chunk named twice in the metadata is read once.
-        span = span[(chunks.shape[span] > 0).all(axis=1)]
-        ops.append(copies[span].astype(np.int8))
+        span = held(chunks, t)  # a chunk named twice in the metadata is read once
+        ops.append(copies[0][span].astype(np.int8))
         rows.append(span)
         extra = np.zeros(0, np.int64)
         if twins is not None and t in followers:
@@ -283,71 +314,25 @@ def _file_plan(index: int, layout: FileLayout, manifest: Manifest, wanted: Seque
         twin_rows.append(extra)
         ops.append(np.full(len(extra), COMPARE, np.int8))
         first.append(first[-1] + len(span) + len(extra))
-    columns = _gather(chunks, rows, twins.chunks if twins is not None else None, twin_rows)
+    nodes, specs, spans = derived_in(layout.tensors, manifest)
+    columns = gather_rows(chunks, rows, twins.chunks if twins is not None else None, twin_rows)
+    if manifest.inputs is not None and nodes:
+        columns = behind(columns, manifest.inputs.chunks, spans)
+        ops += [copies[1][span].astype(np.int8) for span in spans]
+        first += (first[-1] + np.cumsum([len(span) for span in spans])).tolist()
     op = np.concatenate(ops).astype(np.int8) if ops else np.zeros(0, np.int8)
     reads = Chunks(np.array(first, np.int64), *columns)
-    items, renumbered = _subset(manifest.items, reads.item)
-    files, items = _subset_files(manifest.files, items)
+    inputs = tuple(PlannedTensor(x.fqn, x.dtype, x.shape, 0, x.dtype) for x in specs)
+    items, renumbered = subset(manifest.items, reads.item)
+    files, items = subset_files(manifest.files, items)
     reads = Chunks(reads.first, reads.lo, reads.shape, renumbered, reads.view)
     return FilePlan(index, layout.path, layout.nbytes, layout.commit, manifest.root, tensors,
-                    layout.literals, reads, op, items, files)  # fmt: skip
-
-
-def _gather(chunks: Chunks, rows: list[Ints], twins: Chunks | None, twin_rows: list[Ints]) -> tuple[Any, ...]:
-    """(lo, shape, item, view) of the rows of each tensor, its twin's rows behind its own."""
-    if twins is None:
-        picked = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-        view = None if chunks.view is None else chunks.view[picked]
-        return chunks.lo[picked], chunks.shape[picked], chunks.item[picked], view
-    parts: list[tuple[Chunks, Ints]] = [(chunks, np.zeros(0, np.int64))]
-    for own, twin in zip(rows, twin_rows, strict=True):
-        parts += [(chunks, own), (twins, twin)]
-    rank = chunks.lo.shape[1]
-    lo = np.concatenate([c.lo[r, :rank] for c, r in parts])
-    shape = np.concatenate([c.shape[r, :rank] for c, r in parts])
-    item = np.concatenate([c.item[r] for c, r in parts])
-    view = None
-    if chunks.view is not None and twins.view is not None:
-        view = np.concatenate([c.view[r] for c, r in parts if c.view is not None])
-    return lo, shape, item, view
-
-
-def _subset(items: Items, used: Ints) -> tuple[Items, Ints]:
-    kept, renumbered = np.unique(used, return_inverse=True)
-    member = (
-        {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
-        if items.member
-        else {}
-    )
-    picked = Items(
-        items.file[kept], items.start[kept], items.length[kept], items.envelope[kept],
-        items.codec[kept], items.crc32[kept], items.codecs, member,
-    )  # fmt: skip
-    return picked, renumbered.reshape(-1).astype(np.int64)
-
-
-def _subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[StoredFile, ...], Items]:
-    kept, renumbered = np.unique(items.file, return_inverse=True)
-    moved = Items(
-        renumbered.reshape(-1).astype(np.int64), items.start, items.length, items.envelope, items.codec,
-        items.crc32, items.codecs, items.member,
-    )  # fmt: skip
-    return tuple(files[i] for i in kept.tolist()), moved
-
-
-def _followers(
-    manifest: Manifest, twins: Manifest | None, ties: Sequence[tuple[str, str]]
-) -> dict[int, list[int]]:
-    """Position of a kept tensor -> positions of its twins."""
-    found: dict[int, list[int]] = {}
-    if twins is not None:
-        for n, (_, stays) in enumerate(ties):
-            found.setdefault(manifest.index[stays], []).append(n)
-    return found
+                    layout.literals, reads, op, items, files, nodes, inputs)  # fmt: skip
 
 
 def _bytes_in(plan: FilePlan) -> int:
     if not len(plan.reads):
         return 0
-    width = np.array([BY_NAME[t.source_dtype].itemsize for t in plan.tensors], np.int64)
+    stored = (*plan.tensors, *plan.inputs)
+    width = np.array([BY_NAME[t.source_dtype].itemsize for t in stored], np.int64)
     return int((width[plan.reads.tensor] * np.prod(plan.reads.shape, axis=1)).sum())

@@ -47,7 +47,7 @@ def load_request(folder: Path) -> Request:
         request = Request.from_dict(json.loads(store.read(REQUEST, 0, size)))
     except (ValueError, TypeError) as error:
         raise MalformedCheckpoint(f"{folder}/{REQUEST} is damaged: {error}", hint="plan again") from error
-    manifest = inspect(request.source, request.recover)
+    manifest = inspect(request.source, request.recover, request.keep_quantized)
     if manifest.digest != head.manifest_digest:
         raise SourceChanged(
             f"{request.source} has changed since the plan was made: its manifest digest is "

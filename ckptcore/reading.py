@@ -12,12 +12,13 @@ import numpy as np
 from ckptcore.box import Box
 from ckptcore.cover import coverage
 from ckptcore.crc import Pieces
+from ckptcore.derive import FUNCTIONS
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, NameMismatch, UnsupportedDtype, finding
-from ckptcore.gather import Seen, gather, sub_tile, tile_view
+from ckptcore.gather import Bytes, Seen, gather, sub_tile, tile_view
 from ckptcore.manifest import Chunk, Manifest, TensorSpec
-from ckptcore.remap import select
 from ckptcore.resolve import Payload, resolve
+from ckptcore.selection import select
 from ckptcore.sharding import local_parts
 from ckptcore.store import Store, open_store
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _SCRATCH = 16 << 20
+_DERIVE = 1 << 20  # elements of a derived tensor that are computed at once
 _log = logging.getLogger("ckptcore")
 
 
@@ -111,14 +113,17 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 class _Filler:
     """Fills boxes from one store with one scratch buffer."""
 
-    def __init__(self, manifest: Manifest, store: Store, verify: bool) -> None:
+    def __init__(self, manifest: Manifest, store: Store, verify: bool, scratch: Bytes | None = None) -> None:
         self._manifest, self._store, self._verify = manifest, store, verify
-        self._scratch = np.empty(_SCRATCH, np.uint8)
+        self._scratch = np.empty(_SCRATCH, np.uint8) if scratch is None else scratch
 
     def fill(self, row: int, want: Box, out: Any) -> None:
         """Copies the elements ``want`` of tensor ``row`` into ``out``, casting and moving as needed."""
         import torch
 
+        if row in self._manifest.derived:
+            self._derive(row, want, out)
+            return
         spec = self._manifest.tensors[row]
         kind = getattr(torch, spec.dtype)
         direct = out.device.type == "cpu" and out.dtype == kind and out.is_contiguous()
@@ -139,6 +144,25 @@ class _Filler:
         if not direct:
             with torch.no_grad():
                 out.copy_(target)
+
+    def _derive(self, row: int, want: Box, out: Any) -> None:
+        """Computes the elements ``want`` of a derived tensor, a piece at a time."""
+        import torch
+
+        node, stored = self._manifest.derived[row], self._manifest.inputs
+        assert stored is not None  # whoever derives has inputs
+        function, below = FUNCTIONS[node.fn], _Filler(stored, self._store, self._verify, self._scratch)
+        for box in want.tiles(_DERIVE):
+            inputs = []
+            for i, needed in zip(node.inputs, function.needs(box, node.params), strict=True):
+                inputs.append(torch.empty(needed.shape, dtype=getattr(torch, stored.tensors[i].dtype)))
+                below.fill(i, needed, inputs[-1])
+            piece = torch.empty(box.shape, dtype=getattr(torch, function.dtype))
+            function.fill(torch, box, inputs, node.params, piece)
+            with torch.no_grad():
+                part = box.within(want)
+                index = tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape, strict=True))
+                out[index].copy_(piece)
 
     def _gather(self, chunk: Chunk, common: Box, fqn: str, dtype: str, part: Any) -> None:
         if chunk.item < 0:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import numpy as np
-
 from ckptcore.errors import NameMismatch, UsageError
-from ckptcore.manifest import Blob, Chunks, Ints, Manifest, TensorSpec
+from ckptcore.manifest import Blob, Manifest
+from ckptcore.selection import select
 
 # Wrappers put these into names: torch.compile, FSDP1, activation checkpointing, DDP.
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -42,25 +41,6 @@ class Mapped:
     dropped: tuple[Dropped, ...]
     ties: tuple[tuple[str, str], ...] = ()
     twins: Manifest | None = None
-
-
-def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None = None) -> Manifest:
-    """The manifest of some tensors, in the given order, under new names; items stay shared."""
-    chunks = manifest.chunks
-    spans = [np.arange(chunks.first[t], chunks.first[t + 1]) for t in rows]
-    picked: Ints = np.concatenate(spans) if spans else np.zeros(0, np.int64)
-    first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(s) for s in spans])]).astype(np.int64)
-    tensors = tuple(
-        manifest.tensors[t] if names is None
-        else TensorSpec(names[i], manifest.tensors[t].dtype, manifest.tensors[t].shape)
-        for i, t in enumerate(rows)
-    )  # fmt: skip
-    return Manifest(
-        manifest.format, manifest.root, tensors,
-        Chunks(first, chunks.lo[picked], chunks.shape[picked], chunks.item[picked],
-               None if chunks.view is None else chunks.view[picked]),
-        manifest.items, manifest.files, manifest.blobs, manifest.origin, manifest.findings,
-    )  # fmt: skip
 
 
 def remap(manifest: Manifest, *, include: Sequence[str] = (), exclude: Sequence[str] = (),
@@ -99,6 +79,11 @@ def remap(manifest: Manifest, *, include: Sequence[str] = (), exclude: Sequence[
             raise NameMismatch(f"{gone} and {stays} are tied but differ in shape")
         if manifest.tensors[kept[gone]].dtype != manifest.tensors[kept[stays]].dtype:
             raise NameMismatch(f"{gone} and {stays} are tied but differ in dtype")
+        if manifest.derived.keys() & {kept[gone], kept[stays]}:
+            raise UsageError(
+                f"{gone} and {stays} cannot be tied: they are computed from quantised values",
+                hint="leave one out with --exclude, or carry the stored values with --keep-quantized",
+            )
     gone_names = [a for a, _ in ties]
     twins = select(manifest, [kept[n] for n in gone_names], gone_names) if ties else None
     for gone, stays in ties:

@@ -33,6 +33,7 @@ class Request:
     model_prefix: where the model is, for export; None finds it. config: folder with config.json,
         tokenizer and so on. max_file_size: tensor bytes an output file may hold.
     tie: (dropped, kept) names that must hold equal bytes. recover: take an unfinished save.
+    keep_quantized: carry quantised weights as they are stored, instead of their values.
     overwrite: replace an existing destination. resume: reuse finished files of an earlier run.
     """
 
@@ -52,6 +53,7 @@ class Request:
     recover: bool = False
     overwrite: bool = False
     resume: bool = True
+    keep_quantized: bool = False
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:

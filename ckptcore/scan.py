@@ -26,38 +26,45 @@ _BLOCK = 4 << 20
 
 def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], values: bool, workers: int,
          progress: Callable[[str, int, int], None] | None) -> tuple[list[Finding], int]:  # fmt: skip
-    """Findings of every chunk's bytes, and how many items carry no checksum."""
-    total = sum(t.nbytes for t in manifest.tensors)
-    state = _State(manifest, store, skip_files, values, total, progress)
-    rows = range(len(manifest.chunks))
-    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-        for found in pool.map(state.chunk, rows, chunksize=1):
-            state.findings += found
-        for found in pool.map(state.pair, replicas(manifest)):
-            state.findings += found
-    if state.unverified:
-        state.findings.append(
-            finding("no-checksum", "bytes", f"{state.unverified} of {len(rows)} stored pieces carry no "
+    """Findings of every chunk's bytes, and how many items carry no checksum.
+
+    Of a derived tensor, what it is computed from is looked at.
+    """
+    wholes = [manifest, *([manifest.inputs] if manifest.inputs is not None else [])]
+    pieces, unverified, done = sum(len(m.chunks) for m in wholes), 0, 0
+    total = sum(t.nbytes for m in wholes for n, t in enumerate(m.tensors) if n not in m.derived)
+    findings: list[Finding] = []
+    for whole in wholes:
+        state = _State(whole, store, skip_files, values, done, total, progress)
+        with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+            for found in pool.map(state.chunk, range(len(whole.chunks)), chunksize=1):
+                findings += found
+            for found in pool.map(state.pair, replicas(whole)):
+                findings += found
+        unverified, done = unverified + state.unverified, state.done
+        if values:
+            findings += state.value_findings()
+    if unverified:
+        findings.append(
+            finding("no-checksum", "bytes", f"{unverified} of {pieces} stored pieces carry no "
                     "checksum: their layout is right, their bytes cannot be proven")
         )  # fmt: skip
-    if values:
-        state.findings += state.value_findings()
-    return state.findings, state.unverified
+    return findings, unverified
 
 
 class _State:
     """What the workers of one scan share."""
 
     def __init__(self, manifest: Manifest, store: Store, skip: set[str | None], values: bool,
-                 total: int, progress: Callable[[str, int, int], None] | None) -> None:  # fmt: skip
+                 done: int, total: int,
+                 progress: Callable[[str, int, int], None] | None) -> None:  # fmt: skip
         self.manifest, self.store, self.skip, self.values = manifest, store, skip, values
-        self.findings: list[Finding] = []
         self.unverified = 0
         self._records: dict[tuple[str | None, int], bool] = {}
         self._bad_values: dict[str, list[int]] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._done, self._total, self._progress = 0, total, progress
+        self.done, self._total, self._progress = done, total, progress
 
     def chunk(self, row: int) -> list[Finding]:
         """Findings of one chunk's item."""
@@ -199,8 +206,8 @@ class _State:
     def _advance(self, count: int) -> None:
         if self._progress is not None:
             with self._lock:
-                self._done += count
-                done = self._done
+                self.done += count
+                done = self.done
             self._progress("validate", min(done, self._total), self._total)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptcore.box import Box, flat_start
+from ckptcore.derive import FUNCTIONS
 from ckptcore.dtype import BY_NAME
 from ckptcore.plan import FilePlan
 
@@ -93,10 +94,19 @@ def _parts(
         itemsize = BY_NAME[tensor.dtype].itemsize
         widest = max(itemsize, BY_NAME[tensor.source_dtype].itemsize)
         limit = min(max_bytes, max(usual, _wanted(plan, n) * read))
+        if n in plan.derived:
+            limit = min(limit, (max_bytes - 64) // (widest + _input_bytes(plan, n)) * widest)
         for box in Box.whole(tensor.shape).tiles(limit // widest):
             nbytes = box.numel * itemsize
             offset = flat_start(tensor.shape, box.offset) * itemsize
             yield TensorPart(n, box, 0, nbytes, offset), nbytes
+
+
+def _input_bytes(plan: FilePlan, tensor: int) -> int:
+    """Bytes that one element of a derived tensor is computed from, at most; they lie in the buffer of
+    the cast, behind what is cast."""
+    node = plan.derived[tensor]
+    return FUNCTIONS[node.fn].width([plan.inputs[i].dtype for i in node.inputs])
 
 
 def _wanted(plan: FilePlan, tensor: int) -> int:

@@ -71,6 +71,7 @@ def convert(
     max_file_size: str = "5GB",
     tie: list[str] | None = None,
     recover: bool = False,
+    keep_quantized: bool = False,
     overwrite: bool = False,
     resume: bool = True,
     memory: str = "1GiB",
@@ -98,6 +99,7 @@ def convert(
     max_file_size: tensor bytes in one output file.
     tie: A=B, tensor A is left out because it must equal B; may be repeated.
     recover: take a save that was aborted in its last step.
+    keep_quantized: carry quantised weights as they are stored, instead of their values in float32.
     overwrite: replace the destination as a whole.
     resume: keep finished files of an earlier run.
     memory: budget for tensor buffers, for all batches together.
@@ -125,6 +127,7 @@ def convert(
             max_file_size=parse_size(max_file_size),
             tie=pairs("tie", tie),
             recover=recover,
+            keep_quantized=keep_quantized,
             overwrite=overwrite,
             resume=resume,
         )
@@ -147,7 +150,7 @@ def steps(
     manifest: Manifest | None = None
     try:
         began = time.perf_counter()
-        manifest = read(request.source, request.recover)
+        manifest = read(request.source, request.recover, request.keep_quantized)
         timings = {"inspect": time.perf_counter() - began}
         check(closed(manifest))
         prepared = plan(request, settings, closed(manifest))

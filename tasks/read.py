@@ -21,9 +21,9 @@ from tasks.words import count, log
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def read(source: str, recover: bool = False) -> Manifest:
+def read(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:
     """The manifest of ``source``: metadata only, no tensor byte is read."""
-    found = inspect(source, recover)
+    found = inspect(source, recover, keep_quantized)
     told = f"{found.format}, {count(found.num_tensors, 'tensor')}, {show_size(found.nbytes)}"
     log.info("%s: %s", source, told)
     return found

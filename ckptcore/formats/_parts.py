@@ -31,6 +31,7 @@ def join(format: str, root: str, parts: Sequence[Part], origin: Mapping[str, Any
 
     A file that two parts name is one file. Raises `NameMismatch` when two parts use one name.
     """
+    assert all(p.manifest.inputs is None for p in parts)  # no format nests computed tensors yet
     tensors: list[TensorSpec] = []
     blobs: list[Blob] = []
     told: list[Finding] = []

@@ -24,22 +24,24 @@ class Source:
 
     store: the folder. name: the one file of it that was named, or None for the folder itself.
     listing: relative path -> size. recover: whether an unfinished save may be taken as it is.
+    keep_quantized: whether quantised weights stay as they are stored.
     """
 
     store: Readable
     name: str | None
     listing: Mapping[str, int]
     recover: bool = False
+    keep_quantized: bool = False
 
     def below(self, folder: str) -> Source:
         """The source that a subfolder is; its paths are relative to it."""
         prefix = folder.rstrip("/") + "/"
         listing = {p.removeprefix(prefix): n for p, n in self.listing.items() if p.startswith(prefix)}
-        return Source(SubStore(self.store, prefix), None, listing, self.recover)
+        return Source(SubStore(self.store, prefix), None, listing, self.recover, self.keep_quantized)
 
     def file(self, name: str) -> Source:
         """The source that one file of this folder is."""
-        return Source(self.store, name, {name: self.listing[name]}, self.recover)
+        return Source(self.store, name, {name: self.listing[name]}, self.recover, self.keep_quantized)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from ckptcore.errors import (
     UnsupportedDtype,
     finding,
 )
-from ckptcore.formats._stheader import MAX_HEADER, no_duplicates, pack_header, read_header
+from ckptcore.formats._stfolder import INDEX, OBJECTS, SINGLE, read_folder, recognised
+from ckptcore.formats._stheader import MAX_HEADER, pack_header
 from ckptcore.formats.base import (
     Abilities,
     Arrangement,
@@ -37,57 +38,16 @@ from ckptcore.manifest import Blob, Item, Manifest, TensorSpec, View
 from ckptcore.objects import decode
 from ckptcore.store import inner_path
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-OBJECTS = "ckptcore.objects"  # `__metadata__` key that carries non-tensor values, as JSON
-
 
 def detect(source: Source) -> Evidence | None:
     """A .safetensors file, a folder with an index, or one with a lone safetensors file."""
-    if source.name is not None:
-        if not source.name.endswith(".safetensors"):
-            return None
-        return Evidence("safetensors", (f"{source.name} is named .safetensors",))
-    if INDEX in source.listing:
-        return Evidence("safetensors", (f"found {INDEX}",))
-    files = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
-    if SINGLE in files or len(files) == 1:
-        return Evidence("safetensors", (f"found {SINGLE if SINGLE in files else files[0]}",))
-    return None
+    because = recognised(source)
+    return None if because is None else Evidence("safetensors", (because,))
 
 
 def read(source: Source) -> Manifest:
     """The manifest of a safetensors file or folder; raises `MalformedCheckpoint`."""
-    builder, origin = Builder(), dict[str, Any]()
-    if source.name is not None:
-        files: dict[str, set[str] | None] = {source.name: None}
-    elif INDEX in source.listing:
-        files = _indexed(source, builder)
-    else:
-        lone = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
-        files = {SINGLE if SINGLE in lone else lone[0]: None}
-    seen: dict[str, str] = {}
-    for path in sorted(files, key=natural):
-        wanted = files[path]
-        if source.listing.get(path) is None:
-            builder.file(path, None)
-            builder.findings.append(finding("missing-file", "files", f"{path} is not there", file=path))
-            continue
-        names, metadata = _add_file(builder, source, path, seen)
-        for name in sorted((wanted or set()) - names):
-            builder.findings.append(
-                finding("hole", "cover", f"{INDEX} places {name} in {path}, which lacks it",
-                        fqn=name, file=path)
-            )  # fmt: skip
-        builder.findings += [
-            finding("unlisted-tensor", "cover", f"{path} holds {name}, which {INDEX} does not list",
-                    fqn=name, file=path)
-            for name in sorted(names - wanted if wanted is not None else ())
-        ]  # fmt: skip
-        _add_objects(builder, metadata, path)
-        if "format" in metadata:
-            origin["written_for"] = str(metadata["format"])[:64]
-    return builder.build("safetensors", source.store.url, origin)
+    return read_folder(source, "safetensors")
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
@@ -182,64 +142,6 @@ def _index(layouts: Sequence[FileLayout], tensors: Sequence[TensorSpec]) -> File
     }
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
     return FileLayout(INDEX, len(data), (), (), (Literal(0, data),), commit=True)
-
-
-def _indexed(source: Source, builder: Builder) -> dict[str, set[str] | None]:
-    raw = source.store.read(INDEX, 0, source.listing[INDEX])
-    try:
-        top = json.loads(raw, object_pairs_hook=no_duplicates)
-        weight_map = top["weight_map"]
-        rows = [(str(name), inner_path(path, what=INDEX)) for name, path in weight_map.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{INDEX} is not an index: {error}", file=INDEX) from error
-    except UnsafeContent:
-        raise
-    files: dict[str, set[str] | None] = {}
-    for name, path in rows:
-        names = files.setdefault(path, set())
-        assert names is not None
-        names.add(name)
-    if SINGLE in source.listing and SINGLE not in files:
-        builder.findings.append(
-            finding("stale-file", "files", f"{SINGLE} lies beside {INDEX} and is not part of it: "
-                    "transformers would load it instead", file=SINGLE)
-        )  # fmt: skip
-    for path in source.listing:
-        if path.endswith(".safetensors") and "/" not in path and path not in files and path != SINGLE:
-            builder.findings.append(finding("stray-file", "files", f"{path} is not in {INDEX}", file=path))
-    return files
-
-
-def _add_file(builder: Builder, source: Source, path: str,
-              seen: dict[str, str]) -> tuple[set[str], dict[str, Any]]:  # fmt: skip
-    size = source.listing[path]
-    tensors, metadata, begin = read_header(source.store, path, size)
-    file = builder.file(path, size)
-    for name, (dtype, shape, start, stop) in tensors.items():
-        if name in seen:
-            raise MalformedCheckpoint(f"{name} is in {seen[name]} and in {path}", file=path)
-        seen[name] = path
-        at = builder.tensor(TensorSpec(name, dtype, shape))
-        item = builder.item(Item(file, begin + start, stop - start))
-        builder.chunk(at, (0,) * len(shape), shape, item, View())
-    return set(tensors), metadata
-
-
-def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> None:
-    raw = metadata.get(OBJECTS)
-    if raw is None:
-        return
-    try:
-        objects = json.loads(raw)
-        items = sorted(objects.items())
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{path}: {OBJECTS} is not JSON: {error}", file=path) from error
-    try:
-        for _, tree in items:
-            decode(tree)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{path}: {OBJECTS} holds no object tree: {error}", file=path) from error
-    builder.blobs += [Blob(key, -1, tree) for key, tree in items]
 
 
 def _not_text(name: str) -> bool:

@@ -1,0 +1,135 @@
+"""A safetensors file, or a Hugging Face folder of them: which tensors does it hold, and where?
+
+A folder has ``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and
+``model.safetensors.index.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ckptcore.builder import Builder
+from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.formats._stheader import no_duplicates, read_header
+from ckptcore.formats.base import Source, natural
+from ckptcore.manifest import Blob, Item, Manifest, TensorSpec, View
+from ckptcore.objects import decode
+from ckptcore.store import inner_path
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+OBJECTS = "ckptcore.objects"  # `__metadata__` key that carries non-tensor values, as JSON
+
+
+def recognised(source: Source) -> str | None:
+    """The evidence for a .safetensors file, a folder with an index, or one with a lone safetensors file."""
+    if source.name is not None:
+        if not source.name.endswith(".safetensors"):
+            return None
+        return f"{source.name} is named .safetensors"
+    if INDEX in source.listing:
+        return f"found {INDEX}"
+    files = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
+    if SINGLE in files or len(files) == 1:
+        return f"found {SINGLE if SINGLE in files else files[0]}"
+    return None
+
+
+def lone_file(source: Source) -> str:
+    """The one safetensors file that a source without an index is, or has."""
+    lone = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
+    return source.name or (SINGLE if SINGLE in lone else lone[0])
+
+
+def weight_map(source: Source) -> dict[str, str]:
+    """Tensor -> file, as the index says; raises `MalformedCheckpoint`, `UnsafeContent`."""
+    raw = source.store.read(INDEX, 0, source.listing[INDEX])
+    try:
+        rows = json.loads(raw, object_pairs_hook=no_duplicates)["weight_map"]
+        return {str(name): inner_path(path, what=INDEX) for name, path in rows.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{INDEX} is not an index: {error}", file=INDEX) from error
+
+
+def read_folder(source: Source, format: str) -> Manifest:
+    """The manifest of a safetensors file or folder, named ``format``; raises `MalformedCheckpoint`."""
+    builder, origin = Builder(), dict[str, Any]()
+    if source.name is not None:
+        files: dict[str, set[str] | None] = {source.name: None}
+    elif INDEX in source.listing:
+        files = _indexed(source, builder)
+    else:
+        files = {lone_file(source): None}
+    seen: dict[str, str] = {}
+    for path in sorted(files, key=natural):
+        wanted = files[path]
+        if source.listing.get(path) is None:
+            builder.file(path, None)
+            builder.findings.append(finding("missing-file", "files", f"{path} is not there", file=path))
+            continue
+        names, metadata = _add_file(builder, source, path, seen)
+        for name in sorted((wanted or set()) - names):
+            builder.findings.append(
+                finding("hole", "cover", f"{INDEX} places {name} in {path}, which lacks it",
+                        fqn=name, file=path)
+            )  # fmt: skip
+        builder.findings += [
+            finding("unlisted-tensor", "cover", f"{path} holds {name}, which {INDEX} does not list",
+                    fqn=name, file=path)
+            for name in sorted(names - wanted if wanted is not None else ())
+        ]  # fmt: skip
+        _add_objects(builder, metadata, path)
+        if "format" in metadata:
+            origin["written_for"] = str(metadata["format"])[:64]
+    return builder.build(format, source.store.url, origin)
+
+
+def _indexed(source: Source, builder: Builder) -> dict[str, set[str] | None]:
+    files: dict[str, set[str] | None] = {}
+    for name, path in weight_map(source).items():
+        names = files.setdefault(path, set())
+        assert names is not None
+        names.add(name)
+    if SINGLE in source.listing and SINGLE not in files:
+        builder.findings.append(
+            finding("stale-file", "files", f"{SINGLE} lies beside {INDEX} and is not part of it: "
+                    "transformers would load it instead", file=SINGLE)
+        )  # fmt: skip
+    for path in source.listing:
+        if path.endswith(".safetensors") and "/" not in path and path not in files and path != SINGLE:
+            builder.findings.append(finding("stray-file", "files", f"{path} is not in {INDEX}", file=path))
+    return files
+
+
+def _add_file(builder: Builder, source: Source, path: str,
+              seen: dict[str, str]) -> tuple[set[str], dict[str, Any]]:  # fmt: skip
+    size = source.listing[path]
+    tensors, metadata, begin = read_header(source.store, path, size)
+    file = builder.file(path, size)
+    for name, (dtype, shape, start, stop) in tensors.items():
+        if name in seen:
+            raise MalformedCheckpoint(f"{name} is in {seen[name]} and in {path}", file=path)
+        seen[name] = path
+        at = builder.tensor(TensorSpec(name, dtype, shape))
+        item = builder.item(Item(file, begin + start, stop - start))
+        builder.chunk(at, (0,) * len(shape), shape, item, View())
+    return set(tensors), metadata
+
+
+def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> None:
+    raw = metadata.get(OBJECTS)
+    if raw is None:
+        return
+    try:
+        objects = json.loads(raw)
+        items = sorted(objects.items())
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{path}: {OBJECTS} is not JSON: {error}", file=path) from error
+    try:
+        for _, tree in items:
+            decode(tree)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{path}: {OBJECTS} holds no object tree: {error}", file=path) from error
+    builder.blobs += [Blob(key, -1, tree) for key, tree in items]
