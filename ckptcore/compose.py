@@ -202,13 +202,18 @@ def _why_dropped(blob: Blob, request: Request) -> str:
     return "refers to a tensor that is left out" if blob.known else "cannot be read"
 
 
+def _beside(config: ConfigFolder, floats: set[str], mapped: Mapped) -> dict[str, bytes]:
+    one = next(iter(floats)) if len(floats) == 1 else None
+    return config.files(one, plain=bool(mapped.manifest.derived))
+
+
 def _extra(request: Request, mapped: Mapped, target: Target, config: ConfigFolder | None,
            manifest: Manifest) -> dict[str, bytes]:  # fmt: skip
     if request.verb != "export" or request.single is not None:
         return {}
     written = {target.dtypes.get(t.fqn, t.dtype) for t in mapped.manifest.tensors}
     floats = {d for d in written if dtypes.get(d).is_float}
-    files = dict(config.files(floats.pop() if len(floats) == 1 else None)) if config is not None else {}
+    files = _beside(config, floats, mapped) if config is not None else {}
     files.setdefault("README.md", model_card(request, mapped, manifest, has_config=config is not None))
     for spec in mapped.manifest.tensors:
         if spec.fqn in files:

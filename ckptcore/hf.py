@@ -51,13 +51,17 @@ class ConfigFolder:
     url: str
     content: Mapping[str, bytes]
 
-    def files(self, dtype: str | None) -> dict[str, bytes]:
-        """The files to publish; config.json says ``dtype`` when it named another one."""
+    def files(self, dtype: str | None, *, plain: bool = False) -> dict[str, bytes]:
+        """The files to publish; config.json says ``dtype`` when it named another one.
+
+        plain: the weights are values now: what config.json says of their quantisation is left out.
+        """
         out = dict(self.content)
         config = json.loads(out["config.json"])
         # transformers 5 writes "dtype", earlier ones "torch_dtype".
         changed = {k: dtype for k in ("dtype", "torch_dtype") if dtype and config.get(k) not in (None, dtype)}
-        if changed:
+        gone = plain and config.pop("quantization_config", None) is not None
+        if changed or gone:
             config |= changed
             out["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
         return out

@@ -31,6 +31,7 @@ _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
 def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (), *, as_json: bool) -> None:
     """The answer of `inspect`."""
     from ckptcore.remap import matches
+    from ckptcore.selection import told_of
 
     tensors = [
         (i, t)
@@ -41,6 +42,8 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
     for t in value.tensors:
         dtypes[t.dtype] += t.nbytes
     chunks = (value.chunks.first[1:] - value.chunks.first[:-1]).tolist()
+    computed = {i: told_of(value, i) for i in value.derived}
+    stored = len(value.chunks) + (len(value.inputs.chunks) if value.inputs is not None else 0)
     used = sorted({int(f) for f in value.items.file.tolist()})
     if as_json:
         _json(
@@ -55,6 +58,7 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
                 "files": [{"path": value.files[f].path, "size": value.files[f].size} for f in used],
                 "tensors": [
                     {"fqn": t.fqn, "dtype": t.dtype, "shape": list(t.shape), "chunks": chunks[i]}
+                    | ({"computed": computed[i]} if i in computed else {})
                     for i, t in tensors
                 ],
                 "objects": [{"key": b.key, "refused": list(b.refused)} for b in value.blobs],
@@ -69,13 +73,13 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
     )
     kinds = ", ".join(f"{show_size(n)} {d}" for d, n in dtypes.most_common())
     out.print(
-        f"{value.num_tensors} tensors, {show_size(value.nbytes)} ({kinds}); {len(value.chunks)} chunks in "
+        f"{value.num_tensors} tensors, {show_size(value.nbytes)} ({kinds}); {stored} chunks in "
         f"{len(used)} files; {len(value.blobs)} objects",
         highlight=False,
     )
     table = _table("tensor", "dtype", "shape", "chunks")
     for i, t in tensors[:_LIMIT]:
-        table.add_row(_safe(t.fqn), t.dtype, str(list(t.shape)), str(chunks[i]))
+        table.add_row(_safe(t.fqn), t.dtype, str(list(t.shape)), _safe(computed.get(i, str(chunks[i]))))
     out.print(table)
     if len(tensors) > _LIMIT:
         out.print(
@@ -130,6 +134,7 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
                 "files": [{"path": f.path, "bytes": f.nbytes, "tensors": f.tensors} for f in p.files],
                 "renamed": [list(r) for r in p.renamed],
                 "cast": [list(c) for c in p.cast],
+                "computed": [list(d) for d in p.derived],
                 "dropped": [list(d) for d in p.dropped],
                 "ties": [list(t) for t in p.ties],
                 "model": value.model.because if value.model else None,
@@ -147,6 +152,7 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
         table.add_row(_safe(f.path), f"{f.nbytes:,}", str(f.tensors))
     out.print(table)
     _pairs(out, "renamed", [(a, b) for a, b in p.renamed])
+    _pairs(out, "computed", list(p.derived))
     _pairs(out, "cast", [(a, f"{b} to {c}") for a, b, c in p.cast])
     _pairs(out, "tied", [(a, f"{b}, equality is checked") for a, b in p.ties])
     _pairs(out, "dropped", list(p.dropped))
