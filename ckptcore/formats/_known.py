@@ -34,13 +34,6 @@ def _named(pattern: str, also: str = "") -> Callable[[Source], tuple[str, ...] |
     return detect
 
 
-def _flat_local(source: Source) -> tuple[str, ...] | None:
-    found = _first(source, r"(^|/)[^/]*rank[_-]?\d+[^/]*\.(pt|bin)$")
-    if found is None or is_step(source) or _first(source, r"(^|/)\.metadata$"):
-        return None
-    return (f"found {found}", "not a DCP folder, because there is no .metadata")
-
-
 def _before_zip(source: Source) -> tuple[str, ...] | None:
     """torch.save before 1.6 wrote a magic number, pickled, instead of a zip."""
     name = source.name
@@ -62,14 +55,7 @@ def _nested(source: Source) -> tuple[str, ...] | None:
 
 # torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c as pickle protocol 2.
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-_BACK_HINT = "consolidate it with the tool that wrote it, then run ckptcore on the result"
 KNOWN: tuple[KnownFormat, ...] = (
-    KnownFormat(
-        "verl",
-        "a verl checkpoint of per-rank DTensor pickles",
-        _named(r"(^|/)model_world_size_\d+_rank_\d+\.pt$"),
-        _BACK_HINT,
-    ),
     KnownFormat(
         "deepspeed",
         "a DeepSpeed ZeRO checkpoint",
@@ -78,12 +64,6 @@ KNOWN: tuple[KnownFormat, ...] = (
             r"|(^|/)bf16_zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
         ),
         "run the zero_to_fp32.py that lies in the checkpoint, then run ckptcore on the result",
-    ),
-    KnownFormat(
-        "fsdp-local-shards",
-        "FSDP per-rank pickles (local or sharded state dicts)",
-        _flat_local,
-        "save with a full state dict, or through torch.distributed.checkpoint",
     ),
     KnownFormat(
         "torch-legacy",

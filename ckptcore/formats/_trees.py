@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def leaves_below(tree: Any, name: str, tensor: type) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
+def leaves_below(
+    tree: Any, name: str, tensor: type | tuple[type, ...]
+) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
     """(dotted name, path below ``tree``, value) of what a tree holds.
 
     Only containers that hold a ``tensor`` somewhere are taken apart. In a path, list positions are
@@ -25,7 +27,7 @@ def leaves_below(tree: Any, name: str, tensor: type) -> Iterator[tuple[str, tupl
     return walk(tree, name, ())
 
 
-def _holders(tree: Any, tensor: type) -> set[int]:
+def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
     """ids of the containers that hold a tensor somewhere below."""
     holds: set[int] = set()
     seen: set[int] = set()

@@ -1,0 +1,207 @@
+"""Reading rank files: from each rank's pickle to one manifest, one file at a time.
+
+Distributed tensors say which boxes they hold. Plain tensors and objects stand in every rank's file:
+equal ones are one, with the tensors as replicas; different ones are kept under ``<name>.rank<r>``
+where that is what they are (random states), and refused where they can only be pieces of something.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptcore.builder import Builder
+from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.formats._rankfile import Content, Piece, Plain, Shards, read_rank
+from ckptcore.formats._rankfiles import RankFiles
+from ckptcore.formats._rankoptim import Params, Shape
+from ckptcore.formats.base import Source
+from ckptcore.manifest import Blob, TensorSpec
+
+_MAX_TENSORS, _MAX_RANKS = 2_000_000, 1 << 20
+_TOLD = 100  # missing ranks that are named
+# What is each rank's own by its nature.
+_OWN = re.compile(
+    r"(^|[._])(rng|random|seed|generator|dataloader|loader|sampler|extra)(s|_state|_states)?([._]|$)"
+)
+_STEP = re.compile(r"(^|\.)(global_)?(step|steps|iteration|last_epoch)$")
+
+
+class RankReader:
+    """Collects the files of one save into a builder.
+
+    prefixes: for each tensor of the builder, how many characters of its name are its container's.
+    """
+
+    def __init__(self, source: Source, builder: Builder) -> None:
+        self._source, self._builder = source, builder
+        self.prefixes: list[int] = []
+        self._at: dict[str, int] = {}  # FQN -> tensor
+        self._params: dict[int, Params] = {}  # rank -> the model's parameters, equal ones shared
+        self._known: dict[Params, Params] = {}
+        self._ranks: set[int] = set()  # that the files say took part, as numbered in their names
+        self._shifts: dict[int, str] = {}  # rank in the job minus rank in the name -> a file
+        self._seen: set[Any] = set()
+
+    def add(self, files: RankFiles, prefix: str) -> None:
+        """Adds one kind of files; names begin with ``prefix`` and a dot, unless that is "".
+
+        Raises as `read_rank` does, and when ranks contradict each other.
+        """
+        part = _Part(files, self._builder, self._tensor)
+        for rank, path in files.paths.items():
+            self._seen.clear()
+            content = read_rank(self._source, path, prefix, self._builder, self._params.get(rank, ()))
+            if content.params and rank not in self._params:
+                self._params[rank] = self._known.setdefault(content.params, content.params)
+            for shards in content.shards:
+                self._shards(shards, rank, path)
+            part.add(rank, content)
+        part.finish(one_model=len(self._known) <= 1)
+
+    def missing(self, files: RankFiles) -> list[Finding]:
+        """Findings about ranks that should have a file of this kind, and ranks that should not."""
+        world = files.world if files.world is not None else 0
+        needed = self._ranks.union(range(min(world, _MAX_RANKS)), range(max(files.paths) + 1))
+        told = []
+        for rank in sorted(needed - files.paths.keys())[:_TOLD]:
+            name = files.name_of(rank)
+            message = f"there is no {name}: rank {rank} took part in the save"
+            told.append(finding("missing-rank", "files", message, file=name))
+        world = max(world, max(self._ranks, default=-1) + 1)
+        for rank, path in files.paths.items():
+            if world and rank >= world:
+                message = f"{path} is of rank {rank}, the save had {world} ranks"
+                told.append(finding("item-mismatch", "files", message, file=path))
+        return told
+
+    @property
+    def world(self) -> int | None:
+        """How many ranks the files say took part."""
+        return max(self._ranks) + 1 if self._ranks else None
+
+    def _shards(self, shards: Shards, rank: int, path: str) -> None:
+        placed = shards.placed
+        at = self._tensor(shards.name, placed.dtype, placed.shape, shards.container, path)
+        for piece in shards.pieces:
+            self._builder.chunk(at, piece.box.offset, piece.box.shape, piece.item, piece.view)
+        if placed.rank is None:
+            return
+        shift = placed.rank - rank  # a stage of a pipeline may number its own ranks from 0
+        if shift not in self._shifts:
+            self._shifts[shift] = path
+            if len(self._shifts) > 1:
+                other = next(iter(self._shifts.values()))
+                message = f"rank {placed.rank} wrote {path}: the names of {other} and of {path} do not agree"
+                self._builder.findings.append(finding("item-mismatch", "files", message, file=path))
+        key = placed.ranks if isinstance(placed.ranks, range) else id(placed.ranks)
+        if key not in self._seen:  # the tensors of a file share their meshes
+            self._seen.add(key)
+            self._ranks.update(r - shift for r in placed.ranks if r >= shift)
+
+    def _tensor(self, name: str, dtype: str, shape: Shape, container: int, path: str) -> int:
+        """The tensor of a name, added on first sight; raises when another rank says otherwise."""
+        at = self._at.get(name)
+        if at is None:
+            at = self._at[name] = self._builder.tensor(TensorSpec(name, dtype, shape))
+            self.prefixes.append(container)
+            if at >= _MAX_TENSORS:
+                raise MalformedCheckpoint(f"{path} refers to more than 2 * 10^6 tensors", file=path)
+        spec = self._builder.tensors[at]
+        if (spec.dtype, spec.shape) != (dtype, shape):
+            raise MalformedCheckpoint(
+                f"{path} says {name} is {dtype} {list(shape)}, another rank says {spec.dtype} "
+                f"{list(spec.shape)}: the files are of different saves", file=path,
+            )  # fmt: skip
+        return at
+
+
+class _Part:
+    """What the ranks' files of one kind have in common, and what they have not."""
+
+    def __init__(self, files: RankFiles, builder: Builder, tensor: Any) -> None:
+        self._files, self._builder, self._tensor = files, builder, tensor
+        self._plain: dict[str, list[tuple[int, Plain]]] = {}
+        self._distributed: set[str] = set()
+        self._values: dict[str, dict[str, Any]] = {}  # name -> digest -> value
+        self._digests: dict[str, dict[int, str]] = {}  # name -> rank -> digest
+        self._refused: dict[str, tuple[str, ...]] = {}
+        self._hidden = 0
+        self._numbers: set[bool] = set()
+
+    def add(self, rank: int, content: Content) -> None:
+        self._distributed.update(s.name for s in content.shards)
+        for plain in content.plain:
+            self._plain.setdefault(plain.name, []).append((rank, plain))
+        for name, (digest, tree) in content.objects.items():
+            self._values.setdefault(name, {}).setdefault(digest, tree)
+            self._digests.setdefault(name, {})[rank] = digest
+        self._refused = {**content.refused, **self._refused}
+        self._hidden += content.hidden
+        if content.numbers is not None:
+            self._numbers.add(content.numbers)
+
+    def finish(self, *, one_model: bool) -> None:
+        """Adds what has to be compared first. one_model: whether all ranks hold the same parameters."""
+        if len(self._numbers) > 1 or (True in self._numbers and not one_model):
+            raise UnsupportedFormat(
+                f"{next(iter(self._files.paths.values()))} numbers the optimizer's states, and the numbers "
+                "mean other parameters on other ranks",
+                hint="to read the model alone, move the optimizer's files to another folder",
+            )
+        for name, rows in self._plain.items():
+            self._add_plain(name, rows)
+        for name, digests in self._digests.items():
+            self._add_object(name, self._values[name], digests)
+        for name, refused in self._refused.items():
+            self._tell("refused-global", f"object {name} needs {', '.join(refused)}", name)
+            self._builder.blobs.append(Blob(name, -1, None, refused, known=False))
+            if self._hidden:
+                message = (
+                    f"{name} may hold tensors: {self._hidden} bytes cannot be taken out of what is refused"
+                )
+                self._tell("refused-tensors", message, name)
+
+    def _add_plain(self, name: str, rows: list[tuple[int, Plain]]) -> None:
+        if name in self._distributed:
+            raise MalformedCheckpoint(f"{name} is distributed on some ranks, and whole on others")
+        kinds = {(p.dtype, p.shape) for _, p in rows}
+        marks = {p.mark for _, p in rows if p.mark is not None}
+        if len(kinds) == 1 and len(marks) <= 1:
+            for rank, plain in rows:
+                self._whole(name, plain, rank)
+            return
+        own = bool(_OWN.search(name)) or kinds == {("uint8", s) for _, s in kinds if len(s) == 1}
+        if not own and not self._distributed and not _STEP.search(name):
+            first, last = (self._files.paths[rank] for rank, _ in (rows[0], rows[-1]))
+            raise UnsupportedFormat(
+                f"{name} is a plain tensor in every rank's file, and not the same in {first} and {last}: "
+                "nothing in the files says how they belong together",
+                hint="save DTensor or ShardedTensor state dicts, or through torch.distributed.checkpoint",
+            )
+        self._differs(name, own)
+        for rank, plain in rows:
+            self._whole(f"{name}.rank{rank}", plain, rank)
+
+    def _whole(self, name: str, plain: Plain, rank: int) -> None:
+        at = self._tensor(name, plain.dtype, plain.shape, plain.container, self._files.paths[rank])
+        piece: Piece = plain.piece
+        self._builder.chunk(at, piece.box.offset, piece.box.shape, piece.item, piece.view)
+
+    def _add_object(self, name: str, values: Mapping[str, Any], digests: Mapping[int, str]) -> None:
+        if len(values) == 1:
+            self._builder.blobs.append(Blob(name, -1, next(iter(values.values()))))
+            return
+        self._differs(name, bool(_OWN.search(name)))
+        self._builder.blobs += [Blob(f"{name}.rank{r}", -1, values[d]) for r, d in digests.items()]
+
+    def _differs(self, name: str, own: bool) -> None:
+        if _STEP.search(name):
+            message = f"{name} is not the same in every rank's file: the files are of different steps"
+            self._tell("item-mismatch", message, name)
+        elif not own:
+            self._tell("rank-object", f"{name} differs between ranks, and is kept for each of them", name)
+
+    def _tell(self, code: str, message: str, name: str) -> None:
+        self._builder.findings.append(finding(code, "files", message, fqn=name))
