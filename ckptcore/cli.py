@@ -46,7 +46,7 @@ class Level(StrEnum):
 Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a path or any fsspec URL.")]
 Dst = Annotated[
     str,
-    typer.Argument(metavar="DST", help="A new folder; or one file: .safetensors, .pt, .pth, .bin."),
+    typer.Argument(metavar="DST", help="A new folder; or one file: .safetensors, .pt, .pth, .bin, .ckpt."),
 ]
 As = Annotated[Output, typer.Option("--output", help="Text for people, JSON for programs.")]
 Recover = Annotated[bool, typer.Option("--recover", help="Take an aborted save's .metadata.tmp as it is.")]

@@ -30,6 +30,7 @@ from ckptcore.formats import by_name
 from ckptcore.hf import ConfigFolder, check_names, model_card, read_config
 from ckptcore.manifest import Blob, Manifest
 from ckptcore.model_part import ModelPart, find_model
+from ckptcore.nesting import nest, references
 from ckptcore.plan import FilePlan, Plan, Target, make_plan
 from ckptcore.remap import Mapped, keep_blobs, matches, remap
 from ckptcore.request import Request
@@ -68,18 +69,20 @@ def compose(request: Request, manifest: Manifest) -> Composed:
     model = find_model(manifest, request.model_prefix) if export else None
     mapped, told = _names(request, manifest, model, config)
     warnings += told
-    target = Target(
-        request.format, request.single, request.max_file_size,
-        _dtypes(request, mapped.manifest), {} if export else _objects(request, manifest, warnings),
-    )  # fmt: skip
+    casts = _dtypes(request, mapped.manifest)
+    objects = {} if export else _objects(request, manifest, warnings)
+    carried = set(objects)
+    mapped, objects, paths, moved = nest(writer, manifest, mapped, objects)
+    casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
+    target = Target(request.format, request.single, request.max_file_size, casts, objects)
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
     extra = _extra(request, mapped, target, config, manifest)
     plan, files = make_plan(
         mapped.manifest, target, writer, twins=mapped.twins, ties=mapped.ties, renamed=mapped.renamed,
-        dropped=[(d.fqn, d.rule) for d in mapped.dropped] + _dropped_objects(request, manifest, target),
+        dropped=[(d.fqn, d.rule) for d in mapped.dropped] + _dropped_objects(request, manifest, carried),
         extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
-        source=manifest,
+        source=manifest, paths=paths,
     )  # fmt: skip
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     return Composed(plan, files, extra, report, tuple(warnings), model, timings)
@@ -157,7 +160,7 @@ def _objects(request: Request, manifest: Manifest, warnings: list[Finding]) -> d
     for blob in kept:
         if not blob.known:
             continue
-        gone = sorted(set(_references(blob.tree)) - names)
+        gone = sorted(set(references(blob.tree)) - names)
         if gone:
             warnings.append(
                 finding(
@@ -172,25 +175,10 @@ def _objects(request: Request, manifest: Manifest, warnings: list[Finding]) -> d
     return found
 
 
-def _references(tree: Any) -> list[str]:
-    """FQNs of the tensors that an object's tree refers to."""
-    found, queue = [], [tree]
-    while queue:
-        value = queue.pop()
-        if isinstance(value, list):
-            queue += value
-        elif isinstance(value, dict):
-            if value.get("$") == "tensor":
-                found.append(value["fqn"])
-            else:
-                queue += value.values()
-    return found
-
-
-def _dropped_objects(request: Request, manifest: Manifest, target: Target) -> list[tuple[str, str]]:
+def _dropped_objects(request: Request, manifest: Manifest, carried: set[str]) -> list[tuple[str, str]]:
     if request.verb == "export":
         return [(b.key, "an export holds the model only") for b in manifest.blobs]
-    gone = [b for b in manifest.blobs if b.key not in target.objects]
+    gone = [b for b in manifest.blobs if b.key not in carried]
     return [(b.key, _why_dropped(b, request)) for b in gone]
 
 

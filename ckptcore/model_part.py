@@ -4,7 +4,7 @@ Trainers nest the model differently: ``model.*``, ``app.model.*``, ``state_dict.
 beside the optimizer (torchtitan). Evidence is asked in this order, and the first that decides
 is told to the user:
 
-1. the prefix that the user names;
+1. the prefix that the user names, or else where the format itself keeps the model;
 2. the optimizer: its states name the model's parameters (``...state.<fqn>.exp_avg``), and the
    model is where those names are found;
 3. the container paths that the writer recorded, without those that hold optimizer state;
@@ -68,6 +68,9 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
     names = [t.fqn for t in manifest.tensors]
     if prefix is not None:
         return _named(names, prefix)
+    told = manifest.origin.get("model")
+    if told and any(n.startswith(told["prefix"]) for n in names):
+        return ModelPart(told["prefix"], told["because"])
     states = _optimizer(names)
     if states:
         found = _by_optimizer(names, states)

@@ -8,15 +8,18 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ckptcore.errors import UsageError
+from ckptcore.formats import FORMATS
 from ckptcore.store import split_url
 
 VERBS = ("consolidate", "export")
-# A destination with one of these suffixes is one file; any other is a folder.
+# A destination with one of these suffixes is one file, of the first format unless another is asked
+# for; any other is a folder, unless its format is always one file.
 SUFFIX_FORMATS = {
-    ".safetensors": "safetensors",
-    ".pt": "torch_save",
-    ".pth": "torch_save",
-    ".bin": "torch_save",
+    ".safetensors": ("safetensors",),
+    ".pt": ("torch_save", "lightning"),
+    ".pth": ("torch_save", "lightning"),
+    ".bin": ("torch_save",),
+    ".ckpt": ("lightning", "torch_save"),
 }
 
 
@@ -60,7 +63,8 @@ class Request:
             raise UsageError(f"no verb is called {self.verb!r}", hint=f"one of: {', '.join(VERBS)}")
         if self.max_file_size < 1:
             raise UsageError(f"--max-file-size {self.max_file_size} is not a size")
-        if self.to and self.single and self.to != SUFFIX_FORMATS[_suffix(self.destination)]:
+        suffix = _suffix(self.destination)
+        if self.to and suffix and self.to not in SUFFIX_FORMATS[suffix]:
             raise UsageError(
                 f"--to {self.to} does not fit the destination {self.destination}",
                 hint="change the suffix, or leave --to out",
@@ -71,12 +75,13 @@ class Request:
     @property
     def format(self) -> str:
         """The output format's name."""
-        return self.to or SUFFIX_FORMATS.get(_suffix(self.destination), "safetensors")
+        return self.to or SUFFIX_FORMATS.get(_suffix(self.destination), ("safetensors",))[0]
 
     @property
     def single(self) -> str | None:
         """The output's file name when it is one file, else None."""
-        return split_url(self.destination)[1] if _suffix(self.destination) else None
+        alone = any(f.name == self.format and f.single_file for f in FORMATS)
+        return split_url(self.destination)[1] if alone or _suffix(self.destination) else None
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""

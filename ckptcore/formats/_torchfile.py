@@ -11,14 +11,14 @@ from ckptcore.manifest import TensorSpec
 
 
 def torch_file(path: str, tree: Any, tensors: Sequence[TensorSpec], order: Sequence[int], *,
-               commit: bool = False) -> FileLayout:  # fmt: skip
+               commit: bool = False, classes: bool = False) -> FileLayout:  # fmt: skip
     """The file that holds ``tree``, a value as `ckptcore.objects.decode` gives it.
 
-    order: positions into ``tensors`` of those that the tree refers to, in file order.
+    order: positions into ``tensors`` of those that the tree refers to, in file order. classes: see `Pickled`.
     Raises TypeError for a value that has no pickled form.
     """
     key = {tensors[i].fqn: (str(n), tensors[i]) for n, i in enumerate(order)}
-    pickled = write.Pickled(key.__getitem__)
+    pickled = write.Pickled(key.__getitem__, classes=classes)
     pickled.value(tree)
     literals: list[Literal] = []
     slots: list[Slot] = []

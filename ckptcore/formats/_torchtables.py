@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import PureWindowsPath
 from typing import Any
 
 from ckptcore.dtype import BY_NAME, DTYPES
@@ -126,6 +127,12 @@ def _path(*parts: Any) -> Named:
     )
 
 
+def _windows_path(*parts: Any) -> Named:
+    if not parts or not all(type(p) is str for p in parts):
+        raise ValueError("path of something else than text")
+    return Named("winpath", str(PureWindowsPath(*parts)))
+
+
 # torch/storage.py: the legacy typed storages, and the untyped one of `_rebuild_tensor_v3`.
 STORAGES = {f"torch.{d.storage}": Named("storage", d.storage) for d in DTYPES if d.storage} | {
     "torch.storage.UntypedStorage": Named("storage", "UntypedStorage")
@@ -141,7 +148,7 @@ REBUILDS = {
 }
 # pathlib's module moved in CPython 3.13 (pathlib._local) and moved back in 3.14.
 PATHS = {
-    f"{module}.{cls}": Call(cls, _path)
+    f"{module}.{cls}": Call(cls, _windows_path if "Windows" in cls else _path)
     for module in ("pathlib", "pathlib._local")
     for cls in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
 }

@@ -232,6 +232,16 @@ def parse_tensor(window: Window, what: str) -> Parsed:
     return Parsed(resolved, entry.row, ident.row, payload_start(window, ident, what), ident.length)
 
 
+def head_holds(read: Reader, length: int, text: str, what: str) -> bool:
+    """Whether a torch zip's pickle holds this text; False for what is no whole torch zip."""
+    try:
+        window = Window(read, length)
+        records, checked = directory(window, what)
+        return text.encode() in _preamble(window, records, checked, what)[1]
+    except (MalformedCheckpoint, ChecksumMismatch, UnsafeContent):
+        return False  # its reader will say what is wrong
+
+
 def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] = OBJECT_TABLE) -> Objects:
     """The whole tree of a torch zip; globals outside ``table`` become `Refused` values."""
     window = Window(read, length)
@@ -281,8 +291,8 @@ def bound_tree(tree: Any, nbytes: int, what: str) -> None:
     open_: set[int] = set()
 
     def visit(value: Any, depth: int) -> tuple[int, int, int]:
-        if isinstance(value, Named) and value.kind == "ndarray":
-            return 1, 0, len(value.value.get("data", b""))
+        if isinstance(value, Named) and isinstance(value.value, dict):
+            value = value.value  # a namespace or an array, say
         if not isinstance(value, (dict, list, tuple)):
             return 1, 0, len(value) if isinstance(value, bytes) else 0
         if id(value) in sums:

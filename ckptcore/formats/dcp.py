@@ -38,4 +38,5 @@ FORMAT = Format(
     detect=detect,
     read=read_folder,
     arrange=arrange,
+    nests=True,
 )

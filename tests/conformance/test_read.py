@@ -124,7 +124,10 @@ def load_with_torch(folder: Path, scratch: Path) -> dict[str, Any]:
             if "No module named" in str(error):
                 pytest.skip("no oracle: torch's loader needs a package that is not installed")
             raise
-        return flatten(read_torch(scratch, trusted=True))
+        # What Lightning puts beside a DCP folder belongs to the checkpoint.
+        meta = folder / "meta.pt"
+        beside = read_torch(meta, trusted=True) if meta.exists() else {}
+        return flatten({**read_torch(scratch, trusted=True), **beside})
 
 
 def test_refused(refused: Sample, cli: Cli, tmp_path: Path) -> None:

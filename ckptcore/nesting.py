@@ -1,0 +1,119 @@
+"""Nesting: where in a file's tree do the kept tensors and objects stand, and what are they called there?
+
+Writers that nest are given a path for every name; a format may move what it finds (Lightning's one file
+has the model under another key than its folders), and names follow their paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptcore.errors import NameMismatch
+from ckptcore.formats.base import Format
+from ckptcore.manifest import Manifest
+from ckptcore.paths import Path, Paths, renamed
+from ckptcore.remap import Mapped
+from ckptcore.selection import select
+
+Objects = dict[str, Any]
+
+
+def nest(
+    writer: Format, source: Manifest, mapped: Mapped, objects: Objects
+) -> tuple[Mapped, Objects, Paths, Mapping[str, str]]:
+    """The tensors and objects as the writer names them, their paths, and old name -> new name.
+
+    mapped: the kept tensors. objects: key -> tree of those that are carried. Paths are in saved order.
+    Raises `NameMismatch` when two would stand in one place, and what the writer's ``place`` raises.
+    """
+    if not writer.nests:
+        return mapped, objects, Paths(), {}
+    rule = writer.place(source) if writer.place is not None else None
+    paths, moved = Paths(), dict[str, str]()
+    for name, path in _in_order(source, mapped, objects):
+        target = rule(path) if rule is not None else path
+        moved[name] = ".".join(map(str, target))
+        paths.add(moved[name], target)
+    for key, tree in objects.items():  # tensors inside an object go where it goes
+        for name in references(tree):
+            if name.startswith(f"{key}.") and name not in moved:
+                moved[name] = moved.get(key, key) + name[len(key) :]
+    if rule is None:
+        return mapped, objects, paths, {}
+    names = [moved.get(t.fqn, t.fqn) for t in mapped.manifest.tensors]
+    _require_distinct([*names, *(moved.get(k, k) for k in objects)])
+    return _moved(source, mapped, names, moved), _trees(objects, moved), paths, moved
+
+
+def references(tree: Any) -> list[str]:
+    """FQNs of the tensors that an object's tree refers to."""
+    found, queue = [], [tree]
+    while queue:
+        value = queue.pop()
+        if isinstance(value, list):
+            queue += value
+        elif isinstance(value, dict):
+            if value.get("$") == "tensor":
+                found.append(value["fqn"])
+            else:
+                queue += value.values()
+    return found
+
+
+def _in_order(source: Manifest, mapped: Mapped, objects: Objects) -> Iterator[tuple[str, Path]]:
+    """(name, its path) of what is kept and has a path of its own: as saved, then the others."""
+    saved = Paths.of(source)
+    new = dict(mapped.renamed)
+    kept = {t.fqn for t in mapped.manifest.tensors}
+    done: set[str] = set()
+    for old in saved:
+        name = new.get(old, old)
+        if name not in kept and name not in objects:
+            continue
+        path = saved[old] if name == old else renamed(saved[old], name)
+        done.add(name)
+        yield name, path or (name,)
+    inside = {r for tree in objects.values() for r in references(tree)}
+    for name in (*(t.fqn for t in mapped.manifest.tensors if t.fqn not in inside), *objects):
+        if name not in done:
+            yield name, (name,)
+
+
+def _moved(source: Manifest, mapped: Mapped, names: Sequence[str], moved: Mapping[str, str]) -> Mapped:
+    old_of = {b: a for a, b in mapped.renamed}
+    rows = [old_of.get(t.fqn, t.fqn) for t in mapped.manifest.tensors]
+    ties = tuple((moved.get(a, a), moved.get(b, b)) for a, b in mapped.ties)
+    twins = mapped.twins
+    if twins is not None:
+        twins = select(twins, range(len(ties)), [a for a, _ in ties])
+    return replace(
+        mapped,
+        manifest=select(mapped.manifest, range(len(names)), names),
+        renamed=tuple((old, name) for old, name in zip(rows, names, strict=True) if old != name),
+        ties=ties, twins=twins,
+    )  # fmt: skip
+
+
+def _trees(objects: Objects, moved: Mapping[str, str]) -> Objects:
+    return {moved.get(key, key): _renamed(tree, moved.get) for key, tree in objects.items()}
+
+
+def _renamed(tree: Any, name: Callable[[str, str], str | None]) -> Any:
+    if isinstance(tree, list):
+        return [_renamed(v, name) for v in tree]
+    if isinstance(tree, dict):
+        if tree.get("$") == "tensor":
+            return {"$": "tensor", "fqn": name(tree["fqn"], tree["fqn"])}
+        return {k: _renamed(v, name) for k, v in tree.items()}
+    return tree
+
+
+def _require_distinct(names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise NameMismatch(f"two parts of the output would both be called {name}",
+                               hint="leave one out with --exclude")  # fmt: skip
+        seen.add(name)
