@@ -21,6 +21,7 @@ from ckptcore.objects import Named, Refused, TensorRef
 
 __all__ = ["Call", "Record", "loads", "record"]
 _MAX_LONG_BYTES = 64
+_MAX_KEY_PARTS = 256
 _MAX_STACK = 100_000  # nesting of marks, far over any real pickle
 _SCALARS = frozenset({str, int, bytes, float, bool, type(None)})
 
@@ -334,16 +335,20 @@ def _keys(items: list[Any], what: str) -> list[Any]:
     return items
 
 
-def _check_key(key: Any, what: str, depth: int = 4) -> None:
+def _check_key(key: Any, what: str) -> None:
     """Tuples nested through the memo can take 2**n steps to hash; real keys are small."""
-    kind = type(key)
-    if kind in _SCALARS or kind is Record or kind is Refused or kind is TensorRef:
-        return
-    if kind is Named and depth:
-        _check_key(key.value, what, depth - 1)
-        return
-    if kind is tuple and depth and len(key) <= 64:
-        for part in key:
-            _check_key(part, what, depth - 1)
-        return
-    raise MalformedCheckpoint(f"{what} uses a {kind.__name__} as a key")
+    left = _MAX_KEY_PARTS
+    parts = [(key, 0)]
+    while parts:
+        part, depth = parts.pop()
+        kind, left = type(part), left - 1
+        if left < 0 or depth > 4:
+            raise MalformedCheckpoint(f"{what} uses a key of too many parts")
+        if kind in _SCALARS or kind is Record or kind is Refused or kind is TensorRef:
+            continue
+        if kind is Named:
+            parts.append((part.value, depth + 1))
+        elif kind is tuple and len(part) <= left:
+            parts += [(p, depth + 1) for p in part]
+        else:
+            raise MalformedCheckpoint(f"{what} uses a {kind.__name__} as a key")
