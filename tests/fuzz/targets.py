@@ -1,0 +1,122 @@
+"""Targets: which folders are fuzzed, and what may happen to a changed one?
+
+A reader may give a manifest, which is then checked, or raise one of the documented errors. Anything
+else is a defect: another exception, more than 5 s, more than 512 MiB for less than 1 MB of input, or
+any event by which a pickle, a process or code would run.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from folder import Folder, load
+
+from ckptcore.check import check
+from ckptcore.errors import CkptError
+from ckptcore.formats import read_manifest
+from ckptcore.formats.base import Source
+
+SECONDS = 5.0
+GROWTH = 512 << 20
+# Events that no reader may cause (https://docs.python.org/3/library/audit_events.html).
+FORBIDDEN = frozenset({
+    "pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect",
+    "ctypes.dlopen", "shutil.rmtree", "os.remove",
+})  # fmt: skip
+
+
+class Defect(Exception):
+    """What a reader did that it must not do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One checkpoint to change. name: of the sample. file: the one that is named, or None for the folder."""
+
+    name: str
+    files: Mapping[str, bytes]
+    file: str | None
+
+
+def targets(root: Path, limit: int = 400_000) -> Iterator[Target]:
+    """Every checkpoint below a folder of samples that is small enough."""
+    for sample in sorted(p for family in root.iterdir() if family.is_dir() for p in family.iterdir()):
+        if not sample.is_dir():
+            continue
+        for inner in sorted(sample.iterdir()):
+            if inner.name.startswith(("expected", "fixture", "hf_export", "flat_meta", "logits")):
+                continue
+            files = load(inner, limit)
+            if files:
+                name = f"{sample.parent.name}/{sample.name}/{inner.name}"
+                target = Target(name, files, inner.name if inner.is_file() else None)
+                run(target, files, deep=True)  # as it is: imports what it needs
+                yield target
+
+
+def run(target: Target, files: Mapping[str, bytes], *, deep: bool) -> str:
+    """Reads a changed checkpoint; gives what came of it ("read", or an error's code), raises `Defect`.
+
+    deep: also check its bytes, as `validate --level bytes` does.
+    """
+    folder = Folder(files)
+    if target.file is not None and target.file not in files:
+        return "gone"
+    name = target.file
+    listing = {name: len(files[name])} if name is not None else folder.list()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    with _bounded():
+        try:
+            manifest = read_manifest(Source(folder, name, listing))
+            report = check(manifest, folder if deep else None, "bytes" if deep else "cover", workers=1)
+            outcome = "sound" if report.ok else "findings"
+        except CkptError as error:
+            outcome = error.code
+            if outcome == "internal":
+                raise Defect(f"{error}") from error
+        except Defect:
+            raise
+        except BaseException as error:
+            raise Defect(f"{type(error).__name__}: {error}") from error
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
+    if grown > GROWTH:
+        raise Defect(f"memory grew by {grown >> 20} MiB")
+    return outcome
+
+
+_watching = False
+_installed = False
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    global _watching, _installed
+    if not _installed:
+        sys.addaudithook(_audit)
+        _installed = True
+    old = signal.signal(signal.SIGALRM, _late)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    _watching = True
+    try:
+        yield
+    finally:
+        _watching = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if _watching and event in FORBIDDEN:
+        raise Defect(f"{event} {args!r:.200}")
+
+
+def _late(number: int, frame: FrameType | None) -> None:
+    raise Defect(f"took more than {SECONDS:g} s")
