@@ -56,9 +56,6 @@ RECOVERABLE: dict[str, bool] = {"dcp_aborted_metadata_tmp": True}
 # Samples without a DCP folder. Refused by the name of what they are.
 REFUSED_OTHER: dict[str, Refusal] = {
     "fsdp1_local_pt_*": _refusal(5, "unsupported-format", "FSDP1 LOCAL: names and shapes absent"),
-    "hf_sharded_*": _refusal(
-        5, "unsupported-format", "shards without an index, with offsets in their headers"
-    ),
 }
 
 # The official loader of torch.distributed.checkpoint is no oracle here.
@@ -79,9 +76,13 @@ UNMATCHED: dict[str, str] = {
 
 # Folders of safetensors whose stored bytes are not the truth: copies of them are still exact.
 STORED_DIFFERS: dict[str, str] = {
-    "hf_bugs_*": "torch's consolidation wrote 0-d tensors as 0.0",
+}
+
+# Samples of which another reader of the files would give something else than the truth, which is read.
+NOT_AS_STORED: dict[str, str] = {
+    "hf_sharded_*": "shards: every file holds pieces under the names of the whole",
+    "hf_bugs_*": "torch's consolidation wrote 0-d tensors as 0.0, or failed; sharded/ has them",
     "hf_fp8_block*": "stored quantised; the truth is dequantised",
-    "olmo1_unsharded_safetensors": "names are stored as encoded pickles",
 }
 
 # Damage that no redundancy in the format can show. (damage, what must hold of the source, why)
