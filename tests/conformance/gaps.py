@@ -78,13 +78,6 @@ UNMATCHED: dict[str, str] = {
 STORED_DIFFERS: dict[str, str] = {
 }
 
-# Samples of which another reader of the files would give something else than the truth, which is read.
-NOT_AS_STORED: dict[str, str] = {
-    "hf_sharded_*": "shards: every file holds pieces under the names of the whole",
-    "hf_bugs_*": "torch's consolidation wrote 0-d tensors as 0.0, or failed; sharded/ has them",
-    "hf_fp8_block*": "stored quantised; the truth is dequantised",
-}
-
 # Damage that no redundancy in the format can show. (damage, what must hold of the source, why)
 UNDETECTABLE: dict[str, tuple[str, str]] = {
     "files-swapped": (

@@ -11,16 +11,16 @@ import pytest
 
 from ckptcore.errors import error_classes
 
-WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --include --max-file-size --memory
-    --no-catalog --no-digest --no-resume --no-verify --output --overwrite --recover --rename --resume --tie
+WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --include --keep-quantized
+    --max-file-size --memory --no-catalog --no-digest --no-resume --no-verify --output --overwrite --recover --rename --resume --tie
     --to --verify --workers"""
 OPTIONS = {
-    "inspect": "--exclude --include --output --recover",
-    "validate": "--catalog --level --no-catalog --output --recover --workers",
+    "inspect": "--exclude --include --keep-quantized --output --recover",
+    "validate": "--catalog --keep-quantized --level --no-catalog --output --recover --workers",
     "consolidate": WRITE,
     "export": WRITE + " --config --model-prefix",
-    "plan": """--config --dtype --dtype-for --exclude --include --max-file-size --memory --model-prefix
-        --no-resume --output --overwrite --recover --rename --resume --save --tie --to --verb --workers""",
+    "plan": """--config --dtype --dtype-for --exclude --include --keep-quantized --max-file-size --memory
+        --model-prefix --no-resume --output --overwrite --recover --rename --resume --save --tie --to --verb --workers""",
     "apply": """--catalog --device --digest --memory --no-catalog --no-digest --no-verify --output --verify
         --workers""",
     "formats": "--output",
