@@ -30,7 +30,7 @@ from ckptcore.formats import by_name
 from ckptcore.hf import ConfigFolder, check_names, model_card, read_config
 from ckptcore.manifest import Blob, Manifest
 from ckptcore.model_part import ModelPart, find_model
-from ckptcore.nesting import nest, references
+from ckptcore.nesting import LEFT_OUT, nest, references, without
 from ckptcore.plan import FilePlan, Plan, Target, make_plan
 from ckptcore.remap import Mapped, keep_blobs, matches, remap
 from ckptcore.request import Request
@@ -65,6 +65,9 @@ def compose(request: Request, manifest: Manifest) -> Composed:
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
     export = request.verb == "export"
+    if export and writer.place is not None:
+        raise UsageError(f"an export holds the model only, which is no {writer.name} checkpoint",
+                         hint="consolidate writes it; export writes safetensors or torch_save")  # fmt: skip
     config = read_config(request.config) if request.config else None
     model = find_model(manifest, request.model_prefix) if export else None
     mapped, told = _names(request, manifest, model, config)
@@ -161,7 +164,8 @@ def _objects(request: Request, manifest: Manifest, warnings: list[Finding]) -> d
         if not blob.known:
             continue
         gone = sorted(set(references(blob.tree)) - names)
-        if gone:
+        tree = without(blob.tree, set(gone)) if gone else blob.tree
+        if tree is LEFT_OUT:
             warnings.append(
                 finding(
                     "refused-global",
@@ -171,7 +175,7 @@ def _objects(request: Request, manifest: Manifest, warnings: list[Finding]) -> d
                 )
             )
             continue
-        found[blob.key] = blob.tree
+        found[blob.key] = tree
     return found
 
 

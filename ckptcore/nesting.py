@@ -47,6 +47,31 @@ def nest(
     return _moved(source, mapped, names, moved), _trees(objects, moved), paths, moved
 
 
+LEFT_OUT = object()
+
+
+def without(tree: Any, gone: set[str]) -> Any:
+    """An object's tree without the dict entries that are tensors left out; `LEFT_OUT` for nothing of it.
+
+    A sequence that loses an element goes as a whole, because positions have a meaning.
+    """
+    if isinstance(tree, list):
+        items = [without(v, gone) for v in tree]
+        return LEFT_OUT if any(v is LEFT_OUT for v in items) else items
+    if not isinstance(tree, dict):
+        return tree
+    kind = tree.get("$")
+    if kind == "tensor":
+        return LEFT_OUT if tree["fqn"] in gone else tree
+    if kind in ("dict", "odict"):
+        rows = [(k, without(v, gone)) for k, v in tree["items"]]
+        return {"$": kind, "items": [[k, v] for k, v in rows if v is not LEFT_OUT]}
+    entries = {k: without(v, gone) for k, v in tree.items()}
+    if kind is not None and any(v is LEFT_OUT for v in entries.values()):
+        return LEFT_OUT
+    return {k: v for k, v in entries.items() if v is not LEFT_OUT}
+
+
 def references(tree: Any) -> list[str]:
     """FQNs of the tensors that an object's tree refers to."""
     found, queue = [], [tree]

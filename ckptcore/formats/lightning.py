@@ -112,6 +112,11 @@ def place(source: Manifest) -> Callable[[Path], Path]:
     if by["by"] == "fabric":
         return lambda path: path
     whole = {b.key for b in source.blobs} if by.get("full") else None
+    if whole is None and not Paths.of(source):
+        raise UnsupportedFormat(
+            f"{source.root}: .metadata does not record which names are nested in which",
+            hint="--to torch_save keeps the names as they are",
+        )
 
     def trainer(path: Path) -> Path:
         top = str(path[0])

@@ -13,7 +13,7 @@ from ckptcore.builder import Builder
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats._torchfile import torch_file
 from ckptcore.formats._torchtree import TorchTree
-from ckptcore.formats._torchzip import Objects, is_zip, read_objects
+from ckptcore.formats._torchzip import Objects, head_holds, is_zip, read_objects
 from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import (
     Abilities,
@@ -37,10 +37,13 @@ _TENSOR_CLASSES = ("torch._tensor.", "torch._utils.", "torch.distributed", "torc
 def detect(source: Source) -> Evidence | None:
     """A torch zip that was named, or the only one of a folder."""
     name = source.name or _only(source)
-    if name is None or not name.endswith(SUFFIXES):
+    size = source.listing.get(name or "", 0)
+    if name is None or size < 4 or not is_zip(source.store.read(name, 0, 4)):
         return None
-    size = source.listing.get(name, 0)
-    if size < 4 or not is_zip(source.store.read(name, 0, 4)):
+    # Another suffix proves nothing: an .npz is a zip, too.
+    if not name.endswith(SUFFIXES) and not head_holds(
+        lambda start, n: source.store.read(name, start, n), size, "", name
+    ):
         return None
     return Evidence("torch_save", (f"{name} is a torch zip",))
 
