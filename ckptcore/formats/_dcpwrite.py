@@ -36,14 +36,14 @@ def arrange_folder(
     """
     order = sorted(range(len(request.tensors)), key=lambda i: natural(request.tensors[i].fqn))
     objects, places_in_tree = _objects(request)
-    files = _Files(request, f"{folder}/" if folder else "")
+    files = Files(request, f"{folder}/" if folder else "")
     for key, value in objects.items():
         files.object(key, wrap(key, value))
     for i in order:
         files.tensor(i)
     layouts = files.finish()
     told = metadata_pickle(
-        [_stored(request.tensors[i], files.tensors[i]) for i in order], files.objects,
+        [stored(request.tensors[i], files.tensors[i]) for i in order], files.objects,
         {**request.paths, **places_in_tree} if paths else None,
     )  # fmt: skip
     name = f"{folder}/{METADATA}" if folder else METADATA
@@ -87,7 +87,7 @@ def tensor_zip(spec: TensorSpec) -> tuple[bytes, bytes, tuple[int, int]]:
     return bytes(head), bytes(tail), (4, crc_row)
 
 
-class _Files:
+class Files:
     """Fills `__0_I.distcp` files one after the other."""
 
     def __init__(self, request: Arrangement, prefix: str) -> None:
@@ -103,6 +103,19 @@ class _Files:
         self.objects[key] = self._place(len(data))
         self._literals.append(Literal(self._at, data))
         self._at += len(data)
+
+    def whole(self, key: str, layout: FileLayout) -> None:
+        """An object with its tensors inside: a torch file of its own, as one item."""
+        if set(layout.tensors) & set(self._tensors):  # a tensor has one place in a file
+            self._end()
+        self.objects[key] = self._place(layout.nbytes)
+        n = len(self._tensors)
+        self._tensors += layout.tensors
+        self._slots += [Slot(slot.tensor + n, slot.start + self._at) for slot in layout.slots]
+        for one in layout.literals:
+            patches = tuple((at, slot + n) for at, slot in one.crc_at)
+            self._literals.append(Literal(one.start + self._at, one.data, patches))
+        self._at += layout.nbytes
 
     def tensor(self, index: int) -> None:
         spec = self._request.tensors[index]
@@ -158,7 +171,8 @@ def _objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Path]]:
     return found, paths
 
 
-def _stored(spec: TensorSpec, place: Place) -> StoredTensor:
+def stored(spec: TensorSpec, place: Place) -> StoredTensor:
+    """What `.metadata` tells of a tensor that is one chunk."""
     return StoredTensor(spec.fqn, spec.dtype, spec.shape, [((0,) * len(spec.shape), spec.shape, place)])
 
 

@@ -115,7 +115,7 @@ def _dataclass(value: Record, visit: Any) -> Any:
 def _bytes_io(value: Record, visit: Any) -> Any:
     state = value.state
     if type(state) is tuple and state and type(state[0]) is bytes:
-        return state[0]
+        return Named("bytesio", state[0])
     return Refused("io.BytesIO")
 
 

@@ -200,6 +200,32 @@ def _namespace(module: str, name: str, make: bytes) -> Callable[[Pickled, Any], 
     return emit
 
 
+def _bytes_io(p: Pickled, value: bytes) -> None:
+    """As Modules/_io/bytesio.c, bytesio_getstate, has it; without classes, its bytes."""
+    if not p.classes:
+        p.value(value)
+        return
+    p.name("_io", "BytesIO")
+    p.out += b")\x81"
+    p.value((value, 0, None))
+    p.out += b"b"
+
+
+def _enum(p: Pickled, value: list[Any]) -> None:
+    """Of [class, value]: as Lib/enum.py pickles a member; without classes, its value."""
+    module, _, name = value[0].rpartition(".")
+    if p.classes:
+        p.call(module, name, value[1])
+    else:
+        p.value(value[1])
+
+
+def _record(p: Pickled, value: list[Any]) -> None:
+    """Of [class, attributes]: as an object without a reduction of its own; without classes, a dict."""
+    module, _, name = value[0].rpartition(".")
+    _namespace(module, name, b")\x81")(p, value[1])
+
+
 def _named(p: Pickled, value: Named) -> None:
     emit = _NAMED.get(value.kind)
     if emit is None:  # what another format's reader made of its own classes
@@ -219,6 +245,9 @@ _NAMED: dict[str, Callable[[Pickled, Any], None]] = {
     "path": _class("pathlib", "PosixPath"),
     "winpath": _class("pathlib", "PureWindowsPath"),
     "namespace": _namespace("argparse", "Namespace", b")\x81"),
+    "bytesio": _bytes_io,
+    "enum": _enum,
+    "record": _record,
     "simplenamespace": _namespace("types", "SimpleNamespace", b")R"),
 }
 _VALUES: dict[type, Callable[[Pickled, Any], None]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.formats import _torchwrite as write
@@ -11,13 +11,18 @@ from ckptcore.manifest import TensorSpec
 
 
 def torch_file(path: str, tree: Any, tensors: Sequence[TensorSpec], order: Sequence[int], *,
-               commit: bool = False, classes: bool = False) -> FileLayout:  # fmt: skip
+               commit: bool = False, classes: bool = False,
+               inline: Mapping[str, bytes] | None = None) -> FileLayout:  # fmt: skip
     """The file that holds ``tree``, a value as `ckptcore.objects.decode` gives it.
 
     order: positions into ``tensors`` of those that the tree refers to, in file order. classes: see `Pickled`.
+    inline: byte tensors that the tree refers to and whose bytes are known.
     Raises TypeError for a value that has no pickled form.
     """
     key = {tensors[i].fqn: (str(n), tensors[i]) for n, i in enumerate(order)}
+    known = sorted((inline or {}).items())
+    for n, (name, data) in enumerate(known, start=len(order)):
+        key[name] = str(n), TensorSpec(name, "uint8", (len(data),))
     pickled = write.Pickled(key.__getitem__, classes=classes)
     pickled.value(tree)
     literals: list[Literal] = []
@@ -39,6 +44,11 @@ def torch_file(path: str, tree: Any, tensors: Sequence[TensorSpec], order: Seque
         tail = write.descriptor(0, nbytes)
         literals.append(Literal(at, tail, ((4, n),)))
         at += len(tail)
+    for n, (_, data) in enumerate(known, start=len(order)):
+        body, row = write.small_record(f"archive/data/{n}", at, data)
+        literals.append(Literal(at, body))
+        rows.append((row, None))
+        at += len(body)
     body, row = write.small_record("archive/version", at, b"3\n")
     literals.append(Literal(at, body))
     rows.append((row, None))

@@ -16,6 +16,7 @@ from ckptcore.formats._dcpread import DATA, parse_folder, read_folder
 from ckptcore.formats._mcoreconfig import CONFIG, INTEGRITY, Config, digests, marked, read_config
 from ckptcore.formats._mcoreflat import left_flat, restored
 from ckptcore.formats._mcoreobjects import COMMON_FILE, LISTED, add_file, common_name, grids, spread_common
+from ckptcore.formats._mcorewrite import arrange_torch_dist
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest
@@ -90,9 +91,8 @@ FORMAT = Format(
     name=NAME,
     title="Megatron-Core distributed checkpoint, torch_dist (0.6 to 0.19)",
     recognised_by="`metadata.json` with `sharded_backend` torch_dist, beside `.metadata`",
-    abilities=Abilities(
-        reads=True, writes=False, checksums="CRC-32 per item, SHA-256 per file", objects=True
-    ),
+    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item, SHA-256 per file", objects=True),
     detect=detect,
     read=read,
+    arrange=arrange_torch_dist,
 )

@@ -15,6 +15,7 @@ from ckptcore.errors import NotComplete, finding
 from ckptcore.formats import _zarr
 from ckptcore.formats._mcoreconfig import CONFIG, read_config
 from ckptcore.formats._mcoreobjects import COMMON_FILE, add_file, grids
+from ckptcore.formats._mcorewrite import arrange_zarr
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Envelope, Manifest, TensorSpec
 
@@ -129,7 +130,8 @@ FORMAT = Format(
     name=NAME,
     title="Megatron-Core distributed checkpoint, zarr (0.5 to 0.15)",
     recognised_by="`metadata.json` with `sharded_backend` zarr, beside folders with `.zarray`",
-    abilities=Abilities(reads=True, writes=False, checksums="none", objects=True),
+    abilities=Abilities(reads=True, writes=True, checksums="none", objects=True),
     detect=detect,
     read=read,
+    arrange=arrange_zarr,
 )

@@ -1,0 +1,171 @@
+"""Laying out Megatron-Core checkpoints, torch_dist and zarr, as a job of one rank saves them.
+
+What the source holds is told apart by names: a key ``<key>/shard_<offset>_<shape>`` is a sharded
+object, every other object is common state, and a tensor that no object refers to is a sharded
+tensor of one chunk. ``common.pt`` and the four fields of ``metadata.json`` are what releases up to
+0.18 need; 0.19 takes ``common.pt`` where there is one, too. ``metadata.json`` comes last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.dtype import BY_NAME
+from ckptcore.errors import NameMismatch, UnsupportedDtype
+from ckptcore.formats import _zarr
+from ckptcore.formats._dcpwrite import METADATA, Files, stored
+from ckptcore.formats._mcoreconfig import CONFIG
+from ckptcore.formats._mcoreobjects import COMMON_FILE, COMMON_KEY, SHARD
+from ckptcore.formats._metadatawrite import metadata_pickle
+from ckptcore.formats._torchfile import torch_file
+from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
+from ckptcore.objects import Named, TensorRef, decode
+
+_MAX_NAME = 255  # bytes of a file name, on every common file system
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What is written, told apart.
+
+    weights: positions of the sharded tensors, in natural name order. shards: key -> value of each
+    sharded object. common: the common state. position: name -> position of every tensor.
+    """
+
+    weights: tuple[int, ...]
+    shards: dict[str, Any]
+    common: dict[str, Any]
+    position: dict[str, int]
+
+
+def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
+    """``common.pt``, ``__0_I.distcp``, ``.metadata``, ``metadata.json``."""
+    parts = _parts(request)
+    files = Files(request, "")
+    for key, value in parts.shards.items():
+        # megatron/core/dist_checkpointing/strategies/torch.py stores a list around every object
+        files.whole(key, _torch_file(key, [value], request, parts))
+    for i in parts.weights:
+        files.tensor(i)
+    layouts = files.finish()
+    told = metadata_pickle(
+        [stored(request.tensors[i], files.tensors[i]) for i in parts.weights], files.objects, None
+    )
+    return (
+        _torch_file(COMMON_FILE, parts.common, request, parts),
+        *layouts,
+        _literal(METADATA, told),
+        _config("torch_dist"),
+    )
+
+
+def arrange_zarr(request: Arrangement) -> tuple[FileLayout, ...]:
+    """``common.pt``, an array of one chunk per tensor, a file per sharded object, ``metadata.json``.
+
+    Raises `UnsupportedDtype` for tensors that zarr has no dtype for, `NameMismatch` for names that
+    are no folder's.
+    """
+    parts = _parts(request)
+    names = [request.tensors[i].fqn for i in parts.weights]
+    _require_folders([*names, *(f"{key}.pt" for key in parts.shards)])
+    odd = {t.fqn: t.dtype for i in parts.weights if not BY_NAME[(t := request.tensors[i]).dtype].zarr}
+    if odd:
+        shown = ", ".join(f"{n} ({d})" for n, d in list(odd.items())[:4])
+        raise UnsupportedDtype(f"zarr has no dtype for {len(odd)} tensors: {shown}", tensors=sorted(odd))
+    arrays = (layout for i in parts.weights for layout in _array(request, i))
+    objects = (_torch_file(f"{k}.pt", v, request, parts) for k, v in parts.shards.items())
+    common = _torch_file(COMMON_FILE, parts.common, request, parts)
+    return (common, *arrays, *objects, _config("zarr"))
+
+
+def _array(request: Arrangement, index: int) -> Iterator[FileLayout]:
+    spec = request.tensors[index]
+    chunks = tuple(max(n, 1) for n in spec.shape)
+    told = _zarr.dump(BY_NAME[spec.dtype], spec.shape, chunks)
+    head = Literal(0, told)
+    path = f"{spec.fqn}/{_zarr.ARRAY}"
+    if spec.numel == 0:  # an empty array has no chunk; its header stands for it
+        yield FileLayout(path, len(told), (index,), (Slot(0, len(told)),), (head,))
+        return
+    chunk = ".".join("0" for _ in spec.shape) or "0"
+    yield FileLayout(path, len(told), (), (), (head,))
+    yield FileLayout(f"{spec.fqn}/{chunk}", spec.nbytes, (index,), (Slot(0, 0),), ())
+
+
+def _parts(request: Arrangement) -> Parts:
+    position = {t.fqn: i for i, t in enumerate(request.tensors)}
+    shards: dict[str, Any] = {}
+    common: dict[str, Any] = {}
+    inside: set[str] = set()
+    for key in sorted(request.objects, key=natural):
+        value = decode(request.objects[key])
+        if key == COMMON_KEY or (key in position and value != TensorRef(key)):
+            raise NameMismatch(f"an object is called {key}, like what Megatron-Core keeps there")
+        (shards if SHARD.match(key) else common)[key] = value
+        inside |= _references(value)
+    free = sorted(position.keys() - inside, key=natural)
+    return Parts(tuple(position[n] for n in free), shards, common, position)
+
+
+def _torch_file(path: str, value: Any, request: Arrangement, parts: Parts) -> FileLayout:
+    """A torch file with the tensors and byte tensors that its value refers to."""
+    inline: dict[str, bytes] = {}
+    tree = _with_bytes(value, inline)
+    order = [parts.position[n] for n in sorted(_references(value), key=natural)]
+    return torch_file(path, tree, request.tensors, order, classes=True, inline=inline)
+
+
+def _with_bytes(value: Any, inline: dict[str, bytes]) -> Any:
+    """The tree with a reference in place of every byte tensor; their bytes go into ``inline``."""
+    if isinstance(value, Named):
+        if value.kind == "bytetensor":
+            name = f"\0{len(inline)}"  # no tensor is called so
+            inline[name] = value.value
+            return TensorRef(name)
+        return Named(value.kind, _with_bytes(value.value, inline))
+    if isinstance(value, dict):
+        return type(value)((k, _with_bytes(v, inline)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)([_with_bytes(v, inline) for v in value])
+    return value
+
+
+def _references(value: Any) -> set[str]:
+    found: set[str] = set()
+    queue = [value]
+    while queue:
+        v = queue.pop()
+        if isinstance(v, TensorRef):
+            found.add(v.fqn)
+        elif isinstance(v, Named):
+            queue.append(v.value)
+        elif isinstance(v, (dict, list, tuple)):
+            queue += v.values() if isinstance(v, dict) else v
+    return found
+
+
+def _require_folders(names: Sequence[str]) -> None:
+    """Every name can be a path below the output, and none is another's file."""
+    taken = {COMMON_FILE, CONFIG}
+    for name in names:
+        steps = name.split("/")
+        if name in taken or any(s in ("", ".", "..") or len(s.encode()) > _MAX_NAME for s in steps):
+            raise NameMismatch(f"{name!r:.120} cannot be a folder of a zarr checkpoint")
+        taken.add(name)
+
+
+def _config(backend: str) -> FileLayout:
+    form = {
+        "sharded_backend": backend,
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    return _literal(CONFIG, json.dumps(form).encode(), commit=True)
+
+
+def _literal(path: str, data: bytes, *, commit: bool = False) -> FileLayout:
+    return FileLayout(path, len(data), (), (), (Literal(0, data),), commit)
