@@ -120,6 +120,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("pooler.dense.*", WHOLE),
     ("binary_head.*", WHOLE),
 )  # fmt: skip
+LAYERS = "decoder.layers."
 _LAYER = re.compile(r"^(decoder|encoder)\.layers\.(\d+)\.(.+)$")
 _MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)$")
 _SEQUENTIAL = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
@@ -180,6 +181,23 @@ def place(name: str, shape: tuple[int, ...], rank: Rank, world: World) -> Placem
             raise MalformedCheckpoint(f"{name}: {count} experts are on a rank")
         whole, parts = _under(whole, parts, world.experts, rank.ep * count + expert)
     return _named(local, lead + inside, shape, whole, parts, rank, world)
+
+
+def cut_shape(name: str, shape: tuple[int, ...], ranks: int, *, copied: bool) -> tuple[int, ...] | None:
+    """The shape that a whole parameter has on each of ``ranks`` tensor ranks; None where no rule tells.
+
+    copied: whether what may be rows or whole is whole.
+    """
+    rest = parse_name(name).rest
+    rule = _rule(_expert(rest)[1])
+    if rule is None:
+        return shape if ranks == 1 else None
+    if rule == WHOLE or (rule == BY_ROWS and copied):
+        return shape
+    axis = 1 if rule == COLS else 0
+    if len(shape) <= axis or shape[axis] % ranks:
+        return None
+    return (*shape[:axis], shape[axis] // ranks, *shape[axis + 1 :])
 
 
 def _expert(rest: str) -> tuple[int | None, str]:
