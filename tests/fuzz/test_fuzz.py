@@ -1,0 +1,47 @@
+"""A short run of the fuzzer: it works, and finds nothing in so many inputs. `make fuzz` runs for long."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def fuzz(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(HERE / "fuzz.py"), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "seed"),
+    [(4000, 20), pytest.param(200_000, random.SystemRandom().randrange(1 << 30), marks=pytest.mark.soak)],
+    ids=["short", "long"],
+)
+def test_no_changed_checkpoint_makes_a_reader_misbehave(inputs: int, seed: int, tmp_path: Path) -> None:
+    done = fuzz("--inputs", inputs, "--jobs", 2, "--seed", seed, "--found", tmp_path / "found")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert ", 0 defects" in done.stdout
+
+
+def test_a_defect_is_seen_kept_and_shown_again(tmp_path: Path) -> None:
+    """A reader that raises what is no documented error does not get past."""
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text(
+        "import ckptcore.formats.dcp as d, dataclasses, ckptcore.formats as f\n"
+        "def read(source): raise IndexError('planted')\n"
+        "f.FORMATS = tuple(dataclasses.replace(x, read=read) if x.name == 'dcp' else x for x in f.FORMATS)\n"
+    )
+    command = [sys.executable, str(HERE / "fuzz.py"), "--inputs", "50", "--jobs", "1", "--only", "dcp_dims"]
+    import os
+
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{HERE.parents[1]}"}
+    done = subprocess.run(
+        [*command, "--found", str(tmp_path / "found")], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "planted" in done.stdout + done.stderr
