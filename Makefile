@@ -6,6 +6,7 @@
 #   make check   format, lint, types, layers, migrations, generated tables
 #   make bench   measure against the peers, print the table
 #   make soak    the long repeats that `make test` leaves out
+#   make fuzz    change real checkpoints a million times, guided by coverage and not
 #   make docs    write the generated tables of README.md anew
 #   make clean   remove what these targets made
 
@@ -27,7 +28,7 @@ stamp := .venv/.stamp
 torch := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 paths := ckptcore tasks flows alembic tests
 
-.PHONY: help demo test check bench soak docs clean
+.PHONY: help demo test check bench soak fuzz docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +54,13 @@ bench: $(stamp)
 
 soak: $(stamp)
 	@$(python) -m pytest -m soak
+
+INPUTS ?= 1000000
+fuzz: $(stamp)
+	@$(bin)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]' $(torch)
+	@$(python) tests/fuzz/fuzz.py --inputs $(INPUTS)
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	$(python) tests/fuzz/guided.py "$$folder" -atheris_runs=$$(($(INPUTS) / 10)) -print_final_stats=1
 
 docs: $(stamp)
 	@$(python) tests/architecture/readme_tables.py --write
