@@ -271,7 +271,7 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "unlisted-item": ("error", "bytes are stored for a tensor or chunk that the metadata does not list",
                       "the metadata is damaged: something was taken out of it"),
     "no-tensors": ("error", "the checkpoint names no tensor and no object", "the metadata is damaged"),
-    "rank-object": ("warning", "ranks hold different values of one object; the message says whose is kept",
+    "rank-object": ("warning", "ranks hold different values of one object; one of them, or each, is kept",
                     "look at the ranks' own files if the others matter"),
     "item-overlap": ("error", "two items share bytes of a file", "the metadata is damaged"),
     "length-mismatch": ("error", "an item cannot hold as many bytes as its chunk has",

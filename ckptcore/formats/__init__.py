@@ -12,6 +12,7 @@ from ckptcore.errors import (
     UnsupportedFormat,
 )
 from ckptcore.formats import (
+    accelerate,
     dcp,
     hf_quantized,
     hf_shards,
@@ -61,6 +62,7 @@ FORMATS: tuple[Format, ...] = (
     hf_quantized.FORMAT,
     safetensors.FORMAT,
     lightning.FORMAT,
+    accelerate.FORMAT,
     torch_ranks.FORMAT,
     torch_save.FORMAT,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from ckptcore.formats._accelerate import has_model
 from ckptcore.formats._olmo import is_step
 from ckptcore.formats.base import KnownFormat, Source
 
@@ -45,7 +46,7 @@ def _before_zip(source: Source) -> tuple[str, ...] | None:
 
 
 def _nested(source: Source) -> tuple[str, ...] | None:
-    if source.name is not None or ".metadata" in source.listing or is_step(source):
+    if source.name is not None or ".metadata" in source.listing or is_step(source) or has_model(source):
         return None
     inner = sorted(p.rsplit("/", 1)[0] for p in source.listing if p.endswith("/.metadata"))
     if not inner or any("/" not in p and p.endswith(".distcp") for p in source.listing):

@@ -90,9 +90,14 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
         raise MalformedCheckpoint(f"{path} ({size} bytes) is no torch zip", file=path)
     file = _File(source, path, builder)
     tree = file.objects.tree
-    if not isinstance(tree, dict):
-        raise UnsupportedFormat(f"{path} holds a {type(tree).__name__}, not a state dict")
     made = Content()
+    if not isinstance(tree, dict):
+        if not prefix:
+            raise UnsupportedFormat(f"{path} holds a {type(tree).__name__}, not a state dict")
+        for name, _, value in leaves_below(tree, prefix, (StoredView, Record)):
+            file.add(made, name, 0, value)
+        made.hidden = file.hidden(bool(made.refused))
+        return made
     optimizer = numbered(tree)
     made.params = _parameters(tree, optimizer.path if optimizer else None)
     if optimizer is not None:

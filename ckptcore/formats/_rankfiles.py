@@ -18,6 +18,7 @@ _RANK = re.compile(
     r"^(?P<stem>.*?)(?:[_.-]?world_size_(?P<world>\d{1,7}))?[_.-]?(?<![A-Za-z])rank[_.-]?(?P<rank>\d{1,7})"
     r"(?P<suffix>\.(?:pt|pth|bin|ckpt))$"
 )
+_NUMBER = re.compile(r"(\d+)(\.[a-z]+)$")  # the rank is what stands before the suffix
 # Ranks along one axis of parallelism: other formats' names, and no rank of the job.
 _AXIS = re.compile(r"(?:^|[_.-])(?:mp|tp|pp|ep|cp|dp|zero_pp)$")
 # What a file's stem says its content is called, when the ranks saved several kinds.
@@ -54,11 +55,11 @@ class RankFiles:
     def name_of(self, rank: int) -> str:
         """What the file of a rank is called, by the example of another's."""
         path = next(iter(self.paths.values()))
-        found = _RANK.match(path)
+        found = _NUMBER.search(path)
         assert found is not None
-        digits = found["rank"]
+        digits = found[1]
         wide = len(digits) if digits.startswith("0") else 0
-        return path[: found.start("rank")] + str(rank).zfill(wide) + found["suffix"]
+        return path[: found.start()] + str(rank).zfill(wide) + found[2]
 
 
 def is_rank_file(path: str) -> bool:

@@ -7,17 +7,18 @@ where that is what they are (random states), and refused where they can only be 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats._rankfile import Content, Piece, Plain, Shards, read_rank
 from ckptcore.formats._rankfiles import RankFiles
 from ckptcore.formats._rankoptim import Params, Shape
 from ckptcore.formats.base import Source
-from ckptcore.manifest import Blob, TensorSpec
+from ckptcore.manifest import Blob, Manifest, TensorSpec
 
 _MAX_TENSORS, _MAX_RANKS = 2_000_000, 1 << 20
 _TOLD = 100  # missing ranks that are named
@@ -26,6 +27,25 @@ _OWN = re.compile(
     r"(^|[._])(rng|random|seed|generator|dataloader|loader|sampler|extra)(s|_state|_states)?([._]|$)"
 )
 _STEP = re.compile(r"(^|\.)(global_)?(step|steps|iteration|last_epoch)$")
+
+
+def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manifest:
+    """The manifest of the kinds of rank files of one folder, as format ``name``.
+
+    A single kind keeps its names; several are told apart by what their files are called.
+    """
+    builder = Builder()
+    reader = RankReader(source, builder)
+    for kind in kinds:
+        reader.add(kind, kind.role if len(kinds) > 1 else "")
+    for kind in kinds:
+        builder.findings += reader.missing(kind)
+    builder.findings += _config(source, kinds)
+    world = next((k.world for k in kinds if k.world), None) or reader.world
+    origin: dict[str, Any] = {"prefix": reader.prefixes, "parts": [k.role for k in kinds]}
+    if world:
+        origin["world_size"] = world
+    return builder.build(name, source.store.url, origin)
 
 
 class RankReader:
@@ -44,12 +64,13 @@ class RankReader:
         self._shifts: dict[int, str] = {}  # rank in the job minus rank in the name -> a file
         self._seen: set[Any] = set()
 
-    def add(self, files: RankFiles, prefix: str) -> None:
+    def add(self, files: RankFiles, prefix: str, *, optional: bool = False) -> None:
         """Adds one kind of files; names begin with ``prefix`` and a dot, unless that is "".
 
+        optional: what is refused there is left out with a warning, tensors inside included.
         Raises as `read_rank` does, and when ranks contradict each other.
         """
-        part = _Part(files, self._builder, self._tensor)
+        part = _Part(files, self._builder, self._tensor, optional)
         for rank, path in files.paths.items():
             self._seen.clear()
             content = read_rank(self._source, path, prefix, self._builder, self._params.get(rank, ()))
@@ -73,7 +94,7 @@ class RankReader:
         for rank, path in files.paths.items():
             if world and rank >= world:
                 message = f"{path} is of rank {rank}, the save had {world} ranks"
-                told.append(finding("item-mismatch", "files", message, file=path))
+                told.append(finding("mixed-saves", "files", message, file=path))
         return told
 
     @property
@@ -120,8 +141,8 @@ class RankReader:
 class _Part:
     """What the ranks' files of one kind have in common, and what they have not."""
 
-    def __init__(self, files: RankFiles, builder: Builder, tensor: Any) -> None:
-        self._files, self._builder, self._tensor = files, builder, tensor
+    def __init__(self, files: RankFiles, builder: Builder, tensor: Any, optional: bool) -> None:
+        self._files, self._builder, self._tensor, self._optional = files, builder, tensor, optional
         self._plain: dict[str, list[tuple[int, Plain]]] = {}
         self._distributed: set[str] = set()
         self._values: dict[str, dict[str, Any]] = {}  # name -> digest -> value
@@ -157,7 +178,7 @@ class _Part:
         for name, refused in self._refused.items():
             self._tell("refused-global", f"object {name} needs {', '.join(refused)}", name)
             self._builder.blobs.append(Blob(name, -1, None, refused, known=False))
-            if self._hidden:
+            if self._hidden and not self._optional:
                 message = (
                     f"{name} may hold tensors: {self._hidden} bytes cannot be taken out of what is refused"
                 )
@@ -172,7 +193,11 @@ class _Part:
             for rank, plain in rows:
                 self._whole(name, plain, rank)
             return
-        own = bool(_OWN.search(name)) or kinds == {("uint8", s) for _, s in kinds if len(s) == 1}
+        own = (
+            self._optional
+            or bool(_OWN.search(name))
+            or kinds == {("uint8", s) for _, s in kinds if len(s) == 1}
+        )
         if not own and not self._distributed and not _STEP.search(name):
             first, last = (self._files.paths[rank] for rank, _ in (rows[0], rows[-1]))
             raise UnsupportedFormat(
@@ -199,9 +224,26 @@ class _Part:
     def _differs(self, name: str, own: bool) -> None:
         if _STEP.search(name):
             message = f"{name} is not the same in every rank's file: the files are of different steps"
-            self._tell("item-mismatch", message, name)
+            self._tell("mixed-saves", message, name)
         elif not own:
             self._tell("rank-object", f"{name} differs between ranks, and is kept for each of them", name)
 
     def _tell(self, code: str, message: str, name: str) -> None:
         self._builder.findings.append(finding(code, "files", message, fqn=name))
+
+
+def _config(source: Source, kinds: tuple[RankFiles, ...]) -> list[Finding]:
+    """verl's ``fsdp_config.json`` repeats the world size; older saves have none."""
+    name = "fsdp_config.json"
+    if not 0 < source.listing.get(name, 0) < 1 << 16:
+        return []
+    try:
+        told = json.loads(source.store.read(name, 0, source.listing[name]))
+    except (CkptError, ValueError, RecursionError):
+        return [finding("malformed-metadata", "files", f"{name} is no JSON", file=name)]
+    world = told.get("world_size") if isinstance(told, dict) else None
+    named = next((k.world for k in kinds if k.world), None)
+    if type(world) is not int or named is None or world == named:
+        return []
+    message = f"{name} says {world} ranks, the files' names say {named}"
+    return [finding("mixed-saves", "files", message, file=name)]

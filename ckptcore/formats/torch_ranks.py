@@ -7,15 +7,12 @@ says which boxes its rank holds; the ranks' files are one checkpoint together.
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
-from ckptcore.builder import Builder
-from ckptcore.errors import AmbiguousModel, CkptError, Finding, finding
+from ckptcore.errors import AmbiguousModel
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats._rankfiles import RankFiles, rank_files
-from ckptcore.formats._rankread import RankReader
+from ckptcore.formats._rankread import read_ranks
 from ckptcore.formats._torchzip import is_zip
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest
@@ -63,25 +60,6 @@ def read(source: Source) -> Manifest:
     return join(_NAME, source.store.url, [Part(manifest, folders[0])], manifest.origin)
 
 
-def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manifest:
-    """The manifest of the kinds of rank files of one folder, as format ``name``.
-
-    A single kind keeps its names; several are told apart by what their files are called.
-    """
-    builder = Builder()
-    reader = RankReader(source, builder)
-    for kind in kinds:
-        reader.add(kind, kind.role if len(kinds) > 1 else "")
-    for kind in kinds:
-        builder.findings += reader.missing(kind)
-    builder.findings += _config(source, kinds)
-    world = next((k.world for k in kinds if k.world), None) or reader.world
-    origin: dict[str, Any] = {"prefix": reader.prefixes, "parts": [k.role for k in kinds]}
-    if world:
-        origin["world_size"] = world
-    return builder.build(name, source.store.url, origin)
-
-
 def rank_files_of(source: Source) -> tuple[RankFiles, ...]:
     """`rank_files`, or those of one save where the names tell of two: `read` says so."""
     try:
@@ -97,23 +75,6 @@ def _folders(source: Source) -> list[str]:
 
 def _is_zip(source: Source, path: str) -> bool:
     return source.listing[path] >= 4 and is_zip(source.store.read(path, 0, 4))
-
-
-def _config(source: Source, kinds: tuple[RankFiles, ...]) -> list[Finding]:
-    """verl's ``fsdp_config.json`` repeats the world size; older saves have none."""
-    name = "fsdp_config.json"
-    if not 0 < source.listing.get(name, 0) < 1 << 16:
-        return []
-    try:
-        told = json.loads(source.store.read(name, 0, source.listing[name]))
-    except (CkptError, ValueError, RecursionError):
-        return [finding("malformed-metadata", "files", f"{name} is no JSON", file=name)]
-    world = told.get("world_size") if isinstance(told, dict) else None
-    named = next((k.world for k in kinds if k.world), None)
-    if type(world) is not int or named is None or world == named:
-        return []
-    message = f"{name} says {world} ranks, the files' names say {named}"
-    return [finding("item-mismatch", "files", message, file=name)]
 
 
 FORMAT = Format(

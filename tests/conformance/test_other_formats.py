@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,8 @@ def test_refused_by_name_or_exact(other: Sample, cli: Cli, tmp_path: Path) -> No
         for kept in (other.root / "expected.safetensors", other.root / "expected_optim.safetensors"):
             if kept.exists():
                 truth = expected_tensors(kept)
+                if not any(n.startswith("model.") for n in found):  # a state dict without a container
+                    truth = {n.removeprefix("model."): v for n, v in truth.items()}
                 prefix = prefix_of(truth, found)
                 assert prefix is not None, f"{kept.name} is not what the checkpoint holds"
                 assert not differences(truth, found, prefix)
@@ -137,12 +140,14 @@ def test_nothing_known(content: str, cli: Cli, tmp_path: Path) -> None:
 def test_a_folder_of_two_checkpoints_names_them(
     cli: Cli, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Accelerate writes model and optimizer side by side: the folder above says so."""
+    """Two checkpoints side by side, of nobody's layout: the folder above says so."""
     found = {s.name: s for s in request.config.stash[SAMPLES]}
     root = found["accelerate_fsdp2_2r"].root
-    done = cli("consolidate", root / "ckpt", tmp_path / "out", "--output", "json")
+    for old, new in (("pytorch_model_fsdp_0", "one"), ("optimizer_0", "other")):
+        shutil.copytree(root / "ckpt" / old, tmp_path / "both" / new)
+    done = cli("consolidate", tmp_path / "both", tmp_path / "out", "--output", "json")
     assert done.code in {4, 5}, done
     error = done.json["error"]
     said = error["message"] + error["hint"] + json.dumps(error["values"])
-    assert "pytorch_model_fsdp_0" in said
-    assert "optimizer_0" in said
+    assert "one" in said
+    assert "other" in said
