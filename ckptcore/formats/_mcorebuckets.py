@@ -20,6 +20,7 @@ from ckptcore.errors import CkptError, finding
 from ckptcore.formats._mcoreparams import Parameter, Registration, Unregistered
 from ckptcore.formats._mcorerecut import Piece, recut
 from ckptcore.manifest import Manifest
+from ckptcore.objects import Named, decode
 
 ALIGN = 64  # elements (param_and_grad_buffer.py, _pad_start_of_param_if_needed)
 _FLAT = re.compile(
@@ -74,6 +75,14 @@ def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
         reason = getattr(error, "message", None) or str(error)
         message = f"{len(flat)} flat optimizer buffers stay as they are: {reason}"
         return replace(manifest, findings=(*manifest.findings, finding("flat-buffers", "cover", message)))
+
+
+def stored_args(manifest: Manifest) -> Mapping[str, Any]:
+    """The training arguments that a checkpoint keeps as its object ``args``; {} when there are none."""
+    tree = next((b.tree for b in manifest.blobs if b.key == "args" and b.known), None)
+    value = decode(tree) if tree is not None else None
+    value = value.value if isinstance(value, Named) and value.kind == "namespace" else value
+    return value if isinstance(value, dict) else {}
 
 
 def lay_out(

@@ -13,6 +13,7 @@ from typing import Any
 from ckptcore.builder import Builder
 from ckptcore.errors import NotComplete, finding
 from ckptcore.formats._dcpread import DATA, parse_folder, read_folder
+from ckptcore.formats._mcorebuckets import map_buckets, stored_args
 from ckptcore.formats._mcoreconfig import CONFIG, INTEGRITY, Config, digests, marked, read_config
 from ckptcore.formats._mcoreflat import left_flat, restored
 from ckptcore.formats._mcoreobjects import COMMON_FILE, LISTED, add_file, common_name, grids, spread_common
@@ -71,7 +72,8 @@ def read(source: Source) -> Manifest:
         message = f"{COMMON_FILE} is not there, and {CONFIG} says that the common state was saved in it"
         findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
     whole = spread_common(join(NAME, source.store.url, parts, _origin(folder, told, kept)))
-    return replace(whole, findings=(*whole.findings, *findings, *grids(whole.blobs)))
+    whole = replace(whole, findings=(*whole.findings, *findings, *grids(whole.blobs)))
+    return map_buckets(whole, stored_args(whole))
 
 
 def _common(source: Source) -> Manifest:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from ckptcore.builder import Builder
 from ckptcore.errors import NotComplete, finding
 from ckptcore.formats import _zarr
+from ckptcore.formats._mcorebuckets import map_buckets, stored_args
 from ckptcore.formats._mcoreconfig import CONFIG, read_config
 from ckptcore.formats._mcoreobjects import COMMON_FILE, add_file, grids
 from ckptcore.formats._mcorewrite import arrange_zarr
@@ -68,7 +69,8 @@ def read(source: Source) -> Manifest:
         builder.findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
     origin = {} if told is None else {"backend": told.backend, "backend_version": told.version}
     found = builder.build(NAME, source.store.url, origin)
-    return replace(found, findings=(*found.findings, *grids(found.blobs)))
+    found = replace(found, findings=(*found.findings, *grids(found.blobs)))
+    return map_buckets(found, stored_args(found))
 
 
 def _arrays(source: Source) -> list[str]:
