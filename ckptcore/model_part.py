@@ -71,6 +71,7 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
     told = manifest.origin.get("model")
     if told and any(n.startswith(told["prefix"]) for n in names):
         return ModelPart(told["prefix"], told["because"])
+    _require_shapes(names)
     states = _optimizer(names)
     if states:
         found = _by_optimizer(names, states)
@@ -106,6 +107,17 @@ def _named(names: Sequence[str], prefix: str) -> ModelPart:
     states = _optimizer(names)
     beside = _beside(root, names, set(states)) if root == "" else ()
     return ModelPart(root, f"--model-prefix {prefix} ({count} tensors)", beside)
+
+
+def _require_shapes(names: Sequence[str]) -> None:
+    """OLMo-core's direct saves keep weights as the optimizer's flat ``<fqn>.main`` only."""
+    held = set(names)
+    flat = [n for n in names if n.endswith(".main") and n.removesuffix("main") + "exp_avg" in held]
+    if flat:
+        raise AmbiguousModel(
+            f"{len(flat)} weights are stored flat, as the optimizer's {flat[0]}: nothing tells their shapes",
+            hint="load it with OLMo-core and save the model's state dict; consolidate keeps them flat",
+        )
 
 
 def _optimizer(names: Sequence[str]) -> dict[str, set[str]]:

@@ -59,6 +59,13 @@ def plain_name(name: str) -> str:
     return name.replace(WRAPPED, "")
 
 
+def model_told(names: Iterable[str]) -> dict[str, Any]:
+    """Where the model is, for the manifest's origin."""
+    if not any(n.startswith("model.") for n in names):
+        return {}
+    return {"model": {"prefix": "model.", "because": "OLMo's trainers keep the model under model."}}
+
+
 def train_part(source: Source) -> Part | None:
     """The trainer's state as a manifest of its own, or None where there is none.
 

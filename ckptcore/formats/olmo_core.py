@@ -34,7 +34,7 @@ from typing import Any
 
 from ckptcore.errors import Finding, NotComplete, finding
 from ckptcore.formats._dcpread import DATA, read_folder
-from ckptcore.formats._olmo import DCP, TRAIN_FILE, missing_part, require_renamed, train_part
+from ckptcore.formats._olmo import DCP, TRAIN_FILE, missing_part, model_told, require_renamed, train_part
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest
@@ -95,6 +95,7 @@ def read(source: Source) -> Manifest:
         findings.append(missing_part("train", "train/rank0.pt: the trainer's own state"))
     told, found = _marker(source)
     findings += found if not bare or MARKER in source.listing else ()
+    told |= model_told(t.fqn for t in stored.tensors)
     told |= {p.split(".")[0]: p for p in _CONFIGS if p in source.listing}
     return join(NAME, source.store.url, parts, origin | told, findings)
 

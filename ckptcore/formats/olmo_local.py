@@ -17,7 +17,7 @@ from ckptcore.box import flat_start, from_flat_range
 from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import MalformedCheckpoint, NotComplete, finding
-from ckptcore.formats._olmo import missing_part, require_renamed, train_part
+from ckptcore.formats._olmo import missing_part, model_told, require_renamed, train_part
 from ckptcore.formats._olmoflat import TABLE, Slice, slices
 from ckptcore.formats._olmogroups import numbered, plain_groups
 from ckptcore.formats._parts import Part, join
@@ -69,7 +69,7 @@ def read(source: Source) -> Manifest:
     for rank, path in sorted(files["optim"].items()):
         if rank in held:
             state.optim(path, held[rank])
-    told = {"world_size": world}
+    told: dict[str, Any] = {"world_size": world} | model_told(["model."])
     parts = [Part(state.builder.build(NAME, source.store.url, told))]
     findings = [] if files["optim"] else [missing_part("optim", "optim/ beside model/")]
     train = train_part(source)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptcore.builder import Builder
 from ckptcore.errors import MalformedCheckpoint, NameMismatch
-from ckptcore.formats._olmo import missing_part, plain_name
+from ckptcore.formats._olmo import missing_part, model_told, plain_name
 from ckptcore.formats._olmogroups import numbered, plain_groups
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats._pickle import loads
@@ -64,8 +64,8 @@ def read(source: Source) -> Manifest:
             reader = _safetensors if file.endswith(".safetensors") else _torch
             parts.append(Part(reader(source, file, part)))
     findings = [] if len(parts) > 1 else [missing_part("optim", "optim and train beside model")]
-    config = {"config": "config.yaml"} if "config.yaml" in source.listing else {}
-    return join(NAME, source.store.url, parts, config, findings)
+    told = model_told(["model."]) | ({"config": "config.yaml"} if "config.yaml" in source.listing else {})
+    return join(NAME, source.store.url, parts, told, findings)
 
 
 def _torch(source: Source, file: str, part: str) -> Manifest:

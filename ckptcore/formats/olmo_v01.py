@@ -23,7 +23,7 @@ from typing import Any
 
 from ckptcore.builder import Builder
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsafeContent, finding
-from ckptcore.formats._olmo import missing_part, require_renamed, train_part
+from ckptcore.formats._olmo import missing_part, model_told, require_renamed, train_part
 from ckptcore.formats._olmov01 import METADATA, Folder, Stored
 from ckptcore.formats._olmov01write import arrange
 from ckptcore.formats._parts import Part, join
@@ -73,7 +73,7 @@ def read(source: Source) -> Manifest:
         manifest, rename = _folder(source.below(folder))
         parts.append(Part(manifest, folder, _RENAMES[folder](rename)))
     findings = [missing_part(f, f"{f}/ beside {folders[0]}/") for f in ("model", "optim") if f not in folders]
-    origin: dict[str, Any] = {}
+    origin: dict[str, Any] = model_told(["model."] if "model" in folders else [])
     train = train_part(source)
     if train is not None:
         parts.append(train)
@@ -174,4 +174,5 @@ FORMAT = Format(
     detect=detect,
     read=read,
     arrange=arrange,
+    nests=True,  # in the order of saving, flattened parameter groups become groups again
 )
