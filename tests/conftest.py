@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-# Under `--import-mode=importlib` pytest adds nothing to `sys.path`; test helpers live in these two.
+# Under `--import-mode=importlib` pytest adds nothing to `sys.path`; test helpers live in these.
 HERE = Path(__file__).parent
-for folder in (HERE, HERE / "conformance"):
+for folder in (HERE, HERE / "conformance", HERE / "formats"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -56,7 +56,9 @@ def detect(source: Source) -> Evidence | None:
         found = {k: n for k, n in found.items() if k}  # loose files beside model/ and optim/ are strays
     told = [f"{n} {f}rank_R.safetensors" for f, n in sorted(found.items())]
     told += [f"found {f}{METADATA}" for f in sorted(found) if f + METADATA in source.listing]
-    return Evidence("olmo_v01", tuple(told)) if told else None
+    # The only file of one rank looks like a safetensors folder's.
+    refines = ("safetensors",) if found == {"": 1} and "model.safetensors" not in source.listing else ()
+    return Evidence("olmo_v01", tuple(told), refines) if told else None
 
 
 def read(source: Source) -> Manifest:
