@@ -1,0 +1,378 @@
+"""OLMo-core trainer steps, OLMo's local and unsharded checkpoints: every layout, and what must be refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import pickletools
+import sys
+from collections import namedtuple
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from olmo_samples import codes, copied, pickled, sample, tensors, truth
+from safetensors.torch import load_file, save_file
+from samples import differences, read_safetensors, value
+
+import ckptcore
+from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete, UnsafeContent
+from ckptcore.objects import decode
+
+CORE, LOCAL, WHOLE = "v3_bf16params_ws2", "olmo1_local_ws2", "olmo1_unsharded_safetensors"
+
+
+def objects(path: Path) -> dict[str, Any]:
+    return {b.key: decode(b.tree) for b in ckptcore.open(str(path)).blobs if b.known}
+
+
+def warnings(path: Path) -> list[str]:
+    return [f.code for f in ckptcore.open(str(path)).findings if f.severity == "warning"]
+
+
+@pytest.mark.parametrize("name", [CORE, LOCAL, WHOLE])
+def test_step_folders_are_the_truth(name: str, request: pytest.FixtureRequest) -> None:
+    """Weights and optimizer state of each sample, bit for bit, and nothing more."""
+    root = sample(request, name)
+    step = next(p for p in root.iterdir() if p.name.startswith("step"))
+    manifest = ckptcore.open(str(step))
+    assert ckptcore.check(manifest, "bytes").ok
+    found = tensors(manifest)
+    assert found.keys() == truth(root).keys()
+    assert not differences(truth(root), found)
+
+
+# OLMo-core 1.0 and later
+
+
+def test_a_step_tells_of_its_writer(request: pytest.FixtureRequest) -> None:
+    """`.metadata.json`, the trainer's state, the config's name: what there is beside tensors."""
+    step = sample(request, CORE) / "step3"
+    manifest = ckptcore.open(str(step))
+    assert manifest.format == "olmo_core"
+    assert manifest.origin["writer_version"] == "3.0.0"
+    assert manifest.origin["ephemeral"] is False
+    assert manifest.origin["config"] == "config.json"
+    found = objects(step)
+    assert found["train.global_step"] == 3
+    assert found["train.data_loader"] == {"epoch": 1, "batches_processed": 3}
+    assert found["optim.param_groups.embeddings.weight.weight_decay"] == 0.0
+    assert ckptcore.open(str(step / "model_and_optim")).format == "olmo_core"
+
+
+def test_trainer_state_that_differs_by_rank(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Equal values once, others per rank; tensors among them are tensors."""
+    step = copied(request, CORE, tmp_path)
+    for rank in (0, 1):
+        state = {"global_step": 3, "world_size": 2, "rng": {"torch": torch.arange(4) + rank, "python": rank}}
+        torch.save(state, step / "train" / f"rank{rank}.pt")
+    found = objects(step)
+    assert found["train.world_size"] == 2
+    assert [found[f"train.rank{r}.rng.python"] for r in (0, 1)] == [0, 1]
+    held = tensors(ckptcore.open(str(step)))
+    assert held["train.rank1.rng.torch"] == value(torch.arange(4) + 1)
+    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01")
+    for rank in (0, 1):
+        back = torch.load(tmp_path / "out" / "train" / f"rank{rank}.pt", weights_only=True)
+        assert torch.equal(back["rng"]["torch"], torch.arange(4) + rank)
+        assert (back["rng"]["python"], back["global_step"]) == (rank, 3)
+
+
+def test_unfinished_steps(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The folder a save works in, a step without tensors, a DCP save that did not end."""
+    step = copied(request, CORE, tmp_path)
+    working = step.rename(step.with_name("step3-tmp"))
+    with pytest.raises(NotComplete, match="renamed"):
+        ckptcore.open(str(working))
+    step = working.rename(step)
+    (step / "model_and_optim" / ".metadata").unlink()
+    with pytest.raises(NotComplete):
+        ckptcore.open(str(step))
+    for path in (step / "model_and_optim").iterdir():
+        path.unlink()
+    with pytest.raises(NotComplete, match="model_and_optim"):
+        ckptcore.open(str(step))
+
+
+def test_parts_that_are_gone(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Without the trainer's own files the tensors are whole: they are read, and it is said."""
+    step = copied(request, CORE, tmp_path)
+    (step / "train" / "rank1.pt").unlink()
+    assert warnings(step) == ["missing-part"]
+    (step / "train" / "rank0.pt").unlink()
+    (step / ".metadata.json").unlink()
+    assert warnings(step) == ["missing-part", "missing-part"]
+    assert not codes(step)
+
+
+def test_files_of_two_steps(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A rank's trainer state of another step, or of another world size, is an error."""
+    step = copied(request, CORE, tmp_path)
+    torch.save({"global_step": 2, "world_size": 2}, step / "train" / "rank1.pt")
+    assert codes(step) == {"mixed-saves"}
+    torch.save({"global_step": 3, "world_size": 4}, step / "train" / "rank1.pt")
+    assert codes(step) == {"mixed-saves"}
+
+
+def test_empty_data_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Writer threads without work leave files of 0 bytes: no finding that matters."""
+    step = copied(request, CORE, tmp_path)
+    (step / "model_and_optim" / "__0_9.distcp").write_bytes(b"")
+    assert not codes(step)
+    assert not warnings(step)
+
+
+def test_torch_new_of_olmo(tmp_path: Path) -> None:
+    """OLMo's torch_new: plain torch's DCP in model_and_optim/, config.yaml instead of a marker."""
+    import torch.distributed.checkpoint as dcp
+
+    step = tmp_path / "step5"
+    state = {"model": {"a.w": torch.randn(3, 4)}, "optim": {"state": {"a.w": {"exp_avg": torch.randn(3, 4)}}}}
+    dcp.save(state, checkpoint_id=step / "model_and_optim", no_dist=True)
+    (step / "train").mkdir()
+    torch.save({"global_step": 5, "world_size": 1}, step / "train" / "rank0.pt")
+    (step / "config.yaml").write_text("run_name: x\n")
+    manifest = ckptcore.open(str(step))
+    assert manifest.format == "olmo_core"
+    assert not manifest.findings
+    assert tensors(manifest)["optim.state.a.w.exp_avg"] == value(state["optim"]["state"]["a.w"]["exp_avg"])
+
+
+def test_direct_saves_keep_their_flat_weights(tmp_path: Path) -> None:
+    """`save_state_dict_direct`: consolidated as stored, never exported as a model."""
+    import torch.distributed.checkpoint as dcp
+
+    state = {"blocks.0.w.main": torch.randn(12), "blocks.0.w.exp_avg": torch.randn(12),
+             "blocks.0.w.step": torch.tensor(1.0), "router.score_bias": torch.zeros(2)}  # fmt: skip
+    dcp.save(state, checkpoint_id=tmp_path / "step1" / "model_and_optim", no_dist=True)
+    ckptcore.convert(str(tmp_path / "step1"), str(tmp_path / "out"))
+    assert read_safetensors(tmp_path / "out") == {k: value(v) for k, v in state.items()}
+    with pytest.raises(AmbiguousModel, match="flat"):
+        ckptcore.convert(str(tmp_path / "step1"), str(tmp_path / "hf"), verb="export")
+
+
+def test_export_takes_the_model(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Of a whole step, an export holds the weights under their own names, and nothing of the trainer."""
+    root = sample(request, CORE)
+    ckptcore.convert(str(root / "step3"), str(tmp_path / "hf"), verb="export")
+    assert read_safetensors(tmp_path / "hf") == read_safetensors(root / "expected.safetensors")
+
+
+# OLMo local: flat parameters
+
+Info = namedtuple("_ShardParamInfo", "in_shard offset_in_shard numel_in_shard intra_param_start_idx "
+                  "intra_param_end_idx", module="torch.distributed.fsdp.flat_param")  # fmt: skip
+OUT = Info(False, None, None, None, None)
+
+
+def write_local(step: Path, generation: str, *, padding: int = 0, names: bool = True) -> dict[str, Any]:
+    """Two parameters in one flat parameter over three ranks; gives the tensors that it holds."""
+    a, b = torch.randn(3, 4), torch.randn(5)
+    flat = torch.cat([a.reshape(-1), b, torch.zeros(padding + (-17 - padding) % 3)])
+    size = flat.numel() // 3
+    for folder in ("model", "optim", "train"):
+        (step / folder).mkdir(parents=True)
+    where = [("w.a", 0, 12), ("w.b", 12, 17)]
+    for rank in range(3):
+        low, high = rank * size, (rank + 1) * size
+        infos, offsets, held = [], [], {}
+        for name, start, stop in where:
+            lo, hi = max(low, start), min(high, stop)
+            infos.append(Info(True, lo - low, hi - lo, lo - start, hi - start - 1) if lo < hi else OUT)
+            if lo < hi:
+                offsets.append((lo - start, hi - start - 1))
+                held[name] = (lo, hi)
+        first = next(i for i, info in enumerate(infos) if info.in_shard)
+        handle = {
+            "flat_param.data": flat[low:high].clone(), "flat_param._fqns": ["w.a", "w.b"],
+            "flat_param._shapes": [torch.Size([3, 4]), torch.Size([5])], "flat_param._numels": [12, 5],
+            "flat_param._shard_numel_padded": max(0, high - 17) if rank == 2 else 0,
+        }  # fmt: skip
+        if generation == "infos":
+            handle["flat_param._shard_param_infos"] = tuple(infos)
+        else:
+            handle["flat_param._shard_indices"] = (first, first + len(offsets) - 1)
+            handle["flat_param._shard_param_offsets"] = offsets
+        modules = [{"name": "_fsdp_wrapped_module.top", "handles": [handle]}]
+        save_with_infos({"modules": modules}, step / "model" / f"rank{rank}.pt")
+        moments = {n: flat[lo:hi] + 1 for n, (lo, hi) in held.items()}
+        state = {i: {"step": torch.tensor(2.0), "exp_avg": moments[n].clone()}
+                 for i, (n, _, _) in enumerate(where) if n in moments}  # fmt: skip
+        group = {"lr": 0.1, "params": [0, 1]}
+        if names:
+            group["param_names"] = [f"_fsdp_wrapped_module.top._fsdp_wrapped_module.{n}" for n, _, _ in where]
+        torch.save({"state": state, "param_groups": [group]}, step / "optim" / f"rank{rank}.pt")
+        torch.save({"global_step": 1, "world_size": 3}, step / "train" / f"rank{rank}.pt")
+    (step / "metadata.yaml").write_text("world_size: 3\n")
+    (step / "config.yaml").write_text("run_name: x\n")
+    held = {f"model.top.{n}": t for n, t in (("w.a", a), ("w.b", b))}
+    if names:
+        held |= {f"optim.state.top.{n}.exp_avg": t + 1 for n, t in (("w.a", a), ("w.b", b))}
+        held |= {f"optim.state.top.{n}.step": torch.tensor(2.0) for n in ("w.a", "w.b")}
+    return {k: value(v) for k, v in held.items()}
+
+
+def save_with_infos(tree: Any, path: Path) -> None:
+    """torch.save, with `_ShardParamInfo` pickled under torch 2.1's module name."""
+    module = ModuleType(Info.__module__)
+    module._ShardParamInfo = Info  # type: ignore[attr-defined]
+    before = sys.modules.get(Info.__module__)
+    sys.modules[Info.__module__] = module
+    try:
+        torch.save(tree, path)
+    finally:
+        sys.modules.pop(Info.__module__)
+        if before is not None:
+            sys.modules[Info.__module__] = before
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("generation", ["infos", "indices"])
+def test_flat_parameters_of_every_torch(generation: str, padding: int, tmp_path: Path) -> None:
+    """Places as torch up to 2.0 and as later releases keep them; padding is never an element."""
+    wanted = write_local(tmp_path / "step1", generation, padding=padding)
+    manifest = ckptcore.open(str(tmp_path / "step1"))
+    assert manifest.format == "olmo_local"
+    assert not ckptcore.check(manifest, "bytes").findings
+    assert tensors(manifest) == wanted
+    groups = objects(tmp_path / "step1")
+    assert groups["optim.param_groups.0"]["param_names"] == ["top.w.a", "top.w.b"]
+
+
+def test_local_damage(tmp_path: Path) -> None:
+    """A lost rank, another world size, an altered place, copies of `step` that differ."""
+    step = tmp_path / "step1"
+    write_local(step, "infos")
+    (step / "metadata.yaml").write_text("world_size: 4\n")
+    assert codes(step) == {"missing-rank"}
+    (step / "metadata.yaml").write_text("world_size: 3\n")
+    lost = (step / "model" / "rank1.pt").read_bytes()
+    (step / "model" / "rank1.pt").unlink()
+    assert codes(step) >= {"missing-rank", "hole"}
+    (step / "model" / "rank1.pt").write_bytes(lost[:-100])
+    assert codes(step) == {"malformed"}
+    (step / "model" / "rank1.pt").write_bytes(lost)
+    state = torch.load(step / "optim" / "rank1.pt")
+    state["state"][0]["step"] = torch.tensor(9.0)
+    torch.save(state, step / "optim" / "rank1.pt")
+    assert codes(step) == {"replica-mismatch"}
+
+
+def test_local_optimizer_without_names(tmp_path: Path) -> None:
+    """State that nothing names stops a consolidation, and not an export of the model."""
+    wanted = write_local(tmp_path / "step1", "infos", names=False)
+    assert codes(tmp_path / "step1") == {"refused-tensors"}
+    ckptcore.convert(str(tmp_path / "step1"), str(tmp_path / "hf"), verb="export")
+    assert read_safetensors(tmp_path / "hf") == {k.removeprefix("model."): v for k, v in wanted.items()}
+
+
+def test_local_save_that_did_not_end(tmp_path: Path) -> None:
+    """config.yaml and metadata.yaml are written last."""
+    write_local(tmp_path / "step1", "infos")
+    (tmp_path / "step1" / "config.yaml").unlink()
+    (tmp_path / "step1" / "metadata.yaml").unlink()
+    with pytest.raises(NotComplete):
+        ckptcore.open(str(tmp_path / "step1"))
+
+
+# OLMo unsharded
+
+
+def encoded(path: tuple[Any, ...], is_pickled: bool, protocol: int = 4) -> str:
+    return base64.urlsafe_b64encode(pickle.dumps((path, is_pickled), protocol)).decode()
+
+
+def test_a_file_with_pickled_names(request: pytest.FixtureRequest) -> None:
+    """Named alone, its tensors have the names inside the pickles."""
+    root = sample(request, WHOLE)
+    manifest = ckptcore.open(str(root / "step2-unsharded" / "model.safetensors"))
+    assert tensors(manifest) == read_safetensors(root / "expected.safetensors")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_names_of_every_protocol(protocol: int, tmp_path: Path) -> None:
+    """What marks such a file are names that begin a pickle."""
+    save_file({encoded(("a.w",), False, protocol): torch.ones(2)}, tmp_path / "model.safetensors")
+    assert tensors(ckptcore.open(str(tmp_path))) == {"model.a.w": value(torch.ones(2))}
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("this must never be printed",)
+
+
+def test_a_name_with_a_global_is_unsafe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Code in a tensor's name is refused by that name and never run."""
+    bad = base64.urlsafe_b64encode(pickle.dumps(((Evil(),), False), 4)).decode()
+    assert any(op.name == "STACK_GLOBAL" for op, _, _ in pickletools.genops(base64.urlsafe_b64decode(bad)))
+    save_file({bad: torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsafeContent, match="print"):
+        ckptcore.open(str(tmp_path))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["plain.name", "gASV", encoded((("a",),), False), encoded((), False),
+                                  base64.urlsafe_b64encode(pickle.dumps("a", 4)).decode()])  # fmt: skip
+def test_names_that_are_no_paths(name: str, tmp_path: Path) -> None:
+    """Among pickled names every other one is an error."""
+    save_file({encoded(("a.w",), False): torch.ones(2), name: torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(MalformedCheckpoint):
+        ckptcore.open(str(tmp_path / "model.safetensors"))
+
+
+def test_a_value_with_a_global_is_kept_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pickled value that needs a class is named and left out; tensors beside it are read."""
+    save_file({encoded(("a",), False): torch.ones(2), encoded(("b",), True): pickled({"x": Evil()})},
+              tmp_path / "model.safetensors")  # fmt: skip
+    manifest = ckptcore.open(str(tmp_path))
+    assert [(b.key, b.known) for b in manifest.blobs] == [("model.b", False)]
+    assert capsys.readouterr().out == ""
+
+
+def test_unsharded_torch_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The same checkpoint as `.pt` files, by number and by name, reads as the same tensors."""
+    root = sample(request, WHOLE)
+    model = load_file(root / "expected.safetensors")
+    moments = load_file(root / "expected_optim.safetensors")
+    names = list(model)
+    for spelling in ("numbers", "names"):
+        step = tmp_path / spelling
+        step.mkdir()
+        key = {n: i if spelling == "numbers" else n for i, n in enumerate(names)}
+        state: dict[Any, dict[str, torch.Tensor]] = {}
+        for name, tensor in moments.items():
+            fqn, _, moment = name.partition("::")
+            state.setdefault(key[fqn], {})[moment] = tensor
+        group = {"lr": 0.1, "params": [key[n] for n in names], "param_names": names}
+        torch.save(model, step / "model.pt")
+        torch.save({"state": state, "param_groups": [group]}, step / "optim.pt")
+        torch.save({"epoch": 0, "rng": {"torch": torch.arange(3)}}, step / "train.pt")
+        (step / "config.yaml").write_text("run_name: x\n")
+        manifest = ckptcore.open(str(step))
+        assert manifest.format == "olmo_unsharded"
+        found = tensors(manifest)
+        assert found.pop("train.rng.torch") == value(torch.arange(3))
+        assert found == truth(root)
+        assert objects(step)["optim.param_groups.0"]["param_names"] == names
+
+
+def test_a_plain_torch_file_is_no_olmo_checkpoint(tmp_path: Path) -> None:
+    """One model.pt beside anybody's config.yaml keeps the names inside it."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    (tmp_path / "config.yaml").write_text("x: 1\n")
+    manifest = ckptcore.open(str(tmp_path))
+    assert manifest.format == "torch_save"
+    assert list(manifest.index) == ["w"]
+
+
+def test_ordinary_safetensors_stay_what_they_are(tmp_path: Path) -> None:
+    """Names that are not pickles are names."""
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, buffer)
+    save_file({"gaSV.w": torch.ones(2), "h": torch.ones(1)}, tmp_path / "model.safetensors",
+              metadata={"format": "pt", "note": json.dumps({"a": 1})})  # fmt: skip
+    assert ckptcore.open(str(tmp_path)).format == "safetensors"
