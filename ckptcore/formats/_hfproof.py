@@ -1,6 +1,6 @@
 """What proves that no shard is missing, when no file says how large a tensor is, or how many ranks wrote?
 
-1. Ranks are numbered from 1 without a gap, in every model file, unless a tensor is whole as it stands.
+1. Ranks are numbered from 1, and those that hold something write a file without leaving one out.
 2. torch.chunk cuts n elements for k ranks into parts of ceil(n / k), a shorter one, then empty ones. So a
    shorter or an empty last part ends its tensor, and where only one k gives the lengths that are
    there, k is how many ranks wrote. If those ranks are all there, every tensor is whole.
@@ -20,10 +20,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A file that must have been there: the rank and model file, from 1, and why."""
+    """A file that is not there, and why it should be. sure: whether a rank without it cannot be."""
 
     path: str
     why: str
+    sure: bool
 
 
 def extent(parts: Sequence[Part]) -> Shape:
@@ -62,26 +63,35 @@ def writers(parts: Sequence[Part]) -> int | None:
 
 
 def missing(shards: Shards) -> Iterator[Missing]:
-    """Files between those that are there, and files of ranks that are there in other model files.
+    """Files that are not there although there are some of higher ranks, or of their rank.
 
-    A model file of tensors that are whole as they stand needs no other rank.
+    A rank that holds nothing of a model file writes none of it, and torch drops replicas: only where a
+    tensor ends just before that rank, as if cut off, it is sure that the file is missing.
     """
     ranks, of = shards.ranks, max(shards.of, default=1)
-    models = {model for _, model in shards.present} | {p.model for ps in shards.parts.values() for p in ps}
-    lost = [m for m in range(1, of + 1) if m not in models] if of <= len(models) + 10_000 else []
-    if lost or of > len(models) + 10_000:
-        rest = of - len(models)
-        yield Missing(f"model file {lost[0]} of {of}" if lost else f"{rest} of {of} model files",
-                      f"{rest} of {of} model files have no shard at all")  # fmt: skip
-    open_models = {ps[0].model for ps in shards.parts.values() if not ended(ps)}
+    models = sorted({parts[0].model for parts in shards.parts.values()})
+    ends = {(_next_rank(parts, ranks), parts[0].model) for parts in shards.parts.values()}
+    cut = {parts[0].model for parts in shards.parts.values() if len(parts) > 1 and not ended(parts)}
+    if len(models) < of:
+        first = next(m for m in range(1, of + 1) if m not in models)
+        yield Missing(_path(1, first, of), f"{of - len(models)} of {of} model files have no shard", sure=True)
     anywhere = {rank for rank, _ in shards.present}
     for rank in range(1, ranks + 1):
-        if rank not in anywhere:
-            yield Missing(_path(rank, 1, of), f"there are shards of rank {ranks - 1}, and none of {rank - 1}")
-            continue
-        for model in sorted(open_models):
-            if (rank, model) not in shards.present and ranks:
-                yield Missing(_path(rank, model, of), f"rank {rank - 1} wrote other model files")
+        for model in models:
+            if (rank, model) in shards.present:
+                continue
+            why = f"rank {rank - 1} wrote other model files" if rank in anywhere else "later ranks wrote some"
+            sure = (rank, model) in ends
+            if sure or rank not in anywhere or model in cut:
+                yield Missing(_path(rank, model, of), why, sure)
+
+
+def _next_rank(parts: Sequence[Part], ranks: int) -> int | None:
+    """The rank from which on the parts of a tensor look cut off; None where they do not."""
+    held = {p.rank for p in parts}
+    if held != set(range(1, len(held) + 1)) or ended(parts) or (len(held) == 1 and ranks != 2):
+        return None
+    return len(held) + 1
 
 
 def unproven(shards: Shards) -> tuple[str, ...]:

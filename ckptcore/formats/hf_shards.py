@@ -15,7 +15,7 @@ finding. To read the whole files instead, move ``sharded/`` away.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import islice
 
 from ckptcore.builder import Builder
 from ckptcore.errors import CkptError, Finding, UnsupportedFormat, finding
@@ -31,6 +31,7 @@ FOLDER = "sharded"  # torch's SHARDED_DIR_NAME
 INDEX = "model.safetensors.index.json"
 _AWAY = f"find the rank's file; to read the consolidated files instead, move {FOLDER}/ away"
 _MAX_LOOKED = 1000  # values of 0-d tensors that are compared: a few bytes each
+_MAX_TOLD = 100  # files told to be missing
 _ALONE = "find the rank's file; if no rank wrote one, take what is there as it is with --recover"
 # (dtype, shape, first byte, path) of a tensor of the consolidated files.
 _Whole = dict[str, tuple[str, tuple[int, ...], int, str]]
@@ -110,10 +111,11 @@ def _incomplete(shards: Shards, folder: Source, whole: _Whole) -> Iterator[Findi
     if beyond:
         yield finding("mixed-saves", "files", f"{beyond[0]} is numbered beyond its own count", file=beyond[0])
     proven = bool(whole) and _same_shapes(shards, whole)
-    for lost in [] if proven else proof.missing(shards):
-        found = finding("missing-file", "files", f"{lost.path} is not there: {lost.why}", file=lost.path,
-                        hint=_AWAY if whole else _ALONE)  # fmt: skip
-        yield replace(found, severity="warning") if folder.recover else found
+    lost = [] if proven else list(islice(proof.missing(shards), _MAX_TOLD))
+    for file in lost:
+        code = "missing-file" if file.sure and not folder.recover else "missing-part"
+        yield finding(code, "files", f"{file.path} is not there, although {file.why}", file=file.path,
+                      hint=_AWAY if whole else _ALONE)  # fmt: skip
     names = () if proven else proof.unproven(shards)
     if names:
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
