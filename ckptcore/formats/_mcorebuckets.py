@@ -120,6 +120,32 @@ def lay_out(
     return out
 
 
+def lay_out_whole(
+    parameters: Sequence[Parameter], size: int, own: Sequence[bool] = (), bucket: int | None = None
+) -> list[Segment]:
+    """Where each parameter lies in a whole buffer: its buckets back to back, without what filled them up.
+
+    bucket: elements from which on a bucket is full, when gradients were reduced bucket by bucket.
+    Gaps are those inside buckets, so a buffer of the right size has the right borders. Raises
+    `Unregistered` as `lay_out` does.
+    """
+    alone = own or [False] * len(parameters)
+    for limit in dict.fromkeys((None, bucket)):
+        out: list[Segment] = []
+        base = end = 0  # of this bucket; elements
+        for parameter, single in zip(reversed(parameters), reversed(alone), strict=True):
+            at = -(-end // ALIGN) * ALIGN
+            if single and end:  # the bucket before ends where this one would have started
+                base, at = base + at, 0
+            out.append(Segment(parameter, 0, base + at))
+            end = at + parameter.numel
+            if single or (limit is not None and end >= limit):
+                base, end = base + end, 0
+        if base + end == size:
+            return out
+    raise Unregistered(f"a buffer of {size} elements, the parameters take {base + end}")
+
+
 # --- what is stored -------------------------------------------------------------------------------
 
 _Key = tuple[str, int, int, int]  # what stands before, chain (-1: none), group, buffer
@@ -213,7 +239,9 @@ def _segments(known: Registration, parameters: Sequence[Parameter], buckets: Seq
     own = [known.shares_embedding(p) for p in parameters]
     sizes = [b.numel for b in buckets]
     if zero:
-        return _coalesced(parameters, sizes, own)
+        if len(sizes) != 1:
+            raise Unregistered(f"{len(sizes)} buckets in one buffer")
+        return lay_out_whole(parameters, sizes[0], own)
     ranks = max(len(b.starts) for b in buckets)
     try:
         found = lay_out(parameters, sizes, own=own)
@@ -231,10 +259,3 @@ def _segments(known: Registration, parameters: Sequence[Parameter], buckets: Seq
         if s.start not in buckets[s.bucket].starts:
             raise Unregistered(f"{s.parameter.name} would begin at {s.start}, where no stored piece does")
     return found
-
-
-def _coalesced(parameters: Sequence[Parameter], sizes: Sequence[int], own: Sequence[bool]) -> list[Segment]:
-    """dp_zero: the buckets of a buffer back to back, without what filled them up."""
-    if any(own) and any(p.numel % ALIGN for p in parameters):
-        raise Unregistered("buckets of tied embeddings, whose borders are not stored")
-    return lay_out(parameters, sizes)

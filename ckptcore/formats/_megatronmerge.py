@@ -22,8 +22,9 @@ from ckptcore.formats._torchtree import TorchTree
 from ckptcore.manifest import TensorSpec, View, row_major
 
 EXTRA_STATE = "_extra_state"
+EMBEDDING = "embedding.word_embeddings.weight"
 _CHUNK = re.compile(r"^model(\d{0,6})$")
-_EXPERT = re.compile(r"local_experts\.\d+\.|(?<=weight)\d+$|(?<=bias)\d+$")
+_EXPERT = re.compile(r"local_experts\.\d+\.|(?<=linear_fc[12]\.weight)\d+$|(?<=linear_fc[12]\.bias)\d+$")
 # Arguments that make layers differ from each other; distributed checkpoints then keep them one by one.
 _BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "heterogeneous_layers_config_path",
              "heterogeneous_layers_config_encoded_json", "hetereogenous_dist_checkpoint")  # fmt: skip
@@ -40,12 +41,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The whole model's facts. first: [chunk of a stage][stage] -> number of its first layer."""
+    """The whole model's facts.
+
+    first: [chunk of a stage][stage] -> number of its first layer. tied: whether the last stage keeps a
+    copy of the embeddings. bucket_size: elements of a full gradient bucket, or None.
+    """
 
     world: World
     chunks: tuple[Chunk, ...]
     first: Counts
     tied: bool
+    bucket_size: int | None
 
     def rank(self, chunk: Chunk) -> Rank:
         return Rank(chunk.file.tp, chunk.file.ep, self.first[chunk.number][chunk.file.pp])
@@ -75,14 +81,15 @@ def model_of(ranks: Ranks) -> Model:
         raise UnsupportedFormat(
             "gate and up rows of the experts are interleaved (moe_mlp_glu_interleave_size)"
         )
-    return Model(world, chunks, first, args.get("untie_embeddings_and_output_weights") is False)
+    tied = args.get("untie_embeddings_and_output_weights") is False
+    return Model(world, chunks, first, tied, _bucket_size(args))
 
 
 class Merger:
     """Adds rank tensors to a builder, each into its box of the whole."""
 
     def __init__(self, builder: Builder, model: Model) -> None:
-        self._builder, self._model = builder, model
+        self._builder, self.model = builder, model
         self._tensors: dict[str, int] = {}
         self.dropped = 0  # empty `_extra_state` entries
 
@@ -126,9 +133,9 @@ class Merger:
         )  # fmt: skip
 
     def _parameter(self, chunk: Chunk, tree: TorchTree, name: str, value: StoredView) -> None:
-        model = self._model
+        model = self.model
         # The last stage keeps a copy of tied embeddings for the loss: the same rows once more.
-        known = "embedding.word_embeddings.weight" if model.tied and name == "output_layer.weight" else name
+        known = EMBEDDING if model.tied and name == "output_layer.weight" else name
         placement = place(known, value.shape, model.rank(chunk), model.world)
         if placement is not None:
             self.put(placement, value, tree)
@@ -147,7 +154,7 @@ class Merger:
             return
         local = parse_name(name)
         if local.block and local.block != "mtp":
-            layer = self._model.rank(chunk).first_layer + local.layer
+            layer = self.model.rank(chunk).first_layer + local.layer
             name = f"{local.block}.layers.{layer}.{local.rest}"
         tree.add(f"{name}/{chunk.file.folder}", value)
 
@@ -255,6 +262,17 @@ def _alike(args: Mapping[str, Any], chunks: Sequence[Chunk]) -> bool:
     sets = [set(s) for s in {frozenset(s) for s in per_layer.values()}]
     # A layer that only lacks something is damaged; two that each have what the other lacks are of two kinds.
     return not any(a - b and b - a for a in sets for b in sets)
+
+
+def _bucket_size(args: Mapping[str, Any]) -> int | None:
+    """Elements of a full bucket when gradients are reduced while they are computed
+    (megatron/core/distributed/distributed_data_parallel.py)."""
+    if not args.get("overlap_grad_reduce"):
+        return None
+    told, ranks = args.get("ddp_bucket_size"), args.get("data_parallel_size")
+    if type(told) is int:
+        return told
+    return max(40_000_000, 1_000_000 * ranks) if type(ranks) is int else None
 
 
 def _own_norms(chunks: Sequence[Chunk]) -> bool:

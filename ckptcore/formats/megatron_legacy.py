@@ -14,18 +14,23 @@ from typing import Any
 
 from ckptcore.builder import Builder
 from ckptcore.errors import UnsupportedFormat, finding
-from ckptcore.formats._megatronmerge import Merger, model_of
+from ckptcore.formats._mcoreparams import Unregistered
+from ckptcore.formats._megatronmerge import Chunk, Merger, model_of
+from ckptcore.formats._megatronoptim import add_buffers, add_numbered
 from ckptcore.formats._megatronranks import FILE, RankFile, Ranks, read_ranks
+from ckptcore.formats._megatrontables import read_megatron
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchtree import TorchTree, add_object
-from ckptcore.formats._torchzip import refused_in
+from ckptcore.formats._torchzip import Objects, refused_in
 from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest
 from ckptcore.objects import Named, encode
 
 NAME = "megatron_legacy"
+FLAT = "distrib_optim.pt"
 _MODEL = re.compile(r"model\d*")
+_OWN = frozenset({"rng_state"})  # objects that each rank has of its own
 _PER_RANK = frozenset({"rank", "local_rank"})  # arguments that are each rank's own
 
 
@@ -49,17 +54,20 @@ def read(source: Source) -> Manifest:
     common: dict[str, tuple[RankFile, Any]] = {}
     for file in ranks.files:
         tree = TorchTree(builder, builder.file(file.path, file.size), file.objects, file.path)
-        for chunk in model.chunks:
-            if chunk.file is file:
-                merger.add(chunk, tree)
+        chunks = [c for c in model.chunks if c.file is file]
+        for chunk in chunks:
+            merger.add(chunk, tree)
         for key, value in file.tree.items():
             if _MODEL.fullmatch(key):
                 continue
-            if key == "rng_state" or _holds_tensor(value):
+            if key == "optimizer" and _holds_tensor(value):
+                value = _numbered(builder, merger, chunks, tree, value, file)
+            if key in _OWN or _holds_tensor(value):
                 tree.add(f"{key}/{file.folder}", value)
             else:
                 _add_common(builder, common, key, value, file)
-        _note_hidden(builder, file)
+        _note_hidden(builder, file.objects, file.path)
+        _add_flat(builder, merger, chunks, source, file)
     for path in source.listing:
         if path.startswith("mp_rank_") and path not in builder.file_names():
             builder.findings.append(finding("stray-file", "files", f"{path} is not read", file=path))
@@ -69,6 +77,37 @@ def read(source: Source) -> Manifest:
         "ranks": len(ranks.files), "empty_extra_states": merger.dropped,
     }  # fmt: skip
     return builder.build(NAME, source.store.url, origin)
+
+
+def _numbered(builder: Builder, merger: Merger, chunks: list[Chunk], tree: TorchTree, optimizer: Any,
+              file: RankFile) -> Any:  # fmt: skip
+    """Adds optimizer states under their parameters; gives what is left of the optimizer's tree."""
+    try:
+        return add_numbered(optimizer, chunks, merger, tree)
+    except Unregistered as error:
+        builder.findings.append(
+            finding("flat-buffers", "cover", f"optimizer states of {file.path} stay numbered: {error}",
+                    file=file.path)
+        )  # fmt: skip
+        return optimizer
+
+
+def _add_flat(builder: Builder, merger: Merger, chunks: list[Chunk], source: Source, file: RankFile) -> None:
+    """Adds the distributed optimizer's file that lies beside a rank's, if there is one."""
+    path = f"{file.folder}/{FLAT}"
+    if path not in source.listing:
+        return
+    size = source.listing[path]
+    objects = read_megatron(lambda start, n: source.store.read(path, start, n), size, path)
+    tree = TorchTree(builder, builder.file(path, size), objects, path)
+    try:
+        add_buffers(objects.tree, chunks, merger, tree)
+    except Unregistered as error:
+        builder.findings.append(
+            finding("flat-buffers", "cover", f"{path} stays as it is: {error}", file=path)
+        )
+        tree.add(f"distrib_optim/{file.folder}", objects.tree)
+    _note_hidden(builder, objects, path)
 
 
 def _refuse_old(ranks: Ranks) -> None:
@@ -122,10 +161,10 @@ def _shared(value: Any) -> Any:
         return repr(value)
 
 
-def _note_hidden(builder: Builder, file: RankFile) -> None:
+def _note_hidden(builder: Builder, objects: Objects, path: str) -> None:
     """A finding for tensors inside classes that were not built."""
     used: set[str] = set()
-    queue: list[Any] = [file.tree]
+    queue: list[Any] = [objects.tree]
     seen: set[int] = set()
     while queue:
         v = queue.pop()
@@ -136,11 +175,11 @@ def _note_hidden(builder: Builder, file: RankFile) -> None:
         elif isinstance(v, (dict, list, tuple)) and id(v) not in seen:
             seen.add(id(v))
             queue += v.values() if isinstance(v, dict) else v
-    hidden = sum(n for k, (_, n, _) in file.objects.storages.items() if k not in used)
+    hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in used)
     if hidden:
-        told = ", ".join(file.objects.refused) or "a class that is not known here"
-        message = f"{file.path} holds {hidden} bytes of tensors inside {told}: they cannot be taken out"
-        builder.findings.append(finding("refused-tensors", "cover", message, file=file.path))
+        told = ", ".join(objects.refused) or "a class that is not known here"
+        message = f"{path} holds {hidden} bytes of tensors inside {told}: they cannot be taken out"
+        builder.findings.append(finding("refused-tensors", "cover", message, file=path))
 
 
 FORMAT = Format(
