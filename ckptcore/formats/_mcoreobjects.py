@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -23,6 +22,7 @@ from ckptcore.formats._dcpobjects import ObjectRules, adopt, kept
 from ckptcore.formats._megatrontables import read_megatron
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchzip import Objects, Reader, check_view
+from ckptcore.formats._zarr import cell
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Blob, Item, Manifest
 from ckptcore.objects import Named, Refused
@@ -32,7 +32,6 @@ COMMON_KEY = "common_state/shard_0_1"
 EXTRA_STATE = "_extra_state"
 SHARD = re.compile(r"^(?P<key>.+)/shard_(?P<offset>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)$")
 _MAX_BYTES = 64 << 20  # of an object's tensor that is kept as bytes
-_MAX_GRID = 1 << 22
 
 
 def listed(key: str, objects: Objects, read: Reader) -> tuple[Objects, tuple[str, ...]]:
@@ -129,6 +128,9 @@ def grids(blobs: Sequence[Blob]) -> Iterator[Finding]:
             yield finding("overlap", "cover", f"object {key} is stored in grids of different shapes: "
                           f"{', '.join(map(_text, shapes))}", fqn=key)  # fmt: skip
         for shape, offsets in shapes.items():
+            if all(len(o) == len(shape) + 1 for o in offsets):
+                # 0.5 cut the last number off a name in two dims: that dim is as long as its cells say.
+                shape = (*shape, 1 + max(o[-1] for o in offsets))
             yield from _grid(key, shape, offsets)
 
 
@@ -142,8 +144,8 @@ def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> It
     total = prod(shape)
     if len(inside) == total:
         return
-    cells: Iterable[tuple[int, ...]] = product(*map(range, shape)) if total <= _MAX_GRID else ()
-    first = [_text(c) for _, c in zip(range(len(inside) + 3), cells, strict=False) if c not in inside][:3]
+    cells = (cell(shape, n) for n in range(min(total, len(inside) + 3)))
+    first = [_text(c) for c in cells if c not in inside][:3]
     yield finding("hole", "cover", f"object {key}: {total - len(inside)} of {total} shards are not there"
                   f"{': ' + ', '.join(first) if first else ''}", fqn=key)  # fmt: skip
 

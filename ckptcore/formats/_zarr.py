@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -84,12 +83,26 @@ class Array:
         """The first ``limit`` grid indices without a file."""
         there = set(present)
         left = limit if self.count > len(there) else 0
-        for index in product(*map(range, self.grid)) if left else ():
+        for number in range(self.count if left else 0):
+            index = cell(self.grid, number)
             if index not in there:
                 yield index
                 left -= 1
                 if not left:
                     return
+
+
+def cell(grid: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """The index of a cell of a grid, counted row by row.
+
+    >>> cell((2, 3), 4)
+    (1, 1)
+    """
+    index = []
+    for n in reversed(grid):
+        number, at = divmod(number, n)
+        index.append(at)
+    return tuple(reversed(index))
 
 
 _INDEX = re.compile(r"^(?:0|[1-9]\d{0,14})$")
