@@ -102,7 +102,7 @@ class Metadata:
         plans = self.extra.get("all_local_plans")
         for plan in plans if type(plans) is list else ():
             items = plan.state.get("items") if isinstance(plan, Record) and type(plan.state) is dict else None
-            for item in items if type(items) in (list, tuple) else ():
+            for item in items if isinstance(items, (list, tuple)) else ():
                 index, *_ = row(item, "WriteItem", self.name)
                 fqn = row(index, "MetadataIndex", self.name)[0]
                 if type(fqn) is str:

@@ -64,7 +64,8 @@ def add_blobs(
             if isinstance(data, CkptError):
                 raise data
             content, length = _reader(store, names[item.file], item, data)
-            objects, partly = rules.parse(content, length, what), ()
+            objects = rules.parse(content, length, what)
+            partly: tuple[str, ...] = ()
             if rules.adapt is not None:
                 objects, partly = rules.adapt(key, objects, content)
             tree = adopt(builder, key, item, objects, what)

@@ -18,8 +18,9 @@ def leaves_below(
 
     def walk(value: Any, name: str, path: tuple[str | int, ...]) -> Iterator[Any]:
         if isinstance(value, (dict, list, tuple)) and id(value) in holds:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
             is_dict = isinstance(value, dict)
-            for k, v in value.items() if is_dict else enumerate(value):
+            for k, v in items:
                 yield from walk(v, f"{name}.{k}", (*path, str(k) if is_dict else k))
         else:
             yield name, path, value
