@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from lines import Contender
 
 HERE = Path(__file__).parent
+# Peers that cannot live in this project's environment: word of a command -> the environment variable
+# that names the Python interpreter they are installed for.
+INTERPRETERS = {
+    "LIGHTNING": "CKPTCORE_PEER_LIGHTNING", "OLMO": "CKPTCORE_PEER_OLMO", "VERL": "CKPTCORE_PEER_VERL",
+}  # fmt: skip
 
 
 class CommandError(Exception):
@@ -55,8 +60,9 @@ class Bench:
             "PYTHON": sys.executable,
             "PEERS": HERE / "peers.py",
             "CKPTCORE": self.ckptcore,
+            **{name: os.environ.get(variable, "") for name, variable in INTERPRETERS.items()},
         }
-        return [str(paths.get(word, word)) for word in contender.argv]
+        return [str(paths.get(word, word.replace("SRC/", f"{source}/"))) for word in contender.argv]
 
     def nbytes(self, source: str) -> int:
         """Bytes of a source's tensors."""
@@ -95,20 +101,23 @@ def checkpoint(bench: Bench, place: str, source: str) -> Iterator[Path]:
     need, free = 2.2 * bench.nbytes(source), shutil.disk_usage(folder.parent).free
     memory_need = (3 if place == "ram" else 1) * bench.nbytes(source) + 1e9
     memory_free = int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[0])
-    if not (folder / ".metadata").exists() and (free < need or memory_free * 1024 < memory_need):
+    made = folder.with_name(f"{source}.made")  # a folder without it was left half-made
+    if not made.exists() and (free < need or memory_free * 1024 < memory_need):
         raise CommandError(
             f"{source} needs {need / 1e9:.1f} GB of {place} and {memory_need / 1e9:.1f} GB of"
             f" memory; free are {free / 1e9:.1f} GB and {memory_free * 1024 / 1e9:.1f} GB"
         )
     try:
-        if not (folder / ".metadata").exists():
+        if not made.exists():
             say(f"making {source} ({bench.nbytes(source) / 1e9:.3f} GB) on {place}")
             script = str(HERE / "make_ckpt.py")
             call([sys.executable, script, source, str(folder), "--scale", str(bench.scale)])
+            made.touch()
         yield folder
     finally:
         if not bench.keep:
             remove(folder)
+            made.unlink(missing_ok=True)
 
 
 def verify(bench: Bench, source: str, out: Path, contender: Contender) -> None:

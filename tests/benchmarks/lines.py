@@ -49,6 +49,26 @@ CONTENDERS = {
     "load+save_file+cast": Contender(
         (*_PEER, "load_and_save_file", "SRC", "OUT", *_BF16), ".safetensors", "bf16"
     ),
+    "consolidate_checkpoint": Contender(
+        (
+            "LIGHTNING",
+            "-m",
+            "lightning.pytorch.utilities.consolidate_checkpoint",
+            "SRC",
+            "--output_file",
+            "OUT",
+        ),
+        ".ckpt",
+    ),
+    "unshard_checkpoint": Contender(("OLMO", "PEERS", "unshard_checkpoint", "SRC", "OUT")),
+    "verl merger": Contender(("VERL", "PEERS", "verl_merge", "SRC", "OUT")),
+    "ckptcore to lightning": Contender(
+        ("CKPTCORE", "consolidate", "SRC", "OUT", "--to", "lightning"), ".ckpt"
+    ),
+    "ckptcore unshard": Contender(
+        ("CKPTCORE", "consolidate", "SRC", "OUT", "--include", "model.*", "--rename", "model.="), ".pt"
+    ),
+    "ckptcore merge": Contender((*_EXPORT, "--config", "SRC/huggingface")),
     # Default mode: checksums verified, digest, fsync, catalog.
     "ckptcore": Contender(_EXPORT),
     "ckptcore+cast": Contender((*_EXPORT, *_BF16), dtype="bf16"),
@@ -165,6 +185,10 @@ def _ram(source: str, times: float, times_fast: float | None = None) -> Race:
     return Race(f"ram/{source}", "ram", source, bounds)
 
 
+def _trainer(source: str, peer: str, subject: str) -> Race:
+    return Race(f"ram/{source}", "ram", source, (Faster(subject, peer, 2.0),))
+
+
 def _shape(source: str) -> Race:
     return Race(f"ram/{source}", "ram", source, (Faster("ckptcore", "dcp_to_torch_save", 2.0),))
 
@@ -175,6 +199,9 @@ WRITERS = {
     ),
     "torch_save": Contender(
         ("CKPTCORE", "consolidate", "SRC", "OUT", "--to", "torch_save", "--memory", BUDGET), ".pt"
+    ),
+    "lightning": Contender(
+        ("CKPTCORE", "consolidate", "SRC", "OUT", "--to", "lightning", "--memory", BUDGET), ".ckpt"
     ),
     "cast": Contender((*_EXPORT, *_BF16, "--memory", BUDGET), dtype="bf16"),
 }
@@ -210,6 +237,9 @@ LINES: tuple[Line, ...] = (
     _ram("row-4gb", 2.5, 3.0),
     _ram("col-4gb", 2.5, 3.0),
     _ram("fp32-4gb", 2.5, 3.0),
+    _trainer("lightning-2gb", "consolidate_checkpoint", "ckptcore to lightning"),
+    _trainer("olmo-2gb", "unshard_checkpoint", "ckptcore unshard"),
+    _trainer("verl-2gb", "verl merger", "ckptcore merge"),
     _shape("many-small"),
     _shape("many-small-8way"),
     _shape("1024-way"),
@@ -220,6 +250,9 @@ LINES: tuple[Line, ...] = (
     *_peaks("big-col", "ram", _BOTH, equal=True),
     *_peaks("col-2gb", "ram", _BOTH, equal=False),
     *_peaks("fp32-2gb", "ram", ("cast",), equal=False),
+    *_peaks("lightning-2gb", "ram", ("lightning",), equal=False),
+    *_peaks("olmo-2gb", "ram", ("safetensors",), equal=False),
+    *_peaks("verl-2gb", "ram", ("safetensors",), equal=False),
     *_peaks("1024-way", "ram", ("safetensors",), equal=False),
     *_peaks("many-small", "ram", ("safetensors",), equal=False),
     _disk("row-2gb", 1.6),

@@ -44,14 +44,14 @@ class Source:
     dtype: "bf16" or "fp32".
     ranks: number of processes that save it.
     dim: the dim that is sharded (the last one where a tensor has fewer); None = replicated.
-    hollow: `.metadata` is real, the data files are holes of the right size: for what reads no tensor.
+    layout: a key of `LAYOUTS`: whose folder it is.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     dtype: str
     ranks: int
     dim: int | None
-    hollow: bool = False
+    layout: str = "dcp"
 
     @property
     def nbytes(self) -> int:
@@ -98,10 +98,10 @@ def llama(
     return tuple(names())
 
 
-def _llama_1b(layers: int, dtype: str, dim: int) -> Callable[[int], Source]:
+def _llama_1b(layers: int, dtype: str, dim: int, layout: str = "dcp") -> Callable[[int], Source]:
     """Widths of Llama 3.2 1B, a vocabulary of 32,000, as many layers as the size asks for."""
     return lambda s: Source(
-        llama(2048 // s, 8192 // s, 512 // s, 32000 // s, layers), dtype, ranks=8, dim=dim
+        llama(2048 // s, 8192 // s, 512 // s, 32000 // s, layers), dtype, ranks=8, dim=dim, layout=layout
     )
 
 
@@ -132,6 +132,9 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "row-8gb": _llama_8b(17, "bf16", 0),
     "col-2gb": _llama_1b(14, "bf16", 1),
     "col-4gb": _llama_3b(18, "bf16", 1),
+    "lightning-2gb": _llama_1b(14, "bf16", 0, "lightning"),
+    "olmo-2gb": _llama_1b(14, "bf16", 0, "olmo"),
+    "verl-2gb": _llama_1b(14, "bf16", 0, "verl"),
     "fp32-2gb": _llama_1b(6, "fp32", 0),
     "fp32-4gb": _llama_1b(14, "fp32", 0),
     # 4 kB each; whole in one item, spread over 8 files as torch deduplicates replicas ...
@@ -152,7 +155,7 @@ SOURCES: dict[str, Callable[[int], Source]] = {
         "bf16",
         1000 // s,
         0,
-        hollow=True,
+        "hollow",
     ),
     "big-col": lambda s: _one("model.embed_tokens.weight", (16384 // s, 32768 // s), 8, 1),
 }
@@ -185,23 +188,76 @@ def _state_dict(source: Source, rank: int, mesh: Any) -> dict[str, Any]:
 
 
 def write(source: Source, folder: Path) -> None:
-    """Save ``source`` as a DCP folder, made anew.
+    """Save ``source`` as the folder of its layout, made anew.
 
     Peak memory: the checkpoint's bytes (as many processes as it has ranks hold one shard each).
     """
     if folder.exists():
         shutil.rmtree(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    if source.hollow:
-        write_hollow(source, folder)
-    elif source.ranks <= _MOST_PROCESSES:
+    LAYOUTS[source.layout](source, folder)
+
+
+def write_dcp(source: Source, folder: Path) -> None:
+    """What `torch.distributed.checkpoint.save` leaves."""
+    if source.ranks <= _MOST_PROCESSES:
         write_in_job(source, folder)
     else:
         write_in_turn(source, folder)
 
 
+def write_lightning(source: Source, folder: Path) -> None:
+    """What Lightning's Trainer leaves with FSDPStrategy: DCP, and meta.pt with the rest."""
+    import torch
+
+    write_dcp(source, folder)
+    meta = {
+        "epoch": 1, "global_step": 100, "pytorch-lightning_version": "2.6.6", "loops": {}, "callbacks": {},
+        "lr_schedulers": [], "hparams_name": "kwargs", "hyper_parameters": {"lr": 1e-4},
+    }  # fmt: skip
+    torch.save(meta, folder / "meta.pt")
+
+
+def write_olmo(source: Source, folder: Path) -> None:
+    """What OLMo-core's trainer leaves: a step folder around DCP."""
+    write_dcp(source, folder / "model_and_optim")
+    (folder / ".metadata.json").write_text('{"ephemeral": false, "version": "3.0.0"}')
+
+
+def write_verl(source: Source, folder: Path) -> None:
+    """What verl's FSDP workers leave: one pickle of DTensors a rank, and the Hugging Face config."""
+    import json
+
+    from transformers import LlamaConfig
+
+    folder.mkdir(parents=True)
+    _in_job(source, folder, _save_pickle)
+    shapes = dict(source.tensors)
+    hidden = shapes["model.norm.weight"][0]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=shapes["model.layers.0.mlp.up_proj.weight"][0],
+        vocab_size=shapes["lm_head.weight"][0],
+        num_hidden_layers=sum(name.endswith("up_proj.weight") for name in shapes),
+        num_attention_heads=hidden // 64 or 1,
+        num_key_value_heads=shapes["model.layers.0.self_attn.k_proj.weight"][0] // 64 or 1,
+        tie_word_embeddings=False,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder / "huggingface")
+    told = {"FSDP_version": 2, "world_size": source.ranks}
+    (folder / "fsdp_config.json").write_text(json.dumps(told))
+
+
 def write_in_job(source: Source, folder: Path) -> None:
     """Save with one gloo process per rank."""
+    _in_job(source, folder, _save_dcp)
+
+
+Save = Callable[[Source, Path, int, Any], None]
+
+
+def _in_job(source: Source, folder: Path, save: Save) -> None:
     import torch.distributed.checkpoint  # imported before the fork: once, not once per rank
     import torch.distributed.tensor  # noqa: F401
     import torch.multiprocessing as mp
@@ -209,24 +265,36 @@ def write_in_job(source: Source, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as meeting:
         mp.start_processes(
             _rank_main,
-            args=(source, folder, f"file://{meeting}/rendezvous"),
+            args=(source, folder, f"file://{meeting}/rendezvous", save),
             nprocs=source.ranks,
             start_method="fork",
         )
 
 
-def _rank_main(rank: int, source: Source, folder: Path, meeting: str) -> None:
+def _rank_main(rank: int, source: Source, folder: Path, meeting: str, save: Save) -> None:
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=source.ranks, init_method=meeting)
-    mesh = init_device_mesh("cpu", (source.ranks,))
-    dcp.save(_state_dict(source, rank, mesh), checkpoint_id=folder)
+    save(source, folder, rank, init_device_mesh("cpu", (source.ranks,), mesh_dim_names=("fsdp",)))
+    dist.barrier()  # gloo aborts a rank whose peer has gone
     dist.destroy_process_group()
+
+
+def _save_dcp(source: Source, folder: Path, rank: int, mesh: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(_state_dict(source, rank, mesh), checkpoint_id=folder)
+
+
+def _save_pickle(source: Source, folder: Path, rank: int, mesh: Any) -> None:
+    import torch
+
+    state = _state_dict(source, rank, mesh)["model"]
+    torch.save(state, folder / f"model_world_size_{source.ranks}_rank_{rank}.pt")
 
 
 def write_in_turn(source: Source, folder: Path) -> None:
@@ -287,6 +355,15 @@ def write_hollow(source: Source, folder: Path) -> None:
         with (folder / f"__{rank}_0.distcp").open("wb") as file:
             file.truncate(size)
     (folder / ".metadata").write_bytes(pickle.dumps(meta.Metadata(listed, storage_data=stored)))
+
+
+LAYOUTS: dict[str, Callable[[Source, Path], None]] = {
+    "dcp": write_dcp,
+    "hollow": write_hollow,
+    "lightning": write_lightning,
+    "olmo": write_olmo,
+    "verl": write_verl,
+}
 
 
 def main() -> int:

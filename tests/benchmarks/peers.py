@@ -70,9 +70,36 @@ def load_and_save_file(source: Path, out: Path, dtype: str | None) -> None:
     save_file(model, out)
 
 
+def unshard_checkpoint(source: Path, out: Path, dtype: str | None) -> None:
+    """OLMo-core's `unshard_checkpoint`, one file. Peak memory: the model."""
+    from olmo_core.distributed.checkpoint import unshard_checkpoint as unshard
+
+    unshard(source / "model_and_optim", out)
+
+
+def verl_merge(source: Path, out: Path, dtype: str | None) -> None:
+    """verl's model merger for FSDP checkpoints, to a Hugging Face folder. Peak memory: twice the model."""
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    config = ModelMergerConfig(
+        operation="merge",
+        backend="fsdp",
+        local_dir=str(source),
+        target_dir=str(out),
+        hf_model_config_path=str(source / "huggingface"),
+        use_cpu_initialization=True,
+    )
+    merger = FSDPModelMerger(config)
+    merger.merge_and_save()
+    merger.cleanup()
+
+
 PEERS: dict[str, Callable[[Path, Path, str | None], None]] = {
     "dcp_to_torch_save": dcp_to_torch_save,
     "load_and_save_file": load_and_save_file,
+    "unshard_checkpoint": unshard_checkpoint,
+    "verl_merge": verl_merge,
 }
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import memory
-from harness import Bench, CommandError, call, checkpoint, folders, remove, say, verify
+from harness import INTERPRETERS, Bench, CommandError, call, checkpoint, folders, remove, say, verify
 from lines import (
     BASE_BYTES,
     BUDGET,
@@ -66,6 +66,11 @@ class Outcome:
 
 def race(bench: Bench, line: Race, source: Path) -> Iterator[Outcome]:
     """Run all contenders `runs` times, in turn; one outcome per bound."""
+    for name in line.contenders:
+        variable = INTERPRETERS.get(CONTENDERS[name].argv[0])
+        if variable is not None and variable not in os.environ:
+            yield Outcome(f"{line.name}: {name}", f"not run: {variable} names no interpreter", "runs", None)
+            return
     times: dict[str, list[float]] = {name: [] for name in line.contenders}
     for turn in range(bench.runs):
         first = turn % len(times)

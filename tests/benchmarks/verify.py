@@ -40,8 +40,9 @@ def opened(output: Path) -> Iterator[dict[str, Callable[[], torch.Tensor]]]:
 
     Raises ValueError for a file that the index names but that lacks the tensor.
     """
-    if output.suffix == ".pt":
-        yield dict(_flat(torch.load(output, mmap=True, weights_only=True)))
+    whole = output / "model.pt" if output.is_dir() else output
+    if whole.suffix in {".pt", ".ckpt"} and whole.exists():
+        yield dict(_flat(torch.load(whole, mmap=True, weights_only=True)))
         return
     with ExitStack() as stack:
         tensors: dict[str, Callable[[], torch.Tensor]] = {}
@@ -71,7 +72,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Callabl
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
-        else:
+        elif isinstance(value, torch.Tensor):
             yield prefix + key, lambda v=value: v
 
 
@@ -79,9 +80,9 @@ def differences(source: Source, output: Path, dtype: str | None) -> Iterator[str
     """One line for each tensor that is missing, unexpected or unequal."""
     names = [name for name, _ in source.tensors]
     with opened(output) as tensors:
-        # A whole state dict has its "model" part under that name, a model's file has not.
-        whole = {f"model.{name}" for name in names} == set(tensors)
-        prefix = "model." if whole else ""
+        # A whole state dict has its model under a name, a model's file has not.
+        parts = (p for p in ("model.", "state_dict.") if {p + name for name in names} == set(tensors))
+        prefix = next(parts, "")
         yield from (f"{n}: unexpected" for n in sorted(set(tensors) - {prefix + n for n in names}))
         for index, name in enumerate(names):
             if prefix + name not in tensors:
