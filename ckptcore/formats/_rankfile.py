@@ -25,6 +25,7 @@ from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Item, View
 from ckptcore.objects import encode
+from ckptcore.paths import Path
 
 _SMALL = 64 << 10  # plain tensors without a checksum of their own are marked by their bytes up to here
 
@@ -40,10 +41,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """What the rank holds of a distributed tensor. container: characters that name its container."""
+    """What the rank holds of a distributed tensor. path: where it stood in the tree."""
 
     name: str
-    container: int
+    path: Path
     placed: Placed
     pieces: tuple[Piece, ...]
 
@@ -53,7 +54,7 @@ class Plain:
     """A whole tensor. mark: what its bytes are, or None when nothing short says."""
 
     name: str
-    container: int
+    path: Path
     dtype: str
     shape: Shape
     piece: Piece
@@ -64,14 +65,14 @@ class Plain:
 class Content:
     """What one rank saved.
 
-    objects: name -> (digest, value in JSON form). refused: name -> globals.
+    objects: name -> (digest, value in JSON form, path). refused: name -> globals.
     hidden: bytes of tensors that only refused objects can hold. params: the model's parameters.
     numbers: whether an optimizer's states kept their numbers; None without such an optimizer.
     """
 
     shards: list[Shards] = field(default_factory=list)
     plain: list[Plain] = field(default_factory=list)
-    objects: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    objects: dict[str, tuple[str, Any, Path]] = field(default_factory=dict)
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hidden: int = 0
     params: Params = ()
@@ -94,8 +95,8 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
     if not isinstance(tree, dict):
         if not prefix:
             raise UnsupportedFormat(f"{path} holds a {type(tree).__name__}, not a state dict")
-        for name, _, value in leaves_below(tree, prefix, (StoredView, Record)):
-            file.add(made, name, 0, value)
+        for name, path_, value in leaves_below(tree, prefix, (StoredView, Record)):
+            file.add(made, name, (prefix, *path_), value)
         made.hidden = file.hidden(bool(made.refused))
         return made
     optimizer = numbered(tree)
@@ -105,11 +106,11 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
         made.numbers = names is None
         tree = optimizer.renamed(tree, names) if names is not None else tree
     seen: set[str] = set()
-    for name, container, value in _leaves(tree, prefix):
+    for name, where, value in _leaves(tree, prefix):
         if name in seen:
             raise NameMismatch(f"{path}: two values are called {name}")
         seen.add(name)
-        file.add(made, name, container, value)
+        file.add(made, name, where, value)
     made.hidden = file.hidden(bool(made.refused))
     return made
 
@@ -126,20 +127,20 @@ class _File:
         self._bytes = 0
         self._placer = Placer(self._integers, path)
 
-    def add(self, made: Content, name: str, container: int, value: Any) -> None:
+    def add(self, made: Content, name: str, path: Path, value: Any) -> None:
         if isinstance(value, Record) and value.kind in (DTENSOR, SHARDED):
             if value.kind == SHARDED and name.endswith("flat_param"):
                 raise _flat(self._path, name)
             placed = self._placer.place(value, name)
             if isinstance(placed, Placed):
                 pieces = tuple(self._piece(view, box, name) for view, box in placed.pieces)
-                made.shards.append(Shards(name, container, placed, pieces))
+                made.shards.append(Shards(name, path, placed, pieces))
                 return
             value = placed
         if isinstance(value, StoredView):
             piece = self._piece(value, Box.whole(value.shape), name)
             mark = self._mark(value, piece)
-            made.plain.append(Plain(name, container, value.dtype, value.shape, piece, mark))
+            made.plain.append(Plain(name, path, value.dtype, value.shape, piece, mark))
         elif isinstance(value, Record):  # a mesh or a placement by itself
             made.refused[name] = (value.kind,)
         elif refused := refused_in(value):
@@ -149,7 +150,7 @@ class _File:
                 tree = encode(value)
             except (TypeError, RecursionError) as error:
                 raise MalformedCheckpoint(f"{self._path}: object {name}: {error}") from error
-            made.objects[name] = blake3(json.dumps(tree).encode()).hexdigest(), tree
+            made.objects[name] = blake3(json.dumps(tree).encode()).hexdigest(), tree, path
 
     def hidden(self, may: bool) -> int:
         """Bytes of storages that nothing was taken from; raises unless something ``may`` hide them."""
@@ -203,12 +204,11 @@ class _File:
         return tuple(np.frombuffer(raw, f"{order}i{BY_NAME[value.dtype].itemsize}").tolist())
 
 
-def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, int, Any]]:
+def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Path, Any]]:
     for key, top in tree.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
+        name, first = (f"{prefix}.{key}", (prefix, str(key))) if prefix else (str(key), (str(key),))
         for leaf, path, value in leaves_below(top, name, (StoredView, Record)):
-            last = path[-1] if path else key
-            yield leaf, len(leaf) - len(str(last)), value
+            yield leaf, (*first, *path), value
 
 
 def _parameters(tree: dict[Any, Any], optimizer: tuple[Any, ...] | None) -> Params:

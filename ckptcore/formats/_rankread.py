@@ -19,6 +19,7 @@ from ckptcore.formats._rankfiles import RankFiles
 from ckptcore.formats._rankoptim import Params, Shape
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Blob, Manifest, TensorSpec
+from ckptcore.paths import Path, Paths
 
 _MAX_TENSORS, _MAX_RANKS = 2_000_000, 1 << 20
 _TOLD = 100  # missing ranks that are named
@@ -42,21 +43,21 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
         builder.findings += reader.missing(kind)
     builder.findings += _config(source, kinds)
     world = next((k.world for k in kinds if k.world), None) or reader.world
-    origin: dict[str, Any] = {"prefix": reader.prefixes, "parts": [k.role for k in kinds]}
+    origin: dict[str, Any] = {"parts": [k.role for k in kinds]}
     if world:
         origin["world_size"] = world
+    paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
+    if paths:
+        origin["paths"] = paths
     return builder.build(name, source.store.url, origin)
 
 
 class RankReader:
-    """Collects the files of one save into a builder.
-
-    prefixes: for each tensor of the builder, how many characters of its name are its container's.
-    """
+    """Collects the files of one save into a builder. paths: where the names stood in the ranks' trees."""
 
     def __init__(self, source: Source, builder: Builder) -> None:
         self._source, self._builder = source, builder
-        self.prefixes: list[int] = []
+        self.paths = Paths()
         self._at: dict[str, int] = {}  # FQN -> tensor
         self._params: dict[int, Params] = {}  # rank -> the model's parameters, equal ones shared
         self._known: dict[Params, Params] = {}
@@ -70,7 +71,7 @@ class RankReader:
         optional: what is refused there is left out with a warning, tensors inside included.
         Raises as `read_rank` does, and when ranks contradict each other.
         """
-        part = _Part(files, self._builder, self._tensor, optional)
+        part = _Part(files, self._builder, self._tensor, self.paths, optional)
         for rank, path in files.paths.items():
             self._seen.clear()
             content = read_rank(self._source, path, prefix, self._builder, self._params.get(rank, ()))
@@ -104,7 +105,7 @@ class RankReader:
 
     def _shards(self, shards: Shards, rank: int, path: str) -> None:
         placed = shards.placed
-        at = self._tensor(shards.name, placed.dtype, placed.shape, shards.container, path)
+        at = self._tensor(shards.name, placed.dtype, placed.shape, shards.path, path)
         for piece in shards.pieces:
             self._builder.chunk(at, piece.box.offset, piece.box.shape, piece.item, piece.view)
         if placed.rank is None:
@@ -121,12 +122,12 @@ class RankReader:
             self._seen.add(key)
             self._ranks.update(r - shift for r in placed.ranks if r >= shift)
 
-    def _tensor(self, name: str, dtype: str, shape: Shape, container: int, path: str) -> int:
+    def _tensor(self, name: str, dtype: str, shape: Shape, where: Path, path: str) -> int:
         """The tensor of a name, added on first sight; raises when another rank says otherwise."""
         at = self._at.get(name)
         if at is None:
             at = self._at[name] = self._builder.tensor(TensorSpec(name, dtype, shape))
-            self.prefixes.append(container)
+            self.paths.add(name, where)
             if at >= _MAX_TENSORS:
                 raise MalformedCheckpoint(f"{path} refers to more than 2 * 10^6 tensors", file=path)
         spec = self._builder.tensors[at]
@@ -141,8 +142,10 @@ class RankReader:
 class _Part:
     """What the ranks' files of one kind have in common, and what they have not."""
 
-    def __init__(self, files: RankFiles, builder: Builder, tensor: Any, optional: bool) -> None:
+    def __init__(self, files: RankFiles, builder: Builder, tensor: Any, paths: Paths, optional: bool) -> None:
         self._files, self._builder, self._tensor, self._optional = files, builder, tensor, optional
+        self._paths = paths
+        self._where: dict[str, Path] = {}
         self._plain: dict[str, list[tuple[int, Plain]]] = {}
         self._distributed: set[str] = set()
         self._values: dict[str, dict[str, Any]] = {}  # name -> digest -> value
@@ -155,7 +158,8 @@ class _Part:
         self._distributed.update(s.name for s in content.shards)
         for plain in content.plain:
             self._plain.setdefault(plain.name, []).append((rank, plain))
-        for name, (digest, tree) in content.objects.items():
+        for name, (digest, tree, path) in content.objects.items():
+            self._where.setdefault(name, path)
             self._values.setdefault(name, {}).setdefault(digest, tree)
             self._digests.setdefault(name, {})[rank] = digest
         self._refused = {**content.refused, **self._refused}
@@ -191,7 +195,7 @@ class _Part:
         marks = {p.mark for _, p in rows if p.mark is not None}
         if len(kinds) == 1 and len(marks) <= 1:
             for rank, plain in rows:
-                self._whole(name, plain, rank)
+                self._whole(name, plain, plain.path, rank)
             return
         own = (
             self._optional
@@ -207,19 +211,22 @@ class _Part:
             )
         self._differs(name, own)
         for rank, plain in rows:
-            self._whole(f"{name}.rank{rank}", plain, rank)
+            self._whole(f"{name}.rank{rank}", plain, _own_path(plain.path, rank), rank)
 
-    def _whole(self, name: str, plain: Plain, rank: int) -> None:
-        at = self._tensor(name, plain.dtype, plain.shape, plain.container, self._files.paths[rank])
+    def _whole(self, name: str, plain: Plain, where: Path, rank: int) -> None:
+        at = self._tensor(name, plain.dtype, plain.shape, where, self._files.paths[rank])
         piece: Piece = plain.piece
         self._builder.chunk(at, piece.box.offset, piece.box.shape, piece.item, piece.view)
 
     def _add_object(self, name: str, values: Mapping[str, Any], digests: Mapping[int, str]) -> None:
         if len(values) == 1:
+            self._paths.add(name, self._where[name])
             self._builder.blobs.append(Blob(name, -1, next(iter(values.values()))))
             return
         self._differs(name, bool(_OWN.search(name)))
-        self._builder.blobs += [Blob(f"{name}.rank{r}", -1, values[d]) for r, d in digests.items()]
+        for rank, digest in digests.items():
+            self._paths.add(f"{name}.rank{rank}", _own_path(self._where[name], rank))
+            self._builder.blobs.append(Blob(f"{name}.rank{rank}", -1, values[digest]))
 
     def _differs(self, name: str, own: bool) -> None:
         if _STEP.search(name):
@@ -230,6 +237,11 @@ class _Part:
 
     def _tell(self, code: str, message: str, name: str) -> None:
         self._builder.findings.append(finding(code, "files", message, fqn=name))
+
+
+def _own_path(path: Path, rank: int) -> Path:
+    """Where one rank's own value stands: beside the others' in their dict."""
+    return (*path[:-1], f"{path[-1]}.rank{rank}")
 
 
 def _config(source: Source, kinds: tuple[RankFiles, ...]) -> list[Finding]:

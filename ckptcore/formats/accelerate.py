@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ckptcore.builder import Builder
@@ -20,6 +21,7 @@ from ckptcore.formats._rankread import RankReader
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Blob, Manifest
 from ckptcore.objects import encode
+from ckptcore.paths import Paths
 
 _NAME = "accelerate"
 _TRAINER = "trainer_state.json"
@@ -76,11 +78,17 @@ def read(source: Source) -> Manifest:
                 builder.findings.append(finding("missing-part", "files", message, file=path))
     origin: dict[str, Any] = {"parts": list(seen)}
     _trainer_state(source, builder, origin)
-    found.append(Part(builder.build(_NAME, source.store.url, {"prefix": reader.prefixes})))
-    origin["prefix"] = [length for part in found for length in _prefixes(part)]
     if reader.world:
         origin["world_size"] = reader.world
-    return join(_NAME, source.store.url, found, origin)
+    paths = reader.paths
+    for folder in found:
+        for name, where in Paths.of(folder.manifest).items():
+            renamed = folder.rename(name)
+            paths.add(renamed, where if renamed == name else (renamed.split(".", 1)[0], *where[1:]))
+    found.append(Part(builder.build(_NAME, source.store.url, {})))
+    whole = join(_NAME, source.store.url, found, origin)
+    form = paths.form([t.fqn for t in whole.tensors], [b.key for b in whole.blobs])
+    return replace(whole, origin={**origin, "paths": form}) if form else whole
 
 
 def _renaming(role: str) -> Callable[[str], str]:
@@ -89,16 +97,6 @@ def _renaming(role: str) -> Callable[[str], str]:
     if plain == role:
         return str
     return lambda name: role + name.removeprefix(plain) if name.startswith(plain + ".") else f"{role}.{name}"
-
-
-def _prefixes(part: Part) -> list[int]:
-    told = part.manifest.origin.get("prefix") or []
-    lengths = []
-    for i, tensor in enumerate(part.manifest.tensors):
-        length = told[i] if i < len(told) else -1
-        grown = len(part.rename(tensor.fqn)) - len(tensor.fqn)
-        lengths.append(length + grown if length >= 0 else -1)
-    return lengths
 
 
 def _trainer_state(source: Source, builder: Builder, origin: dict[str, Any]) -> None:
