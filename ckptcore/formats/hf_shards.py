@@ -31,7 +31,7 @@ FOLDER = "sharded"  # torch's SHARDED_DIR_NAME
 INDEX = "model.safetensors.index.json"
 _AWAY = f"find the rank's file; to read the consolidated files instead, move {FOLDER}/ away"
 _MAX_LOOKED = 1000  # values of 0-d tensors that are compared: a few bytes each
-_MAX_TOLD = 100  # files told to be missing
+_MAX_TOLD = 100  # files that are missing, tensors that differ
 _ALONE = "find the rank's file; if no rank wrote one, take what is there as it is with --recover"
 # (dtype, shape, first byte, path) of a tensor of the consolidated files.
 _Whole = dict[str, tuple[str, tuple[int, ...], int, str]]
@@ -48,7 +48,7 @@ def detect(source: Source) -> Evidence | None:
     inside = [p for p in source.listing if p.startswith(f"{FOLDER}/") and is_shard(p[len(FOLDER) + 1 :])]
     here = _here(source)
     if here:
-        return Evidence("hf_shards", (f"found {here[0]}",), ("safetensors",))
+        return Evidence("hf_shards", (f"found {here[0]}",), ("safetensors", "hf_quantized"))
     if inside:
         told = f"found {inside[0]}, which is read; consolidated files beside {FOLDER}/ are compared with it"
         return Evidence("hf_shards", (told,), ("safetensors", "hf_quantized"))
@@ -156,26 +156,32 @@ def _consolidated(source: Source) -> tuple[_Whole, list[Finding]]:
 
 
 def _compared(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[Finding]:
-    """Differences between the shards and the whole files made of them."""
-    looked = 0
+    """What the whole files made of the shards have more, and where else they differ."""
     if not whole:
         return
     for fqn in sorted(whole.keys() - shards.parts.keys(), key=natural):
         yield finding("hole", "cover", f"{fqn} is in {whole[fqn][3]}, and in no shard", fqn=fqn, hint=_AWAY)
+    told = list(_differences(shards, folder, source, whole))
+    yield from (_differs(message, fqn) for fqn, message in told[:_MAX_TOLD])
+    if len(told) > _MAX_TOLD:
+        yield _differs(f"{len(told) - _MAX_TOLD} more tensors of the consolidated files differ")
+
+
+def _differences(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[tuple[str, str]]:
+    looked = 0
     for fqn, parts in shards.parts.items():
         if fqn not in whole:
-            yield _differs(f"{fqn} is in no consolidated file", fqn)
+            yield fqn, f"{fqn} is in no consolidated file"
             continue
-        dtype, shape, _, path = whole[fqn]
+        dtype, shape, start, path = whole[fqn]
         here = parts[0].dtype, proof.extent(parts)
         if here != (dtype, shape):
-            yield _differs(
-                f"{fqn} is {dtype} {list(shape)} in {path}, and {here[0]} {list(here[1])} in the shards", fqn
-            )
+            told = f"{here[0]} {list(here[1])} in the shards"
+            yield fqn, f"{fqn} is {dtype} {list(shape)} in {path}, and {told}"
         elif not shape and looked < _MAX_LOOKED:
             looked += 1
-            if _bytes(folder, parts[0].file, parts[0]) != _bytes(source, path, parts[0], whole[fqn][2]):
-                yield _differs(f"{fqn}, a 0-d tensor, has another value in {path} than in the shards", fqn)
+            if _bytes(folder, parts[0].file, parts[0]) != _bytes(source, path, parts[0], start):
+                yield fqn, f"{fqn}, a 0-d tensor, has another value in {path} than in the shards"
 
 
 def _bytes(source: Source, path: str, part: Shard, start: int | None = None) -> bytes:
