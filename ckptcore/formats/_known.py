@@ -46,10 +46,10 @@ def _before_zip(source: Source) -> tuple[str, ...] | None:
 
 
 def _nested(source: Source) -> tuple[str, ...] | None:
-    if source.name is not None or ".metadata" in source.listing or is_step(source) or has_model(source):
+    if source.name is not None or ".metadata" in source.listing or has_model(source):
         return None
     inner = sorted(p.rsplit("/", 1)[0] for p in source.listing if p.endswith("/.metadata"))
-    if not inner or any("/" not in p and p.endswith(".distcp") for p in source.listing):
+    if not inner or is_step(source) or any("/" not in p and p.endswith(".distcp") for p in source.listing):
         return None
     return (f"checkpoints lie in its subfolders: {', '.join(inner[:4])}",)
 

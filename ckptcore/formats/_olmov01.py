@@ -36,7 +36,7 @@ _MAX_TOLD = 100
 class Shard:
     """What a file holds of a tensor: (box, first element of it in the file's 1-D tensor) pairs.
 
-    numel: elements that the file must hold.
+    numel: elements that the file must hold, at least one.
     """
 
     file: str
@@ -46,7 +46,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of the metadata. dtype: canonical name, None where the first revision told none."""
+    """One tensor of the metadata. dtype: canonical name, None where the first revision told none.
+
+    shards: those that are not empty; nearly all are, because every rank lists every tensor.
+    """
 
     name: str
     dtype: str | None
@@ -65,8 +68,8 @@ class Folder:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.tensors = tuple(_parse(source))
-        listed = {s.file for t in self.tensors for s in t.shards}
+        listed: set[str] = set()
+        self.tensors = tuple(_parse(source, listed))
         present = {p for p in source.listing if RANK_SAFETENSORS.match(p)}
         self.listed = tuple(sorted(listed, key=natural))
         self.strays = tuple(sorted(present - listed, key=natural))
@@ -111,9 +114,8 @@ class Folder:
             return 0
         entry = header[0].get(name)
         if entry is None:
-            if shard.numel:  # an optimizer has no state for an empty shard
-                message = f"{shard.file} lacks {name}, of which it should hold {shard.numel} elements"
-                builder.findings.append(finding("hole", "cover", message, fqn=name, file=shard.file))
+            message = f"{shard.file} lacks {name}, of which it should hold {shard.numel} elements"
+            builder.findings.append(finding("hole", "cover", message, fqn=name, file=shard.file))
             return None
         seen, shape, start, _ = entry
         if seen != dtype or len(shape) > 1 or prod(shape) != shard.numel:
@@ -148,8 +150,9 @@ class Folder:
                 builder.findings.append(finding("stray-file", "files", message, file=path))
         told = 0
         for path in self.listed:
-            for name in self.headers[path][0] if path in self.headers else ():
-                if (path, name) not in listed and told < _MAX_TOLD:
+            for name, entry in self.headers[path][0].items() if path in self.headers else ():
+                # A model has empty shards as tensors of shape [0], an optimizer none at all.
+                if 0 not in entry[1] and (path, name) not in listed and told < _MAX_TOLD:
                     told += 1
                     message = f"{path} holds {name}, which {METADATA} does not place there"
                     builder.findings.append(finding("unlisted-item", "cover", message, fqn=name, file=path))
@@ -162,7 +165,8 @@ def read_plain(source: Source, name: str) -> Manifest:
     return builder.build(name, source.store.url, {})
 
 
-def _parse(source: Source) -> Iterator[Stored]:
+def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
+    """Every tensor; adds each file that the metadata names to ``listed``."""
     size = source.listing[METADATA]
     if not 0 < size <= _MAX_METADATA:
         raise MalformedCheckpoint(f"{METADATA} has {size} bytes", file=METADATA)
@@ -173,12 +177,12 @@ def _parse(source: Source) -> Iterator[Stored]:
         raise MalformedCheckpoint(f"{METADATA} tells of no tensors: {error}", file=METADATA) from error
     for name, entry in tensors:
         try:
-            yield _stored(name, entry)
+            yield _stored(name, entry, listed)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedCheckpoint(f"{METADATA}: {name!r:.80}: {error}", file=METADATA) from error
 
 
-def _stored(name: str, entry: Mapping[str, Any]) -> Stored:
+def _stored(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
     shape = _dims(entry["shape"])
     spelled = entry.get("dtype")
     if spelled is not None and spelled not in BY_SAFETENSORS:
@@ -190,7 +194,15 @@ def _stored(name: str, entry: Mapping[str, Any]) -> Stored:
         specs = [
             (f, {"flattened_offsets": _ranges(o)}) for f, o in entry["flattened_offsets_per_file"].items()
         ]
-    return Stored(name, dtype, shape, tuple(_shard(inner_path(f, what=METADATA), s, shape) for f, s in specs))
+    shards = []
+    for file, spec in specs:
+        if file not in listed:
+            inner_path(file, what=METADATA)
+            listed.add(file)
+        shard = _shard(file, spec, shape)
+        if shard.numel:
+            shards.append(shard)
+    return Stored(name, dtype, shape, tuple(shards))
 
 
 def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> Shard:
