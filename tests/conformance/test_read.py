@@ -11,7 +11,7 @@ from typing import Any
 
 import gaps
 import pytest
-from driver import Cli, Outcome, run_process
+from driver import Cli, run_process
 from samples import (
     Sample,
     Tensors,
@@ -29,23 +29,14 @@ from samples import (
 NOT_IN_SAFETENSORS = frozenset({"complex128", "complex32"})
 
 
-def refused_by_name(sample: Sample, done: Outcome) -> bool:
-    """Whether a Megatron folder was refused as such, which this version may do."""
-    return sample.megatron and done.code in {4, 5}
-
-
 @pytest.mark.parametrize("to", ["safetensors", "torch_save"])
 def test_equals_the_truth(readable: Sample, to: str, cli: Cli, tmp_path: Path) -> None:
     """Every tensor of every expected* file is there with its dtype, shape and bytes."""
     outputs: list[Tensors] = []
     for number, folder in enumerate(gaps.readable(readable)):
         before = tree_digest(folder)
-        found = consolidate(cli, readable, folder, tmp_path / str(number), to)
+        outputs.append(consolidate(cli, folder, tmp_path / str(number), to))
         assert tree_digest(folder) == before, f"{folder} was modified"
-        if found is not None:
-            outputs.append(found)
-    if not outputs:
-        pytest.skip("a Megatron folder, refused by that name")
     for file in readable.expected:
         truth = expected_tensors(file)
         if to == "safetensors":
@@ -54,18 +45,16 @@ def test_equals_the_truth(readable: Sample, to: str, cli: Cli, tmp_path: Path) -
         if not fits:
             why = gaps.lookup(gaps.UNMATCHED, readable.name)
             names = sorted(truth)[:3], [sorted(o)[:3] for o in outputs]
-            assert why or readable.megatron, f"no output holds the names of {file.name}: {names}"
+            assert why, f"no output holds the names of {file.name}: {names}"
         for out, prefix in fits:
             assert not differences(truth, out, prefix)
 
 
-def consolidate(cli: Cli, sample: Sample, folder: Path, under: Path, to: str) -> Tensors | None:
-    """The tensors of one folder after `consolidate`; None for a refused Megatron folder."""
+def consolidate(cli: Cli, folder: Path, under: Path, to: str) -> Tensors:
+    """The tensors of one folder after `consolidate`."""
     under.mkdir()
     dst = under / ("out" if to == "safetensors" else "out.pt")
     done = cli("consolidate", folder, dst, "--to", to, "--output", "json")
-    if refused_by_name(sample, done):
-        return None
     if to == "safetensors" and done.code == 14:
         # Refused before any work, each tensor named; without those the rest must come through.
         assert not dst.exists()
@@ -95,8 +84,6 @@ def test_equals_torchs_own_loader(readable: Sample, cli: Cli, tmp_path: Path) ->
     for number, folder in enumerate(gaps.readable(readable)):
         dst = tmp_path / f"{number}.pt"
         done = cli("consolidate", folder, dst, "--to", "torch_save", "--output", "json")
-        if refused_by_name(readable, done):
-            pytest.skip("a Megatron folder, refused by that name")
         assert done.code == 0, done
         theirs = load_with_torch(folder, tmp_path / f"{number}-theirs.pt")
         ours = flatten(read_torch(dst))
@@ -168,8 +155,6 @@ def test_valid_to_the_bytes(readable: Sample, cli: Cli) -> None:
     """`validate --level bytes` has no error to report for a good checkpoint, and counts it all."""
     for folder in gaps.readable(readable):
         done = cli("validate", folder, "--level", "bytes", "--output", "json")
-        if refused_by_name(readable, done):
-            continue
         assert done.code == 0, done
         report = done.json
         assert report["ok"] is True
