@@ -38,7 +38,7 @@ def read_config(source: Source) -> Config | None:
 
     Raises `UnsupportedFormat` for a backend or version that is not known, `MalformedCheckpoint`.
     """
-    if CONFIG not in source.listing:
+    if source.listing.get(CONFIG, _MAX_JSON + 1) > _MAX_JSON:  # a few words; a longer one is another tool's
         return None
     form = _json(source, CONFIG, _MAX_JSON)
     if not isinstance(form, dict) or "sharded_backend" not in form:
