@@ -18,6 +18,7 @@ from typing import Any
 
 from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat
 from ckptcore.formats._dcpread import DATA, read_folder
+from ckptcore.formats._lightningnames import parameter_names
 from ckptcore.formats._lightningtree import VERSION, Contents, contents, read_tree
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats._torchfile import torch_file
@@ -75,6 +76,8 @@ def read(source: Source) -> Manifest:
         told = contents(source, name)
         facts = _told(told, "trainer")
         facts["lightning"]["full"] = True
+        if names := parameter_names(told.tree):
+            facts["lightning"]["parameters"] = names
         found = read_tree(source, name, told, NAME, facts)
         return _with_model(found, "state_dict")
     if not any(DATA.search(p) or p.startswith(".metadata") for p in source.listing):

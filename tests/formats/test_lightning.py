@@ -79,6 +79,29 @@ def test_ids_of_an_optimizer_stay_ids(tmp_path: Path) -> None:
     assert differences(full, found) == []
 
 
+def numbered(shapes: list[tuple[int, ...]]) -> dict[str, Any]:
+    """An optimizer as torch numbers its parameters."""
+    return {
+        "state": {n: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(s)} for n, s in enumerate(shapes)},
+        "param_groups": [{"lr": 0.1, "params": list(range(len(shapes)))}],
+    }
+
+
+def test_numbers_of_an_optimizer_are_named_where_only_one_order_fits(tmp_path: Path) -> None:
+    model = {
+        "a.w": torch.ones(2, 3),
+        "a.buffer": torch.ones(5),
+        "b.w": torch.ones(2, 3),
+        "b.bias": torch.ones(2),
+    }
+    states = [numbered([(2, 3), (2, 3), (2,)]), numbered([(2, 3)]), numbered([(2,), (2, 3)])]
+    torch.save({**VERSION, "state_dict": model, "optimizer_states": states}, tmp_path / "full.ckpt")
+    told = ckptcore.open(str(tmp_path / "full.ckpt")).origin["lightning"]
+    assert told["parameters"] == {"0": ["a.w", "b.w", "b.bias"]}, (
+        "not the second (two fit) nor the third (none)"
+    )
+
+
 def test_what_is_left_out_leaves_the_rest(tmp_path: Path) -> None:
     source = trainer(tmp_path / "ckpt", "model")
     found = consolidated(source, tmp_path / "a.ckpt", exclude=["optimizer_*", "callbacks*"])
