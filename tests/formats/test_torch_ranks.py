@@ -99,9 +99,17 @@ def test_objects_of_all_ranks(jobs: Callable[[int], Path]) -> None:
 
 
 @pytest.mark.xdist_group("torch_ranks")
-def test_local_state_dicts_are_refused(jobs: Callable[[int], Path]) -> None:
+def test_local_state_dicts_are_refused(jobs: Callable[[int], Path], cli: Cli, tmp_path: Path) -> None:
+    """Also under Accelerate's names, and by its exit code."""
     with pytest.raises(UnsupportedFormat, match="neither their names and shapes"):
         read(jobs(2) / "fsdp1_local" / "ckpt")
+    (tmp_path / "ckpt").mkdir()
+    for rank in range(2):
+        path = jobs(2) / "fsdp1_local" / "ckpt" / f"model_rank_{rank}.pt"
+        shutil.copy(path, tmp_path / "ckpt" / f"pytorch_model_fsdp_rank{rank}.bin")
+    done = cli("inspect", tmp_path / "ckpt", "--output", "json")
+    assert done.code == 5, done
+    assert "neither their names and shapes" in done.json["error"]["message"]
 
 
 def _remove(folder: Path) -> None:

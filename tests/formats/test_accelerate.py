@@ -1,0 +1,138 @@
+"""Accelerate's folders: are all parts read as one, and is what is missing said?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from samples import SAMPLES, Sample, differences, expected_tensors, read_safetensors
+
+from ckptcore.errors import AmbiguousModel, NotComplete, UnsupportedFormat
+from ckptcore.formats import open_source, read_manifest
+from ckptcore.manifest import Manifest
+from ckptcore.model_part import find_model
+from ckptcore.objects import decode
+
+if TYPE_CHECKING:
+    from driver import Cli
+
+
+@pytest.fixture
+def saved(request: pytest.FixtureRequest) -> Sample:
+    found: dict[str, Sample] = {s.name: s for s in request.config.stash[SAMPLES]}
+    return found["accelerate_fsdp2_2r"]
+
+
+def test_a_real_folder_is_one_checkpoint(saved: Sample, cli: Cli, tmp_path: Path) -> None:
+    done = cli("consolidate", saved.root / "ckpt", tmp_path / "all", "--output", "json")
+    assert done.code == 0, done
+    found = read_safetensors(tmp_path / "all")
+    truth = expected_tensors(saved.root / "expected.safetensors")
+    assert not differences(truth, found, "model.")
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        done = cli("consolidate", saved.root / "ckpt" / part, tmp_path / part, "--output", "json")
+        assert done.code == 0, done
+        assert not differences(read_safetensors(tmp_path / part), found)
+    done = cli("export", saved.root / "ckpt", tmp_path / "model", "--output", "json")
+    assert done.code == 0, done
+    assert sorted(read_safetensors(tmp_path / "model")) == sorted(truth)
+
+
+def test_objects(saved: Sample) -> None:
+    manifest = read(saved.root / "ckpt")
+    assert manifest.format == "accelerate"
+    names = {t.fqn for t in manifest.tensors} | {b.key for b in manifest.blobs}
+    assert {"random_states.torch_manual_seed.rank0", "random_states.torch_manual_seed.rank1"} <= names
+    assert any(n.startswith("scheduler.") for n in names)
+    assert find_model(manifest).prefix == "model."
+
+
+@pytest.mark.parametrize("lost", ["optimizer_0", "scheduler.bin", "random_states_0.pkl"])
+def test_a_part_that_is_missing(lost: str, saved: Sample, cli: Cli, tmp_path: Path) -> None:
+    """The model is there: what is not is said, and is no error."""
+    path = copied(saved, tmp_path) / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    done = cli("validate", tmp_path / "ckpt", "--output", "json")
+    assert done.code == 0, done
+    codes = [f["code"] for f in done.json["findings"]]
+    assert codes == ([] if lost == "scheduler.bin" else ["missing-part"])
+
+
+def test_a_part_that_is_not_finished(saved: Sample, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    (folder / "optimizer_0" / ".metadata").unlink()
+    with pytest.raises(NotComplete):
+        read(folder)
+
+
+def test_a_model_that_is_missing_is_refused(saved: Sample, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    shutil.rmtree(folder / "pytorch_model_fsdp_0")
+    with pytest.raises(UnsupportedFormat, match="optimizer_0"):
+        read(folder)
+
+
+def test_a_second_model(saved: Sample, tmp_path: Path) -> None:
+    """Accelerate gives both the same keys; here the second's are told apart by their number."""
+    folder = copied(saved, tmp_path)
+    for part in ("pytorch_model_fsdp", "optimizer"):
+        shutil.copytree(folder / f"{part}_0", folder / f"{part}_1")
+    tops = Counter(t.fqn.split(".")[0] for t in read(folder).tensors)
+    assert tops["model"] == tops["model_1"] > 0
+    assert tops["optimizer"] == tops["optimizer_1"] > 0
+
+
+def test_full_files(cli: Cli, tmp_path: Path) -> None:
+    """``FULL_STATE_DICT``: one file for the model, one for the optimizer; the Trainer's names."""
+    folder = tmp_path / "checkpoint-10"
+    folder.mkdir()
+    weights = {"up.weight": torch.arange(6.0).reshape(2, 3), "up.bias": torch.ones(2)}
+    state = {n: {"step": torch.tensor(3.0), "exp_avg": t * 2} for n, t in weights.items()}
+    torch.save(weights, folder / "pytorch_model_fsdp.bin")
+    torch.save(
+        {"state": state, "param_groups": [{"lr": 0.1, "params": list(weights)}]}, folder / "optimizer.bin"
+    )
+    torch.save({"last_epoch": 1}, folder / "scheduler.pt")
+    for rank in range(2):
+        own = {"cpu": torch.full((8,), rank, dtype=torch.uint8), "python": (3, (rank,), None)}
+        torch.save(own, folder / f"rng_state_{rank}.pth")
+    torch.save(json.JSONDecoder, folder / "sampler.bin")  # a class of the trainer's own
+    (folder / "trainer_state.json").write_text('{"global_step": 10, "best_metric": null}')
+    manifest = read(folder)
+    assert manifest.origin["step"] == 10
+    assert {t.fqn for t in manifest.tensors} == {
+        *(f"model.{n}" for n in weights),
+        *(f"optimizer.state.{n}.{k}" for n in weights for k in ("step", "exp_avg")),
+        "rng_state.cpu.rank0", "rng_state.cpu.rank1",
+    }  # fmt: skip
+    assert [f.code for f in manifest.findings] == ["refused-global"]
+    found: dict[str, Any] = {b.key: decode(b.tree) for b in manifest.blobs if b.known}
+    assert found["scheduler.last_epoch"] == 1
+    assert found["trainer_state"]["global_step"] == 10
+    assert found["rng_state.python.rank1"] == (3, (1,), None)
+    done = cli("export", folder, tmp_path / "out", "--output", "json")
+    assert done.code == 0, done
+    assert sorted(read_safetensors(tmp_path / "out")) == sorted(weights)
+
+
+def test_two_saves_in_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+    torch.save({"w": torch.zeros(3)}, folder / "pytorch_model_fsdp.bin")
+    with pytest.raises(AmbiguousModel, match="are both the model"):
+        read(folder)
+
+
+def copied(saved: Sample, under: Path) -> Path:
+    shutil.copytree(saved.root / "ckpt", under / "ckpt")
+    return under / "ckpt"
+
+
+def read(folder: Path) -> Manifest:
+    return read_manifest(open_source(str(folder)))
