@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ckptcore.formats._accelerate import has_model
 from ckptcore.formats._olmo import is_step
-from ckptcore.formats.base import KnownFormat, Source
+from ckptcore.formats.base import KnownFormat, Source, natural
 
 
 def _first(source: Source, pattern: str) -> str | None:
@@ -54,6 +54,16 @@ def _nested(source: Source) -> tuple[str, ...] | None:
     return (f"checkpoints lie in its subfolders: {', '.join(inner[:4])}",)
 
 
+def _olmo_steps(source: Source) -> tuple[str, ...] | None:
+    """OLMo's trainers keep every step in one folder, and no file says which is meant."""
+    if source.name is not None:
+        return None
+    tops = sorted({p.split("/", 1)[0] for p in source.listing if _STEP.match(p)}, key=natural)
+    steps = [t for t in tops if is_step(source.below(t))]
+    return (f"checkpoints lie in its subfolders: {', '.join(steps[-4:])}",) if steps else None
+
+
+_STEP = re.compile(r"^step\d+(-unsharded)?/")
 # torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c as pickle protocol 2.
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 KNOWN: tuple[KnownFormat, ...] = (
@@ -72,6 +82,7 @@ KNOWN: tuple[KnownFormat, ...] = (
         _before_zip,
         "load it with torch and save it again",
     ),
+    KnownFormat("olmo-steps", "a folder of OLMo steps", _olmo_steps, "name one of the subfolders"),
     KnownFormat(
         "trainer-folder", "a trainer's folder, not one checkpoint", _nested, "name one of the subfolders"
     ),

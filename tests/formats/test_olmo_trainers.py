@@ -20,7 +20,13 @@ from safetensors.torch import load_file, save_file
 from samples import differences, read_safetensors, value
 
 import ckptcore
-from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete, UnsafeContent
+from ckptcore.errors import (
+    AmbiguousModel,
+    MalformedCheckpoint,
+    NotComplete,
+    UnsafeContent,
+    UnsupportedFormat,
+)
 from ckptcore.objects import decode
 
 CORE, LOCAL, WHOLE = "v3_bf16params_ws2", "olmo1_local_ws2", "olmo1_unsharded_safetensors"
@@ -376,3 +382,11 @@ def test_ordinary_safetensors_stay_what_they_are(tmp_path: Path) -> None:
     save_file({"gaSV.w": torch.ones(2), "h": torch.ones(1)}, tmp_path / "model.safetensors",
               metadata={"format": "pt", "note": json.dumps({"a": 1})})  # fmt: skip
     assert ckptcore.open(str(tmp_path)).format == "safetensors"
+
+
+def test_a_folder_of_steps_names_them(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Which of a trainer's steps is meant is for the user to say."""
+    for name in (CORE, LOCAL):
+        copied(request, name, tmp_path)
+    with pytest.raises(UnsupportedFormat, match="step2, step3"):
+        ckptcore.open(str(tmp_path))
