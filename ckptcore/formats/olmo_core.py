@@ -24,7 +24,7 @@ What `olmo_core.distributed.checkpoint` does, and how it is done here:
 | strategy `chunks(n)` | `--max-file-size n` |
 | `num_threads`, `pre_download`, `work_dir` | `--workers`; URLs are read by ranges, never whole |
 | `device` of loaded tensors | `read(..., device="cuda")`; `load_into` fills tensors where they are |
-| `save_state_dict`, `save_model_and_optim_state` | `ckptcore consolidate SRC DST --to dcp` |
+| `save_state_dict`, `save_model_and_optim_state` | `ckptcore consolidate SRC DST --to olmo_core` |
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from typing import Any
 from ckptcore.errors import Finding, NotComplete, finding
 from ckptcore.formats._dcpread import DATA, read_folder
 from ckptcore.formats._olmo import DCP, TRAIN_FILE, missing_part, model_told, require_renamed, train_part
+from ckptcore.formats._olmowrite import arrange_step
 from ckptcore.formats._parts import Part, join
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source
 from ckptcore.manifest import Manifest
 
 NAME = "olmo_core"
@@ -141,11 +142,18 @@ def _paths(stored: Manifest, train: Manifest) -> dict[str, Any]:
                              "order": form["order"] + more[1]}}  # fmt: skip
 
 
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """A step folder as one rank leaves it."""
+    return arrange_step(request, folder=DCP, marker=MARKER)
+
+
 FORMAT = Format(
     name=NAME,
     title="OLMo-core checkpoint (1.0 and later), OLMo torch_new",
     recognised_by="`model_and_optim/` (and `.metadata.json`), or `.metadata` of OLMo-core's storage class",
-    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per item", objects=True),
+    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item", objects=True),
     detect=detect,
     read=read,
+    arrange=arrange,
+    nests=True,
 )

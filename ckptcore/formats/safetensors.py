@@ -11,14 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import (
-    MalformedCheckpoint,
     NameMismatch,
-    UnsafeContent,
     UnsupportedDtype,
-    finding,
 )
 from ckptcore.formats._stfolder import INDEX, OBJECTS, SINGLE, read_folder, recognised
 from ckptcore.formats._stheader import MAX_HEADER, pack_header
@@ -34,9 +30,7 @@ from ckptcore.formats.base import (
     natural,
 )
 from ckptcore.frame import canonical_json
-from ckptcore.manifest import Blob, Item, Manifest, TensorSpec, View
-from ckptcore.objects import decode
-from ckptcore.store import inner_path
+from ckptcore.manifest import Manifest, TensorSpec
 
 
 def detect(source: Source) -> Evidence | None:
