@@ -33,6 +33,8 @@ _CLASSES: dict[str, dict[str, str]] = {
         "_StridedShard": "_StridedShard",
         "Replicate": "Replicate",
         "Partial": "Partial",
+        "MaskPartial": "Partial",
+        "_MaskPartial": "Partial",
     },
     "torch.distributed.tensor._ops._embedding_ops": {"_MaskPartial": "Partial"},
     "torch.distributed.tensor._ops._math_ops": {"_NormPartial": "Partial"},

@@ -181,7 +181,7 @@ class Placer:
         return seen
 
 
-def _mesh(state: dict[str, Any], read_ints: ReadInts) -> _Mesh:
+def _mesh(state: dict[str, Any], read_ints: ReadInts, depth: int = 4) -> _Mesh:
     """torch <= 2.9 keeps the ranks as a tensor ``mesh``; later ones a layout over ``_rank_map``."""
     tensor = state.get("mesh", state.get("_mesh"))
     if type(tensor) is StoredView:
@@ -189,7 +189,7 @@ def _mesh(state: dict[str, Any], read_ints: ReadInts) -> _Mesh:
     else:
         layout = fields(state.get("_layout"), "_MeshLayout")
         axes = layout.get("axes")
-        shapes: Any = layout.get("shape")  # of torch 2.10 and 2.11; nested for axes that were joined
+        shapes: Any = layout.get("shape")  # of torch 2.10 to 2.12; nested for axes that were joined
         if axes is not None:
             shapes = [fields(a, "_FlatLayout").get("shape") for a in axes]
         shapes = (shapes,) if type(shapes) is int else shapes
@@ -214,10 +214,12 @@ def _mesh(state: dict[str, Any], read_ints: ReadInts) -> _Mesh:
     ranks = tuple(ranks)
     if len(ranks) > _MAX_RANKS or any(type(r) is not int or not 0 <= r < _MAX_RANKS for r in ranks):
         raise ValueError(f"a mesh of ranks {ranks!r:.80}")
-    rank = state.get("_rank")
-    if type(rank) is not int:
+    rank, root = state.get("_rank"), state.get("_root_mesh")
+    if type(rank) is not int:  # torch <= 2.10 does not note it; the root mesh lists its ranks in order
         rank = None
-        if coordinate is not None and type(tensor) is StoredView and len(ranks) == prod(sizes):
+        if root is not None and depth:
+            rank = _mesh(fields(root, "DeviceMesh"), read_ints, depth - 1).rank
+        elif coordinate is not None and len(ranks) == prod(sizes):
             rank = ranks[sum(c * s for c, s in zip(coordinate, row_major(sizes), strict=True))]
     return _Mesh(sizes, coordinate, rank, ranks)
 

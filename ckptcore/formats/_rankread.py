@@ -108,10 +108,9 @@ class RankReader:
         at = self._tensor(shards.name, placed.dtype, placed.shape, shards.path, path)
         for piece in shards.pieces:
             self._builder.chunk(at, piece.box.offset, piece.box.shape, piece.item, piece.view)
-        if placed.rank is None:
-            return
-        shift = placed.rank - rank  # a stage of a pipeline may number its own ranks from 0
-        if shift not in self._shifts:
+        # A stage of a pipeline may number its own ranks from 0.
+        shift = 0 if placed.rank is None else placed.rank - rank
+        if placed.rank is not None and shift not in self._shifts:
             self._shifts[shift] = path
             if len(self._shifts) > 1:
                 other = next(iter(self._shifts.values()))

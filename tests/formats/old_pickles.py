@@ -85,6 +85,8 @@ MODULES = {
             "torch.distributed._tensor.placement_types", "torch.distributed.device_mesh"),
     "2.6": ("torch.distributed.tensor", "torch.distributed.tensor._dtensor_spec",
             "torch.distributed.tensor.placement_types", "torch.distributed.device_mesh"),
+    "2.10": ("torch.distributed.tensor", "torch.distributed.tensor._dtensor_spec",
+             "torch.distributed.tensor.placement_types", "torch.distributed.device_mesh"),
 }  # fmt: skip
 
 
@@ -97,7 +99,18 @@ def dtensor(
     kind = Global(f"{module}.DTensor")
     stride = torch.empty(shape, device="meta").stride()
     meta = (shape, stride, torch.float32)
-    told = {"device_type": "cpu", "mesh": ranks, "mesh_dim_names": None, "_coordinate_on_dim": coordinate}
+    told: dict[str, Any] = {
+        "device_type": "cpu",
+        "mesh": ranks,
+        "mesh_dim_names": None,
+        "_coordinate_on_dim": coordinate,
+    }
+    if release == "2.10":
+        axes = {"shape": tuple(ranks.shape), "stride": ranks.stride()}
+        told["_layout"] = Called(Global("torch.distributed._mesh_layout._MeshLayout"), (), axes, new=True)
+        told |= {"_rank_map": ranks.flatten(), "_flatten_rank_map": tuple(ranks.flatten().tolist())}
+        told |= {"_root_mesh": None, "_mesh_dim_names": None, "_device_type": told.pop("device_type")}
+        del told["mesh"]
     if release == "2.1":
         meta_value = Called(Global("torch.fx.passes.shape_prop.TensorMetadata"),
                             (shape, torch.float32, False, stride, None, False, {}), new=True)  # fmt: skip
