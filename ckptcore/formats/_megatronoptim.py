@@ -51,6 +51,8 @@ def add_numbered(optimizer: Any, chunks: Sequence[Chunk], merger: Merger, tree: 
 
     Raises `Unregistered`, before anything is added, where groups and parameters do not fit.
     """
+    if isinstance(optimizer, dict) and optimizer and all(type(k) is int for k in optimizer):
+        optimizer = [optimizer[k] for k in sorted(optimizer)]
     several = isinstance(optimizer, list)
     parameters = [p for c in chunks for p in parameters_of(c, merger.model)]
     found: list[tuple[str, Parameter, StoredView]] = []

@@ -30,7 +30,7 @@ from ckptcore.objects import Named, encode
 NAME = "megatron_legacy"
 FLAT = "distrib_optim.pt"
 _MODEL = re.compile(r"model\d*")
-_OWN = frozenset({"rng_state"})  # objects that each rank has of its own
+_OWN = frozenset({"rng_state", "optimizer"})  # objects that each rank has of its own
 _PER_RANK = frozenset({"rank", "local_rank"})  # arguments that are each rank's own
 
 

@@ -1,0 +1,219 @@
+"""Megatron's optimizer state under its parameters: numbered, flat in buffers, or kept as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from legacy_ranks import (
+    Case,
+    E,
+    Tensors,
+    expected,
+    folder,
+    local_layer,
+    rank_models,
+    ranks_of,
+    require_equal,
+    save,
+    whole_layer,
+)
+
+import ckptcore
+from ckptcore.formats._mcorebuckets import lay_out, lay_out_whole
+from ckptcore.formats._mcoreparams import Parameter, Unregistered
+from ckptcore.formats._megatronrules import Placement
+
+KINDS = ("exp_avg", "exp_avg_sq")
+
+
+def states(case: Case, kind: str) -> tuple[Tensors, list[Tensors]]:
+    """A whole model of the state's values, in the shapes of the weights."""
+    torch.manual_seed(len(kind))
+    around = {
+        "embedding.word_embeddings.weight": torch.randn(64, 16),
+        "decoder.final_layernorm.weight": torch.randn(16),
+        "output_layer.weight": torch.randn(64, 16),
+    }
+    layers = [{k: torch.randn(v.shape) for k, v in whole_layer(case).items()} for _ in range(case.layers)]
+    return around, layers
+
+
+def rank_states(case: Case, kind: str, rank: tuple[int, int, int]) -> list[Tensors]:
+    return rank_models(case, *states(case, kind), *rank)
+
+
+def is_expert(case: Case, name: str) -> bool:
+    return case.ep > 1 and ".mlp.experts." in name
+
+
+def truth(case: Case, kind: str) -> Tensors:
+    return expected(case, *states(case, kind))
+
+
+# --- numbered -------------------------------------------------------------------------------------
+
+
+def numbered(case: Case, rank: tuple[int, int, int], expert: bool) -> dict[str, Any]:
+    """What a plain optimizer saves: groups with and without weight decay, master copies beside."""
+    held = {kind: rank_states(case, kind, rank) for kind in (*KINDS, "fp32_param")}
+    names = [(v, n) for v, chunk in enumerate(held["exp_avg"]) for n in chunk if is_expert(case, n) == expert]
+    groups, state, masters, number = [], {}, [], 0
+    for decay in (1.0, 0.0):
+        mine = [k for k in names if (held["exp_avg"][k[0]][k[1]].dim() == 1) == (decay == 0.0)]
+        if not mine:
+            continue
+        numbers = list(range(number, number + len(mine)))
+        groups.append({"params": numbers, "wd_mult": decay, "lr_mult": 1.0, "lr": 1e-4,
+                       "is_expert_parallel": expert, "is_decoupled_lr": False})  # fmt: skip
+        for n, (v, name) in zip(numbers, mine, strict=True):
+            state[n] = {kind: held[kind][v][name] for kind in KINDS} | {"step": torch.tensor(7.0)}
+        masters.append([_marked(held["fp32_param"][v][name]) for v, name in mine])
+        number += len(mine)
+    return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}
+
+
+def _marked(value: torch.Tensor) -> torch.Tensor:
+    value.tensor_model_parallel = True  # Megatron's master copies carry attributes
+    return value
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(tp=2), Case(tp=2, pp=2, vpp=2), Case(ep=2, experts="sequential"), Case(tp=2, pp=2, tied=True)],
+    ids=["tp2", "vpp2", "ep2", "tied"],
+)
+def test_numbered_states(case: Case, tmp_path: Path) -> None:
+    def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
+        parts = [numbered(case, rank, False)] + ([numbered(case, rank, True)] if case.ep > 1 else [])
+        tree["optimizer"] = parts if len(parts) > 1 else parts[0]
+
+    save(case, tmp_path, edit)
+    for kind in (*KINDS, "fp32_param"):
+        manifest = require_equal(tmp_path, truth(case, kind), f"optimizer.state.{kind}.")
+    assert not [f for f in manifest.findings if f.severity != "info"]
+
+
+def test_numbers_that_do_not_fit_stay(tmp_path: Path) -> None:
+    case = Case()
+
+    def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
+        tree["optimizer"] = numbered(case, rank, False)
+        tree["optimizer"]["optimizer"]["param_groups"][0]["params"].pop()
+
+    manifest = ckptcore.open(str(save(case, tmp_path, edit)))
+    assert [f.code for f in manifest.findings] == ["flat-buffers"]
+    assert "optimizer/mp_rank_00.optimizer.state.0.exp_avg" in manifest.index
+
+
+# --- flat buffers ---------------------------------------------------------------------------------
+
+
+def buffer(values: list[torch.Tensor]) -> torch.Tensor:
+    """A flat buffer: last parameter first, each from a multiple of 64 on; gaps are anything."""
+    parts: list[torch.Tensor] = []
+    at = 0
+    for value in reversed(values):
+        gap = -at % 64
+        parts += [torch.full((gap,), float("nan")), value.reshape(-1)]
+        at += gap + value.numel()
+    return torch.cat(parts)
+
+
+def flat(case: Case, rank: tuple[int, int, int], expert: bool) -> dict[Any, Any]:
+    out: dict[Any, Any] = {"buckets_coalesced": True}
+    for v in range(case.vpp):
+        held: dict[str, Any] = {}
+        for kind in (*KINDS, "param"):
+            chunk = rank_states(case, kind, rank)[v]
+            held[kind] = buffer([t for n, t in chunk.items() if is_expert(case, n) == expert])
+        held["numel_unpadded"] = held["param"].numel()
+        out[v] = {(torch.bfloat16, torch.float32): held}
+    return out
+
+
+def add_flat(case: Case, base: Path) -> None:
+    for rank in ranks_of(case):
+        parts: list[Any] = [flat(case, rank, False)]
+        if case.ep > 1:
+            # One rank of each data-parallel group writes; experts have groups of their own.
+            parts = [parts[0] if rank[2] == 0 else None, flat(case, rank, True)]
+        torch.save(parts if len(parts) > 1 else parts[0], base / folder(case, *rank) / "distrib_optim.pt")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(tp=2), Case(pp=2, vpp=2), Case(ep=2, experts="sequential"), Case(tp=2, ep=2, experts="grouped"),
+     Case(tp=2, pp=2, tied=True), Case(tp=2, latent=True)],
+    ids=["tp2", "vpp2", "ep2", "grouped", "tied", "latent"],
+)  # fmt: skip
+def test_flat_buffers(case: Case, tmp_path: Path) -> None:
+    add_flat(case, save(case, tmp_path))
+    for kind in (*KINDS, "param"):
+        manifest = require_equal(tmp_path, truth(case, kind), f"optimizer.state.{kind}.")
+    assert ckptcore.check(manifest, level="values").ok
+    assert not [f for f in ckptcore.check(manifest, level="values").findings if f.code == "not-finite"]
+
+
+def test_a_buffer_of_another_size_stays(tmp_path: Path) -> None:
+    case = Case(tp=2)
+    base = save(case, tmp_path)
+    add_flat(case, base)
+    path = base / "mp_rank_01" / "distrib_optim.pt"
+    held = torch.load(path, weights_only=False)
+    part = held[0][torch.bfloat16, torch.float32]
+    part["exp_avg"] = torch.cat([part["exp_avg"], torch.zeros(64)])
+    torch.save(held, path)
+    manifest = ckptcore.open(str(base))
+    assert [f.code for f in manifest.findings] == ["flat-buffers"]
+    assert any(t.fqn.startswith("distrib_optim/mp_rank_01") for t in manifest.tensors)
+
+
+# --- where parameters lie -------------------------------------------------------------------------
+
+
+def parameters(*sizes: int) -> list[Parameter]:
+    return [Parameter(f"p{n}", (s,), "bfloat16", Placement(f"p{n}", (s,), (s,), ()), False)
+            for n, s in enumerate(sizes)]  # fmt: skip
+
+
+def starts(segments: Any) -> Iterator[tuple[str, int, int]]:
+    yield from ((s.parameter.name, s.bucket, s.start) for s in segments)
+
+
+def test_buckets_are_filled_from_the_last_parameter() -> None:
+    found = lay_out(parameters(10, 70, 100), [100, 128 + 10])
+    assert list(starts(found)) == [("p2", 0, 0), ("p1", 1, 0), ("p0", 1, 128)]
+
+
+@pytest.mark.parametrize("sizes", [[101, 138], [100, 137], [100], [100, 138, 64], [180]])
+def test_buckets_that_do_not_add_up(sizes: list[int]) -> None:
+    with pytest.raises(Unregistered):
+        lay_out(parameters(10, 70, 100), sizes)
+
+
+def test_a_bucket_of_its_own() -> None:
+    """Tied embeddings: the bucket before them ends where they would have started."""
+    found = lay_out(parameters(70, 10, 100), [138 + 54, 70], own=[True, False, False])
+    assert list(starts(found)) == [("p2", 0, 0), ("p1", 0, 128), ("p0", 1, 0)]
+
+
+def test_whole_buffers_and_full_buckets() -> None:
+    """Without bucket borders on disk, the total tells whether a layout is the right one."""
+    three = parameters(10, 70, 100)
+    assert [s[2] for s in starts(lay_out_whole(three, 128 + 128 + 10))] == [0, 128, 256]
+    # A bucket that is full ends unaligned, and the next one starts behind it.
+    assert [s[2] for s in starts(lay_out_whole(three, 100 + 128 + 10, bucket=90))] == [0, 100, 228]
+    with pytest.raises(Unregistered):
+        lay_out_whole(three, 100 + 128 + 10)
+
+
+def test_helpers_agree() -> None:
+    """The helper's ranks hold every expert once."""
+    case = Case(ep=2, experts="sequential")
+    layer = whole_layer(case)
+    held = [local_layer(case, layer, 0, ep) for ep in range(2)]
+    assert sum("linear_fc2" in n and "local_experts" in n for h in held for n in h) == E
