@@ -92,7 +92,10 @@ class Paths(Mapping[str, Path]):
         """The paths that a manifest's ``origin`` records."""
         found = cls()
         form = manifest.origin.get("paths")
-        if not form:
+        # A manifest whose tensors were regrouped is no longer the one that was told of.
+        if not form or (len(form["tensors"]), len(form["objects"])) != (
+            len(manifest.tensors), len(manifest.blobs),
+        ):  # fmt: skip
             return found
         cuts = [tuple(c) for c in form["cuts"]]
         known = sorted(

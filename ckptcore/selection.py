@@ -17,7 +17,15 @@ def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None 
         else TensorSpec(names[i], manifest.tensors[t].dtype, manifest.tensors[t].shape)
         for i, t in enumerate(rows)
     )  # fmt: skip
-    kept = replace(manifest, tensors=tensors, chunks=_chunks(manifest.chunks, rows), derived={}, inputs=None)
+    origin = {k: v for k, v in manifest.origin.items() if k != "paths"}  # told of all tensors, in their order
+    kept = replace(
+        manifest,
+        tensors=tensors,
+        chunks=_chunks(manifest.chunks, rows),
+        origin=origin,
+        derived={},
+        inputs=None,
+    )
     nodes = {n: manifest.derived[t] for n, t in enumerate(rows) if t in manifest.derived}
     if manifest.inputs is None or not nodes:
         return kept

@@ -117,6 +117,11 @@ def _tell(builder: Builder, read: Contents, name: str) -> None:
         builder.findings.append(
             finding("refused-global", "files", f"{where} needs {needs}: left out", fqn=where, file=name)
         )
+    if len(read.lost) > _MAX_TOLD:
+        more = len(read.lost) - _MAX_TOLD
+        builder.findings.append(
+            finding("refused-global", "files", f"{more} more values of {name} are left out", file=name)
+        )
     used = {v.key for v in _views(read.tree)}
     hidden = sum(n for k, (_, n, _) in read.objects.storages.items() if n and k not in used)
     if hidden:
