@@ -45,6 +45,9 @@ CORE = frozenset(
         "dcp_dims_4r",
     }
 )
+# Megatron-Core's own layer over DCP; of its releases the one whose metadata torch reads by itself and
+# that has no digests of whole files, which notice everything.
+MEGATRON = "api_torch_dist_0.16.1_sephint"
 # Rows whose outcome does not depend on the tensors around them.
 NARROW = re.compile(r"attack-|absurd-|flip-metadata-|view-|numbers-|zip-|item-is-|metadata-is-")
 
@@ -62,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     cases = []
     for victim in metafunc.config.stash[SAMPLES]:
-        if victim.megatron:
+        if victim.megatron and victim.name != MEGATRON:
             continue
         for folder in victim.dcp_folders:
             if gaps.lookup(gaps.REFUSED_DCP, victim.name, folder.name):
@@ -177,7 +180,12 @@ def equal_layout(copy: Folder) -> bool:
 
 
 def between_others(copy: Folder) -> bool:
-    """Whether the biggest tensor is not all there is, and ends no file that holds others too."""
+    """Whether the biggest tensor is not all there is, and ends no file that holds others too.
+
+    Megatron-Core keeps every rank's plan of its save, where the name stands once more.
+    """
+    if b"all_local_plans" in copy.meta.read_bytes():
+        return False
     gone = copy.tensors()[0].key.fqn
     by_file: dict[Path, list[str]] = {}
     for place in copy.places():
