@@ -37,7 +37,7 @@ def arrange_step(request: Arrangement, *, folder: str, marker: str) -> tuple[Fil
 
 
 def _train(request: Arrangement, tensors: list[int]) -> list[FileLayout]:
-    """One file per rank of the job that saved it; without a word of its size, rank 0's and whose own there are."""
+    """One file per rank of the job that saved it, as far as that is told."""
     leaves: dict[str, Any] = {request.tensors[i].fqn: TensorRef(request.tensors[i].fqn) for i in tensors}
     leaves |= {k: decode(v) for k, v in request.objects.items() if k.startswith(_TRAIN)}
     shared: dict[str, Any] = {}

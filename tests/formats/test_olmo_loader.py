@@ -1,7 +1,8 @@
-"""OLMo-core 0.1's own loader on what is written here, at other world sizes than saved it.
+"""OLMo-core's own loaders on what is written here, at other world sizes than saved it.
 
-Needs ai2-olmo-core==0.1.0 in an environment of its own: `CKPTCORE_OLMO_CORE_PYTHON` names its
-interpreter. Without it these tests are skipped.
+Each generation needs an environment of its own: `CKPTCORE_OLMO_CORE_PYTHON` names the interpreter of
+one with ai2-olmo-core==0.1.0, `CKPTCORE_OLMO_CORE_3_PYTHON` of one with 3.0.0. Without them these tests
+are skipped.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from olmo_samples import sample
 
 import ckptcore
 
-PYTHON = os.environ.get("CKPTCORE_OLMO_CORE_PYTHON", sys.executable)
-JOB = Path(__file__).with_name("olmo_loader_job.py")
-PROBE = "import importlib.metadata as m; raise SystemExit(m.version('ai2-olmo-core') != '0.1.0')"
+HERE = Path(__file__).parent
+# release -> the variable that names its interpreter
+VARIABLES = {"0.1.0": "CKPTCORE_OLMO_CORE_PYTHON", "3.0.0": "CKPTCORE_OLMO_CORE_3_PYTHON"}
 
 
-@pytest.fixture(scope="module")
-def loader() -> str:
-    if subprocess.run([PYTHON, "-c", PROBE], capture_output=True, check=False).returncode:
+def interpreter(release: str) -> str:
+    """The interpreter of a release of ai2-olmo-core; skips where there is none."""
+    python = os.environ.get(VARIABLES[release], sys.executable)
+    probe = f"import importlib.metadata as m; raise SystemExit(m.version('ai2-olmo-core') != {release!r})"
+    if subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode:
         pytest.skip(
-            f"no ai2-olmo-core 0.1.0 in {PYTHON}; CKPTCORE_OLMO_CORE_PYTHON can name another interpreter"
+            f"no ai2-olmo-core {release} in {python}; {VARIABLES[release]} can name another interpreter"
         )
-    return PYTHON
+    return python
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -36,12 +40,34 @@ def loader() -> str:
     "name", ["v01_fsdp1_fp32_ws2", "v3_bf16params_ws2", "olmo1_local_ws2", "olmo1_unsharded_safetensors"]
 )
 def test_restored_by_its_own_loader(
-    name: str, ranks: int, loader: str, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """A model and its optimizer under FSDP are restored bit for bit from every generation."""
+    """0.1.0: a model and its optimizer under FSDP are restored bit for bit from every generation."""
+    python = interpreter("0.1.0")
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01", max_file_size=100_000)
+    assert run_job(python, "olmo_loader_job.py", ranks, tmp_path / "out", root) >= 60
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["v3_bf16params_ws2", "v01_fsdp1_fp32_ws2", "olmo1_local_ws2"])
+def test_steps_restored_by_olmo_core_3(
+    name: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """3.0.0: a step folder fills DTensors of another mesh, model and optimizer."""
+    python = interpreter("3.0.0")
+    root = sample(request, name)
+    step = next(p for p in root.iterdir() if p.name.startswith("step"))
+    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_core", max_file_size=100_000)
+    if not (tmp_path / "out" / "train").exists():  # no trainer's state was in the source
+        (tmp_path / "out" / "train").mkdir()
+        torch.save({}, tmp_path / "out" / "train" / "rank0.pt")
+    assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
+
+
+def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
+    """Runs the ranks of a job; gives how many tensors they found equal, all ranks together."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -49,7 +75,7 @@ def test_restored_by_its_own_loader(
               "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}  # fmt: skip
     jobs = [
         subprocess.Popen(
-            [loader, str(JOB), str(tmp_path / "out"), str(root)],
+            [python, str(HERE / script), str(out), str(root)],
             env=dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
@@ -57,5 +83,4 @@ def test_restored_by_its_own_loader(
     ]  # fmt: skip
     told = [job.communicate(timeout=240)[0] for job in jobs]
     assert all(job.returncode == 0 for job in jobs), "\n".join(told)[-3000:]
-    equal = sum(int(line.split()[1]) for text in told for line in text.splitlines() if "equal:" in line)
-    assert equal >= 60
+    return sum(int(line.split()[1]) for text in told for line in text.splitlines() if "equal:" in line)

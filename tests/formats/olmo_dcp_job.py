@@ -1,0 +1,50 @@
+"""One rank of a job in which OLMo-core (3.0) loads a step folder into DTensors of this world size.
+
+python olmo_dcp_job.py STEP SAMPLE    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment)
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from olmo_core.distributed.checkpoint import get_checkpoint_metadata, load_state_dict
+from olmo_core.train.checkpoint import Checkpointer
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, zeros
+
+
+def main() -> None:
+    step, root = sys.argv[1:3]
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    assert Checkpointer.dir_is_checkpoint(step), "OLMo-core does not take it for a checkpoint"
+    truth = {f"model.{k}": v for k, v in load_file(f"{root}/expected.safetensors").items()}
+    for key, value in load_file(f"{root}/expected_optim.safetensors").items():
+        truth["optim.state." + key.replace("::", ".")] = value
+    inside = f"{step}/model_and_optim"
+    missing = truth.keys() - get_checkpoint_metadata(inside).state_dict_metadata.keys()
+    assert not missing, sorted(missing)[:3]
+    state: dict[str, torch.Tensor] = {}
+    for name, value in truth.items():
+        rows = {"device_mesh": mesh, "placements": [Shard(0)]}
+        state[name] = (
+            zeros(value.shape, dtype=value.dtype, **rows) if value.dim() else torch.zeros_like(value)
+        )
+    load_state_dict(inside, state)
+    equal = 0
+    for name, value in truth.items():
+        found = state[name]
+        whole = found.full_tensor() if hasattr(found, "full_tensor") else found
+        assert whole.dtype == value.dtype, name
+        assert torch.equal(whole, value), name
+        equal += 1
+    print("equal:", equal, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
