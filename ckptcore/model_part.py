@@ -35,10 +35,11 @@ _MOMENTS = {
     "sum",
     "square_avg",
 }
-# Containers beside a top-level model that are the trainer's own (torchtitan, OLMo, Lightning).
+# Containers beside a top-level model that are the trainer's own (torchtitan, OLMo, Lightning, Megatron's
+# ``rng_state/shard_...``).
 _TRAINER = re.compile(
     r"^(optim|optimizer|optimizers|optimizer_\d+|lr_scheduler|scheduler|dataloader|train_state|rng"
-    r"|rng_state|trainer|extra|ema_state|param_groups)(\.|$)"
+    r"|rng_state|trainer|extra|ema_state|param_groups|chained_\d+)(\.|/|$)"
 )
 _CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
 
