@@ -2,7 +2,8 @@
 
 Dicts (and lists that hold tensors) are walked; a tensor's FQN is its path joined with dots, and
 every other leaf is an object. Written files are a flat dict of FQN -> tensor or value that
-``torch.load(weights_only=True, mmap=True)`` opens.
+``torch.load(weights_only=True, mmap=True)`` opens; numpy arrays among the objects (random states, say)
+need `torch.serialization.safe_globals` for that, as they do in any torch file.
 """
 
 from __future__ import annotations

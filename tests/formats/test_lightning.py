@@ -22,6 +22,7 @@ from ckptcore.errors import (
     UsageError,
 )
 from ckptcore.model_part import find_model
+from ckptcore.request import Request
 
 
 @pytest.fixture
@@ -204,6 +205,15 @@ def test_the_model_is_below_the_modules_one_attribute(tmp_path: Path) -> None:
     )
     assert find_model(ckptcore.open(str(source))).prefix == "model."
     assert find_model(ckptcore.open(str(source)), "model.net").prefix == "model.net."
+
+
+def test_which_destination_is_one_file() -> None:
+    assert (Request("a", "b.ckpt").format, Request("a", "b.ckpt").single) == ("lightning", "b.ckpt")
+    assert Request("a", "b.ckpt", to="torch_save").single == "b.ckpt"
+    assert Request("a", "b.consolidated", to="lightning").single == "b.consolidated"
+    assert Request("a", "b.consolidated").single is None
+    with pytest.raises(UsageError, match="does not fit"):
+        Request("a", "b.ckpt", to="safetensors")
 
 
 def test_an_export_is_no_lightning_checkpoint(tmp_path: Path) -> None:
