@@ -9,6 +9,7 @@ from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats._pickle import Call, Record, loads, record
 from ckptcore.formats._torchtables import COMMON, DTYPE_GLOBALS, PATHS
 from ckptcore.formats.base import Source
+from ckptcore.shown import shown
 
 _MAX_METADATA = 4 << 30
 _META = "torch.distributed.checkpoint.metadata"
@@ -119,14 +120,14 @@ def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
     if type(value) is Record and value.kind == kind and type(value.state) is tuple:
         state: tuple[Any, ...] = value.state
         return state
-    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {value!r:.80}", file=name)
+    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {shown(value)}", file=name)
 
 
 def state_of(value: Any, kind: str, name: str) -> dict[str, Any]:
     """The dict state of a record of this class."""
     if isinstance(value, Record) and value.kind == kind and type(value.state) is dict:
         return value.state
-    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {value!r:.80}", file=name)
+    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {shown(value)}", file=name)
 
 
 def _mapping(state: dict[str, Any], key: str, name: str) -> dict[Any, Any]:
@@ -144,4 +145,4 @@ def dims(value: Any, name: str) -> tuple[int, ...]:
         and all(type(n) is int and 0 <= n < 1 << 50 for n in value)
     ):
         return tuple(value)
-    raise MalformedCheckpoint(f"{name}: {value!r:.80} is not a size", file=name)
+    raise MalformedCheckpoint(f"{name}: {shown(value)} is not a size", file=name)

@@ -23,6 +23,7 @@ from ckptcore.formats.base import Source
 from ckptcore.manifest import Envelope, Item, Manifest, TensorSpec
 from ckptcore.objects import Named
 from ckptcore.paths import Paths
+from ckptcore.shown import shown
 from ckptcore.store import inner_path
 
 DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
@@ -109,7 +110,7 @@ class _Columns:
         count = 0
         for fqn, entry in metadata.tensors.items():
             if type(fqn) is not str or not isinstance(entry, Record):
-                raise MalformedCheckpoint(f"{name}: entry {fqn!r:.80} is not tensor metadata", file=name)
+                raise MalformedCheckpoint(f"{name}: entry {shown(fqn)} is not tensor metadata", file=name)
             if entry.kind == "BytesStorageMetadata":
                 place = find(fqn, None)
                 if place is None:
@@ -315,7 +316,7 @@ def _codec(descriptors: Any, name: str) -> str:
         known = _CODECS.get(descriptors[0].split("/")[0].split("@")[0])
         if known:
             return known
-    raise UnsupportedFormat(f"{name}: items are transformed by {descriptors!r:.120}",
+    raise UnsupportedFormat(f"{name}: items are transformed by {shown(descriptors, 120)}",
                             hint="known stream extensions: stream.zstd")  # fmt: skip
 
 

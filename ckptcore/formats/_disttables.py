@@ -15,6 +15,7 @@ from ckptcore.errors import UnsafeContent
 from ckptcore.formats._pickle import Call, Record, record
 from ckptcore.formats._torchtables import OBJECT_TABLE, REBUILDS
 from ckptcore.objects import Refused
+from ckptcore.shown import shown
 
 DTENSOR, SHARDED = "DTensor", "ShardedTensor"
 _SHARD = "torch.distributed._shard"
@@ -84,7 +85,7 @@ def fields(value: Any, kind: str) -> dict[str, Any]:
         parts = value.state if type(value.state) is tuple and len(value.state) == 2 else (value.state,)
         if all(p is None or type(p) is dict for p in parts):
             return {k: v for p in parts if p for k, v in p.items()}
-    raise ValueError(f"a {kind} was expected, found {value!r:.80}")
+    raise ValueError(f"a {kind} was expected, found {shown(value)}")
 
 
 def _wrapper(*args: Any) -> Any:
@@ -96,7 +97,7 @@ def _typed(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if type(kind) is Refused:
         return kind
     if type(function) is not Call or type(kind) is not Call or type(args) is not tuple:
-        raise ValueError(f"a tensor of {kind!r:.80}")
+        raise ValueError(f"a tensor of {shown(kind)}")
     if function is _WRAPPER:
         if kind.name not in (DTENSOR, SHARDED) or len(args) < 3:
             raise ValueError(f"a wrapper subclass of type {kind.name}")
@@ -112,7 +113,9 @@ def _nested(owner: Any, name: Any) -> Any:
     """``getattr(ShardedTensor, "ProcessGroupState")``: how protocol 2 spells a nested class."""
     if owner is not _SHARDED_CLASS or name != "ProcessGroupState":
         told = owner.name if type(owner) is Call else type(owner).__name__
-        raise UnsafeContent(f"a pickle wants attribute {name!r:.60} of {told:.60}", **{"global": "getattr"})
+        raise UnsafeContent(
+            f"a pickle wants attribute {shown(name, 60)} of {told:.60}", **{"global": "getattr"}
+        )
     return _GROUP
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from ckptcore.errors import CkptError, DamagedCheckpoint, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats._stheader import no_duplicates, read_header
 from ckptcore.formats.base import Source, natural
+from ckptcore.shown import shown
 
 INFO, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 _NAME = re.compile(r"(?:shard-(\d{5,9})-)?model-(\d{5,9})-of-(\d{5,9})\.safetensors")
@@ -119,7 +120,7 @@ def _parts(source: Source, path: str, rank: int | None, model: int) -> list[tupl
     tensors, metadata, data = read_header(source.store, path, size)
     version = metadata.get(VERSION, "1.0")
     if version != "1.0":
-        raise UnsupportedFormat(f"{path} says {VERSION} {version!r:.40}; only 1.0 is read", file=path)
+        raise UnsupportedFormat(f"{path} says {VERSION} {shown(version, 40)}; only 1.0 is read", file=path)
     offsets = _offsets(metadata.get(INFO), path)
     if offsets.keys() != tensors.keys():
         odd = min(offsets.keys() ^ tensors.keys())
@@ -129,7 +130,7 @@ def _parts(source: Source, path: str, rank: int | None, model: int) -> list[tupl
         offset = offsets[fqn]
         if len(offset) != len(shape):
             raise MalformedCheckpoint(
-                f"{path}: {fqn} {list(shape)} is placed at {list(offset)!r:.80}", file=path, fqn=fqn
+                f"{path}: {fqn} {list(shape)} is placed at {shown(list(offset))}", file=path, fqn=fqn
             )
         out.append((fqn, Part(path, rank, model, dtype, offset, shape, data + start, stop - start)))
     return out
@@ -142,10 +143,10 @@ def _offsets(raw: Any, path: str) -> dict[str, tuple[int, ...]]:
         top = json.loads(raw, object_pairs_hook=no_duplicates)
         rows = {str(k): v["saved_offsets"] for k, v in top.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{path}: {INFO} cannot be read: {error!r:.120}", file=path) from error
+        raise MalformedCheckpoint(f"{path}: {INFO} cannot be read: {shown(error, 120)}", file=path) from error
     for fqn, row in rows.items():
         if type(row) is not list or any(type(n) is not int or not 0 <= n < _MAX_OFFSET for n in row):
-            raise MalformedCheckpoint(f"{path}: {fqn} is placed at {row!r:.80}", file=path, fqn=fqn)
+            raise MalformedCheckpoint(f"{path}: {fqn} is placed at {shown(row)}", file=path, fqn=fqn)
     return {k: tuple(v) for k, v in rows.items()}
 
 

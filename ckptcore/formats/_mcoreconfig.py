@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 from ckptcore.formats.base import Source
+from ckptcore.shown import shown
 
 CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"
 BACKENDS = {"torch_dist": (1,), "zarr": (1,)}
@@ -46,19 +47,20 @@ def read_config(source: Source) -> Config | None:
     backend, version = form["sharded_backend"], form.get("sharded_backend_version", 1)
     if not isinstance(backend, str) or not isinstance(version, int):
         raise MalformedCheckpoint(
-            f"{CONFIG} says backend {backend!r:.40}, version {version!r:.40}", file=CONFIG
+            f"{CONFIG} says backend {shown(backend, 40)}, version {shown(version, 40)}", file=CONFIG
         )
     known = BACKENDS.get(backend)
     if known is None or version not in known:
         raise UnsupportedFormat(
-            f"{source.store.url} is a Megatron-Core checkpoint of backend {backend!r:.40}, version {version}",
+            f"{source.store.url} is a Megatron-Core checkpoint of backend {shown(backend, 40)}, "
+            f"version {version}",
             hint=f"known: {', '.join(f'{b} {v}' for b, vs in BACKENDS.items() for v in vs)}",
         )
     common = form.get("common_backend", "torch"), form.get("common_backend_version", 1)
     if common != ("torch", 1):
         raise UnsupportedFormat(
-            f"{source.store.url} keeps its common state by backend {common[0]!r:.40}, "
-            f"version {common[1]!r:.40}",
+            f"{source.store.url} keeps its common state by backend {shown(common[0], 40)}, "
+            f"version {shown(common[1], 40)}",
             hint="known: torch 1",
         )
     return Config(backend, version, "common_backend" in form)
@@ -73,10 +75,12 @@ def digests(source: Source) -> dict[str, str]:
     if not isinstance(form, dict) or not isinstance(files, dict):
         raise MalformedCheckpoint(f"{INTEGRITY} has no table of files", file=INTEGRITY)
     if form.get("algorithm") != "sha256":
-        raise UnsupportedFormat(f"{INTEGRITY} uses {form.get('algorithm')!r:.40}", hint="known: sha256")
+        raise UnsupportedFormat(f"{INTEGRITY} uses {shown(form.get('algorithm'), 40)}", hint="known: sha256")
     for name, value in files.items():
         if "/" in name or name in ("", ".", "..") or not isinstance(value, str) or not _HEX.match(value):
-            raise MalformedCheckpoint(f"{INTEGRITY} has an entry {name!r:.80}: {value!r:.80}", file=INTEGRITY)
+            raise MalformedCheckpoint(
+                f"{INTEGRITY} has an entry {shown(name)}: {shown(value)}", file=INTEGRITY
+            )
     return files
 
 

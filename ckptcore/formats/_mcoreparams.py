@@ -16,6 +16,7 @@ from typing import Any
 from ckptcore.formats._megatronrules import LAYERS, Placement, Rank, World, cut_shape, known_rows, place
 from ckptcore.formats._megatronstages import Counts, first_layers, layers_per_chunk
 from ckptcore.manifest import TensorSpec
+from ckptcore.shown import shown
 
 
 class Unregistered(Exception):
@@ -90,7 +91,7 @@ class Registration:
         self._weights = weights
         self._impl = args.get("transformer_impl")
         if self._impl not in ("local", "transformer_engine"):
-            raise Unregistered(f"the arguments say transformer_impl {self._impl!r:.40}")
+            raise Unregistered(f"the arguments say transformer_impl {shown(self._impl, 40)}")
         self.grouped = bool(args.get("moe_grouped_gemm"))
         self._legacy_grouped = self.grouped and (
             self._impl == "local" or bool(args.get("moe_use_legacy_grouped_gemm"))
@@ -103,7 +104,7 @@ class Registration:
         def size(key: str) -> int:
             value = args.get(key)
             if value is not None and (type(value) is not int or not 0 < value < 1 << 20):
-                raise Unregistered(f"the arguments say {key} {value!r:.40}")
+                raise Unregistered(f"the arguments say {key} {shown(value, 40)}")
             return value or 1
 
         tp, pp, ep = (size(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert"))
@@ -123,7 +124,7 @@ class Registration:
         own = self._impl == "local" and any("linear_qkv.layer_norm_weight" in n for n in names)
         experts = args.get("num_experts", args.get("num_moe_experts")) or 0
         if type(experts) is not int:
-            raise Unregistered(f"the arguments say {experts!r:.40} experts")
+            raise Unregistered(f"the arguments say {shown(experts, 40)} experts")
         world = World(tp, pp, ep, etp, layers, experts, self._gated(), stacked, own, known_rows(args))
         return world, counts
 

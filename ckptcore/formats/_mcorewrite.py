@@ -23,6 +23,7 @@ from ckptcore.formats._metadatawrite import metadata_pickle
 from ckptcore.formats._torchfile import torch_file
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
 from ckptcore.objects import Named, TensorRef, decode
+from ckptcore.shown import shown
 
 _MAX_NAME = 255  # bytes of a file name, on every common file system
 
@@ -153,7 +154,7 @@ def _require_folders(names: Sequence[str]) -> None:
     for name in names:
         steps = name.split("/")
         if name in taken or any(s in ("", ".", "..") or len(s.encode()) > _MAX_NAME for s in steps):
-            raise NameMismatch(f"{name!r:.120} cannot be a folder of a zarr checkpoint")
+            raise NameMismatch(f"{shown(name, 120)} cannot be a folder of a zarr checkpoint")
         taken.add(name)
 
 

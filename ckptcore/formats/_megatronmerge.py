@@ -20,6 +20,7 @@ from ckptcore.formats._megatronstages import Counts, first_layers, layers_per_ch
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchtree import TorchTree
 from ckptcore.manifest import TensorSpec, View, row_major
+from ckptcore.shown import shown
 
 EXTRA_STATE = "_extra_state"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -206,8 +207,8 @@ def _layers(ranks: Ranks, chunks: Sequence[Chunk], vpp: int) -> tuple[int, Count
     told = layers_per_chunk(ranks.args, ranks.pp, vpp)
     if told is None or sum(map(sum, told)) != want:
         raise MalformedCheckpoint(
-            f"the arguments say {want!r:.20} layers on {ranks.pp} stages of {vpp} chunks, the ranks that "
-            f"are here hold {sum(seen.values())}: which layer is which cannot be told",
+            f"the arguments say {shown(want, 20)} layers on {ranks.pp} stages of {vpp} chunks, "
+            f"the ranks that are here hold {sum(seen.values())}: which layer is which cannot be told",
             hint="copy the files of every rank of the save",
         )
     return sum(map(sum, told)), first_layers(told)
@@ -216,7 +217,7 @@ def _layers(ranks: Ranks, chunks: Sequence[Chunk], vpp: int) -> tuple[int, Count
 def _experts(args: Mapping[str, Any], ranks: Ranks, chunks: Sequence[Chunk]) -> int:
     count = args.get("num_experts", args.get("num_moe_experts"))
     if count is not None and (type(count) is not int or count < 0):
-        raise MalformedCheckpoint(f"the arguments say {count!r:.40} experts")
+        raise MalformedCheckpoint(f"the arguments say {shown(count, 40)} experts")
     return count or 0
 
 

@@ -24,6 +24,7 @@ from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchtree import TorchTree
 from ckptcore.manifest import View
 from ckptcore.objects import Named
+from ckptcore.shown import shown
 
 PREFIX = "optimizer.state"
 MASTER = "fp32_from_fp16_params"
@@ -184,7 +185,7 @@ def _stored(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[str, Any]
                 tuple(d.value for d in dtypes if isinstance(d, Named)) if isinstance(dtypes, tuple) else ()
             )
             if len(names) != 2 or not isinstance(held, dict):
-                raise Unregistered(f"buffer {number} of {dtypes!r:.60}")
+                raise Unregistered(f"buffer {number} of {shown(dtypes, 60)}")
             yield number, names, {k: v for k, v in held.items() if isinstance(v, (StoredView, list))}
 
 

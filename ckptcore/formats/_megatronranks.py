@@ -18,6 +18,7 @@ from ckptcore.formats._megatrontables import read_megatron
 from ckptcore.formats._torchzip import Objects
 from ckptcore.formats.base import Source
 from ckptcore.objects import Named
+from ckptcore.shown import shown
 
 FILE = re.compile(r"^(mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?)/model_optim_rng\.pt$")
 _MAX_SIZE, _MAX_TOLD = 1 << 20, 20
@@ -111,7 +112,7 @@ def _objects(source: Source, path: str) -> Objects:
 def _size(args: Mapping[str, Any], key: str) -> int:
     value = next((args[k] for k in (key, *_SIZES[key]) if args.get(k) is not None), 1)
     if type(value) is not int or not 0 < value <= _MAX_SIZE:
-        raise MalformedCheckpoint(f"the arguments say {key} is {value!r:.40}")
+        raise MalformedCheckpoint(f"the arguments say {key} is {shown(value, 40)}")
     return value
 
 
@@ -124,7 +125,7 @@ def _expert_tensor_size(args: Mapping[str, Any], tp: int, ep: int) -> int:
         return tp
     if etp != 1:
         raise UnsupportedFormat(
-            f"experts are cut over {etp!r:.20} tensor ranks, everything else over {tp}: folders of this "
+            f"experts are cut over {shown(etp, 20)} tensor ranks, everything else over {tp}: folders of this "
             "format do not say which expert-tensor rank wrote them (Megatron-LM issue 1719)",
             hint="save it as torch_dist with the Megatron-LM that wrote it",
         )
@@ -145,8 +146,8 @@ def _unlike(args: Mapping[str, Any], first: Any, tree: Any, path: str, other: st
     pairs += [(key, first.get(key), tree.get(key)) for key in ("iteration", "checkpoint_version")]
     for key, want, have in pairs:
         if want != have:
-            yield finding("item-mismatch", "files", f"{path} says {key} is {have!r:.40}, {other} says "
-                          f"{want!r:.40}: they are of different saves", file=path)  # fmt: skip
+            yield finding("item-mismatch", "files", f"{path} says {key} is {shown(have, 40)}, {other} says "
+                          f"{shown(want, 40)}: they are of different saves", file=path)  # fmt: skip
 
 
 def _missing(files: Sequence[RankFile], tp: int, pp: int, ep: int, etp: int) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from ckptcore.formats._torchtree import TorchTree, add_object
 from ckptcore.formats._torchzip import Objects, read_objects
 from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import Source
+from ckptcore.shown import shown
 
 DCP = "model_and_optim"
 WRAPPED = "_fsdp_wrapped_module."  # torch FSDP1 puts it into names
@@ -132,7 +133,7 @@ def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> 
         for rank, tree in trees.items():
             if tree.get(key) != trees[first].get(key):
                 one, other = tree.get(key), trees[first].get(key)
-                message = f"{files[rank]} is of {key} {one!r:.40}, {files[first]} of {other!r:.40}"
+                message = f"{files[rank]} is of {key} {shown(one, 40)}, {files[first]} of {shown(other, 40)}"
                 yield finding("mixed-saves", "files", message, file=files[rank])
     world = trees[first].get("world_size")
     if type(world) is int and 0 < world < 1 << 20:

@@ -24,6 +24,7 @@ from ckptcore.formats._olmo import RANK_SAFETENSORS
 from ckptcore.formats._stheader import no_duplicates, read_header
 from ckptcore.formats.base import Source, natural
 from ckptcore.manifest import Envelope, Manifest, TensorSpec
+from ckptcore.shown import shown
 from ckptcore.store import inner_path
 
 METADATA = "metadata.json"
@@ -179,14 +180,14 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
         try:
             yield _stored(name, entry, listed)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MalformedCheckpoint(f"{METADATA}: {name!r:.80}: {error}", file=METADATA) from error
+            raise MalformedCheckpoint(f"{METADATA}: {shown(name)}: {error}", file=METADATA) from error
 
 
 def _stored(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
     shape = _dims(entry["shape"])
     spelled = entry.get("dtype")
     if spelled is not None and spelled not in BY_SAFETENSORS:
-        raise UnsupportedDtype(f"{METADATA}: {name} has dtype {spelled!r:.40}", fqn=name)
+        raise UnsupportedDtype(f"{METADATA}: {name} has dtype {shown(spelled, 40)}", fqn=name)
     dtype = BY_SAFETENSORS[spelled].name if spelled is not None else None
     if "shard_spec_per_file" in entry:
         specs = entry["shard_spec_per_file"].items()
@@ -208,7 +209,7 @@ def _stored(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
 def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> Shard:
     flat, local, offset = (spec.get(k) for k in ("flattened_offsets", "local_shape", "global_offset"))
     if (flat is None) == (local is None or offset is None):
-        raise ValueError(f"{file} needs either flat ranges or a box, has {dict(spec)!r:.120}")
+        raise ValueError(f"{file} needs either flat ranges or a box, has {shown(dict(spec), 120)}")
     if flat is None:
         box = Box(_dims(offset), _dims(local))
         if len(box.shape) != len(shape):
@@ -218,7 +219,7 @@ def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> Shard:
     at = 0
     for start, stop in flat:
         if type(start) is not int or type(stop) is not int:
-            raise TypeError(f"{file} holds the range {[start, stop]!r:.80}")
+            raise TypeError(f"{file} holds the range {shown([start, stop])}")
         boxes += [(b, at + flat_start(shape, b.offset) - start) for b in from_flat_range(shape, start, stop)]
         at += stop - start
     return Shard(file, tuple(boxes), at)
@@ -231,7 +232,7 @@ def _ranges(offsets: Any) -> Any:
 
 def _dims(values: Any) -> tuple[int, ...]:
     if type(values) is not list or len(values) > 64:
-        raise TypeError(f"{values!r:.80} is no shape")
+        raise TypeError(f"{shown(values)} is no shape")
     if any(type(n) is not int or not 0 <= n < _MAX_DIM for n in values):
-        raise ValueError(f"{values!r:.80} is no shape")
+        raise ValueError(f"{shown(values)} is no shape")
     return tuple(values)

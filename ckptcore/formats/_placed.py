@@ -22,6 +22,7 @@ from ckptcore.formats._pickle import Record
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.manifest import row_major
 from ckptcore.objects import Named, Refused
+from ckptcore.shown import shown
 
 _MAX_RANKS = 1 << 20
 _MAX_FACTOR = 1 << 16
@@ -76,12 +77,12 @@ class Placer:
         if type(local) is Refused:
             return local
         if type(local) is not StoredView or local.dtype != dtype:
-            raise ValueError(f"a DTensor of {dtype} whose local tensor is {local!r:.80}")
+            raise ValueError(f"a DTensor of {dtype} whose local tensor is {shown(local)}")
         spec = fields(state.get("_spec"), "DTensorSpec")
         mesh = self._mesh(spec.get("mesh"))
         placements: Any = spec.get("placements")
         if type(placements) not in (tuple, list) or len(placements) != len(mesh.sizes):
-            raise ValueError(f"placements {placements!r:.80} on a mesh of {len(mesh.sizes)} axes")
+            raise ValueError(f"placements {shown(placements)} on a mesh of {len(mesh.sizes)} axes")
         if mesh.coordinate is None:  # a rank outside the mesh holds nothing
             self.storages.add(local.key)
             return Placed(dtype, shape, (), mesh.rank, mesh.ranks)
@@ -105,7 +106,7 @@ class Placer:
     def _sharded(self, value: Record) -> Placed | Refused:
         state = value.state
         if type(state) is not tuple or len(state) < 3 or type(state[0]) is not list:
-            raise ValueError(f"a ShardedTensor with the state {state!r:.80}")
+            raise ValueError(f"a ShardedTensor with the state {shown(state)}")
         told = fields(state[1], "ShardedTensorMetadata")
         shape = _dims(told.get("size"))
         properties = told.get("tensor_properties")
@@ -116,7 +117,7 @@ class Placer:
         group = fields(state[2], "ProcessGroupState")
         rank, world = group.get("global_rank"), group.get("global_world_size")
         if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= _MAX_RANKS:
-            raise ValueError(f"a ShardedTensor of rank {rank!r:.20} of {world!r:.20}")
+            raise ValueError(f"a ShardedTensor of rank {shown(rank, 20)} of {shown(world, 20)}")
         pieces = []
         for shard in state[0]:
             held = fields(shard, "LocalShard")
@@ -126,7 +127,7 @@ class Placer:
             if type(tensor) is Refused:
                 return tensor
             if type(tensor) is not StoredView or tensor.shape != extent or tensor.dtype != dtype:
-                raise ValueError(f"a shard of {dtype} {list(extent)} that holds {tensor!r:.120}")
+                raise ValueError(f"a shard of {dtype} {list(extent)} that holds {shown(tensor, 120)}")
             if len(offset) != len(shape) or len(extent) != len(shape):
                 raise ValueError(f"a shard at {list(offset)} of a tensor of {list(shape)}")
             if 0 in extent:
@@ -150,9 +151,9 @@ class Placer:
         told = fields(placement, "_StridedShard" if kind == "_StridedShard" else "Shard")
         dim, factor = told.get("dim"), told.get("split_factor", 1)
         if type(dim) is not int or not -rank <= dim < rank:
-            raise ValueError(f"a shard of dim {dim!r:.20} of {rank}")
+            raise ValueError(f"a shard of dim {shown(dim, 20)} of {rank}")
         if type(factor) is not int or not 0 < factor <= _MAX_FACTOR:
-            raise ValueError(f"a split factor of {factor!r:.20}")
+            raise ValueError(f"a split factor of {shown(factor, 20)}")
         return dim % rank, cuts.Cut(axis, mesh.sizes[axis], mesh.coordinate[axis], factor)
 
     def _runs(
@@ -194,17 +195,17 @@ def _mesh(state: dict[str, Any], read_ints: ReadInts, depth: int = 4) -> _Mesh:
             shapes = [fields(a, "_FlatLayout").get("shape") for a in axes]
         shapes = (shapes,) if type(shapes) is int else shapes
         if type(shapes) not in (list, tuple):
-            raise ValueError(f"a mesh layout of {shapes!r:.80}")
+            raise ValueError(f"a mesh layout of {shown(shapes)}")
         sizes = tuple(prod(_flat(s)) for s in shapes)
     if not 0 < prod(sizes) <= _MAX_RANKS or len(sizes) > 16:
-        raise ValueError(f"a mesh of {sizes!r:.80}")
+        raise ValueError(f"a mesh of {shown(sizes)}")
     at = state.get("_coordinate_on_dim", ())
     coordinate = None if at is None else tuple(at)
     if coordinate is not None and (
         len(coordinate) != len(sizes)
         or any(type(c) is not int or not 0 <= c < n for c, n in zip(coordinate, sizes, strict=True))
     ):
-        raise ValueError(f"coordinate {coordinate!r:.80} on a mesh of {sizes}")
+        raise ValueError(f"coordinate {shown(coordinate)} on a mesh of {sizes}")
     ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list"))
     if ranks is None:
         whole = tensor if type(tensor) is StoredView else state.get("_rank_map")
@@ -213,7 +214,7 @@ def _mesh(state: dict[str, Any], read_ints: ReadInts, depth: int = 4) -> _Mesh:
         ranks = read_ints(whole)
     ranks = tuple(ranks)
     if len(ranks) > _MAX_RANKS or any(type(r) is not int or not 0 <= r < _MAX_RANKS for r in ranks):
-        raise ValueError(f"a mesh of ranks {ranks!r:.80}")
+        raise ValueError(f"a mesh of ranks {shown(ranks)}")
     rank, root = state.get("_rank"), state.get("_root_mesh")
     if type(rank) is not int:  # torch <= 2.10 does not note it; the root mesh lists its ranks in order
         rank = None
@@ -254,13 +255,13 @@ def _orders(value: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
     if value is None:
         return
     if type(value) not in (tuple, list) or len(value) > 64:
-        raise ValueError(f"a shard order of {value!r:.80}")
+        raise ValueError(f"a shard order of {shown(value)}")
     for entry in value:
         if type(entry) is not Record or entry.kind != "ShardOrderEntry":
-            raise ValueError(f"a shard order with {entry!r:.80}")
+            raise ValueError(f"a shard order with {shown(entry)}")
         dim, axes = entry.args if len(entry.args) == 2 else _order_fields(entry)
         if type(dim) is not int or type(axes) not in (tuple, list) or any(type(a) is not int for a in axes):
-            raise ValueError(f"a shard order of dim {dim!r:.20} by {axes!r:.80}")
+            raise ValueError(f"a shard order of dim {shown(dim, 20)} by {shown(axes)}")
         yield dim, tuple(axes)
 
 
@@ -272,7 +273,7 @@ def _order_fields(entry: Record) -> tuple[Any, Any]:
 def _dtype(value: Any) -> str:
     if type(value) is Named and value.kind == "dtype" and value.value in BY_NAME:
         return str(value.value)
-    raise ValueError(f"dtype {value!r:.80}")
+    raise ValueError(f"dtype {shown(value)}")
 
 
 def _dims(value: Any) -> tuple[int, ...]:
@@ -282,7 +283,7 @@ def _dims(value: Any) -> tuple[int, ...]:
         or len(plain) > 64
         or any(type(n) is not int or not 0 <= n < 1 << 50 for n in plain)
     ):
-        raise ValueError(f"size {value!r:.80}")
+        raise ValueError(f"size {shown(value)}")
     return tuple(plain)
 
 
@@ -293,4 +294,4 @@ def _flat(value: Any, depth: int = 4) -> Iterator[int]:
         for part in value:
             yield from _flat(part, depth - 1)
     else:
-        raise ValueError(f"a mesh axis of {value!r:.80}")
+        raise ValueError(f"a mesh axis of {shown(value)}")

@@ -58,7 +58,7 @@ def _megatron(source: Source) -> tuple[str, str] | None:
     size = source.listing[TRACKER]
     text = source.store.read(TRACKER, 0, size).decode("ascii", "replace").strip() if size <= 64 else ""
     if text != "release" and not (text.isdecimal() and text.isascii()):
-        raise MalformedCheckpoint(f"{TRACKER} holds {text!r:.40}, no iteration", file=TRACKER,
+        raise MalformedCheckpoint(f"{TRACKER} holds {text[:40]!r}, no iteration", file=TRACKER,
                                   hint="name the folder of one iteration")  # fmt: skip
     steps = _steps(source)
     wanted = text if text == "release" else next((s for s in steps if _number(s) == int(text)), None)

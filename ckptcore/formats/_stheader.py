@@ -12,6 +12,7 @@ from typing import Any
 from ckptcore.dtype import BY_SAFETENSORS
 from ckptcore.errors import MalformedCheckpoint, UnsupportedDtype
 from ckptcore.manifest import TensorSpec
+from ckptcore.shown import shown
 from ckptcore.store import Readable
 
 MAX_HEADER = 100_000_000  # the safetensors library's own bound
@@ -75,11 +76,11 @@ def _entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int,
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedCheckpoint(f"{what}: entry {name!r} is not a tensor: {error}") from error
     if dtype is None:
-        raise UnsupportedDtype(f"{what}: {name} has dtype {entry['dtype']!r:.40}", fqn=name)
+        raise UnsupportedDtype(f"{what}: {name} has dtype {shown(entry['dtype'], 40)}", fqn=name)
     if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in shape):
-        raise MalformedCheckpoint(f"{what}: {name} has shape {list(shape)!r:.120}")
+        raise MalformedCheckpoint(f"{what}: {name} has shape {shown(list(shape), 120)}")
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
-        raise MalformedCheckpoint(f"{what}: {name} has offsets {[start, stop]!r:.80}")
+        raise MalformedCheckpoint(f"{what}: {name} has offsets {shown([start, stop])}")
     spec = TensorSpec(name, dtype.name, shape)
     if stop - start != spec.nbytes:
         raise MalformedCheckpoint(

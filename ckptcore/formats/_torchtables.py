@@ -16,6 +16,7 @@ from ckptcore.formats._numpytables import NUMPY_TABLE
 from ckptcore.formats._pickle import Call
 from ckptcore.manifest import CONJ, NEG
 from ckptcore.objects import Named
+from ckptcore.shown import shown
 
 _MAX_RANK = 64
 _MAX_DIM = 1 << 50
@@ -41,7 +42,7 @@ class StoredView:
 def _dims(values: Any, what: str) -> tuple[int, ...]:
     dims = tuple(values)
     if len(dims) > _MAX_RANK or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims):
-        raise ValueError(f"{what} {dims!r:.80}")
+        raise ValueError(f"{what} {shown(dims)}")
     return dims
 
 
@@ -49,11 +50,11 @@ def _rebuild(storage: Any, offset: Any, size: Any, stride: Any, dtype: str, extr
     key, _, _, nbytes = storage
     shape, strides = _dims(size, "tensor shape"), _dims(stride, "tensor strides")
     if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset < _MAX_DIM:
-        raise ValueError(f"tensor of shape {shape} with strides {strides} at {offset!r:.40}")
+        raise ValueError(f"tensor of shape {shape} with strides {strides} at {shown(offset, 40)}")
     flags = 0
     if extra is not None:
         if type(extra) is not dict or not set(extra) <= {"conj", "neg"}:
-            raise ValueError(f"tensor metadata {extra!r:.80}")
+            raise ValueError(f"tensor metadata {shown(extra)}")
         flags = (CONJ if extra.get("conj") else 0) | (NEG if extra.get("neg") else 0)
     return StoredView(key, nbytes, dtype, shape, offset, strides, flags)
 

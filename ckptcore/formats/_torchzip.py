@@ -26,6 +26,7 @@ from ckptcore.formats._pickle import loads
 from ckptcore.formats._torchtables import OBJECT_TABLE, TENSOR_TABLE, StoredView
 from ckptcore.manifest import SWAPPED, View, is_row_major
 from ckptcore.objects import Named
+from ckptcore.shown import shown
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048
@@ -298,10 +299,10 @@ def _preamble(window: Window, records: Mapping[str, ZipRecord], checked: bool,
 def _storage(pid: Any) -> tuple[str, str, int, int]:
     """(key, dtype or "", elements, bytes) of ('storage', type, key, location, numel)."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-        raise ValueError(f"unknown persistent id {pid!r:.80}")
+        raise ValueError(f"unknown persistent id {shown(pid)}")
     _, kind, key, _, numel = pid
     if type(kind) is not Named or kind.kind != "storage" or type(key) is not str or type(numel) is not int:
-        raise ValueError(f"unknown persistent id {pid!r:.80}")
+        raise ValueError(f"unknown persistent id {shown(pid)}")
     if numel < 0 or numel >= 1 << 50:
         raise ValueError(f"storage {key!r} claims {numel} elements")
     if kind.value == "UntypedStorage":

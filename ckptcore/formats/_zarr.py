@@ -18,6 +18,7 @@ from ckptcore.box import Box
 from ckptcore.dtype import BY_NAME, BY_ZARR, DType
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 from ckptcore.manifest import SWAPPED, View, is_row_major, row_major
+from ckptcore.shown import shown
 
 ARRAY = ".zarray"
 MAX_ARRAY = 64 << 10  # bytes of a .zarray
@@ -116,7 +117,9 @@ def parse(raw: bytes, what: str) -> Array:
     """
     form = _form(raw, what)
     if form.get("zarr_format") != 2:
-        raise UnsupportedFormat(f"{what} is of zarr format {form.get('zarr_format')!r:.20}", hint="known: 2")
+        raise UnsupportedFormat(
+            f"{what} is of zarr format {shown(form.get('zarr_format'), 20)}", hint="known: 2"
+        )
     for field in ("compressor", "filters"):
         if form.get(field):
             raise UnsupportedFormat(
@@ -128,7 +131,9 @@ def parse(raw: bytes, what: str) -> Array:
         raise MalformedCheckpoint(f"{what}: chunks {list(chunks)} of shape {list(shape)}", file=what)
     order, separator = form.get("order", "C"), form.get("dimension_separator", ".")
     if order not in ("C", "F") or separator not in (".", "/"):
-        raise MalformedCheckpoint(f"{what}: order {order!r:.20}, separator {separator!r:.20}", file=what)
+        raise MalformedCheckpoint(
+            f"{what}: order {shown(order, 20)}, separator {shown(separator, 20)}", file=what
+        )
     dtype, swapped = _dtype(form.get("dtype"), what)
     return Array(dtype, shape, tuple(max(c, 1) for c in chunks), order, separator, swapped)
 
@@ -165,7 +170,7 @@ def _dims(value: Any, field: str, what: str) -> tuple[int, ...]:
         or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in value)
         or prod(value) >= 1 << 62
     ):
-        raise MalformedCheckpoint(f"{what}: {field} {value!r:.80}", file=what)
+        raise MalformedCheckpoint(f"{what}: {field} {shown(value)}", file=what)
     return tuple(value)
 
 
@@ -180,7 +185,7 @@ def _dtype(text: Any, what: str) -> tuple[DType, bool]:
             return found, False
         if text[:1] in (">", "|", "=") and (found := BY_ZARR.get("<" + text[1:])) and text[0] != "=":
             return found, text[0] == ">"
-    raise UnsupportedFormat(f"{what}: elements of dtype {text!r:.80}",
+    raise UnsupportedFormat(f"{what}: elements of dtype {shown(text)}",
                             hint=f"known: {', '.join(BY_ZARR)}")  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from ckptcore.formats._stheader import read_header
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest, TensorSpec
 from ckptcore.selection import derive
+from ckptcore.shown import shown
 
 CONFIG = "config.json"
 _BLOCK = (128, 128)
@@ -116,7 +117,9 @@ def _block(source: Source) -> tuple[int, ...]:
     if told is None:
         return _BLOCK
     if type(told) is not list or len(told) != 2 or any(type(n) is not int or n < 1 for n in told):
-        raise MalformedCheckpoint(f"{CONFIG}: weight_block_size is {told!r:.60}", file=CONFIG, hint=_KEEP)
+        raise MalformedCheckpoint(
+            f"{CONFIG}: weight_block_size is {shown(told, 60)}", file=CONFIG, hint=_KEEP
+        )
     return tuple(told)
 
 

@@ -26,6 +26,7 @@ from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest
 from ckptcore.objects import Named, encode
+from ckptcore.shown import shown
 
 NAME = "megatron_legacy"
 FLAT = "distrib_optim.pt"
@@ -114,7 +115,7 @@ def _refuse_old(ranks: Ranks) -> None:
     version = ranks.files[0].tree.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < 2:
         raise UnsupportedFormat(
-            f"checkpoint_version {version!r:.20}: rows of QKV are ordered by another rule before 2.0",
+            f"checkpoint_version {shown(version, 20)}: rows of QKV are ordered by another rule before 2.0",
             hint="load and save it once with the Megatron-LM that wrote it, 2021 or later",
         )
 

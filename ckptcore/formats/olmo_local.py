@@ -26,6 +26,7 @@ from ckptcore.formats._torchtree import TorchTree, add_object
 from ckptcore.formats._torchzip import Objects, read_objects
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Blob, Manifest, TensorSpec, View
+from ckptcore.shown import shown
 
 NAME = "olmo_local"
 METADATA = "metadata.yaml"
@@ -123,7 +124,7 @@ class _State:
         for number, values in state.items():
             fqn = names.get(number) if type(number) is int else None
             if fqn is None or not isinstance(values, dict):
-                raise MalformedCheckpoint(f"{path}: no parameter group names {number!r:.40}", file=path)
+                raise MalformedCheckpoint(f"{path}: no parameter group names {shown(number, 40)}", file=path)
             for key, value in values.items():
                 name = f"optim.state.{fqn}.{key}"
                 if not isinstance(value, StoredView):
