@@ -1,0 +1,118 @@
+"""Flat buckets of a real Megatron-Core optimizer, against each parameter's own state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from samples import SAMPLES
+
+import ckptcore
+from ckptcore.formats import open_source
+from ckptcore.formats._dcpread import read_folder
+from ckptcore.formats._mcorebuckets import map_buckets, stored_args
+from ckptcore.manifest import Manifest, TensorSpec
+from ckptcore.objects import Named
+
+NAME = "optim_llama_tp2dp2_dp_reshardable_0.19.2"
+FUSED = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+@pytest.fixture
+def buckets(request: pytest.FixtureRequest) -> Any:
+    return next(s for s in request.config.stash[SAMPLES] if s.name == NAME)
+
+
+@pytest.fixture
+def flat(buckets: Any) -> Manifest:
+    """The folder as plain DCP has it, and the arguments of its model."""
+    return read_folder(open_source(str(buckets.root / "ckpt")))
+
+
+@pytest.fixture
+def args(buckets: Any) -> dict[str, Any]:
+    return dict(stored_args(ckptcore.open(str(buckets.root / "ckpt"))))
+
+
+def test_every_parameter_has_its_state(buckets: Any) -> None:
+    manifest = ckptcore.open(str(buckets.root / "ckpt"))
+    truth = load_file(buckets.root / "expected_optimizer_by_param.safetensors")
+    assert len(truth) == 54
+    for key, want in truth.items():
+        kind, name = key.split(".", 1)
+        found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if found:
+            whole = ckptcore.read(
+                manifest, f"optimizer.state.{kind}.decoder.layers.{FUSED.get(found[2], found[2])}"
+            )
+            assert torch.equal(whole[int(found[1])], want), key
+        else:
+            assert torch.equal(ckptcore.read(manifest, f"optimizer.state.{kind}.{name}"), want), key
+    assert not [t for t in manifest.tensors if "gbuf_idx" in t.fqn]
+    report = ckptcore.check(manifest, level="bytes")
+    assert {f.code for f in report.findings} == {"alignment-gap"}
+
+
+def test_gaps_are_counted(flat: Manifest, args: dict[str, Any]) -> None:
+    before = sum(t.numel for t in flat.tensors if "gbuf_idx" in t.fqn)
+    mapped = map_buckets(flat, args)
+    shapes = {t.fqn: t for t in mapped.tensors}
+    held = 0
+    for fqn, spec in shapes.items():
+        if fqn.startswith("optimizer.state."):
+            copies = 2 if "norm" in fqn else 1  # both tensor ranks keep the norms'
+            held += copies * spec.numel
+    assert mapped.origin["alignment_gaps"] == before - held > 0
+
+
+def test_manifests_without_buffers_are_left_alone(flat: Manifest, args: dict[str, Any]) -> None:
+    mapped = map_buckets(flat, args)
+    assert map_buckets(mapped, args) is mapped
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda a: a.clear(), "transformer_impl"),
+        (lambda a: a.update(transformer_impl="transformer_engine"), "add up|begin at|end where"),
+        (lambda a: a.update(pipeline_model_parallel_size=2), "behind stage|buffers are there|end where"),
+        (lambda a: a.update(tensor_model_parallel_size=1), "end where|behind stage|on 1 ranks"),
+        (lambda a: a.update(num_layers=3), "end where|does not fit"),
+        (lambda a: a.update(num_layers="4"), "which layers"),
+        (lambda a: a.update(padded_vocab_size=100), "rows"),
+    ],
+    ids=["none", "order", "stages", "ranks", "layers", "text", "rows"],
+)
+def test_what_does_not_add_up_stays(change: Change, told: str, flat: Manifest, args: dict[str, Any]) -> None:
+    change(args)
+    mapped = map_buckets(flat, args)
+    found = mapped.findings[-1]
+    assert found.code == "flat-buffers"
+    assert re.search(told, found.message), found.message
+    assert (mapped.tensors, mapped.chunks) == (flat.tensors, flat.chunks)
+
+
+def test_a_weight_that_is_not_there(flat: Manifest, args: dict[str, Any]) -> None:
+    renamed = tuple(
+        TensorSpec(t.fqn.replace("linear_fc2", "adapter"), t.dtype, t.shape) if "linear_fc2" in t.fqn else t
+        for t in flat.tensors
+    )
+    mapped = map_buckets(replace(flat, tensors=renamed), args)
+    assert mapped.findings[-1].code == "flat-buffers"
+
+
+def test_args_are_found(buckets: Any) -> None:
+    assert stored_args(ckptcore.open(str(buckets.root / "ckpt")))["params_dtype"] == Named(
+        "dtype", "bfloat16"
+    )
