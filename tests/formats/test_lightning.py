@@ -184,12 +184,14 @@ def test_foreign_classes_go_by_name_and_everything_else_stays(tmp_path: Path, po
 
 
 def test_tensors_in_a_foreign_class_are_not_dropped_in_silence(tmp_path: Path, point: Any) -> None:
-    meta = {**VERSION, "callbacks": {"metric": point(torch.ones(5), 2)}, "kept": 5}
+    meta = {**VERSION, "callbacks": {"metric": point(torch.ones(5), 2)}, "kept": 5, "x": {"y": point(1, 2)}}
     source = trainer(tmp_path / "ckpt", "model", meta)
     with pytest.raises(DamagedCheckpoint) as caught:
         consolidated(source, tmp_path / "a.ckpt")
     assert {f.code for f in caught.value.values["findings"]} == {"refused-tensors"}
-    assert consolidated(source, tmp_path / "a.ckpt", exclude=["callbacks"])["kept"] == 5
+    with pytest.raises(DamagedCheckpoint):
+        consolidated(source, tmp_path / "a.ckpt", exclude=["x"])
+    assert consolidated(source, tmp_path / "a.ckpt", exclude=["callbacks", "x"])["kept"] == 5
 
 
 def test_the_model_is_below_the_modules_one_attribute(tmp_path: Path) -> None:
