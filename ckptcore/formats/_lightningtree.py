@@ -129,8 +129,8 @@ def _tell(builder: Builder, read: Contents, name: str) -> None:
         # The pickle does not tell whose they are: each of them has to be left out by name.
         builder.findings += [
             finding(
-                "refused-tensors", "cover", f"{key} or another of {name}: {hidden} bytes of tensors cannot be "
-                "taken out of what was refused", fqn=key, file=name,
+                "refused-tensors", "cover", f"{key} or another of {name}: {hidden} bytes of tensors cannot "
+                "be taken out of what was refused", fqn=key, file=name,
             )
             for key in gone
         ]  # fmt: skip
