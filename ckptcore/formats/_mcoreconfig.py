@@ -17,7 +17,8 @@ from ckptcore.formats.base import Source
 from ckptcore.shown import shown
 
 CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"
-BACKENDS = {"torch_dist": (1,), "zarr": (1,)}
+# The last two never write one; tools that rewrite such folders may.
+BACKENDS = {"torch_dist": (1,), "zarr": (1,), "fsdp_dtensor": (1,), "torch_dcp": (1,)}
 _MAX_JSON, _MAX_INTEGRITY = 1 << 20, 64 << 20
 _SCAN, _WINDOW = 64 << 20, 4 << 20
 # Keys of sharded objects, and attributes that only Megatron-Core adds.
@@ -41,7 +42,12 @@ def read_config(source: Source) -> Config | None:
     """
     if source.listing.get(CONFIG, _MAX_JSON + 1) > _MAX_JSON:  # a few words; a longer one is another tool's
         return None
-    form = _json(source, CONFIG, _MAX_JSON)
+    try:
+        form = _json(source, CONFIG, _MAX_JSON)
+    except MalformedCheckpoint:
+        if {METADATA, "common.pt"} & source.listing.keys():
+            raise
+        return None  # many tools have a file of that name
     if not isinstance(form, dict) or "sharded_backend" not in form:
         return None
     backend, version = form["sharded_backend"], form.get("sharded_backend_version", 1)

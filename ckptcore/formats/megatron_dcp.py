@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from ckptcore.formats._dcpread import read_folder
-from ckptcore.formats._mcoreconfig import CONFIG, METADATA, scan
+from ckptcore.formats._mcoreconfig import CONFIG, METADATA, read_config, scan
 from ckptcore.formats._mcoreobjects import BARE
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest
@@ -22,12 +22,19 @@ _WRAPPED = re.compile(rb"model\.module\.")
 
 def _detect(name: str, wrapped: bool) -> Callable[[Source], Evidence | None]:
     def detect(source: Source) -> Evidence | None:
-        if source.name is not None or METADATA not in source.listing or CONFIG in source.listing:
+        if source.name is not None or METADATA not in source.listing:
             return None
+        config = read_config(source)
+        if config is not None:
+            because = (f"{CONFIG} says sharded_backend {config.backend}",)
+            return Evidence(name, because, refines=("dcp",)) if config.backend == name else None
         if not scan(source, _VERSION) or scan(source, _WRAPPED) != wrapped:
             return None
         keys = "model.module.*" if wrapped else "no model.module.*"
-        told = (f"found {METADATA}, but no {CONFIG}", f"its keys: checkpoint_version, {keys}")
+        told = (
+            f"found {METADATA}, and no {CONFIG} of Megatron-Core",
+            f"its keys: checkpoint_version, {keys}",
+        )
         return Evidence(name, told, refines=("dcp",))
 
     return detect

@@ -343,3 +343,24 @@ def test_neighbours(place: str, beside: list[str], ends: str, copy: Copy, tmp_pa
     assert manifest.root.endswith(ends)
     assert manifest.format == "torch_dist"
     assert validate(manifest, "bytes").ok
+
+
+def test_fsdp_dtensor(copy: Copy) -> None:
+    """Megatron-FSDP leaves a plain DCP folder; only its keys tell, and its arguments are read."""
+    folder = copy("fsdp_dtensor_llama_dp4_0.19.2")
+    manifest = ckptcore.open(str(folder))
+    assert manifest.format == "fsdp_dtensor"
+    args = next(decode(b.tree) for b in manifest.blobs if b.key == "args")
+    assert args.value["num_layers"] == 4
+    told = {"sharded_backend": "fsdp_dtensor", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(told))
+    assert ckptcore.open(str(folder)).format == "fsdp_dtensor"
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", '{"a": 1}', "x" * (2 << 20)])
+def test_metadata_json_of_others(text: str, tmp_path: Path) -> None:
+    """A file of that name says nothing by itself."""
+    (tmp_path / "metadata.json").write_text(text)
+    with pytest.raises(CkptError) as caught:
+        ckptcore.open(str(tmp_path))
+    assert caught.value.code == "unknown-format"
