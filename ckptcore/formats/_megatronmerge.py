@@ -14,6 +14,7 @@ from typing import Any
 from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.formats._megatronnames import current_names
 from ckptcore.formats._megatronranks import RankFile, Ranks
 from ckptcore.formats._megatronrules import Placement, Rank, World, known_rows, parse_name, place
 from ckptcore.formats._megatronstages import Counts, first_layers, layers_per_chunk
@@ -33,11 +34,15 @@ _BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "heterogeneous_layers_co
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part of the model that one rank holds as one module: its number in the rank, its state dict."""
+    """The part of the model that one rank holds as one module.
+
+    number: in the rank. state: its state dict. old: whether its names were those of before Megatron-Core.
+    """
 
     file: RankFile
     number: int
     state: Mapping[str, Any]
+    old: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +81,14 @@ def model_of(ranks: Ranks) -> Model:
     layers, first = _layers(ranks, chunks, len(numbers))
     world = World(
         ranks.tp, ranks.pp, ranks.ep, ranks.etp, layers, _experts(args, ranks, chunks), _gated(args, chunks),
-        _alike(args, chunks), _own_norms(chunks), known_rows(args),
+        _alike(args, chunks), _own_norms(chunks), known_rows(args), _heads(args), _qkv_order(ranks, chunks),
     )  # fmt: skip
     if args.get("moe_mlp_glu_interleave_size") is not None and world.experts:
         raise UnsupportedFormat(
             "gate and up rows of the experts are interleaved (moe_mlp_glu_interleave_size)"
         )
-    tied = args.get("untie_embeddings_and_output_weights") is False
+    # Without the argument: models of before it had one matrix for both.
+    tied = args.get("untie_embeddings_and_output_weights", not any(c.old for c in chunks)) is False
     return Model(world, chunks, first, tied, _bucket_size(args))
 
 
@@ -185,7 +191,8 @@ def _chunks(file: RankFile) -> Iterator[Chunk]:
         state = file.tree[key]
         if not isinstance(state, dict) or any(type(k) is not str for k in state):
             raise MalformedCheckpoint(f"{file.path}: {key} is no state dict", file=file.path)
-        yield Chunk(file, number, state)
+        named, old = current_names(state, f"{key} of {file.path}")
+        yield Chunk(file, number, named, old)
 
 
 def _layers(ranks: Ranks, chunks: Sequence[Chunk], vpp: int) -> tuple[int, Counts]:
@@ -274,6 +281,23 @@ def _bucket_size(args: Mapping[str, Any]) -> int | None:
     if type(told) is int:
         return told
     return max(40_000_000, 1_000_000 * ranks) if type(ranks) is int else None
+
+
+def _heads(args: Mapping[str, Any]) -> int:
+    value = args.get("num_attention_heads")
+    return value if type(value) is int and value > 0 else 0
+
+
+def _qkv_order(ranks: Ranks, chunks: Sequence[Chunk]) -> str:
+    """How QKV rows are ordered. Megatron-LM asks for the version where modules have their old names."""
+    if not any(c.old for c in chunks):
+        return "by group"
+    version = ranks.files[0].tree.get("checkpoint_version", 0)
+    if version in (0, 1.0):
+        return "version 0" if version == 0 else "version 1.0"
+    if not isinstance(version, (int, float)) or version < 2:
+        raise UnsupportedFormat(f"checkpoint_version {version!r:.20}: known are 0, 1.0, 2.0 and 3.0")
+    return "by group"
 
 
 def _own_norms(chunks: Sequence[Chunk]) -> bool:

@@ -28,7 +28,7 @@ class World:
     of the whole model. gated: whether fc1 holds a gate and an up projection. stacked: whether the layers
     of a block are one tensor. norms_fused: whether norms that have modules of their own are named as the
     fused layers name theirs. rows: name pattern -> extent of the first dim in the whole model, where the
-    arguments tell it.
+    arguments tell it. heads: attention heads. qkv: how rows of QKV are ordered, a key of `QKV_ORDERS`.
     """
 
     tp: int
@@ -41,6 +41,8 @@ class World:
     stacked: bool = True
     norms_fused: bool = False
     rows: Mapping[str, int] | None = None
+    heads: int = 0
+    qkv: str = "by group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,13 @@ _FUSED = (
 )
 
 
+# Where query, key and value of one head, of which head, and which row of it stand in a rank's QKV rows:
+# checkpoint_version 0, 1.0, and later (megatron/checkpointing.py, fix_query_key_value_ordering).
+QKV_ORDERS: dict[str, tuple[int, int, int] | None] = {
+    "version 0": (0, 1, 2), "version 1.0": (2, 0, 1), "by group": None,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class LocalName:
     """A rank's name taken apart: ``block.layers.layer.rest``; block "" outside any layer."""
@@ -174,6 +183,9 @@ def place(name: str, shape: tuple[int, ...], rank: Rank, world: World) -> Placem
     if rule is None:
         return None
     rule = _settled(rule, inside, shape, tp, world, name)
+    order = QKV_ORDERS[world.qkv] if "self_attention.linear_qkv." in inside and rule == ROWS else None
+    if order is not None:
+        return _reordered(local, order, shape, rank, world, name)
     whole, parts = _cut(rule, shape, tp, at, name)
     if expert is not None:
         count = _experts_here(world, name)
@@ -260,6 +272,29 @@ def _cut(
         Part(Box((k * half, *zero[1:]), (half, *shape[1:])), dims, ((k * tp + at) * half, *zero[1:]))
         for k in (0, 1)
     )
+
+
+def _reordered(local: LocalName, order: tuple[int, int, int], shape: tuple[int, ...], rank: Rank,
+               world: World, name: str) -> Placement:  # fmt: skip
+    """QKV rows of an old order, as [head, query or key or value, row]."""
+    if not world.heads or world.heads % world.tp or shape[0] % (3 * (world.heads // world.tp)):
+        raise MalformedCheckpoint(f"{name} {list(shape)}: {world.heads} heads on {world.tp} ranks")
+    heads = world.heads // world.tp
+    size = shape[0] // (3 * heads)
+    extent = {order[0]: 3, order[1]: heads, order[2]: size}
+    source = (extent[0], extent[1], extent[2], *shape[1:])
+    tail = tuple(range(1, len(shape)))
+    parts = []
+    for head in range(heads):
+        for kind in range(3):
+            low, count = [0] * len(source), list(source)
+            low[order[0]], count[order[0]] = kind, 1
+            low[order[1]], count[order[1]] = head, 1
+            at = ((rank.tp * heads + head) * 3 + kind) * size
+            parts.append(Part(Box(tuple(low), tuple(count)), (order[2], *(2 + d for d in tail)),
+                              (at, *(0 for _ in tail))))  # fmt: skip
+    whole = (shape[0] * world.tp, *shape[1:])
+    return _named(local, local.rest, source, whole, tuple(parts), rank, world)
 
 
 def _grouped(local: LocalName, lead: str, which: str, shape: tuple[int, ...], rank: Rank,

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import UnsupportedFormat, finding
+from ckptcore.errors import finding
 from ckptcore.formats._mcoreparams import Unregistered
 from ckptcore.formats._megatronmerge import Chunk, Merger, model_of
 from ckptcore.formats._megatronoptim import add_buffers, add_numbered
-from ckptcore.formats._megatronranks import FILE, RankFile, Ranks, read_ranks
+from ckptcore.formats._megatronranks import FILE, RankFile, read_ranks
 from ckptcore.formats._megatrontables import read_megatron
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchtree import TorchTree, add_object
@@ -26,7 +26,6 @@ from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest
 from ckptcore.objects import Named, encode
-from ckptcore.shown import shown
 
 NAME = "megatron_legacy"
 FLAT = "distrib_optim.pt"
@@ -47,7 +46,6 @@ def read(source: Source) -> Manifest:
     Raises `MalformedCheckpoint`, and `UnsupportedFormat` for cuts that the folders do not describe.
     """
     ranks = read_ranks(source)
-    _refuse_old(ranks)
     model = model_of(ranks)
     builder = Builder()
     builder.findings += ranks.findings
@@ -109,15 +107,6 @@ def _add_flat(builder: Builder, merger: Merger, chunks: list[Chunk], source: Sou
         )
         tree.add(f"distrib_optim/{file.folder}", objects.tree)
     _note_hidden(builder, objects, path)
-
-
-def _refuse_old(ranks: Ranks) -> None:
-    version = ranks.files[0].tree.get("checkpoint_version", 0)
-    if not isinstance(version, (int, float)) or version < 2:
-        raise UnsupportedFormat(
-            f"checkpoint_version {shown(version, 20)}: rows of QKV are ordered by another rule before 2.0",
-            hint="load and save it once with the Megatron-LM that wrote it, 2021 or later",
-        )
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -14,7 +14,6 @@ import ckptcore
 
 H, HEADS, GROUPS, HEAD, F, V, E = 16, 4, 2, 4, 24, 64, 4
 Q, KV, ROPE = 12, 8, 2  # latent sizes
-QKV = (HEADS + 2 * GROUPS) * HEAD
 Tensors = dict[str, torch.Tensor]
 
 
@@ -36,6 +35,7 @@ class Case:
     bias: bool = False
     gated: bool = True
     tied: bool = False
+    groups: int = GROUPS
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -48,7 +48,7 @@ class Case:
         told = {
             "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp,
             "expert_model_parallel_size": self.ep, "num_layers": self.layers, "hidden_size": H,
-            "num_attention_heads": HEADS, "num_query_groups": GROUPS, "kv_channels": HEAD,
+            "num_attention_heads": HEADS, "num_query_groups": self.groups, "kv_channels": HEAD,
             "group_query_attention": True, "padded_vocab_size": V, "swiglu": self.gated,
             "num_experts": E if self.experts else None, "multi_latent_attention": self.latent,
             "untie_embeddings_and_output_weights": not self.tied, "params_dtype": torch.bfloat16,
@@ -74,9 +74,9 @@ def whole_layer(case: Case) -> Tensors:
             a + "q_layernorm.weight": (Q,), a + "kv_layernorm.weight": (KV,),
         }  # fmt: skip
     else:
-        shapes[a + "linear_qkv.weight"] = (QKV, H)
+        shapes[a + "linear_qkv.weight"] = ((HEADS + 2 * case.groups) * HEAD, H)
     if case.bias:
-        shapes |= {a + "linear_proj.bias": (H,), a + "linear_qkv.bias": (QKV,)}
+        shapes |= {a + "linear_proj.bias": (H,), a + "linear_qkv.bias": ((HEADS + 2 * case.groups) * HEAD,)}
     shapes["pre_mlp_layernorm.weight"] = (H,)
     if case.experts:
         shapes["mlp.router.weight"] = (E, H)

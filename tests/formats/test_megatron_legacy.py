@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from legacy_ranks import Case, E, V, expected, local_layer, require_equal, save, whole_model
+from legacy_ranks import HEADS, Case, E, V, expected, local_layer, require_equal, save, whole_model
 
 import ckptcore
 from ckptcore.errors import CkptError, DamagedCheckpoint, MalformedCheckpoint, UnsupportedFormat
@@ -159,12 +159,65 @@ def test_cuts_that_folders_do_not_tell_are_refused(extra: dict[str, Any], told: 
         ckptcore.open(str(save(case, tmp_path)))
 
 
-@pytest.mark.parametrize("version", [0, 1.0])
-def test_old_qkv_orders_are_refused(version: float, tmp_path: Path) -> None:
+OLD_NAMES = {
+    "embedding.": "language_model.embedding.", "output_layer.": "word_embeddings_for_head.",
+    "decoder.": "language_model.encoder.", ".self_attention.linear_qkv.": ".self_attention.query_key_value.",
+    ".self_attention.linear_proj.": ".self_attention.dense.", ".mlp.linear_fc1.": ".mlp.dense_h_to_4h.",
+    ".mlp.linear_fc2.": ".mlp.dense_4h_to_h.", ".pre_mlp_layernorm.": ".post_attention_layernorm.",
+}  # fmt: skip
+
+
+def nested(model: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A model as it was kept before Megatron-Core: a dict of dicts, the layers in one of them."""
+    out: dict[str, Any] = {}
+    for name, value in model.items():
+        for new, old in OLD_NAMES.items():
+            name = name.replace(new, old)
+        depth = 2 if name.startswith("language_model.encoder") else name.count(".")
+        *path, last = name.split(".", depth)
+        into = out
+        for part in path:
+            into = into.setdefault(part, {})
+        into[last] = value
+    return out
+
+
+def old_order(rows: torch.Tensor, heads: int, version: float) -> torch.Tensor:
+    """QKV rows, [head, q or k or v, row], in the order of an old checkpoint_version."""
+    by_head = rows.view(heads, 3, -1, *rows.shape[1:])
+    moved = {0: (1, 0, 2), 1.0: (0, 2, 1)}.get(version)
+    if moved is None:
+        return rows
+    return by_head.permute(*moved, *range(3, by_head.dim())).reshape(rows.shape).contiguous()
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("old", [True, False], ids=["old-names", "new-names"])
+def test_names_and_orders_before_megatron_core(version: float, old: bool, tmp_path: Path) -> None:
+    extra = {"num_query_groups": None, "kv_channels": None}
+    case = Case(tp=2, pp=2, tied=True, bias=True, gated=False, groups=HEADS, extra=extra)
+
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
         tree["checkpoint_version"] = version
+        if not old:
+            return
+        if version < 3:
+            del tree["args"].untie_embeddings_and_output_weights
+        if version == 0:
+            del tree["checkpoint_version"]
+        model = {n: old_order(v, 2, version) if "linear_qkv" in n else v
+                 for n, v in tree["model"].items() if v is not None}  # fmt: skip
+        tree["model"] = nested(model)
 
-    with pytest.raises(UnsupportedFormat, match="QKV"):
+    require_equal(save(case, tmp_path, edit), expected(case))
+
+
+def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
+    def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
+        tree["checkpoint_version"] = 1.5
+        tree["model"] = nested({n: v for n, v in tree["model"].items() if v is not None})
+
+    with pytest.raises(UnsupportedFormat, match="checkpoint_version"):
         ckptcore.open(str(save(Case(), tmp_path, edit)))
 
 

@@ -1,0 +1,65 @@
+"""Names of Megatron-LM before Megatron-Core, as Megatron-Core spells them.
+
+Until 2024 models were kept as nested dicts, ``language_model.encoder`` ("transformer" until 2021) holding
+the layers (megatron/model/{language_model,transformer}.py, later megatron/legacy/model). The last stage's
+copy of tied embeddings is ``word_embeddings_for_head``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
+
+_MAX_DEPTH = 16
+_LAYERS = r"^language_model\.(?:encoder|transformer)\."
+# Before Megatron-Core -> since; applied one after the other.
+RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(old), new)
+    for old, new in (
+        (r"^language_model\.embedding\.", "embedding."),
+        (r"^language_model\.output_layer\.", "output_layer."),
+        (r"^word_embeddings_for_head\.", "output_layer."),
+        (_LAYERS + r"final_(?:layer)?norm\.", "decoder.final_layernorm."),
+        (_LAYERS + r"layers\.", "decoder.layers."),
+        (r"\.(?:self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
+        (r"\.(?:self_)?attention\.dense\.", ".self_attention.linear_proj."),
+        (r"^(decoder\.layers\.\d+)\.input_norm\.", r"\1.input_layernorm."),
+        (r"^(decoder\.layers\.\d+)\.post_attention_(?:layer)?norm\.", r"\1.pre_mlp_layernorm."),
+        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    )
+)
+_OLD = ("language_model", "word_embeddings_for_head")
+
+
+def current_names(state: Mapping[str, Any], what: str) -> tuple[dict[str, Any], bool]:
+    """A model's state dict with names as of Megatron-Core, and whether they were older.
+
+    Raises `UnsupportedFormat` for models whose stages hold an encoder and a decoder.
+    """
+    if not any(key.split(".", 1)[0] in _OLD for key in state):
+        return dict(state), False
+    out: dict[str, Any] = {}
+    for name, value in _flat(state, "", 0, what):
+        if name.startswith("language_model.decoder."):
+            raise UnsupportedFormat(f"{what} is an encoder-decoder model of before Megatron-Core",
+                                    hint="convert it with the Megatron-LM that wrote it")  # fmt: skip
+        for old, new in RENAMES:
+            name = old.sub(new, name)
+        if name in out:
+            raise MalformedCheckpoint(f"{what}: two tensors are called {name}")
+        out[name] = value
+    return out, True
+
+
+def _flat(tree: Any, name: str, depth: int, what: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, Mapping):
+        yield name, tree
+        return
+    if depth > _MAX_DEPTH or any(type(k) is not str for k in tree):
+        raise MalformedCheckpoint(f"{what} is no nested state dict")
+    for key, value in tree.items():
+        yield from _flat(value, f"{name}.{key}" if name else key, depth + 1, what)
