@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import samples
 import torch
 from lightning_cases import VERSION, differences, fabric, metadata, module, official, optimizer, save, trainer
 
@@ -48,6 +49,20 @@ def test_a_trainers_folder_becomes_what_lightning_makes_of_it(tmp_path: Path, mo
     found = consolidated(source, tmp_path / "step=1.ckpt.consolidated")
     assert differences(official(source), found) == []
     assert found["hyper_parameters"]["root"] == Path("/data/run.1")
+
+
+def test_real_folders_become_what_lightning_makes_of_them(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folders = {
+        s.name: f
+        for s in request.config.stash[samples.SAMPLES]
+        for f in s.dcp_folders
+        if (f / "meta.pt").exists() and (f / ".metadata").exists()
+    }
+    assert len(folders) >= 5
+    for name, folder in folders.items():
+        assert differences(official(folder), consolidated(folder, tmp_path / name)) == [], name
 
 
 def test_fabrics_folder_keeps_the_users_structure(tmp_path: Path) -> None:
