@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from safetensors.torch import load_file
 from samples import SAMPLES
 
 import ckptcore
+from ckptcore.builder import Builder
 from ckptcore.formats import open_source
 from ckptcore.formats._dcpread import read_folder
 from ckptcore.formats._mcorebuckets import map_buckets, stored_args
-from ckptcore.manifest import Manifest, TensorSpec
+from ckptcore.manifest import Item, Manifest, TensorSpec, View
 from ckptcore.objects import Named
 
 NAME = "optim_llama_tp2dp2_dp_reshardable_0.19.2"
@@ -110,6 +112,41 @@ def test_a_weight_that_is_not_there(flat: Manifest, args: dict[str, Any]) -> Non
     )
     mapped = map_buckets(replace(flat, tensors=renamed), args)
     assert mapped.findings[-1].code == "flat-buffers"
+
+
+@pytest.mark.parametrize("layout", ["bucket space", "dp zero"])
+def test_other_layouts(layout: str, flat: Manifest, args: dict[str, Any], tmp_path: Path) -> None:
+    """The same buffers as other sharding types store them: filled up and in equal parts, or in one object."""
+    builder = Builder()
+    for spec in flat.tensors:
+        if "gbuf_idx" not in spec.fqn and not spec.fqn.startswith("rng"):
+            builder.tensor(spec)
+    data = bytearray()
+    for spec in flat.tensors:
+        if "gbuf_idx" not in spec.fqn:
+            continue
+        values = ckptcore.read(flat, spec.fqn)
+        name = spec.fqn
+        if layout == "bucket space":
+            values = torch.cat([values, torch.full((-len(values) % 256,), float("nan"))])
+        else:
+            pair = "(Named(kind='dtype', value='bfloat16'), Named(kind='dtype', value='float32'))"
+            head, kind = spec.fqn.split(".gbuf_idx_0")[0], spec.fqn.rsplit(".", 1)[1]
+            name = f"{head}.param_state/shard_0_1.0.{pair}.{kind}"
+        at = builder.tensor(TensorSpec(name, "float32", tuple(values.shape)))
+        ranks = 2 if layout == "bucket space" else 1
+        for n, part in enumerate(values.chunk(ranks)):
+            item = Item(0, len(data), part.numel() * 4)
+            builder.chunk(at, (n * part.numel(),), tuple(part.shape), builder.item(item), View())
+            data += part.numpy().tobytes()
+    builder.file("buffers", len(data))
+    (tmp_path / "buffers").write_bytes(data)
+    mapped = map_buckets(builder.build("torch_dist", str(tmp_path), {}), args)
+    same = map_buckets(flat, args)
+    names = [t.fqn for t in same.tensors if t.fqn.startswith("optimizer.state.")]
+    assert len(names) == 27
+    for name in names:
+        assert torch.equal(ckptcore.read(mapped, name), ckptcore.read(same, name)), name
 
 
 def test_args_are_found(buckets: Any) -> None:
