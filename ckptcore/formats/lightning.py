@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat
+from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats._dcpread import DATA, read_folder
 from ckptcore.formats._lightningnames import parameter_names
 from ckptcore.formats._lightningtree import VERSION, Contents, contents, read_tree
@@ -92,7 +92,10 @@ def read(source: Source) -> Manifest:
     # Lightning's consolidation has the Trainer's model and optimizers last, and Fabric's first.
     paths = _joined(beside, folder) if trainer else _joined(folder, beside)
     origin = {**folder.origin, **_told(told, "trainer" if trainer else "fabric")}
-    whole = join(NAME, source.store.url, [Part(folder), Part(beside)], origin)
+    findings = []
+    if not folder.tensors and not folder.blobs:  # what lies in meta.pt must not hide that
+        findings.append(finding("no-tensors", "cover", "the metadata names no tensor and no object"))
+    whole = join(NAME, source.store.url, [Part(folder), Part(beside)], origin, findings)
     form = paths.form([t.fqn for t in whole.tensors], [b.key for b in whole.blobs])
     whole = replace(whole, origin={**origin, **({"paths": form} if form else {})})
     tops = {p[0] for p in paths.values()}
