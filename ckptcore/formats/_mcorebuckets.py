@@ -188,7 +188,12 @@ def _laid_out(
     """Every parameter's segment and the bucket it lies in."""
     world = known.world
     chains = {key[1] for key in buffers}
-    if len(chains) > 2 or (len(chains) == 2) != (world.ep > 1 and world.experts > 0):
+    # Experts have an optimizer of their own as soon as they are spread over ranks.
+    if (
+        len(chains) > 2
+        or (len(chains) == 2 and not world.experts)
+        or (len(chains) == 1 and world.experts and world.ep > 1)
+    ):
         raise Unregistered(f"{len(chains)} optimizers for {world.ep} expert-parallel ranks")
     expert = max(chains) if len(chains) == 2 else None
     chunks = len(known.counts)
@@ -197,7 +202,8 @@ def _laid_out(
         if number >= chunks:
             raise Unregistered(f"buffer {number} of {chunks} model chunk(s): more than one dtype")
         rank = _rank_of(group, known, chain == expert)
-        parameters = [p for p in known.of(rank, number) if p.expert == (chain == expert)]
+        held = known.of(rank, number)
+        parameters = held if expert is None else [p for p in held if p.expert == (chain == expert)]
         if sorted(buckets) != list(range(len(buckets))):
             raise Unregistered(f"buckets {sorted(buckets)} of buffer {number}, group {group}")
         _one_dtype(manifest, parameters, buckets)

@@ -25,7 +25,7 @@ class Unregistered(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a rank. expert: whether it is in the buffers of experts."""
+    """One parameter of a rank. expert: whether it is an expert's."""
 
     name: str
     shape: tuple[int, ...]
@@ -231,8 +231,7 @@ class Registration:
         placement = place(name, local, where, self.world)
         if placement is None or (placement.fqn, placement.shape) != (spec.fqn, spec.shape):
             raise Unregistered(f"{name} {list(local)} does not fit {spec.fqn} {list(spec.shape)}")
-        expert = self.world.ep > 1 and f".{_EXPERTS}" in name
-        return Parameter(name, local, spec.dtype, placement, expert)
+        return Parameter(name, local, spec.dtype, placement, f".{_EXPERTS}" in name)
 
     def _cut(self, name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         local = cut_shape(name, shape, ranks, copied=self._impl != "local")

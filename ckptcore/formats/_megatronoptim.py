@@ -42,8 +42,7 @@ def parameters_of(chunk: Chunk, model: Model) -> list[Parameter]:
         placement = place(known, value.shape, model.rank(chunk), model.world)
         if placement is None:
             raise Unregistered(f"no rule tells how {name} is cut")
-        expert = model.world.ep > 1 and ".mlp.experts." in name
-        out.append(Parameter(name, value.shape, value.dtype, placement, expert))
+        out.append(Parameter(name, value.shape, value.dtype, placement, ".mlp.experts." in name))
     return out
 
 
@@ -55,6 +54,7 @@ def add_numbered(optimizer: Any, chunks: Sequence[Chunk], merger: Merger, tree: 
     if isinstance(optimizer, dict) and optimizer and all(type(k) is int for k in optimizer):
         optimizer = [optimizer[k] for k in sorted(optimizer)]
     several = isinstance(optimizer, list)
+    apart = any(_of_experts(g) for g in _every_group(optimizer if several else [optimizer]))
     parameters = [p for c in chunks for p in parameters_of(c, merger.model)]
     found: list[tuple[str, Parameter, StoredView]] = []
     rest = []
@@ -62,7 +62,7 @@ def add_numbered(optimizer: Any, chunks: Sequence[Chunk], merger: Merger, tree: 
         inner = one.get("optimizer", one) if isinstance(one, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
             raise Unregistered("an optimizer without parameter groups")
-        groups = list(_groups(inner["param_groups"], parameters))
+        groups = list(_groups(inner["param_groups"], parameters, apart))
         states = dict(inner.get("state", {}))
         for members in groups:
             for number, parameter in members:
@@ -111,11 +111,28 @@ def add_buffers(state: Any, chunks: Sequence[Chunk], merger: Merger, tree: Torch
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def _groups(groups: Sequence[Any], parameters: Sequence[Parameter]) -> Iterator[list[tuple[int, Parameter]]]:
-    """(number, parameter) of each group; the group's own fields say which parameters are in it."""
+def _every_group(optimizers: Sequence[Any]) -> Iterator[Any]:
+    for one in optimizers:
+        inner = one.get("optimizer", one) if isinstance(one, dict) else None
+        found = inner.get("param_groups") if isinstance(inner, dict) else None
+        yield from found if isinstance(found, list) else ()
+
+
+def _of_experts(group: Any) -> bool:
+    return isinstance(group, dict) and bool(group.get("is_expert_parallel", group.get("is_expert", False)))
+
+
+def _groups(
+    groups: Sequence[Any], parameters: Sequence[Parameter], apart: bool
+) -> Iterator[list[tuple[int, Parameter]]]:
+    """(number, parameter) of each group; the group's own fields say which parameters are in it.
+
+    apart: whether experts have groups of their own, as they do when they are spread over ranks.
+    """
     keyed: dict[tuple[bool, bool], list[Parameter]] = {}
     for p in parameters:
-        keyed.setdefault((p.name.endswith(".bias") or len(p.shape) == 1, p.expert), []).append(p)
+        no_decay = p.name.endswith(".bias") or len(p.shape) == 1
+        keyed.setdefault((no_decay, p.expert and apart), []).append(p)
     for group in groups:
         numbers = group.get("params") if isinstance(group, dict) else None
         if not isinstance(numbers, list):
@@ -125,8 +142,7 @@ def _groups(groups: Sequence[Any], parameters: Sequence[Parameter]) -> Iterator[
             continue
         if group.get("lr_mult", 1.0) != 1.0 or group.get("is_decoupled_lr") or "wd_mult" not in group:
             raise Unregistered("parameter groups with learning rates of their own")
-        expert = bool(group.get("is_expert_parallel", group.get("is_expert", False)))
-        members = keyed.pop((group["wd_mult"] == 0.0, expert), [])
+        members = keyed.pop((group["wd_mult"] == 0.0, _of_experts(group)), [])
         if len(members) != len(numbers):
             raise Unregistered(f"a group of {len(numbers)} for {len(members)} parameters")
         yield list(zip(numbers, members, strict=True))

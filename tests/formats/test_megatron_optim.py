@@ -83,8 +83,14 @@ def _marked(value: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(tp=2), Case(tp=2, pp=2, vpp=2), Case(ep=2, experts="sequential"), Case(tp=2, pp=2, tied=True)],
-    ids=["tp2", "vpp2", "ep2", "tied"],
+    [
+        Case(tp=2),
+        Case(tp=2, pp=2, vpp=2),
+        Case(ep=2, experts="sequential"),
+        Case(tp=2, experts="te"),
+        Case(tp=2, pp=2, tied=True),
+    ],
+    ids=["tp2", "vpp2", "ep2", "ep1", "tied"],
 )
 def test_numbered_states(case: Case, tmp_path: Path) -> None:
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
