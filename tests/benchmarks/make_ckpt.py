@@ -234,13 +234,16 @@ def write_verl(source: Source, folder: Path) -> None:
     _in_job(source, folder, _save_pickle)
     shapes = dict(source.tensors)
     hidden = shapes["model.norm.weight"][0]
+    kv = shapes["model.layers.0.self_attn.k_proj.weight"][0]
+    head = min(64, kv)
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=shapes["model.layers.0.mlp.up_proj.weight"][0],
         vocab_size=shapes["lm_head.weight"][0],
         num_hidden_layers=sum(name.endswith("up_proj.weight") for name in shapes),
-        num_attention_heads=hidden // 64 or 1,
-        num_key_value_heads=shapes["model.layers.0.self_attn.k_proj.weight"][0] // 64 or 1,
+        num_attention_heads=hidden // head,
+        num_key_value_heads=kv // head,
+        head_dim=head,
         tie_word_embeddings=False,
     )
     config.architectures = ["LlamaForCausalLM"]

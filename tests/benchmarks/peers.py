@@ -74,15 +74,16 @@ def unshard_checkpoint(source: Path, out: Path, dtype: str | None) -> None:
     """OLMo-core's `unshard_checkpoint`, one file. Peak memory: the model."""
     from olmo_core.distributed.checkpoint import unshard_checkpoint as unshard
 
-    unshard(source / "model_and_optim", out)
+    unshard(source / "model_and_optim", out, optim=False)
 
 
 def verl_merge(source: Path, out: Path, dtype: str | None) -> None:
     """verl's model merger for FSDP checkpoints, to a Hugging Face folder. Peak memory: twice the model."""
-    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger import base_model_merger as base
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
-    config = ModelMergerConfig(
+    base.hf_tokenizer = base.hf_processor = lambda *_, **__: None  # the source has no tokenizer to copy
+    config = base.ModelMergerConfig(
         operation="merge",
         backend="fsdp",
         local_dir=str(source),
