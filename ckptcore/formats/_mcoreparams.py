@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.formats._megatronrules import LAYERS, Placement, Rank, World, cut_shape, known_rows, place
+from ckptcore.formats._megatronrules import LAYERS, Placement, Rank, World, cut_shape, place
+from ckptcore.formats._megatronsizes import known_rows
 from ckptcore.formats._megatronstages import Counts, first_layers, layers_per_chunk
 from ckptcore.manifest import TensorSpec
 from ckptcore.shown import shown

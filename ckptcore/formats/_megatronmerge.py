@@ -16,7 +16,8 @@ from ckptcore.dtype import BY_NAME
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats._megatronnames import current_names
 from ckptcore.formats._megatronranks import RankFile, Ranks
-from ckptcore.formats._megatronrules import Placement, Rank, World, known_rows, parse_name, place
+from ckptcore.formats._megatronrules import Placement, Rank, World, parse_name, place
+from ckptcore.formats._megatronsizes import known_rows
 from ckptcore.formats._megatronstages import Counts, first_layers, layers_per_chunk
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchtree import TorchTree
