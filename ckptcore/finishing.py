@@ -22,7 +22,7 @@ from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageErr
 from ckptcore.formats import Source, by_name, open_source, read_manifest
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Manifest, TensorSpec
-from ckptcore.plan import Plan, load_file_plan, load_head
+from ckptcore.plan import FilePlan, Plan, load_file_plan, load_head
 from ckptcore.receipts import Receipt, is_intact, read_receipt
 from ckptcore.request import Request
 from ckptcore.staging import PUBLISHING, Staging, publish
@@ -196,7 +196,8 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     report = check(written, None, "cover")
     plans = [load_file_plan(staging.plan, f.index) for f in plan.files]
     wanted = sorted((t.name, t.dtype, t.shape) for p in plans for t in p.tensors)
-    found = sorted((t.fqn, t.dtype, t.shape) for t in written.tensors)
+    known = _in_literals(written, plans)
+    found = sorted((t.fqn, t.dtype, t.shape) for t in written.tensors if t.fqn not in known)
     if not report.ok or found != wanted:
         raise OutputMismatch(
             f"the output does not read back as planned ({len(found)} of {len(wanted)} tensors): "
@@ -205,6 +206,24 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     # config.json makes a folder loadable, too: with the index it comes last.
     commit = [path for path, _ in plan.extra if path == "config.json"]
     return written, (*commit, *(p.path for p in plans if p.commit))
+
+
+def _in_literals(written: Manifest, plans: Sequence[FilePlan]) -> set[str]:
+    """Tensors whose bytes the plan itself holds: arrays that an object brought along."""
+    planned = {t.name for p in plans for t in p.tensors}
+    literals = {p.path: p.literals for p in plans}
+    found: set[str] = set()
+    for n, spec in enumerate(written.tensors):
+        if spec.fqn in planned:
+            continue
+        items = [written.items[c.item] for c in written.chunks_of(n) if c.item >= 0]
+        if all(
+            any(x.start <= i.start and i.start + i.length <= x.start + len(x.data)
+                for x in literals.get(written.files[i.file].path, ()))
+            for i in items
+        ):  # fmt: skip
+            found.add(spec.fqn)
+    return found
 
 
 def _read(store: Store, name: str) -> bytes:

@@ -20,8 +20,9 @@ from ckptcore.formats._dcpwrite import METADATA, Files, stored
 from ckptcore.formats._mcoreconfig import CONFIG
 from ckptcore.formats._mcoreobjects import COMMON_FILE, COMMON_KEY, SHARD
 from ckptcore.formats._metadatawrite import metadata_pickle
-from ckptcore.formats._torchfile import torch_file
+from ckptcore.formats._torchfile import Inline, torch_file
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
+from ckptcore.manifest import TensorSpec
 from ckptcore.objects import Named, TensorRef, decode
 from ckptcore.shown import shown
 
@@ -113,18 +114,18 @@ def _parts(request: Arrangement) -> Parts:
 
 def _torch_file(path: str, value: Any, request: Arrangement, parts: Parts) -> FileLayout:
     """A torch file with the tensors and byte tensors that its value refers to."""
-    inline: dict[str, bytes] = {}
+    inline: dict[str, Inline] = {}
     tree = _with_bytes(value, inline)
     order = [parts.position[n] for n in sorted(_references(value), key=natural)]
     return torch_file(path, tree, request.tensors, order, classes=True, inline=inline)
 
 
-def _with_bytes(value: Any, inline: dict[str, bytes]) -> Any:
+def _with_bytes(value: Any, inline: dict[str, Inline]) -> Any:
     """The tree with a reference in place of every byte tensor; their bytes go into ``inline``."""
     if isinstance(value, Named):
         if value.kind == "bytetensor":
             name = f"\0{len(inline)}"  # no tensor is called so
-            inline[name] = value.value
+            inline[name] = TensorSpec(name, "uint8", (len(value.value),)), value.value
             return TensorRef(name)
         return Named(value.kind, _with_bytes(value.value, inline))
     if isinstance(value, dict):

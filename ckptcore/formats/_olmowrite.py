@@ -59,6 +59,7 @@ def _train(request: Arrangement, tensors: list[int]) -> list[FileLayout]:
     for rank in sorted({0, *ranks, *every}):
         tree = _nested({**shared, **ranks.get(rank, {})})
         order = [number[ref] for ref in _references(tree)]
+        # OLMo-core's trainer loads it with weights_only=False: numpy's random state stays numpy.
         files.append(torch_file(f"train/rank{rank}.pt", tree, request.tensors, order))
     return files
 

@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from ckptcore.dtype import BY_ZARR
 from ckptcore.formats import _torchwrite as write
 from ckptcore.formats.base import FileLayout, Literal, Slot
 from ckptcore.manifest import TensorSpec
+from ckptcore.objects import Named, TensorRef
+
+Inline = tuple[TensorSpec, bytes]
 
 
 def torch_file(path: str, tree: Any, tensors: Sequence[TensorSpec], order: Sequence[int], *,
                commit: bool = False, classes: bool = False,
-               inline: Mapping[str, bytes] | None = None) -> FileLayout:  # fmt: skip
+               inline: Mapping[str, Inline] | None = None) -> FileLayout:  # fmt: skip
     """The file that holds ``tree``, a value as `ckptcore.objects.decode` gives it.
 
     order: positions into ``tensors`` of those that the tree refers to, in file order. classes: see `Pickled`.
-    inline: byte tensors that the tree refers to and whose bytes are known.
+    inline: tensors that the tree refers to and whose bytes are known.
     Raises TypeError for a value that has no pickled form.
     """
     key = {tensors[i].fqn: (str(n), tensors[i]) for n, i in enumerate(order)}
     known = sorted((inline or {}).items())
-    for n, (name, data) in enumerate(known, start=len(order)):
-        key[name] = str(n), TensorSpec(name, "uint8", (len(data),))
+    for n, (name, (spec, _)) in enumerate(known, start=len(order)):
+        key[name] = str(n), spec
     pickled = write.Pickled(key.__getitem__, classes=classes)
     pickled.value(tree)
     literals: list[Literal] = []
@@ -44,7 +50,7 @@ def torch_file(path: str, tree: Any, tensors: Sequence[TensorSpec], order: Seque
         tail = write.descriptor(0, nbytes)
         literals.append(Literal(at, tail, ((4, n),)))
         at += len(tail)
-    for n, (_, data) in enumerate(known, start=len(order)):
+    for n, (_, (_, data)) in enumerate(known, start=len(order)):
         body, row = write.small_record(f"archive/data/{n}", at, data)
         literals.append(Literal(at, body))
         rows.append((row, None))
@@ -56,6 +62,31 @@ def torch_file(path: str, tree: Any, tensors: Sequence[TensorSpec], order: Seque
     literals.append(_directory(rows, at))
     end = at + len(literals[-1].data)
     return FileLayout(path, end, tuple(order), tuple(slots), tuple(literals), commit)
+
+
+def arrays_as_tensors(value: Any, inline: dict[str, Inline]) -> Any:
+    """The tree with a tensor in place of every numpy array; their bytes go into ``inline``.
+
+    ``torch.load(weights_only=True)`` knows no numpy. An array of text becomes nested lists.
+    """
+    if isinstance(value, Named):
+        if value.kind != "ndarray":
+            return Named(value.kind, arrays_as_tensors(value.value, inline))
+        form = value.value
+        array = np.frombuffer(form["data"], form["dtype"])
+        array = array.reshape(form["shape"], order="F" if form.get("order") == "F" else "C")
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(form["shape"])
+        dtype = BY_ZARR.get(array.dtype.str)
+        if dtype is None:
+            return array.tolist()
+        name = f"\0{len(inline)}"  # no tensor is called so
+        inline[name] = TensorSpec(name, dtype.name, array.shape), array.tobytes()
+        return TensorRef(name)
+    if isinstance(value, dict):
+        return type(value)((k, arrays_as_tensors(v, inline)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)([arrays_as_tensors(v, inline) for v in value])
+    return value
 
 
 def _directory(rows: Sequence[tuple[bytes, int | None]], at: int) -> Literal:

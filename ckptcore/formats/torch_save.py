@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptcore.builder import Builder
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
-from ckptcore.formats._torchfile import torch_file
+from ckptcore.formats._torchfile import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats._torchtree import TorchTree
 from ckptcore.formats._torchzip import Objects, head_holds, is_zip, read_objects
 from ckptcore.formats._trees import leaves_below
@@ -87,7 +87,10 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         # An object with tensors inside is written leaf by leaf: its tensors have names of their own.
         leaves = leaves_below(value, name, TensorRef)
         whole |= {path: leaf for path, _, leaf in leaves if not isinstance(leaf, TensorRef)}
-    return (torch_file(request.single or DEFAULT, whole, request.tensors, order, commit=True),)
+    inline: dict[str, Inline] = {}
+    whole = arrays_as_tensors(whole, inline)
+    path = request.single or DEFAULT
+    return (torch_file(path, whole, request.tensors, order, commit=True, inline=inline),)
 
 
 def _only(source: Source) -> str | None:

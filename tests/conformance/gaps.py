@@ -76,8 +76,7 @@ UNMATCHED: dict[str, str] = {
 }
 
 # Folders of safetensors whose stored bytes are not the truth: copies of them are still exact.
-STORED_DIFFERS: dict[str, str] = {
-}
+STORED_DIFFERS: dict[str, str] = {}
 
 # Damage that no redundancy in the format can show. (damage, what must hold of the source, why)
 UNDETECTABLE: dict[str, tuple[str, str]] = {

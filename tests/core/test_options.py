@@ -12,7 +12,8 @@ import pytest
 from ckptcore.errors import error_classes
 
 WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --include --keep-quantized
-    --max-file-size --memory --no-catalog --no-digest --no-resume --no-verify --output --overwrite --recover --rename --resume --tie
+    --max-file-size --memory --no-catalog --no-digest --no-resume --no-verify --output --overwrite
+    --recover --rename --resume --tie
     --to --verify --workers"""
 OPTIONS = {
     "inspect": "--exclude --include --keep-quantized --output --recover",
@@ -20,7 +21,8 @@ OPTIONS = {
     "consolidate": WRITE,
     "export": WRITE + " --config --model-prefix",
     "plan": """--config --dtype --dtype-for --exclude --include --keep-quantized --max-file-size --memory
-        --model-prefix --no-resume --output --overwrite --recover --rename --resume --save --tie --to --verb --workers""",
+        --model-prefix --no-resume --output --overwrite --recover --rename --resume --save --tie --to --verb
+        --workers""",
     "apply": """--catalog --device --digest --memory --no-catalog --no-digest --no-verify --output --verify
         --workers""",
     "formats": "--output",

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import ckptcore
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats._pickle import loads
 from ckptcore.formats._torchtables import OBJECT_TABLE
@@ -107,3 +109,20 @@ def test_one_array_named_often_is_bounded() -> None:
 def test_paths_keep_their_root() -> None:
     for path in (Path("/data/run"), Path("a/b"), Path("/"), Path()):
         assert read(pickle.dumps(path, 2))[0] == Named("path", str(path))
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_plain_torch_file_has_tensors_instead(name: str, tmp_path: Path) -> None:
+    """So that it opens with weights_only, which knows no numpy; text is nested lists."""
+    array = ARRAYS[name]
+    torch.save({"w": torch.ones(2), "state": ("key", array, 7)}, tmp_path / "in.pt")
+    ckptcore.convert(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"))
+    key, found, number = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)["state"]
+    assert (key, number) == ("key", 7)
+    if array.dtype.kind in "SU":
+        assert found == array.tolist()
+    else:
+        native = array.astype(array.dtype.newbyteorder("="))
+        assert found.numpy().dtype == native.dtype
+        assert found.shape == array.shape
+        assert found.numpy().tobytes() == native.tobytes()
