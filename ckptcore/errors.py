@@ -262,6 +262,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
                      "copy that rank's files"),
     "bad-path": ("error", "the metadata names a file outside the checkpoint's folder",
                  "do not load this checkpoint"),
+    "unsafe-item": ("error", "a stored item is a pickle that asks for more than plain values",
+                    "do not load this checkpoint"),
     "hole": ("error", "elements of a tensor that no file holds",
              "find the rank that should have written them"),
     "overlap": ("error", "two chunks hold the same elements without being replicas",

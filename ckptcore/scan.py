@@ -214,7 +214,8 @@ class _State:
 def _as_findings(error: CkptError, name: str, path: str) -> list[Finding]:
     """Damage as a finding; what says nothing about the checkpoint (no permission, say) is raised."""
     if isinstance(error, UnsafeContent):
-        return [finding("bad-path", "bytes", error.message, fqn=name, file=path)]
+        code = "unsafe-item" if "global" in error.values else "bad-path"
+        return [finding(code, "bytes", error.message, fqn=name, file=path)]
     if isinstance(error, SourceUnreadable) and "file" not in error.values:
         raise error
     if error.transient:

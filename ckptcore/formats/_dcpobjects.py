@@ -71,6 +71,7 @@ def add_blobs(
             tree = adopt(builder, key, item, objects, what)
         except (MalformedCheckpoint, UnsafeContent) as error:
             code = next((c for kind, c in _CODES if isinstance(error, kind)), "malformed-item")
+            code = "unsafe-item" if "global" in error.values else code
             builder.findings.append(finding(code, "cover", error.message, fqn=key, file=names[item.file]))
             builder.blobs.append(Blob(key, at, known=False))
             continue

@@ -125,7 +125,8 @@ def _saved(value: Any) -> bytes:
     return out.getvalue()
 
 
-REFUSED = MALFORMED | ITEM | {"refused-global"}
+# An item that shrank below its tensor is seen from its length, before it is opened.
+REFUSED = MALFORMED | ITEM | {"refused-global", "unsafe-item", "length-mismatch"}
 _edit(
     "attack-in-an-object",
     frozenset({"refused-global", "unsafe"}),
