@@ -6,16 +6,19 @@ Editing `.metadata` unpickles it with torch: it is only done to this repository'
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import json
 import pickle
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from math import prod
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 Codes = frozenset[str]
@@ -51,6 +54,21 @@ class Place:
     @property
     def stop(self) -> int:
         return self.start + self.length
+
+
+def _stand_in(module: str, name: str, *fields: Any) -> None:
+    """A class that metadata of somebody else's package names, where that package is not installed."""
+    parts = module.split(".")
+    for n in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:n]), ModuleType(".".join(parts[:n])))
+    if not hasattr(sys.modules[module], name):
+        setattr(sys.modules[module], name, make_dataclass(name, fields, namespace={"__module__": module}))
+
+
+if importlib.util.find_spec("olmo_core") is None:
+    # The last is torch's, for damages that set it; OLMo-core's has three.
+    _place = ("relative_path", "offset", "length", ("transform_descriptors", Any, None))
+    _stand_in("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo", *_place)
 
 
 @dataclass
