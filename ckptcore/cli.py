@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +17,30 @@ import typer
 from ckptcore import output as show
 from ckptcore.catalog.cli import app as catalog_app
 from ckptcore.errors import CkptError, InternalError, Interrupted, UsageError
+from ckptcore.options import (
+    ANSWER,
+    CONTENT,
+    DEVICE,
+    MEANS,
+    MODEL,
+    PLACE,
+    PROOF,
+    SAVE,
+    As,
+    Catalog,
+    Dst,
+    Exclude,
+    Include,
+    Keep,
+    Level,
+    NoCatalog,
+    Output,
+    Recover,
+    Src,
+    To,
+    Workers,
+    takes,
+)
 from ckptcore.sizes import parse_size
 
 app = typer.Typer(
@@ -25,91 +48,6 @@ app = typer.Typer(
     help="Sharded training checkpoints made whole: validated, consolidated and exported in bounded memory.",
 )  # fmt: skip
 app.add_typer(catalog_app, name="catalog")
-
-
-class Output(StrEnum):
-    """How an answer is written."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class Level(StrEnum):
-    """How deep to check."""
-
-    FILES = "files"
-    COVER = "cover"
-    BYTES = "bytes"
-    VALUES = "values"
-
-
-Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a path or any fsspec URL.")]
-Dst = Annotated[
-    str,
-    typer.Argument(metavar="DST", help="A new folder; or one file: .safetensors, .pt, .pth, .bin, .ckpt."),
-]
-As = Annotated[Output, typer.Option("--output", help="Text for people, JSON for programs.")]
-Recover = Annotated[bool, typer.Option("--recover", help="Take an aborted save's .metadata.tmp as it is.")]
-Keep = Annotated[bool, typer.Option("--keep-quantized", help="Quantised weights as stored, no float32.")]
-To = Annotated[
-    str,
-    typer.Option("--to", metavar="FORMAT", help="Output format; default by DST's suffix, else safetensors."),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option("--include", metavar="GLOB", help="Only these names (repeatable)."),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option("--exclude", metavar="GLOB", help="Not these names (repeatable)."),
-]
-Rename = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--rename", metavar="OLD=NEW", help="Rename a prefix, or a pattern with one * (repeatable)."
-    ),
-]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="Cast floating-point tensors: bf16, fp16, fp32, ....")
-]
-DtypeFor = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--dtype-for",
-        metavar="GLOB=DTYPE",
-        help="Exceptions to --dtype; DTYPE may be keep (repeatable).",
-    ),
-]
-MaxFile = Annotated[
-    str,
-    typer.Option("--max-file-size", metavar="SIZE", help="Tensor bytes per output file of a folder."),
-]
-Tie = Annotated[
-    list[str] | None,
-    typer.Option("--tie", metavar="A=B", help="A equals B: store only B, check equality (repeatable)."),
-]
-Prefix = Annotated[
-    str | None,
-    typer.Option("--model-prefix", metavar="PREFIX", help="Where the model is in the checkpoint."),
-]
-Config = Annotated[
-    str | None,
-    typer.Option("--config", metavar="DIR", help="Folder with config.json, tokenizer files, ...."),
-]
-Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Budget for tensor buffers.")]
-Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads; default by the machine.")]
-Device = Annotated[str, typer.Option("--device", help="Where to cast: cpu, cuda, cuda:1.")]
-Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Keep verified files of an earlier run.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST as a whole.")]
-Verify = Annotated[
-    bool, typer.Option("--verify/--no-verify", help="Check stored CRC-32 and copies while moving.")
-]
-Digest = Annotated[bool, typer.Option("--digest/--no-digest", help="BLAKE3 of every output file.")]
-Catalog = Annotated[
-    str | None,
-    typer.Option("--catalog", metavar="URL", envvar="CKPTCORE_CATALOG_URL", help="Where to register."),
-]
-NoCatalog = Annotated[bool, typer.Option("--no-catalog", help="Do not register.")]
 
 
 @app.callback()
@@ -178,92 +116,32 @@ def validate(
 
 
 @app.command()
+@takes(CONTENT, MEANS, DEVICE, PLACE, PROOF, ANSWER)
 def consolidate(
     src: Src,
     dst: Annotated[str | None, typer.Argument(metavar="[DST]", help="Default: SRC.consolidated")] = None,
     to: To = "",
-    include: Include = None,
-    exclude: Exclude = None,
-    rename: Rename = None,
-    dtype: Dtype = None,
-    dtype_for: DtypeFor = None,
-    max_file_size: MaxFile = "5GB",
-    tie: Tie = None,
-    recover: Recover = False,
-    keep_quantized: Keep = False,
-    memory: Memory = "1GiB",
-    workers: Workers = None,
-    device: Device = "cpu",
-    resume: Resume = True,
-    overwrite: Overwrite = False,
-    verify: Verify = True,
-    digest: Digest = True,
-    catalog: Catalog = None,
-    no_catalog: NoCatalog = False,
-    output: As = Output.TEXT,
+    **given: Any,
 ) -> None:
     """Every tensor, model and optimizer, under its stored name, in one file or folder."""
-    given = _request(locals(), "consolidate")
-    _convert(given, locals())
+    _convert(_request("consolidate", src, dst, to, given), given)
 
 
 @app.command()
-def export(
-    src: Src,
-    dst: Dst,
-    to: To = "",
-    model_prefix: Prefix = None,
-    config: Config = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    rename: Rename = None,
-    dtype: Dtype = None,
-    dtype_for: DtypeFor = None,
-    max_file_size: MaxFile = "5GB",
-    tie: Tie = None,
-    recover: Recover = False,
-    keep_quantized: Keep = False,
-    memory: Memory = "1GiB",
-    workers: Workers = None,
-    device: Device = "cpu",
-    resume: Resume = True,
-    overwrite: Overwrite = False,
-    verify: Verify = True,
-    digest: Digest = True,
-    catalog: Catalog = None,
-    no_catalog: NoCatalog = False,
-    output: As = Output.TEXT,
-) -> None:
+@takes(MODEL, CONTENT, MEANS, DEVICE, PLACE, PROOF, ANSWER)
+def export(src: Src, dst: Dst, to: To = "", **given: Any) -> None:
     """The model part as a Hugging Face folder: shards, index, config and tokenizer."""
-    given = _request(locals(), "export")
-    _convert(given, locals())
+    _convert(_request("export", src, dst, to, given), given)
 
 
 @app.command()
+@takes(MODEL, CONTENT, PLACE, MEANS, SAVE, ANSWER)
 def plan(
     src: Src,
     dst: Dst,
     to: To = "",
     verb: Annotated[str, typer.Option("--verb", help="consolidate or export.")] = "consolidate",
-    model_prefix: Prefix = None,
-    config: Config = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    rename: Rename = None,
-    dtype: Dtype = None,
-    dtype_for: DtypeFor = None,
-    max_file_size: MaxFile = "5GB",
-    tie: Tie = None,
-    recover: Recover = False,
-    keep_quantized: Keep = False,
-    overwrite: Overwrite = False,
-    resume: Resume = True,
-    memory: Memory = "1GiB",
-    workers: Workers = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="DIR", help="Keep the plan for `ckptcore apply`.")
-    ] = None,
-    output: As = Output.TEXT,
+    **given: Any,
 ) -> None:
     """What a conversion would do: bytes, files, renames, casts, drops, peak memory. Writes nothing."""
     from ckptcore.compose import compose
@@ -272,28 +150,28 @@ def plan(
     from ckptcore.planfile import save_request
     from ckptcore.staging import refuse_existing
 
-    given = _request(locals(), verb)
-    settings = _settings({"memory": memory, "workers": workers})
+    request = _request(verb, src, dst, to, given)
+    settings = _settings(given)
     refuse_existing(
-        given.destination, given.source, overwrite=given.overwrite, single=given.single is not None
+        request.destination, request.source, overwrite=request.overwrite, single=request.single is not None
     )
-    manifest = read(src, recover, keep_quantized)
-    composed = compose(given, manifest)
-    if save is not None:
-        save_request(save, given, manifest, composed)
-    show.plan(composed, peak_memory(composed.plan, settings), as_json=output is Output.JSON)
+    manifest = read(src, request.recover, request.keep_quantized)
+    composed = compose(request, manifest)
+    if given["save"] is not None:
+        save_request(given["save"], request, manifest, composed)
+    show.plan(composed, peak_memory(composed.plan, settings), as_json=given["output"] is Output.JSON)
 
 
 @app.command()
+@takes(MEANS, DEVICE, PROOF, ANSWER)
 def apply(
     plan_dir: Annotated[Path, typer.Argument(metavar="PLAN", help="What `ckptcore plan --save` wrote.")],
-    memory: Memory = "1GiB", workers: Workers = None, device: Device = "cpu", verify: Verify = True,
-    digest: Digest = True, catalog: Catalog = None, no_catalog: NoCatalog = False, output: As = Output.TEXT,
-) -> None:  # fmt: skip
+    **given: Any,
+) -> None:
     """Carries out a saved plan; refuses when the source has changed since."""
     from ckptcore.planfile import load_request
 
-    _convert(load_request(plan_dir), locals())
+    _convert(load_request(plan_dir), given)
 
 
 @app.command()
@@ -337,14 +215,14 @@ def _usage_hint(error: Exception) -> str:
     return f"see `{context.command_path} --help`" if context is not None else "see `ckptcore --help`"
 
 
-def _request(given: dict[str, Any], verb: str) -> Any:
+def _request(verb: str, src: str, dst: str | None, to: str, given: dict[str, Any]) -> Any:
     from ckptcore.request import Request
 
     return Request(
-        given["src"],
-        given["src"].rstrip("/") + ".consolidated" if given["dst"] is None else given["dst"],
+        src,
+        src.rstrip("/") + ".consolidated" if dst is None else dst,
         verb,
-        given["to"],
+        to,
         tuple(given["include"] or ()),
         tuple(given["exclude"] or ()),
         _pairs(given["rename"], "--rename"),

@@ -1,0 +1,142 @@
+"""Options: what does each one mean, and which ones do commands share?
+
+An option is a type with its words; a table of options is a name and a default for each. `takes` gives a
+command the options of a table, so that two commands that share an option say the same of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+Table = Mapping[str, tuple[Any, Any]]  # parameter -> (type, default), in the order of the help
+_F = TypeVar("_F", bound=Callable[..., None])
+
+
+class Output(StrEnum):
+    """How an answer is written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Level(StrEnum):
+    """How deep to check."""
+
+    FILES = "files"
+    COVER = "cover"
+    BYTES = "bytes"
+    VALUES = "values"
+
+
+Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a path or any fsspec URL.")]
+Dst = Annotated[
+    str,
+    typer.Argument(metavar="DST", help="A new folder; or one file: .safetensors, .pt, .pth, .bin, .ckpt."),
+]
+As = Annotated[Output, typer.Option("--output", help="Text for people, JSON for programs.")]
+Recover = Annotated[bool, typer.Option("--recover", help="Take an aborted save's .metadata.tmp as it is.")]
+Keep = Annotated[bool, typer.Option("--keep-quantized", help="Quantised weights as stored, no float32.")]
+To = Annotated[
+    str,
+    typer.Option("--to", metavar="FORMAT", help="Output format; default by DST's suffix, else safetensors."),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option("--include", metavar="GLOB", help="Only these names (repeatable)."),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="GLOB", help="Not these names (repeatable)."),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename", metavar="OLD=NEW", help="Rename a prefix, or a pattern with one * (repeatable)."
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="Cast floating-point tensors: bf16, fp16, fp32, ....")
+]
+DtypeFor = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype-for",
+        metavar="GLOB=DTYPE",
+        help="Exceptions to --dtype; DTYPE may be keep (repeatable).",
+    ),
+]
+MaxFile = Annotated[
+    str,
+    typer.Option("--max-file-size", metavar="SIZE", help="Tensor bytes per output file of a folder."),
+]
+Tie = Annotated[
+    list[str] | None,
+    typer.Option("--tie", metavar="A=B", help="A equals B: store only B, check equality (repeatable)."),
+]
+Prefix = Annotated[
+    str | None,
+    typer.Option("--model-prefix", metavar="PREFIX", help="Where the model is in the checkpoint."),
+]
+Config = Annotated[
+    str | None,
+    typer.Option("--config", metavar="DIR", help="Folder with config.json, tokenizer files, ...."),
+]
+Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Budget for tensor buffers.")]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads; default by the machine.")]
+Device = Annotated[str, typer.Option("--device", help="Where to cast: cpu, cuda, cuda:1.")]
+Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Keep verified files of an earlier run.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST as a whole.")]
+Verify = Annotated[
+    bool, typer.Option("--verify/--no-verify", help="Check stored CRC-32 and copies while moving.")
+]
+Digest = Annotated[bool, typer.Option("--digest/--no-digest", help="BLAKE3 of every output file.")]
+Catalog = Annotated[
+    str | None,
+    typer.Option("--catalog", metavar="URL", envvar="CKPTCORE_CATALOG_URL", help="Where to register."),
+]
+NoCatalog = Annotated[bool, typer.Option("--no-catalog", help="Do not register.")]
+Save = Annotated[
+    Path | None, typer.Option("--save", metavar="DIR", help="Keep the plan for `ckptcore apply`.")
+]
+
+
+# Which tensors, under which names, in which dtypes and files.
+CONTENT: Table = {
+    "include": (Include, None), "exclude": (Exclude, None), "rename": (Rename, None),
+    "dtype": (Dtype, None), "dtype_for": (DtypeFor, None), "max_file_size": (MaxFile, "5GB"),
+    "tie": (Tie, None), "recover": (Recover, False), "keep_quantized": (Keep, False),
+}  # fmt: skip
+# For an export: where the model is, and what goes beside it.
+MODEL: Table = {"model_prefix": (Prefix, None), "config": (Config, None)}
+MEANS: Table = {"memory": (Memory, "1GiB"), "workers": (Workers, None)}
+DEVICE: Table = {"device": (Device, "cpu")}
+PLACE: Table = {"resume": (Resume, True), "overwrite": (Overwrite, False)}
+PROOF: Table = {
+    "verify": (Verify, True), "digest": (Digest, True), "catalog": (Catalog, None),
+    "no_catalog": (NoCatalog, False),
+}  # fmt: skip
+SAVE: Table = {"save": (Save, None)}
+ANSWER: Table = {"output": (As, Output.TEXT)}
+
+
+def takes(*tables: Table) -> Callable[[_F], _F]:
+    """Gives a command these options, in place of its ``**given``."""
+
+    def wrap(command: _F) -> _F:
+        seen = inspect.signature(command, eval_str=True)
+        own = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for table in tables
+            for name, (kind, default) in table.items()
+        ]
+        command.__signature__ = seen.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        return command
+
+    return wrap
