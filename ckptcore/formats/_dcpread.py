@@ -10,7 +10,7 @@ safetensors blob at the end of the file; behind an optional stream codec. With
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from ckptcore.builder import Builder
@@ -50,7 +50,7 @@ def read_folder(source: Source, name: str = "dcp", rules: ObjectRules = PLAIN,
     names = [metadata.name for metadata in parsed]
     blobs: dict[str, Item] = {}
     others: list[tuple[str, Item]] = []  # the same object as another rank saved it
-    state = _Columns(builder, source.listing)
+    state = _Columns(builder, source.listing, {n for metadata in parsed for n in metadata.tensors})
     for metadata in parsed:
         origin |= metadata.origin()
         for key, item in state.add(metadata).items():
@@ -80,8 +80,9 @@ def _paths(parsed: Iterable[Metadata]) -> Paths:
 class _Columns:
     """Collects the tensors and chunks of one or several metadata files into one builder."""
 
-    def __init__(self, builder: Builder, listing: Mapping[str, int]) -> None:
-        self._builder, self._listing = builder, listing
+    def __init__(self, builder: Builder, listing: Mapping[str, int], listed: Set[str]) -> None:
+        """listed: names that any of the metadata files lists."""
+        self._builder, self._listing, self._listed = builder, listing, listed
         self._specs: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
         # rows: tensor, offset, shape, (file, start, length, codec) or None
         self._rows: list[tuple[int, tuple[int, ...], tuple[int, ...], Any]] = []
@@ -148,7 +149,9 @@ class _Columns:
                     "unlisted-item", "cover", f"{metadata.name} stores {what}, but does not list it", fqn=fqn
                 )
             )
-        lost = [n for n in metadata.names() if n not in metadata.tensors and n not in {f for f, _ in told}]
+        # A rank whose part of a tensor is empty names it, and another rank lists it.
+        seen = {fqn for fqn, _ in told}
+        lost = [n for n in metadata.names() if n not in self._listed and n not in seen]
         self._builder.findings += [
             finding("unlisted-item", "cover", f"{metadata.name} names {n}, but does not list it", fqn=n)
             for n in lost[:_MAX_TOLD]

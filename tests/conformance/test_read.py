@@ -114,7 +114,21 @@ def load_with_torch(folder: Path, scratch: Path) -> dict[str, Any]:
         # What Lightning puts beside a DCP folder belongs to the checkpoint.
         meta = folder / "meta.pt"
         beside = read_torch(meta, trusted=True) if meta.exists() else {}
-        return flatten({**read_torch(scratch, trusted=True), **beside})
+        return flatten(arrays_as_tensors({**read_torch(scratch, trusted=True), **beside}))
+
+
+def arrays_as_tensors(tree: Any) -> Any:
+    """A tree as a plain torch file holds it here: `weights_only` knows no numpy."""
+    import numpy as np
+    import torch
+
+    if isinstance(tree, np.ndarray):
+        return tree.tolist() if tree.dtype.kind in "SU" else torch.from_numpy(np.array(tree, order="C"))
+    if isinstance(tree, dict):
+        return {k: arrays_as_tensors(v) for k, v in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(arrays_as_tensors(v) for v in tree)
+    return tree
 
 
 def test_refused(refused: Sample, cli: Cli, tmp_path: Path) -> None:

@@ -91,11 +91,11 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pickles_are_malformed_and_cheap(name: str) -> None:
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.process_time()  # of this process: others may be busy
     with pytest.raises(CkptError) as caught:
         loads(HOSTILE[name], OBJECT_TABLE, what="test")
     assert isinstance(caught.value, MalformedCheckpoint)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
 
