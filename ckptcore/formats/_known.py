@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from ckptcore.formats._accelerate import has_model
-from ckptcore.formats._olmo import is_step
+from ckptcore.formats._olmo import RANK_SAFETENSORS, is_step
 from ckptcore.formats.base import KnownFormat, Source, natural
 
 
@@ -63,6 +63,20 @@ def _olmo_steps(source: Source) -> tuple[str, ...] | None:
     return (f"checkpoints lie in its subfolders: {', '.join(steps[-4:])}",) if steps else None
 
 
+def _rank_alone(source: Source) -> tuple[str, ...] | None:
+    """One rank's part, named by itself: cut tensors look like whole ones in it."""
+    folder = source.store.url.rstrip("/").rsplit("/", 1)[-1]
+    name = source.name or next((p for p in source.listing if p in _MEGATRON), None)
+    if name in _MEGATRON and _MP_RANK.match(folder):
+        return (f"{folder}/{name} is one model-parallel rank's file",)
+    flat = source.name is not None and RANK_SAFETENSORS.match(source.name)
+    if flat and source.store.size("metadata.json") is not None:
+        return (f"{source.name} lies beside metadata.json, and holds flattened shards",)
+    return None
+
+
+_MEGATRON = ("model_optim_rng.pt", "distrib_optim.pt")
+_MP_RANK = re.compile(r"^mp_rank_\d{2}")
 _STEP = re.compile(r"^step\d+(-unsharded)?/")
 # torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c as pickle protocol 2.
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
@@ -82,6 +96,7 @@ KNOWN: tuple[KnownFormat, ...] = (
         _before_zip,
         "load it with torch and save it again",
     ),
+    KnownFormat("rank-alone", "one rank's part of a checkpoint", _rank_alone, "name the folder of all ranks"),
     KnownFormat("olmo-steps", "a folder of OLMo steps", _olmo_steps, "name one of the subfolders"),
     KnownFormat(
         "trainer-folder", "a trainer's folder, not one checkpoint", _nested, "name one of the subfolders"

@@ -22,7 +22,12 @@ BACKENDS = {"torch_dist": (1,), "zarr": (1,), "fsdp_dtensor": (1,), "torch_dcp":
 _MAX_JSON, _MAX_INTEGRITY = 1 << 20, 64 << 20
 _SCAN, _WINDOW = 64 << 20, 4 << 20
 # Keys of sharded objects, and attributes that only Megatron-Core adds.
-_MARKS = re.compile(rb"/shard_\d+(\.\d+)*_\d|mcore_data|all_local_plans")
+_SHARD = re.compile(rb"/shard_\d+(\.\d+)*_\d")
+_ATTRIBUTES = re.compile(rb"mcore_data|all_local_plans")
+# A dict of paths, and no note of a save (opcodes: name, memo, dict or None): the plain DCP folder that a
+# Megatron-Core checkpoint is converted to. torch < 2.4 knows no ``storage_meta``, later ones fill it.
+_PATHS = re.compile(rb"planner_data\x94\}")
+_NO_META = re.compile(rb"storage_meta\x94N")
 _HEX = re.compile(r"^[0-9a-f]{64}$")
 
 
@@ -92,7 +97,14 @@ def digests(source: Source) -> dict[str, str]:
 
 def marked(source: Source) -> bool:
     """Whether `.metadata` holds what only Megatron-Core puts there."""
-    return scan(source, _MARKS)
+    if scan(source, _ATTRIBUTES):
+        return True
+    return shard_keys(source) and not (scan(source, _PATHS) and scan(source, _NO_META))
+
+
+def shard_keys(source: Source) -> bool:
+    """Whether `.metadata` has keys of sharded objects, whoever wrote it."""
+    return scan(source, _SHARD)
 
 
 def scan(source: Source, pattern: re.Pattern[bytes]) -> bool:

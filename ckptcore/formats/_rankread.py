@@ -46,6 +46,8 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
     origin: dict[str, Any] = {"parts": [k.role for k in kinds]}
     if world:
         origin["world_size"] = world
+    else:
+        builder.findings += [_unproven(kind) for kind in reader.unproven]
     paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     if paths:
         origin["paths"] = paths
@@ -53,11 +55,15 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
 
 
 class RankReader:
-    """Collects the files of one save into a builder. paths: where the names stood in the ranks' trees."""
+    """Collects the files of one save into a builder.
+
+    paths: where the names stood in the ranks' trees. unproven: kinds of which a lost file would not show.
+    """
 
     def __init__(self, source: Source, builder: Builder) -> None:
         self._source, self._builder = source, builder
         self.paths = Paths()
+        self.unproven: list[RankFiles] = []
         self._at: dict[str, int] = {}  # FQN -> tensor
         self._params: dict[int, Params] = {}  # rank -> the model's parameters, equal ones shared
         self._known: dict[Params, Params] = {}
@@ -72,15 +78,23 @@ class RankReader:
         Raises as `read_rank` does, and when ranks contradict each other.
         """
         part = _Part(files, self._builder, self._tensor, self.paths, optional)
+        model = not optional and not _OWN.search(files.role)
         for rank, path in files.paths.items():
             self._seen.clear()
-            content = read_rank(self._source, path, prefix, self._builder, self._params.get(rank, ()))
-            if content.params and rank not in self._params:
+            content = read_rank(self._source, path, prefix, self._builder, self._model(rank))
+            if model and content.params and rank not in self._params:
                 self._params[rank] = self._known.setdefault(content.params, content.params)
             for shards in content.shards:
                 self._shards(shards, rank, path)
             part.add(rank, content)
         part.finish(one_model=len(self._known) <= 1)
+        if not part.repeated:
+            self.unproven.append(files)
+
+    def _model(self, rank: int) -> Params:
+        """The parameters that a rank's optimizer numbers; a lost model file's are those of the others."""
+        only = next(iter(self._known), ()) if len(self._known) == 1 else ()
+        return self._params.get(rank, only)
 
     def missing(self, files: RankFiles) -> list[Finding]:
         """Findings about ranks that should have a file of this kind, and ranks that should not."""
@@ -166,6 +180,12 @@ class _Part:
         if content.numbers is not None:
             self._numbers.add(content.numbers)
 
+    @property
+    def repeated(self) -> bool:
+        """Whether every whole tensor is in more than one rank's file, and in all of them."""
+        ranks = len(self._files.paths)
+        return ranks > 1 and all(len(rows) == ranks for rows in self._plain.values())
+
     def finish(self, *, one_model: bool) -> None:
         """Adds what has to be compared first. one_model: whether all ranks hold the same parameters."""
         if len(self._numbers) > 1 or (True in self._numbers and not one_model):
@@ -241,6 +261,12 @@ class _Part:
 def _own_path(path: Path, rank: int) -> Path:
     """Where one rank's own value stands: beside the others' in their dict."""
     return (*path[:-1], f"{path[-1]}.rank{rank}")
+
+
+def _unproven(files: RankFiles) -> Finding:
+    path = next(iter(files.paths.values()))
+    message = f"nothing in {path} tells how many ranks took part: files of other ranks may be missing"
+    return finding("missing-part", "files", message, file=path)
 
 
 def _config(source: Source, kinds: tuple[RankFiles, ...]) -> list[Finding]:

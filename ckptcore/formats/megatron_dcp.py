@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from ckptcore.formats._dcpread import read_folder
-from ckptcore.formats._mcoreconfig import CONFIG, METADATA, read_config, scan
+from ckptcore.formats._mcoreconfig import CONFIG, METADATA, read_config, scan, shard_keys
 from ckptcore.formats._mcoreobjects import BARE
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest
@@ -29,6 +29,8 @@ def _detect(name: str, wrapped: bool) -> Callable[[Source], Evidence | None]:
             because = (f"{CONFIG} says sharded_backend {config.backend}",)
             return Evidence(name, because, refines=("dcp",)) if config.backend == name else None
         if not scan(source, _VERSION) or scan(source, _WRAPPED) != wrapped:
+            return None
+        if shard_keys(source):  # what was a torch_dist or zarr checkpoint, copied into a plain DCP folder
             return None
         keys = "model.module.*" if wrapped else "no model.module.*"
         told = (

@@ -20,13 +20,18 @@ from ckptcore.manifest import Manifest
 _NAME = "torch_ranks"
 # verl keeps a folder per component (actor, critic) in a folder per step.
 _BELOW = re.compile(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
+_VERL_MODEL = re.compile(r"^model_world_size_\d+_rank_\d+\.pt$")
 _OTHERS = (".metadata", ".distcp", ".safetensors", ".zarray")
 
 
 def detect(source: Source) -> Evidence | None:
     """A folder of files that are named by rank, at least one of them a torch zip."""
-    if source.name is not None or any(p.endswith(_OTHERS) and "/" not in p for p in source.listing):
+    if source.name is not None:
         return None
+    if any(p.endswith(_OTHERS) and "/" not in p for p in source.listing):
+        # Beside another format, ranks' files are a trainer's own state; verl's models are none.
+        models = [p for p in source.listing if _VERL_MODEL.match(p)]
+        return Evidence(_NAME, (f"{len(models)} files like {models[0]}",)) if models else None
     found = [p for kind in rank_files_of(source) for p in kind.paths.values()]
     if found:
         zips = [p for p in found[:8] if _is_zip(source, p)]

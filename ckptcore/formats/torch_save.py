@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
+from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
+from ckptcore.formats._rankfiles import is_rank_file
 from ckptcore.formats._torchfile import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats._torchtree import TorchTree
 from ckptcore.formats._torchzip import Objects, head_holds, is_zip, read_objects
@@ -62,6 +63,9 @@ def read(source: Source) -> Manifest:
     _refuse_tensor_classes(objects, name)
     builder = Builder()
     file = builder.file(name, size)
+    if source.name is not None and is_rank_file(name):
+        message = f"{name} is one rank's file by its name: name its folder to read those of all ranks"
+        builder.findings.append(finding("missing-part", "files", message, file=name))
     if not isinstance(objects.tree, dict):
         raise UnsupportedFormat(f"{name} holds a {type(objects.tree).__name__}, not a state dict")
     tree = TorchTree(builder, file, objects, name)
@@ -105,7 +109,7 @@ def _refuse_tensor_classes(objects: Objects, name: str) -> None:
     if held:
         raise UnsupportedFormat(
             f"{name} is not a plain full state dict: its tensors are {', '.join(sorted(held)[:4])}",
-            hint="it is one rank's part of a distributed save, or holds tensor subclasses",
+            hint="name its folder if it is one rank's part of a distributed save",
             globals=held,
         )
 

@@ -16,7 +16,7 @@ from samples import FIXTURES, SAMPLES, Sample, differences, value
 import ckptcore
 from ckptcore import mcore
 from ckptcore.convert import validate
-from ckptcore.errors import NameMismatch, UnsupportedDtype
+from ckptcore.errors import NameMismatch, NotComplete, UnsupportedDtype
 
 JOB = Path(__file__).with_name("mcore_job.py")
 DIST, OLD, ZARR = "api_torch_dist_0.19.2", "api_torch_dist_0.12.3", "api_zarr_0.12.3"
@@ -68,6 +68,22 @@ def test_from_another_format(to: str, tmp_path: Path) -> None:
     assert not differences(tensors, written)
     assert carried.keys() == objects.keys()
     assert mcore.open(str(tmp_path / "out")).backend == (to, 1)
+
+
+@pytest.mark.parametrize("name", [OLD, ZARR])
+def test_a_plain_folder_of_it_is_plain(name: str, found: dict[str, Sample], tmp_path: Path) -> None:
+    """What is converted to DCP has Megatron's keys, and is neither unfinished nor Megatron's."""
+    ckptcore.convert(str(found[name].root / "ckpt"), str(tmp_path / "out"), to="dcp")
+    assert ckptcore.open(str(tmp_path / "out")).format == "dcp"
+    tensors, written = contents(found[name].root / "ckpt")[0], contents(tmp_path / "out")[0]
+    assert not differences(tensors, written)
+
+
+def test_without_its_last_file_it_is_unfinished(found: dict[str, Sample], tmp_path: Path) -> None:
+    ckptcore.convert(str(found[OLD].root / "ckpt"), str(tmp_path / "out"), to="torch_dist")
+    (tmp_path / "out" / "metadata.json").unlink()
+    with pytest.raises(NotComplete):
+        ckptcore.open(str(tmp_path / "out"))
 
 
 def test_zarr_refuses(found: dict[str, Sample], tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""One rank's file by itself: is a piece ever taken for the whole?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from samples import FIXTURES
+
+import ckptcore
+from ckptcore.convert import validate
+from ckptcore.errors import AmbiguousModel, UnsupportedFormat
+
+
+def codes(url: Path) -> set[str]:
+    return {f.code for f in validate(ckptcore.open(str(url)), "cover").findings}
+
+
+def save(folder: Path, states: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, state in states.items():
+        torch.save(state, folder / name)
+    return folder
+
+
+def adam(rows: int) -> dict[str, Any]:
+    state = {0: {"exp_avg": torch.ones(rows, 2)}}
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+
+def test_a_model_parallel_rank(tmp_path: Path) -> None:
+    """Slices look like whole tensors, to whoever names a file or a folder of one rank."""
+    folder = save(tmp_path / "iter_0000100" / "mp_rank_00_001", {"model_optim_rng.pt": {"model": {}}})
+    for url in (folder, folder / "model_optim_rng.pt"):
+        with pytest.raises(UnsupportedFormat, match="mp_rank_00_001/model_optim_rng") as caught:
+            ckptcore.open(str(url))
+        assert caught.value.hint == "name the folder of all ranks"
+
+
+def test_a_flattened_rank() -> None:
+    folder = FIXTURES / "olmo" / "v01_dtensor_ws4" / "ckpt"
+    with pytest.raises(UnsupportedFormat, match="flattened shards"):
+        ckptcore.open(str(folder / "rank_1.safetensors"))
+
+
+def test_a_file_named_by_rank(tmp_path: Path) -> None:
+    folder = save(tmp_path, {f"model_rank_{r}.pt": {"w": torch.ones(3)} for r in range(2)})
+    assert codes(folder) == set()
+    assert codes(folder / "model_rank_1.pt") == {"missing-part"}
+
+
+def test_ranks_that_nothing_counts(tmp_path: Path) -> None:
+    """A stage of a pipeline that is lost at the end does not show: that is said."""
+    stages = {f"model_rank_{r}.pt": {f"layers.{r}.w": torch.ones(3)} for r in range(2)}
+    assert codes(save(tmp_path / "a", stages)) == {"missing-part"}
+    assert codes(save(tmp_path / "b", {"model_rank_0.pt": {"w": torch.ones(3)}})) == {"missing-part"}
+    one = {"model_world_size_1_rank_0.pt": {"w": torch.ones(3)}}  # the name says that this is all
+    assert codes(save(tmp_path / "c", one)) == set()
+
+
+def test_a_lost_model_file_is_what_is_told(tmp_path: Path) -> None:
+    """Its optimizer's numbers mean what they mean on the other ranks; random states are no parameters."""
+    states: dict[str, Any] = {}
+    for rank in range(2):
+        states[f"model_world_size_2_rank_{rank}.pt"] = {"w": torch.ones(3, 2)}
+        states[f"optim_world_size_2_rank_{rank}.pt"] = adam(3)
+        states[f"extra_state_world_size_2_rank_{rank}.pt"] = {"rng": torch.ones(4)}
+    folder = save(tmp_path, states)
+    assert codes(folder) == set()
+    (folder / "model_world_size_2_rank_1.pt").unlink()
+    assert codes(folder) == {"missing-rank"}
+    assert "optim.state.w.exp_avg" in ckptcore.open(str(folder)).index
+
+
+def test_two_checkpoints_in_one_folder(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    save(tmp_path, {"dataloader_rank_0.pt": {"at": 3}})  # a trainer's own state
+    assert ckptcore.open(str(tmp_path)).format == "dcp"
+    save(tmp_path, {"model_world_size_1_rank_0.pt": {"w": torch.ones(3)}})
+    with pytest.raises(AmbiguousModel, match="model_world_size_1_rank_0"):
+        ckptcore.open(str(tmp_path))
