@@ -16,7 +16,7 @@ import numpy as np
 
 from ckptcore.cover import coverage
 from ckptcore.dtype import BY_NAME
-from ckptcore.errors import Finding, UsageError, finding
+from ckptcore.errors import DamagedCheckpoint, Finding, NotComplete, UsageError, finding
 from ckptcore.filedigests import mismatches
 from ckptcore.manifest import Envelope, Manifest
 from ckptcore.store import Store
@@ -84,6 +84,20 @@ def check(manifest: Manifest, store: Store | None = None, level: str = "cover", 
     order = {name: i for i, name in enumerate(LEVELS)}
     unique = tuple(dict.fromkeys(sorted(found, key=lambda f: order[f.level])))
     return Report(level, manifest.format, manifest.num_tensors, manifest.nbytes, unique, unverified)
+
+
+def require_whole(manifest: Manifest, excused: Callable[[Finding], bool]) -> Report:
+    """The report of a manifest that is complete; raises `DamagedCheckpoint` otherwise.
+
+    excused: whether an error stops nothing, since a rule leaves out what it is about.
+    """
+    report = check(manifest, None, "cover")
+    errors = [f for f in report.findings if f.severity == "error" and not excused(f)]
+    if errors:
+        more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
+        cls = NotComplete if all(f.code == "not-complete" for f in errors) else DamagedCheckpoint
+        raise cls(f"{errors[0].message}{more}", hint=errors[0].hint, findings=tuple(errors))
+    return report
 
 
 _UNREADABLE = {"missing-file", "truncated-file"}

@@ -17,15 +17,8 @@ from typing import Any
 from blake3 import blake3
 
 from ckptcore import dtype as dtypes
-from ckptcore.check import Report, check
-from ckptcore.errors import (
-    DamagedCheckpoint,
-    Finding,
-    NameMismatch,
-    NotComplete,
-    UsageError,
-    finding,
-)
+from ckptcore.check import Report, require_whole
+from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.formats import by_name
 from ckptcore.hf import ConfigFolder, check_names, model_card, read_config
 from ckptcore.manifest import Blob, Manifest
@@ -61,7 +54,7 @@ def compose(request: Request, manifest: Manifest) -> Composed:
     """
     began = time.perf_counter()
     writer = by_name(request.format, writes=True)
-    report = require_whole(manifest, request)
+    report = require_whole(manifest, lambda found: _left_out(found, request))
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
     export = request.verb == "export"
@@ -91,21 +84,8 @@ def compose(request: Request, manifest: Manifest) -> Composed:
     return Composed(plan, files, extra, report, tuple(warnings), model, timings)
 
 
-def require_whole(manifest: Manifest, request: Request) -> Report:
-    """The report of a manifest that is complete; raises `DamagedCheckpoint` otherwise.
-
-    An object that cannot be carried stops nothing that leaves it out by a rule.
-    """
-    report = check(manifest, None, "cover")
-    errors = [f for f in report.findings if f.severity == "error" and not _left_out(f, request)]
-    if errors:
-        more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
-        cls = NotComplete if all(f.code == "not-complete" for f in errors) else DamagedCheckpoint
-        raise cls(f"{errors[0].message}{more}", hint=errors[0].hint, findings=tuple(errors))
-    return report
-
-
 def _left_out(found: Finding, request: Request) -> bool:
+    """An object that cannot be carried stops nothing that leaves it out by a rule."""
     if found.code != "refused-tensors" or found.fqn is None:
         return False
     return request.verb == "export" or not keep_blobs([Blob(found.fqn, -1)], request.include, request.exclude)

@@ -23,7 +23,7 @@ from ckptcore.crc import Pieces
 from ckptcore.derive import FUNCTIONS
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, finding
-from ckptcore.gather import Seen, gather, sub_tile, tile_view
+from ckptcore.gather import Seen, gather, overlaps, sub_tile, tile_view
 from ckptcore.manifest import view_of
 from ckptcore.plan import COMPARE, FilePlan, PlannedTensor
 from ckptcore.receipts import Receipt
@@ -238,18 +238,7 @@ class FileWork:
     def _overlaps(self, part: TensorPart) -> Iterator[tuple[int, Box, Box]]:
         """(read, its box, what it shares with the part) of every read that shares something."""
         first, last = self._by_tensor[part.tensor]
-        reads, rank = self.plan.reads, len(part.box.shape)
-        rows: Any = range(first, last)
-        if last - first > 8 and rank:
-            lo = reads.lo[first:last, :rank]
-            hi = lo + reads.shape[first:last, :rank]
-            begin, end = np.array(part.box.offset), np.array(part.box.end)
-            rows = (first + np.flatnonzero(((lo < end) & (hi > begin)).all(axis=1))).tolist()
-        for row in rows:
-            chunk = Box(tuple(reads.lo[row, :rank].tolist()), tuple(reads.shape[row, :rank].tolist()))
-            common = chunk.intersect(part.box)
-            if common is not None:
-                yield row, chunk, common
+        return overlaps(self.plan.reads.lo, self.plan.reads.shape, first, last, part.box)
 
     def _read(self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any],
               scratch: Bytes) -> None:  # fmt: skip

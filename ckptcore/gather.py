@@ -9,7 +9,7 @@ run needs no buffer at all: it is read straight into the tile.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ckptcore.box import Box
 from ckptcore.dtype import BY_NAME
-from ckptcore.manifest import CONJ, NEG, SWAPPED, row_major
+from ckptcore.manifest import CONJ, NEG, SWAPPED, Ints, row_major
 from ckptcore.resolve import Payload
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,6 +41,25 @@ def sub_tile(tile: npt.NDArray[Any], box: Box, of: Box) -> npt.NDArray[Any]:
         return tile
     inside = box.within(of)
     return tile[tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))]
+
+
+def overlaps(lo: Ints, shape: Ints, first: int, last: int, want: Box) -> Iterator[tuple[int, Box, Box]]:
+    """(row, its box, what it shares with ``want``) of the rows [first, last) that share something.
+
+    lo, shape: int64 [n, R] boxes, as `Chunks` has them.
+    """
+    rank = len(want.shape)
+    rows: Any = range(first, last)
+    if last - first > 8 and rank:
+        at = lo[first:last, :rank]
+        hi = at + shape[first:last, :rank]
+        begin, end = np.array(want.offset), np.array(want.end)
+        rows = (first + np.flatnonzero(((at < end) & (hi > begin)).all(axis=1))).tolist()
+    for row in rows:
+        box = Box(tuple(lo[row, :rank].tolist()), tuple(shape[row, :rank].tolist()))
+        common = box.intersect(want)
+        if common is not None:
+            yield row, box, common
 
 
 def gather(payload: Payload, chunk: Box, want: Box, dtype: str, tile: npt.NDArray[Any], scratch: Bytes,

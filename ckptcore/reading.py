@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptcore.box import Box
+from ckptcore.boxreader import BoxReader
 from ckptcore.cover import coverage
-from ckptcore.crc import Pieces
-from ckptcore.derive import FUNCTIONS
 from ckptcore.dtype import BY_NAME
-from ckptcore.errors import DamagedCheckpoint, NameMismatch, UnsupportedDtype, finding
-from ckptcore.gather import Bytes, Seen, gather, sub_tile, tile_view
-from ckptcore.manifest import Chunk, Manifest, TensorSpec
-from ckptcore.resolve import Payload, resolve
+from ckptcore.errors import DamagedCheckpoint, NameMismatch, UnsupportedDtype
+from ckptcore.gather import tile_view
+from ckptcore.manifest import Manifest, TensorSpec
+from ckptcore.records import Records
 from ckptcore.selection import select
 from ckptcore.sharding import local_parts
 from ckptcore.store import Store, open_store
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
 _SCRATCH = 16 << 20
-_DERIVE = 1 << 20  # elements of a derived tensor that are computed at once
 _log = logging.getLogger("ckptcore")
 
 
@@ -113,83 +111,28 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 class _Filler:
     """Fills boxes from one store with one scratch buffer."""
 
-    def __init__(self, manifest: Manifest, store: Store, verify: bool, scratch: Bytes | None = None) -> None:
-        self._manifest, self._store, self._verify = manifest, store, verify
-        self._scratch = np.empty(_SCRATCH, np.uint8) if scratch is None else scratch
+    def __init__(self, manifest: Manifest, store: Store, verify: bool) -> None:
+        self._manifest, self._store = manifest, store
+        self._records = Records(store, len(manifest.items), verify)
+        self._scratch = np.empty(_SCRATCH, np.uint8)
 
     def fill(self, row: int, want: Box, out: Any) -> None:
         """Copies the elements ``want`` of tensor ``row`` into ``out``, casting and moving as needed."""
         import torch
 
-        if row in self._manifest.derived:
-            self._derive(row, want, out)
-            return
-        spec = self._manifest.tensors[row]
-        kind = getattr(torch, spec.dtype)
+        dtype = self._manifest.tensors[row].dtype
+        kind = getattr(torch, dtype)
         direct = out.device.type == "cpu" and out.dtype == kind and out.is_contiguous()
         target = out if direct else torch.empty(want.shape, dtype=kind)
-        tile = _integers(target, spec.dtype)
-        held = 0
-        seen_boxes: set[Box] = set()
-        for chunk in self._manifest.chunks_of(row):
-            common = chunk.box.intersect(want) if chunk.box.numel else None
-            if common is None or chunk.box in seen_boxes:
-                continue
-            seen_boxes.add(chunk.box)
-            held += common.numel
-            self._gather(chunk, common, spec.fqn, spec.dtype, sub_tile(tile, common, want))
-        if held != want.numel:
-            message = f"{spec.fqn}: {want.numel - held} of {want.numel} elements are in no file"
-            raise DamagedCheckpoint(message, findings=(finding("hole", "cover", message, fqn=spec.fqn),))
+        # What has copies is read from the first: `validate` compares them.
+        reader = BoxReader(self._manifest, row, self._store, self._records, once=False, copies=False)
+        try:
+            reader.read(want, _integers(target, dtype), self._scratch)
+        finally:
+            reader.close()
         if not direct:
             with torch.no_grad():
                 out.copy_(target)
-
-    def _derive(self, row: int, want: Box, out: Any) -> None:
-        """Computes the elements ``want`` of a derived tensor, a piece at a time."""
-        import torch
-
-        node, stored = self._manifest.derived[row], self._manifest.inputs
-        assert stored is not None  # whoever derives has inputs
-        function, below = FUNCTIONS[node.fn], _Filler(stored, self._store, self._verify, self._scratch)
-        for box in want.tiles(_DERIVE):
-            inputs = []
-            for i, needed in zip(node.inputs, function.needs(box, node.params), strict=True):
-                inputs.append(torch.empty(needed.shape, dtype=getattr(torch, stored.tensors[i].dtype)))
-                below.fill(i, needed, inputs[-1])
-            piece = torch.empty(box.shape, dtype=getattr(torch, function.dtype))
-            function.fill(torch, box, inputs, node.params, piece)
-            with torch.no_grad():
-                part = box.within(want)
-                index = tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape, strict=True))
-                out[index].copy_(piece)
-
-    def _gather(self, chunk: Chunk, common: Box, fqn: str, dtype: str, part: Any) -> None:
-        if chunk.item < 0:
-            message = f"{fqn}: a chunk has no place in any file"
-            raise DamagedCheckpoint(message, findings=(finding("no-place", "cover", message, fqn=fqn),))
-        item = self._manifest.items[chunk.item]
-        path = self._manifest.files[item.file].path
-        payload = resolve(self._store, path, item, dtype, chunk.box.shape, chunk.view, fqn)
-        try:
-            gather(payload, chunk.box, common, dtype, part, self._scratch, self._checker(payload, fqn))
-        finally:
-            payload.close()
-
-    def _checker(self, payload: Payload, fqn: str) -> Seen | None:
-        if not self._verify or payload.crc32 is None:
-            return None
-        pieces = Pieces(payload.record_length)
-
-        def seen(start: int, length: int, crc: int) -> None:
-            whole = pieces.add(start - payload.record_start, length, crc)
-            if whole is not None and whole != payload.crc32:
-                message = f"{fqn}: bytes have CRC-32 {whole:08x}, {payload.crc32:08x} is stored"
-                raise DamagedCheckpoint(message, findings=(
-                    finding("crc-mismatch", "bytes", message, fqn=fqn, file=payload.path),
-                ))  # fmt: skip
-
-        return seen
 
 
 def _integers(tensor: Any, dtype: str) -> Any:
