@@ -1,17 +1,19 @@
 """A safetensors file, or a Hugging Face folder of them: which tensors does it hold, and where?
 
 A folder has ``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and
-``model.safetensors.index.json``.
+``model.safetensors.index.json``. Releases of torch whose ranks consolidate together left no index
+(`consolidate_safetensors_files_on_every_rank` before PR 171885); the names count the files then.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.errors import Finding, MalformedCheckpoint, finding
 from ckptcore.formats._stheader import no_duplicates, read_header
 from ckptcore.formats.base import Source, natural
 from ckptcore.manifest import Blob, Item, Manifest, TensorSpec, View
@@ -20,6 +22,7 @@ from ckptcore.store import inner_path
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 OBJECTS = "ckptcore.objects"  # `__metadata__` key that carries non-tensor values, as JSON
 
 
@@ -31,16 +34,34 @@ def recognised(source: Source) -> str | None:
         return f"{source.name} is named .safetensors"
     if INDEX in source.listing:
         return f"found {INDEX}"
-    files = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
-    if SINGLE in files or len(files) == 1:
-        return f"found {SINGLE if SINGLE in files else files[0]}"
-    return None
+    files = unindexed(source)
+    if not files:
+        return None
+    return f"found {files[0]}" if len(files) == 1 else f"found {len(_loose(source))} of {len(files)} files"
 
 
-def lone_file(source: Source) -> str:
-    """The one safetensors file that a source without an index is, or has."""
-    lone = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
-    return source.name or (SINGLE if SINGLE in lone else lone[0])
+def unindexed(source: Source) -> tuple[str, ...]:
+    """The files that a source without an index is, or has; () for a folder where that is not clear.
+
+    Files that count themselves (``-00001-of-00002``) are all of their series, there or not.
+    """
+    if source.name is not None:
+        return (source.name,)
+    loose = _loose(source)
+    if SINGLE in loose:
+        return (SINGLE,)
+    counted = [_NUMBERED.match(p) for p in loose]
+    series = {(m["stem"], int(m["count"])) for m in counted if m}
+    if len(series) == 1 and all(counted):
+        stem, count = series.pop()
+        names = [f"{stem}-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+        if set(loose) <= set(names):
+            return tuple(names)
+    return tuple(loose) if len(loose) == 1 else ()
+
+
+def _loose(source: Source) -> list[str]:
+    return [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
 
 
 def weight_map(source: Source) -> dict[str, str]:
@@ -56,12 +77,18 @@ def weight_map(source: Source) -> dict[str, str]:
 def read_folder(source: Source, format: str) -> Manifest:
     """The manifest of a safetensors file or folder, named ``format``; raises `MalformedCheckpoint`."""
     builder, origin = Builder(), dict[str, Any]()
+    files: dict[str, set[str] | None]
     if source.name is not None:
-        files: dict[str, set[str] | None] = {source.name: None}
+        files = {source.name: None}
+        builder.findings += _of_several(source.name)
     elif INDEX in source.listing:
         files = _indexed(source, builder)
     else:
-        files = {lone_file(source): None}
+        files = dict.fromkeys(unindexed(source))
+        builder.findings += [
+            finding("stray-file", "files", f"{path} is not part of {', '.join(files)}", file=path)
+            for path in _loose(source) if path not in files
+        ]  # fmt: skip
     seen: dict[str, str] = {}
     for path in sorted(files, key=natural):
         wanted = files[path]
@@ -84,6 +111,15 @@ def read_folder(source: Source, format: str) -> Manifest:
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
     return builder.build(format, source.store.url, origin)
+
+
+def _of_several(name: str) -> list[Finding]:
+    """The warning that a file which was named is one of several, as its name says."""
+    told = _NUMBERED.match(name)
+    if told is None or int(told["count"]) < 2:
+        return []
+    message = f"{name} is one of {int(told['count'])} files: name their folder to read all of them"
+    return [finding("missing-part", "files", message, file=name)]
 
 
 def _indexed(source: Source, builder: Builder) -> dict[str, set[str] | None]:

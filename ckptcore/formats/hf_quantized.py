@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from ckptcore.derive import FUNCTIONS
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
-from ckptcore.formats._stfolder import INDEX, lone_file, read_folder, recognised, weight_map
+from ckptcore.formats._stfolder import INDEX, read_folder, recognised, unindexed, weight_map
 from ckptcore.formats._stheader import read_header
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest, TensorSpec
@@ -76,11 +76,11 @@ def read(source: Source) -> Manifest:
 
 
 def _files(source: Source) -> dict[str, str]:
-    """Tensor -> file, from the index or from the one file's header."""
+    """Tensor -> file, from the index or from the files' headers."""
     if source.name is None and INDEX in source.listing:
         return weight_map(source)
-    path = lone_file(source)
-    return dict.fromkeys(read_header(source.store, path, source.listing[path])[0], path)
+    there = [p for p in unindexed(source) if p in source.listing]
+    return {name: p for p in there for name in read_header(source.store, p, source.listing[p])[0]}
 
 
 def _pairs(names: Iterable[str]) -> list[tuple[str, str, str]]:

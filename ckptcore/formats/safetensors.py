@@ -146,7 +146,7 @@ def _not_text(name: str) -> bool:
 FORMAT = Format(
     name="safetensors",
     title="safetensors file or Hugging Face folder",
-    recognised_by="`model.safetensors.index.json`, or one `*.safetensors` file",
+    recognised_by="`model.safetensors.index.json`, one `*.safetensors` file, or all `*-I-of-N.safetensors`",
     abilities=Abilities(reads=True, writes=True, checksums="none", objects=True),
     detect=detect,
     read=read,
