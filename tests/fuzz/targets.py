@@ -7,9 +7,12 @@ any event by which a pickle, a process or code would run.
 
 from __future__ import annotations
 
+import io
 import resource
 import signal
 import sys
+import tarfile
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import zstandard
 from folder import Folder, load
 
 from ckptcore.check import check
@@ -46,11 +50,25 @@ class Target:
     file: str | None
 
 
-def targets(root: Path, limit: int = 400_000) -> Iterator[Target]:
-    """Every checkpoint below a folder of samples that is small enough."""
-    for sample in sorted(p for family in root.iterdir() if family.is_dir() for p in family.iterdir()):
-        if not sample.is_dir():
-            continue
+def targets(root: Path, limit: int = 1_000_000) -> Iterator[Target]:
+    """Every checkpoint below a folder of samples (and of archives of them) that is small enough."""
+    yield from _folders(root, limit)
+    for archive in sorted(root.glob("*.tar.zst")):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / archive.name.removesuffix(".tar.zst")
+            plain = zstandard.ZstdDecompressor().stream_reader(archive.read_bytes()).read()
+            with tarfile.open(fileobj=io.BytesIO(plain)) as tar:
+                tar.extractall(folder, filter="data")
+            yield from _folders(folder, limit)
+
+
+def _folders(root: Path, limit: int) -> Iterator[Target]:
+    # root/family/sample, or root/sample in an archive of one family.
+    found = [p for p in root.iterdir() if p.is_dir()]
+    families = [p for p in found if not any(q.name.startswith("expected") for q in p.iterdir())]
+    samples = [p for p in found if p not in families]
+    samples += [p for family in families for p in family.iterdir() if p.is_dir()]
+    for sample in sorted(samples):
         for inner in sorted(sample.iterdir()):
             if inner.name.startswith(("expected", "fixture", "hf_export", "flat_meta", "logits")):
                 continue
