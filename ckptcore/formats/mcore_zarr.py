@@ -8,10 +8,11 @@ Beside the arrays lie ``metadata.json``, written last, ``common.pt``, an object 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptcore.builder import Builder
-from ckptcore.errors import NotComplete, finding
+from ckptcore.errors import Finding, NotComplete, finding
 from ckptcore.formats import _zarr
 from ckptcore.formats._mcorebuckets import map_buckets, stored_args
 from ckptcore.formats._mcoreconfig import CONFIG, read_config
@@ -24,6 +25,7 @@ NAME = "zarr"
 _LOCKS = ".sync"
 # Until 0.5 the last number of a shape of two or more dims was cut off as if it were a suffix.
 _OBJECT = re.compile(r"/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*\.pt$")
+_CHUNK = re.compile(r"/\d+(?:\.\d+)*$")
 _MAX_TOLD = 100
 
 
@@ -32,9 +34,10 @@ def detect(source: Source) -> Evidence | None:
     if source.name is not None:
         return None
     told = read_config(source)
+    arrays = len(_arrays(source))
     if told is not None and told.backend != NAME:
-        return None
-    arrays = sum(1 for _ in _arrays(source))
+        because = (f"{arrays} zarr arrays", f"although {CONFIG} says {told.backend}")
+        return Evidence(NAME, because) if arrays else None
     if told is not None:
         because = (f"{CONFIG} says sharded_backend zarr, version {told.version}", f"{arrays} arrays")
     elif arrays and COMMON_FILE in source.listing:
@@ -58,8 +61,10 @@ def read(source: Source) -> Manifest:
         )
     builder = Builder()
     inside = _by_folder(source)
-    for path in _arrays(source):
+    arrays = _arrays(source)
+    for path in arrays:
         _add_array(builder, source, path, inside)
+    builder.findings += _headless(source, {p.removesuffix("/" + _zarr.ARRAY) for p in arrays})
     for path in sorted(p for p in source.listing if _OBJECT.search(p)):
         add_file(builder, source, path, path.removesuffix(".pt"))
     if COMMON_FILE in source.listing:
@@ -79,6 +84,23 @@ def _arrays(source: Source) -> list[str]:
     locks = {k for k, p in found.items() if k.endswith(_LOCKS)
              and (not source.listing[p] or k.removesuffix(_LOCKS) in found)}  # fmt: skip
     return [p for k, p in found.items() if k not in locks]
+
+
+def _headless(source: Source, arrays: set[str]) -> Iterator[Finding]:
+    """Findings about chunks, and locks, without the `.zarray` of their array."""
+    folders = {p.rpartition("/")[0] for p in source.listing if _CHUNK.search(p)}
+    told = {k.removesuffix(_LOCKS) for k in folders}
+    lost = sorted(k for k in told - arrays if not any(above in arrays for above in _above(k)))
+    for key in lost[:_MAX_TOLD]:
+        message = f"{key}/{_zarr.ARRAY} is not there, but chunks or locks of {key} are"
+        yield finding("missing-file", "files", message, file=f"{key}/{_zarr.ARRAY}")
+
+
+def _above(key: str) -> Iterator[str]:
+    """The folders that a folder lies in; chunks may lie in subfolders."""
+    while "/" in key:
+        key = key.rpartition("/")[0]
+        yield key
 
 
 def _by_folder(source: Source) -> dict[str, list[str]]:
