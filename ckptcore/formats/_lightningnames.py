@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptcore.dtype import BY_NAME
 from ckptcore.formats._torchtables import StoredView
 
+# torch/nn/modules/batchnorm.py, _NormBase.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 # State that has the parameter's own shape.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "grad_avg")
 
@@ -21,7 +24,7 @@ def parameter_names(tree: Mapping[Any, Any]) -> dict[str, list[str]]:
     states, model = tree.get("optimizer_states"), tree.get("state_dict")
     if not isinstance(states, list) or not isinstance(model, dict):
         return {}
-    entries = [(k, v.shape) for k, v in model.items() if isinstance(k, str) and isinstance(v, StoredView)]
+    entries = [(k, v.shape) for k, v in model.items() if isinstance(k, str) and _may_be_parameter(k, v)]
     found: dict[str, list[str]] = {}
     for n, state in enumerate(states):
         shapes = _shapes(state)
@@ -57,6 +60,13 @@ def _leftmost(wanted: Sequence[Any], there: Sequence[Any]) -> list[int] | None:
         found.append(at)
         at += 1
     return found
+
+
+def _may_be_parameter(name: str, value: Any) -> bool:
+    """Whether it is a tensor that can have a gradient, and no buffer of torch's own norms."""
+    if not isinstance(value, StoredView) or BY_NAME[value.dtype].kind not in "fc":
+        return False
+    return name.rpartition(".")[2] not in _BUFFERS
 
 
 def _shapes(state: Any) -> list[tuple[int, ...]] | None:

@@ -118,6 +118,16 @@ def test_numbers_of_an_optimizer_are_named_where_only_one_order_fits(tmp_path: P
     )
 
 
+def test_buffers_of_a_norm_are_no_parameters(tmp_path: Path) -> None:
+    """Its running values have the shape of its weight."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    names = [name for name, _ in net.named_parameters()]
+    states = [numbered([tuple(p.shape) for p in net.parameters()])]
+    torch.save({**VERSION, "state_dict": net.state_dict(), "optimizer_states": states}, tmp_path / "a.ckpt")
+    told = ckptcore.open(str(tmp_path / "a.ckpt")).origin["lightning"]
+    assert told["parameters"] == {"0": names}
+
+
 def test_what_is_left_out_leaves_the_rest(tmp_path: Path) -> None:
     source = trainer(tmp_path / "ckpt", "model")
     found = consolidated(source, tmp_path / "a.ckpt", exclude=["optimizer_*", "callbacks*"])
