@@ -129,10 +129,11 @@ class Folder:
         return header[1] + start
 
     def _dtype_of(self, stored: Stored) -> str:
+        files = [s.file for s in stored.shards] or self.listed  # of an empty tensor every shard is empty
         held = {
-            entry[0]: shard.file
-            for shard in stored.shards
-            if shard.file in self.headers and (entry := self.headers[shard.file][0].get(stored.name))
+            entry[0]: file
+            for file in files
+            if file in self.headers and (entry := self.headers[file][0].get(stored.name))
         }
         if len(held) == 1:
             return next(iter(held))

@@ -45,6 +45,15 @@ def first_revision(top: Any) -> None:
         del entry["dtype"], entry["is_sharded"]
 
 
+def test_an_empty_tensor_of_the_first_revision(tmp_path: Path) -> None:
+    """Its dtype stands in the files alone, and no file holds an element of it."""
+    empty = torch.zeros(0, 5, dtype=torch.uint8)
+    write_v01(tmp_path / "a", 2, {"e": (empty, {0: [[0, 0]], 1: [[0, 0]]})})
+    edit(tmp_path / "a" / "metadata.json", first_revision)
+    spec = ckptcore.open(str(tmp_path / "a")).tensors[0]
+    assert (spec.dtype, spec.shape) == ("uint8", (0, 5))
+
+
 @pytest.mark.parametrize("spelling", [single_ranges, listed_ranges, first_revision])
 def test_every_spelling_of_the_metadata(
     spelling: Any, tmp_path: Path, request: pytest.FixtureRequest
