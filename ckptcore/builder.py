@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptcore.errors import Finding
+from ckptcore.errors import Finding, MalformedCheckpoint
 from ckptcore.manifest import (
     Blob,
     Chunks,
@@ -67,12 +67,21 @@ class Builder:
             self._member[row] = item.member
         crc = -1 if item.crc32 is None else item.crc32
         codec = self._codecs.index(item.codec)
-        self._items.extend((item.file, item.start, item.length, int(item.envelope), codec, crc))
+        try:
+            self._items.extend((item.file, item.start, item.length, int(item.envelope), codec, crc))
+        except OverflowError as error:
+            raise _too_large(item.length) from error
         return row
 
     def plain_item(self, file: int, start: int, length: int, envelope: Envelope) -> int:
-        """Adds an item without codec, checksum and member; the quick way for millions."""
-        self._items.extend((file, start, length, envelope, 0, -1))
+        """Adds an item without codec, checksum and member; the quick way for millions.
+
+        Raises `MalformedCheckpoint` for places that no file has.
+        """
+        try:
+            self._items.extend((file, start, length, envelope, 0, -1))
+        except OverflowError as error:
+            raise _too_large(length) from error
         return len(self._items) // 6 - 1
 
     def tensor(self, spec: TensorSpec) -> int:
@@ -139,3 +148,7 @@ class Builder:
     def _item_columns(self) -> Items:
         table = np.frombuffer(self._items, np.int64) if self._items else np.zeros(0, np.int64)
         return items_table(table, self._codecs, self._member)
+
+
+def _too_large(length: int) -> MalformedCheckpoint:
+    return MalformedCheckpoint(f"the metadata claims a range of {length} bytes, more than any file has")

@@ -101,9 +101,15 @@ class Metadata:
         """Every name that a planner saved, where the metadata keeps that."""
         named = dict.fromkeys(n for n in self.paths if type(n) is str) if type(self.paths) is dict else {}
         plans = self.extra.get("all_local_plans")
-        for plan in plans if type(plans) is list else ():
-            items = plan.state.get("items") if isinstance(plan, Record) and type(plan.state) is dict else None
-            for item in items if isinstance(items, (list, tuple)) else ():
+        # Each list once: shared through the memo, a few bytes could stand for endless plans.
+        lists = {
+            id(items): items
+            for plan in (plans if type(plans) is list else ())
+            if isinstance(plan, Record) and type(plan.state) is dict
+            and isinstance(items := plan.state.get("items"), (list, tuple))
+        }  # fmt: skip
+        for items in lists.values():
+            for item in items:
                 index, *_ = row(item, "WriteItem", self.name)
                 fqn = row(index, "MetadataIndex", self.name)[0]
                 if type(fqn) is str:

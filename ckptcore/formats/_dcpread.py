@@ -16,6 +16,7 @@ from typing import Any
 from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
+from ckptcore.formats._bounds import absent
 from ckptcore.formats._dcpmetadata import Metadata, dims, row, state_of
 from ckptcore.formats._dcpobjects import PLAIN, ObjectRules, add_blobs
 from ckptcore.formats._pickle import Record
@@ -281,7 +282,7 @@ def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
             )
     if metadata[0] not in (".metadata", ".metadata.tmp"):
         ranks = [int(m[1]) for p in metadata if (m := RANK_METADATA.match(p))]
-        for rank in sorted(set(range(max(ranks))) - set(ranks)):
+        for rank in absent(ranks, max(ranks), _MAX_TOLD):
             builder.findings.append(
                 finding(
                     "missing-rank",

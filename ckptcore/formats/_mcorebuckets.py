@@ -24,9 +24,9 @@ from ckptcore.objects import Named, decode
 
 ALIGN = 64  # elements (param_and_grad_buffer.py, _pad_start_of_param_if_needed)
 _FLAT = re.compile(
-    r"^(?P<lead>(?:.*?\.)??)(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
-    r"(?:gbuf_idx_(?P<buffer>\d+)\.dtype_\((?P<dtypes>[\w., ]+)\)\.bucket_idx_(?P<bucket>\d+)"
-    r"|param_state/shard_0_1\.(?P<zero>\d+)\.\((?P<zero_dtypes>.+)\))\.(?P<kind>\w+)$"
+    r"^(?P<lead>(?:.*?\.)??)(?:chained_(?P<chain>\d{1,9})\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d{1,9})\."
+    r"(?:gbuf_idx_(?P<buffer>\d{1,9})\.dtype_\((?P<dtypes>[\w., ]+)\)\.bucket_idx_(?P<bucket>\d{1,9})"
+    r"|param_state/shard_0_1\.(?P<zero>\d{1,9})\.\((?P<zero_dtypes>.+)\))\.(?P<kind>\w+)$"
 )
 _DTYPE = re.compile(r"(?:torch\.|value=')(\w+)")
 

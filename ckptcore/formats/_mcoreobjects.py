@@ -30,7 +30,9 @@ from ckptcore.objects import Named, Refused
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 EXTRA_STATE = "_extra_state"
-SHARD = re.compile(r"^(?P<key>.+)/shard_(?P<offset>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)$")
+SHARD = re.compile(
+    r"^(?P<key>.+)/shard_(?P<offset>\d{1,18}(?:\.\d{1,18})*)_(?P<shape>\d{1,18}(?:\.\d{1,18})*)$"
+)
 _MAX_BYTES = 64 << 20  # of an object's tensor that is kept as bytes
 
 

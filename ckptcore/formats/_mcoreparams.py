@@ -124,7 +124,7 @@ class Registration:
         stacked = not any(n.startswith(f"{LAYERS}0.") for n in names)
         own = self._impl == "local" and any("linear_qkv.layer_norm_weight" in n for n in names)
         experts = args.get("num_experts", args.get("num_moe_experts")) or 0
-        if type(experts) is not int:
+        if type(experts) is not int or experts >= 1 << 20:
             raise Unregistered(f"the arguments say {shown(experts, 40)} experts")
         world = World(tp, pp, ep, etp, layers, experts, self._gated(), stacked, own, known_rows(args))
         return world, counts

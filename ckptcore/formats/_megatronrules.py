@@ -122,10 +122,10 @@ RULES: tuple[tuple[str, str], ...] = (
     ("binary_head.*", WHOLE),
 )  # fmt: skip
 LAYERS = "decoder.layers."
-_LAYER = re.compile(r"^(decoder|encoder)\.layers\.(\d+)\.(.+)$")
-_MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)$")
-_SEQUENTIAL = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
-_GROUPED_TE = re.compile(r"^mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
+_LAYER = re.compile(r"^(decoder|encoder)\.layers\.(\d{1,9})\.(.+)$")
+_MTP = re.compile(r"^mtp\.layers\.(\d{1,9})\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)$")
+_SEQUENTIAL = re.compile(r"^mlp\.experts\.local_experts\.(\d{1,9})\.(linear_fc[12]\.(?:weight|bias))$")
+_GROUPED_TE = re.compile(r"^mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d{1,9})$")
 _GROUPED = re.compile(r"^mlp\.experts\.weight([12])$")
 # Megatron's own norm modules -> the names in distributed checkpoints (`sharded_state_dict_keys_map`).
 _FUSED = (

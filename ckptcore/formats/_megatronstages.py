@@ -14,14 +14,14 @@ from typing import Any
 from ckptcore.objects import Named
 
 Counts = list[list[int]]  # [chunk of a stage][stage] -> layers
-_MAX_LAYOUT = 100_000
+_MAX_LAYOUT, _MAX_LAYERS = 100_000, 10_000
 _DECODER = ("t", "decoder")
 
 
 def layers_per_chunk(args: Mapping[str, Any], pp: int, vpp: int) -> Counts | None:
     """Layers of every chunk as the arguments tell them, or None where they cannot be made out."""
     layers = args.get("num_layers")
-    if type(layers) is not int or layers < 0 or pp < 1 or vpp < 1:
+    if type(layers) is not int or not 0 <= layers <= _MAX_LAYERS or not 0 < pp * vpp <= _MAX_LAYOUT:
         return None
     layout = args.get("pipeline_model_parallel_layout")
     if layout:
@@ -68,7 +68,7 @@ def _uneven(layers: int, pp: int, first: Any, last: Any) -> list[int] | None:
         return None
     middle = pp - (first is not None) - (last is not None)
     left = layers - (first or 0) - (last or 0)
-    if left < 0 or (middle and left % middle) or (not middle and left):
+    if left < 0 or min(first or 0, last or 0) < 0 or (middle and left % middle) or (not middle and left):
         return None
     each = left // middle if middle else 0
     stages = [each] * pp
@@ -89,6 +89,8 @@ def _laid_out(layout: Any, pp: int, vpp: int) -> Counts | None:
         rows = layout
     if not isinstance(rows, Sequence) or len(rows) != pp * vpp:
         return None
+    if any(type(row) not in (str, list, tuple) for row in rows):
+        return None
     counts = [sum(_layer_kind(x) in _DECODER for x in row) for row in rows]
     return [counts[v * pp : (v + 1) * pp] for v in range(vpp)]
 
@@ -107,5 +109,6 @@ def _unrolled(text: str) -> list[str] | None:
 
 def _layer_kind(entry: Any) -> Any:
     if isinstance(entry, Named) and entry.kind == "enum":  # LayerType.decoder, by name or value
-        return {4: "decoder"}.get(entry.value[1], entry.value[1])
+        kind = entry.value[1]  # a number or text
+        return "decoder" if kind == 4 else kind
     return entry

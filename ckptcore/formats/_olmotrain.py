@@ -11,7 +11,7 @@ from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import Arrangement, FileLayout, natural
 from ckptcore.objects import TensorRef, decode
 
-_RANK = re.compile(r"^train\.rank(\d+)\.(.+)$")
+_RANK = re.compile(r"^train\.rank(\d{1,9})\.(.+)$")
 
 
 def train_files(request: Arrangement) -> list[FileLayout]:

@@ -18,7 +18,7 @@ from ckptcore.objects import TensorRef, decode
 
 _TRAIN = "train."
 _MOST_RANKS = 1 << 14
-_RANK = re.compile(r"^rank(\d+)\.(.+)$")
+_RANK = re.compile(r"^rank(\d{1,9})\.(.+)$")
 
 
 def arrange_step(request: Arrangement, *, folder: str, marker: str) -> tuple[FileLayout, ...]:

@@ -23,6 +23,12 @@ __all__ = ["Call", "Record", "loads", "record"]
 _MAX_LONG_BYTES = 64
 _MAX_KEY_PARTS = 256
 _MAX_STACK = 100_000  # nesting of marks, far over any real pickle
+# What calls may be given, against the pickle's length: arguments shared through the memo cost a call
+# two bytes, and its builder a copy.
+_MAX_GIVEN, _ENTRY = 64, 32
+_SIZED: dict[type[Any], int] = {
+    str: 1, bytes: 1, list: _ENTRY, tuple: _ENTRY, dict: _ENTRY, OrderedDict: _ENTRY, set: _ENTRY,
+}  # fmt: skip
 _SCALARS = frozenset({str, int, bytes, float, bool, type(None)})
 
 
@@ -75,6 +81,7 @@ def _run(
     rows = memo.rows
     shortcuts = Shortcuts(data, memo)
     at, size = 0, len(data)
+    given, limit = 0, _MAX_GIVEN * size + (1 << 20)
     quick = True  # until explicit memo numbers turn up, which protocol 4 does not use
     append = stack.append
     while True:
@@ -114,9 +121,16 @@ def _run(
             _set_items(stack[-1], items, what)
         elif op == 0x62:  # BUILD
             state = stack.pop()
+            given += len(state) * _ENTRY if type(state) is dict else 0
+            if given > limit:
+                raise _too_much(what, size)
             _build(stack[-1], state, table, what)
         elif op == 0x81 or op == 0x52:  # NEWOBJ
             args = stack.pop()
+            if args:
+                given += _given(args)
+                if given > limit:
+                    raise _too_much(what, size)
             stack[-1] = _call(stack[-1], args, what)
         elif op == 0x85:  # TUPLE1
             stack[-1] = (stack[-1],)
@@ -234,6 +248,9 @@ def _run(
             kwargs, args = stack.pop(), stack.pop()
             if kwargs:
                 raise MalformedCheckpoint(f"{what} makes an object with keyword arguments")
+            given += _given(args)
+            if given > limit:
+                raise _too_much(what, size)
             stack[-1] = _call(stack[-1], args, what)
         elif op == 0x30:  # POP
             if stack:
@@ -294,6 +311,22 @@ def _call(function: Any, args: Any, what: str) -> Any:
     if type(function) is Refused:
         return function
     raise MalformedCheckpoint(f"{what} calls {type(function).__name__}, which cannot be called")
+
+
+def _given(args: Any) -> int:
+    """What a builder may have to copy of its arguments, in about bytes."""
+    if type(args) is not tuple:
+        return 0  # `_call` refuses it
+    total = len(args)
+    for arg in args:
+        weight = _SIZED.get(type(arg))
+        if weight is not None:
+            total += weight * len(arg)
+    return total
+
+
+def _too_much(what: str, size: int) -> MalformedCheckpoint:
+    return MalformedCheckpoint(f"{what}: {size} bytes of pickle call for far more than they hold")
 
 
 def _build(target: Any, state: Any, table: Mapping[str, Any], what: str) -> None:

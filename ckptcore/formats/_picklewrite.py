@@ -7,6 +7,7 @@ frozen sets are what they were, as Python's own pickler has them.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
@@ -146,7 +147,7 @@ def _tensor(p: Pickled, ref: TensorRef) -> None:
 
 
 def _device(p: Pickled, value: Any) -> None:
-    parts = [int(v) if i and str(v).isdigit() else v for i, v in enumerate(value)]
+    parts = [int(v) if i and _NUMBER.fullmatch(str(v)) else v for i, v in enumerate(value)]
     p.call("torch", "device", *parts)
 
 
@@ -234,6 +235,7 @@ def _named(p: Pickled, value: Named) -> None:
         emit(p, value.value)
 
 
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _NAMED: dict[str, Callable[[Pickled, Any], None]] = {
     "size": lambda p, v: p.call("torch", "Size", tuple(v)),
     "dtype": lambda p, v: p.name("torch", v),

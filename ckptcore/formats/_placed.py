@@ -26,6 +26,8 @@ from ckptcore.shown import shown
 
 _MAX_RANKS = 1 << 20
 _MAX_FACTOR = 1 << 16
+_MAX_LISTED = 1 << 22  # ranks of all meshes of one file together
+_PIECE = 16  # a piece of a tensor takes far more bytes of a file than this
 ReadInts = Callable[[StoredView], tuple[int, ...]]  # the elements of a small integer tensor
 
 
@@ -54,10 +56,16 @@ class _Mesh:
 
 
 class Placer:
-    """Places the distributed tensors of one file; a mesh that many tensors share is read once."""
+    """Places the distributed tensors of one file of ``size`` bytes; a shared mesh is read once.
 
-    def __init__(self, read_ints: ReadInts, what: str) -> None:
-        self._read_ints, self._what = read_ints, what
+    What is shared through the pickle's memo, and factors that a few bytes tell, make no more work
+    than a file of that size can ask for.
+    """
+
+    def __init__(self, read_ints: ReadInts, what: str, size: int) -> None:
+        self._what, self._size = what, size
+        self._lists = _RankLists(read_ints)
+        self._pieces = self._steps = 0
         self._meshes: dict[int, _Mesh] = {}
         self.storages: set[str] = set()  # of the meshes themselves, and of what holds no element
 
@@ -100,6 +108,7 @@ class Placer:
         if 0 in local.shape:
             self.storages.add(local.key)
             return Placed(dtype, shape, (), mesh.rank, mesh.ranks)
+        self._count(prod(map(len, runs)))
         pieces = tuple((_narrowed(local, at, box.shape), box) for box, at in cuts.boxes(runs))
         return Placed(dtype, shape, pieces, mesh.rank, mesh.ranks)
 
@@ -119,6 +128,7 @@ class Placer:
         if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= _MAX_RANKS:
             raise ValueError(f"a ShardedTensor of rank {shown(rank, 20)} of {shown(world, 20)}")
         pieces = []
+        self._count(len(state[0]))
         for shard in state[0]:
             held = fields(shard, "LocalShard")
             where = fields(held.get("metadata"), "ShardMetadata")
@@ -160,6 +170,9 @@ class Placer:
         self, n: int, cut: list[cuts.Cut], order: Sequence[int] | None, want: int, name: str
     ) -> tuple[cuts.Run, ...]:
         """What the rank holds of one dim, by the one rule that gives the extent of its memory."""
+        self._steps += prod(c.factor for c in cut)
+        if self._steps > self._size + (1 << 20):
+            raise ValueError(f"strided shards that take {self._steps} steps in {self._size} bytes")
         found = cuts.held(n, cut, order)
         fits = [runs for runs in found if sum(b - a for a, b in runs) == want]
         if not fits:
@@ -174,15 +187,42 @@ class Placer:
             )
         return fits[0]
 
+    def _count(self, pieces: int) -> None:
+        self._pieces += pieces
+        if self._pieces > self._size // _PIECE + 4096:
+            raise ValueError(f"{self._pieces} pieces of tensors in {self._size} bytes")
+
     def _mesh(self, value: Any) -> _Mesh:
         seen = self._meshes.get(id(value))
         if seen is None:
-            seen = self._meshes[id(value)] = _mesh(fields(value, "DeviceMesh"), self._read_ints)
+            seen = self._meshes[id(value)] = _mesh(fields(value, "DeviceMesh"), self._lists)
             self.storages |= _mesh_storages(value)
         return seen
 
 
-def _mesh(state: dict[str, Any], read_ints: ReadInts, depth: int = 4) -> _Mesh:
+class _RankLists:
+    """Lists of ranks, each looked at once."""
+
+    def __init__(self, read_ints: ReadInts) -> None:
+        self._read_ints, self._total = read_ints, 0
+        self._known: dict[Any, tuple[int, ...]] = {}
+
+    def of(self, value: Any) -> tuple[int, ...]:
+        """The ranks of a tensor or list."""
+        key = value if type(value) is StoredView else id(value)
+        ranks = self._known.get(key)
+        if ranks is None:
+            self._total += prod(value.shape) if type(value) is StoredView else len(value)
+            if self._total > _MAX_LISTED:
+                raise ValueError(f"meshes of {self._total} ranks")
+            ranks = self._read_ints(value) if type(value) is StoredView else tuple(value)
+            if len(ranks) > _MAX_RANKS or any(type(r) is not int or not 0 <= r < _MAX_RANKS for r in ranks):
+                raise ValueError(f"a mesh of ranks {shown(ranks)}")
+            self._known[key] = ranks
+        return ranks
+
+
+def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
     """torch <= 2.9 keeps the ranks as a tensor ``mesh``; later ones a layout over ``_rank_map``."""
     tensor = state.get("mesh", state.get("_mesh"))
     if type(tensor) is StoredView:
@@ -211,15 +251,13 @@ def _mesh(state: dict[str, Any], read_ints: ReadInts, depth: int = 4) -> _Mesh:
         whole = tensor if type(tensor) is StoredView else state.get("_rank_map")
         if type(whole) is not StoredView or prod(whole.shape) > _MAX_RANKS:
             raise ValueError("a mesh without ranks")
-        ranks = read_ints(whole)
-    ranks = tuple(ranks)
-    if len(ranks) > _MAX_RANKS or any(type(r) is not int or not 0 <= r < _MAX_RANKS for r in ranks):
-        raise ValueError(f"a mesh of ranks {shown(ranks)}")
+        ranks = whole
+    ranks = lists.of(ranks)
     rank, root = state.get("_rank"), state.get("_root_mesh")
     if type(rank) is not int:  # torch <= 2.10 does not note it; the root mesh lists its ranks in order
         rank = None
         if root is not None and depth:
-            rank = _mesh(fields(root, "DeviceMesh"), read_ints, depth - 1).rank
+            rank = _mesh(fields(root, "DeviceMesh"), lists, depth - 1).rank
         elif coordinate is not None and len(ranks) == prod(sizes):
             rank = ranks[sum(c * s for c, s in zip(coordinate, row_major(sizes), strict=True))]
     return _Mesh(sizes, coordinate, rank, ranks)

@@ -125,7 +125,7 @@ class _File:
         self._file = builder.file(path, size)
         self._items: dict[str, int] = {}
         self._bytes = 0
-        self._placer = Placer(self._integers, path)
+        self._placer = Placer(self._integers, path, size)
 
     def add(self, made: Content, name: str, path: Path, value: Any) -> None:
         if isinstance(value, Record) and value.kind in (DTENSOR, SHARDED):

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptcore.builder import Builder
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.formats._bounds import absent
 from ckptcore.formats._rankfile import Content, Piece, Plain, Shards, read_rank
 from ckptcore.formats._rankfiles import RankFiles
 from ckptcore.formats._rankoptim import Params, Shape
@@ -69,7 +70,8 @@ class RankReader:
         self._known: dict[Params, Params] = {}
         self._ranks: set[int] = set()  # that the files say took part, as numbered in their names
         self._shifts: dict[int, str] = {}  # rank in the job minus rank in the name -> a file
-        self._seen: set[Any] = set()
+        self._span = 0  # all ranks below this one took part
+        self._seen: set[int] = set()
 
     def add(self, files: RankFiles, prefix: str, *, optional: bool = False) -> None:
         """Adds one kind of files; names begin with ``prefix`` and a dot, unless that is "".
@@ -99,13 +101,14 @@ class RankReader:
     def missing(self, files: RankFiles) -> list[Finding]:
         """Findings about ranks that should have a file of this kind, and ranks that should not."""
         world = files.world if files.world is not None else 0
-        needed = self._ranks.union(range(min(world, _MAX_RANKS)), range(max(files.paths) + 1))
+        stop = max(min(world, _MAX_RANKS), self._span, max(files.paths) + 1)
+        lost = {*absent(files.paths, stop, _TOLD), *(self._ranks - files.paths.keys())}
         told = []
-        for rank in sorted(needed - files.paths.keys())[:_TOLD]:
+        for rank in sorted(lost)[:_TOLD]:
             name = files.name_of(rank)
             message = f"there is no {name}: rank {rank} took part in the save"
             told.append(finding("missing-rank", "files", message, file=name))
-        world = max(world, max(self._ranks, default=-1) + 1)
+        world = max(world, self.world or 0)
         for rank, path in files.paths.items():
             if world and rank >= world:
                 message = f"{path} is of rank {rank}, the save had {world} ranks"
@@ -115,7 +118,7 @@ class RankReader:
     @property
     def world(self) -> int | None:
         """How many ranks the files say took part."""
-        return max(self._ranks) + 1 if self._ranks else None
+        return max(self._span, max(self._ranks, default=-1) + 1) or None
 
     def _shards(self, shards: Shards, rank: int, path: str) -> None:
         placed = shards.placed
@@ -130,9 +133,10 @@ class RankReader:
                 other = next(iter(self._shifts.values()))
                 message = f"rank {placed.rank} wrote {path}: the names of {other} and of {path} do not agree"
                 self._builder.findings.append(finding("item-mismatch", "files", message, file=path))
-        key = placed.ranks if isinstance(placed.ranks, range) else id(placed.ranks)
-        if key not in self._seen:  # the tensors of a file share their meshes
-            self._seen.add(key)
+        if isinstance(placed.ranks, range):  # all of a job: from 0 on
+            self._span = max(self._span, placed.ranks.stop - shift)
+        elif id(placed.ranks) not in self._seen:  # the tensors of a file share their meshes
+            self._seen.add(id(placed.ranks))
             self._ranks.update(r - shift for r in placed.ranks if r >= shift)
 
     def _tensor(self, name: str, dtype: str, shape: Shape, where: Path, path: str) -> int:

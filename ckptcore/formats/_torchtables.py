@@ -105,6 +105,18 @@ def _complex(real: Any, imag: Any) -> complex:
     return complex(real, imag)
 
 
+def _layout(name: Any) -> Named:
+    if type(name) is not str:
+        raise ValueError(f"layout {shown(name, 40)}")
+    return Named("layout", name)
+
+
+def _device(*parts: Any) -> Named:
+    if any(type(p) not in (str, int) for p in parts):
+        raise ValueError(f"device {shown(parts, 40)}")
+    return Named("device", [str(p) for p in parts])
+
+
 def _no_bytes(*args: Any) -> bytes:
     # How protocol 2 spells b"".
     if args:
@@ -156,8 +168,8 @@ PATHS = {
 COMMON: dict[str, Any] = {
     "collections.OrderedDict": Call("OrderedDict", _ordered),
     "torch.Size": Call("torch.Size", _size),
-    "torch.serialization._get_layout": Call("_get_layout", lambda name: Named("layout", str(name))),
-    "torch.device": Call("torch.device", lambda *a: Named("device", [str(x) for x in a])),
+    "torch.serialization._get_layout": Call("_get_layout", _layout),
+    "torch.device": Call("torch.device", _device),
 }
 TENSOR_TABLE: dict[str, Any] = {**STORAGES, **DTYPE_GLOBALS, **REBUILDS, **COMMON}
 OBJECT_TABLE: dict[str, Any] = {

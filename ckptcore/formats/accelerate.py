@@ -15,6 +15,7 @@ from typing import Any
 from ckptcore.builder import Builder
 from ckptcore.errors import AmbiguousModel, CkptError, MalformedCheckpoint, finding
 from ckptcore.formats import _accelerate as names
+from ckptcore.formats._bounds import absent
 from ckptcore.formats._dcpread import read_folder
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats._rankread import RankReader
@@ -26,6 +27,7 @@ from ckptcore.paths import Paths
 _NAME = "accelerate"
 _TRAINER = "trainer_state.json"
 _MAX_JSON = 64 << 20
+_MAX_TOLD = 100
 
 
 def detect(source: Source) -> Evidence | None:
@@ -71,11 +73,10 @@ def read(source: Source) -> Manifest:
             reader.add(part.files, part.role, optional=True)
         except MalformedCheckpoint as error:
             builder.findings.append(finding("malformed-item", "cover", error.message, file=part.shown))
-        for rank in range(max(part.files.paths)):
-            if rank not in part.files.paths:
-                path = part.files.name_of(rank)
-                message = f"there is no {path}, other ranks have theirs"
-                builder.findings.append(finding("missing-part", "files", message, file=path))
+        for rank in absent(part.files.paths, max(part.files.paths), _MAX_TOLD):
+            path = part.files.name_of(rank)
+            message = f"there is no {path}, other ranks have theirs"
+            builder.findings.append(finding("missing-part", "files", message, file=path))
     origin: dict[str, Any] = {"parts": list(seen)}
     _trainer_state(source, builder, origin)
     if reader.world:

@@ -169,6 +169,8 @@ def natural(name: str) -> tuple[Any, ...]:
     >>> sorted(["l.10", "l.2"], key=natural)
     ['l.2', 'l.10']
     """
-    parts = re.split(r"(\d+)", name)
+    parts = re.split(r"([0-9]+)", name)
+    # By the number of digits first, as numbers are: a name may have more digits than `int` takes.
     # The name itself comes last: "a01" and "a1" count alike.
-    return (*((int(p), "") if i % 2 else (0, p) for i, p in enumerate(parts)), (0, name))
+    rows = ((p.lstrip("0"), p) if i % 2 else ("", p) for i, p in enumerate(parts))
+    return (*((len(n), n) if i % 2 else (0, p) for i, (n, p) in enumerate(rows)), (0, name))

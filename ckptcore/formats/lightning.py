@@ -37,7 +37,7 @@ from ckptcore.objects import TensorRef, decode
 from ckptcore.paths import Path, Paths
 
 NAME, META, DEFAULT = "lightning", "meta.pt", "checkpoint.ckpt"
-_OPTIMIZER = re.compile(r"optimizer_(\d+)$")
+_OPTIMIZER = re.compile(r"optimizer_(\d{1,9})$")
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _MODELS = ("model", "state_dict")
 _MAX_GAP = 10_000

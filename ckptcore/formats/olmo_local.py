@@ -17,6 +17,7 @@ from ckptcore.box import flat_start, from_flat_range
 from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import MalformedCheckpoint, NotComplete, finding
+from ckptcore.formats._bounds import absent
 from ckptcore.formats._olmo import missing_part, model_told, require_renamed, train_part
 from ckptcore.formats._olmoflat import TABLE, Slice, slices
 from ckptcore.formats._olmogroups import numbered, plain_groups
@@ -90,7 +91,7 @@ class _State:
 
     def require(self, part: str, ranks: Mapping[int, str], world: int) -> None:
         """Findings about ranks that are not there, and about those of another save."""
-        for rank in sorted(set(range(world)) - set(ranks))[:100]:
+        for rank in absent(ranks, world, 100):
             path = f"{part}/rank{rank}.pt"
             message = f"{path} is not there: {world} ranks saved"
             self.builder.findings.append(finding("missing-rank", "files", message, file=path))
