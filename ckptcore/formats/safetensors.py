@@ -32,6 +32,8 @@ from ckptcore.formats.base import (
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Manifest, TensorSpec
 
+METADATA = "__metadata__"  # the key of a header that is no tensor
+
 
 def detect(source: Source) -> Evidence | None:
     """A .safetensors file, a folder with an index, or one with a lone safetensors file."""
@@ -47,9 +49,12 @@ def read(source: Source) -> Manifest:
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     """Files in the hub's packing: names in natural order, a new file when the next does not fit.
 
-    Raises `UnsupportedDtype` for a dtype that safetensors cannot hold.
+    Raises `UnsupportedDtype` for a dtype that safetensors cannot hold, `NameMismatch` for such a name.
     """
     for spec in request.tensors:
+        if spec.fqn == METADATA:
+            raise NameMismatch(f"no tensor of a safetensors file can be called {METADATA}",
+                               hint="rename it with --rename")  # fmt: skip
         if not spec.fqn.isprintable() and _not_text(spec.fqn):
             raise NameMismatch(
                 f"{spec.fqn!r} is no text that a file can hold", hint="rename it with --rename"
@@ -105,7 +110,7 @@ def _layout(path: str, group: Sequence[int], tensors: Sequence[TensorSpec],
             metadata: Mapping[str, str], *, commit: bool) -> FileLayout:  # fmt: skip
     # Wide elements first: every tensor then starts at a multiple of its element's width.
     order = sorted(group, key=lambda i: -BY_NAME[tensors[i].dtype].itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {METADATA: dict(metadata)}
     at = 0
     starts = []
     for i in order:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.convert import validate
-from ckptcore.errors import UnknownFormat
+from ckptcore.errors import NameMismatch, UnknownFormat
 
 NAMES = [f"model-{n + 1:05d}-of-00003.safetensors" for n in range(3)]
 
@@ -56,3 +57,9 @@ def test_what_lies_beside(folder: Path) -> None:
     save_file({"all": np.zeros(2)}, folder / "model.safetensors")
     assert [t.fqn for t in ckptcore.open(str(folder)).tensors] == ["all"]
     assert codes(folder) == {f"stray-file {n}" for n in (*NAMES, "adapter_model.safetensors")}
+
+
+def test_a_name_that_headers_keep_for_themselves(tmp_path: Path) -> None:
+    torch.save({"__metadata__": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(NameMismatch, match="__metadata__"):
+        ckptcore.convert(str(tmp_path / "a.pt"), str(tmp_path / "out"))
