@@ -119,17 +119,25 @@ def split_url(url: str) -> tuple[str, str]:
 
     >>> split_url("s3://bucket/run/step-3/"), split_url("step-3")
     (('s3://bucket/run', 'step-3'), ('.', 'step-3'))
+    >>> split_url("memory://step-3")
+    ('memory://', 'step-3')
     """
     path = local_path(url)
     if path is not None:
         full = Path(os.path.normpath(path))
         return (str(full.parent), full.name) if full.name else (str(full), "")
     head, _, name = url.rstrip("/").rpartition("/")
-    return head, name
+    return (f"{head}/" if head.endswith(":/") else head), name  # never a scheme cut in two
 
 
 def join_url(root: str, name: str) -> str:
-    """A URL below another."""
+    """A URL below another.
+
+    >>> join_url("s3://bucket", "a"), join_url("memory://", "a"), join_url("/", "a")
+    ('s3://bucket/a', 'memory://a', '/a')
+    """
+    if root.endswith("://"):
+        return root + name
     return f"{root.rstrip('/') or '/'}/{name}" if root != "/" else f"/{name}"
 
 

@@ -33,7 +33,7 @@ class FsspecStore:
     """A folder behind an fsspec URL."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = url if url.endswith("://") else url.rstrip("/")
         self.local: Path | None = None
         try:
             # Listings are cached by default; another writer's file would stay invisible.

@@ -54,6 +54,18 @@ def content(url: str) -> dict[str, bytes]:
     return {name: store.read(name, 0, size) for name, size in store.list().items()}
 
 
+def test_at_the_top_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name right behind the scheme has the scheme as its parent, not a local folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("top", "top.safetensors"):
+        ckptcore.convert(str(SAMPLE), f"memory://{name}")
+        try:
+            assert ckptcore.open(f"memory://{name}").tensors, name
+        finally:
+            fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # aiobotocore leaves its session to the exit
 def test_export_equals_the_local_one(root: str, tmp_path: Path) -> None:
     options = {"verb": "export", "max_file_size": 2_000}
