@@ -1,4 +1,4 @@
-"""The Python face: open, check, read, load into a live model, plan, execute, convert."""
+"""The Python face: open, check, diff, read, load into a live model, plan, execute, convert."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckptcore.box import Box
+    from ckptcore.difference import Difference
 
 Progress = Callable[[str, int, int], None]
 
@@ -36,6 +37,40 @@ def check(
 ) -> Report:
     """Checks a manifest: levels files, cover, bytes, values (see `ckptcore.check`)."""
     return validate(manifest, level, workers=workers, progress=progress)
+
+
+def diff(
+    a: str | Manifest,
+    b: str | Manifest,
+    *,
+    model: bool = False,
+    model_prefix: Sequence[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[tuple[str, str]] = (),
+    tie: Sequence[tuple[str, str]] = (),
+    keep_quantized: bool = False,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> Difference:
+    """What is not the same in two checkpoints, of whatever formats and topologies.
+
+    Compared are names, dtypes, shapes and bits of tensors (a NaN equals itself, 0.0 is not -0.0), and plain
+    values. Every record with a checksum is verified, copies are compared with each other.
+    model: compare the model parts alone, as ``export`` finds them, wrappers off the names, without
+    plain values. model_prefix: where the model is in A, and in B. rename: (old, new) for A's names,
+    as in `Request`. tie: (gone, kept): a side that lacks ``gone`` has ``kept`` there, too. include, exclude:
+    globs on the names that are compared.
+    Raises `DamagedCheckpoint` when a side is not whole or a checksum fails, `AmbiguousModel`,
+    `NameMismatch`, `UsageError`. Memory: ``settings.memory``.
+    """
+    from ckptcore.diff import Rules
+    from ckptcore.diff import diff as run
+
+    rules = Rules(model or bool(model_prefix), *map(_frozen, (model_prefix, rename, tie, include, exclude)))
+    one, two = (open(s, keep_quantized=keep_quantized) if isinstance(s, str) else s for s in (a, b))
+    urls = (a if isinstance(a, str) else a.root, b if isinstance(b, str) else b.root)
+    return run(one, two, rules, settings or Settings(), progress, urls)
 
 
 def read(manifest: Manifest, fqn: str, box: Box | None = None, *, device: str = "cpu",

@@ -23,6 +23,7 @@ from ckptcore.options import (
     DEVICE,
     MEANS,
     MODEL,
+    NAMES,
     PLACE,
     PROOF,
     SAVE,
@@ -34,6 +35,8 @@ from ckptcore.options import (
     Keep,
     Level,
     NoCatalog,
+    One,
+    Other,
     Output,
     Recover,
     Src,
@@ -113,6 +116,31 @@ def validate(
 
         record_report(manifest, src, report, catalog)
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+@takes(NAMES, MEANS, ANSWER)
+def diff(a: One, b: Other, **given: Any) -> None:
+    """Is it the same? Names, dtypes, shapes, every bit, plain values. Exit code 1 when it is not."""
+    from ckptcore.api import diff as compare
+
+    settings = _settings(given)
+    with show.progress() as progress:
+        found = compare(
+            a,
+            b,
+            model=given["model"],
+            model_prefix=given["model_prefix"] or (),
+            include=given["include"] or (),
+            exclude=given["exclude"] or (),
+            rename=_pairs(given["rename"], "--rename"),
+            tie=_pairs(given["tie"], "--tie"),
+            keep_quantized=given["keep_quantized"],
+            settings=settings,
+            progress=progress,
+        )
+    show.difference(found, as_json=given["output"] is Output.JSON)
+    raise typer.Exit(0 if found.equal else 1)
 
 
 @app.command()

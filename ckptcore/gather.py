@@ -62,6 +62,17 @@ def overlaps(lo: Ints, shape: Ints, first: int, last: int, want: Box) -> Iterato
             yield row, box, common
 
 
+def beside(lo: Ints, first: int, last: int, rank: int) -> int:
+    """How many chunks of the rows [first, last) lie beside each other; 0 when none do.
+
+    Each of them should give a tile a decent read. Chunks that start in one first row lie beside each other.
+    """
+    if last - first < 2:
+        return 0
+    across = int(np.unique(lo[first:last, 0], return_counts=True)[1].max()) if rank else last - first
+    return 0 if across == 1 else across
+
+
 def gather(payload: Payload, chunk: Box, want: Box, dtype: str, tile: npt.NDArray[Any], scratch: Bytes,
            seen: Seen | None) -> None:  # fmt: skip
     """Copies the elements ``want`` of a chunk into ``tile``, a view of exactly that shape.

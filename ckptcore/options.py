@@ -39,6 +39,8 @@ Dst = Annotated[
     str,
     typer.Argument(metavar="DST", help="A new folder; or one file: .safetensors, .pt, .pth, .bin, .ckpt."),
 ]
+One = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a path or any fsspec URL.")]
+Other = Annotated[str, typer.Argument(metavar="B", help="Another, of any format and topology.")]
 As = Annotated[Output, typer.Option("--output", help="Text for people, JSON for programs.")]
 Recover = Annotated[bool, typer.Option("--recover", help="Take an aborted save's .metadata.tmp as it is.")]
 Keep = Annotated[bool, typer.Option("--keep-quantized", help="Quantised weights as stored, no float32.")]
@@ -87,6 +89,23 @@ Config = Annotated[
     str | None,
     typer.Option("--config", metavar="DIR", help="Folder with config.json, tokenizer files, ...."),
 ]
+Model = Annotated[
+    bool, typer.Option("--model", help="The model parts alone, as export finds them, wrappers off.")
+]
+Prefixes = Annotated[
+    list[str] | None,
+    typer.Option("--model-prefix", metavar="PREFIX", help="Where the model is: in A, then in B."),
+]
+RenameA = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename", metavar="OLD=NEW", help="Rename a prefix of A's, or a pattern with one * (repeatable)."
+    ),
+]
+Alias = Annotated[
+    list[str] | None,
+    typer.Option("--tie", metavar="A=B", help="A side without A has B there, too (repeatable)."),
+]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Budget for tensor buffers.")]
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads; default by the machine.")]
 Device = Annotated[str, typer.Option("--device", help="Where to cast: cpu, cuda, cuda:1.")]
@@ -111,6 +130,12 @@ CONTENT: Table = {
     "include": (Include, None), "exclude": (Exclude, None), "rename": (Rename, None),
     "dtype": (Dtype, None), "dtype_for": (DtypeFor, None), "max_file_size": (MaxFile, "5GB"),
     "tie": (Tie, None), "recover": (Recover, False), "keep_quantized": (Keep, False),
+}  # fmt: skip
+# Which names of two checkpoints, brought together how.
+NAMES: Table = {
+    "model": (Model, False), "model_prefix": (Prefixes, None), "include": (Include, None),
+    "exclude": (Exclude, None), "rename": (RenameA, None), "tie": (Alias, None),
+    "keep_quantized": (Keep, False),
 }  # fmt: skip
 # For an export: where the model is, and what goes beside it.
 MODEL: Table = {"model_prefix": (Prefix, None), "config": (Config, None)}

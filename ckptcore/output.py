@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptcore.check import Progress, Report
     from ckptcore.compose import Composed
     from ckptcore.convert import Result
+    from ckptcore.difference import Difference, TensorDifference
     from ckptcore.manifest import Manifest
 
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
@@ -157,6 +158,52 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
     _pairs(out, "tied", [(a, f"{b}, equality is checked") for a, b in p.ties])
     _pairs(out, "dropped", list(p.dropped))
     _findings(out, value.warnings)
+
+
+def difference(value: Difference, *, as_json: bool) -> None:
+    """The answer of `diff`."""
+    if as_json:
+        _json(value.as_dict())
+        return
+    out = _console()
+    for label, side in (("A", value.a), ("B", value.b)):
+        model = f"; model: {side.model}" if side.model else ""
+        gone = f"; {len(side.left_out)} left out" if side.left_out else ""
+        bare = f"; {side.unverified} items without a checksum" if side.unverified else ""
+        size = f"{side.tensors} tensors, {show_size(side.nbytes)}"
+        told = f"{label}: {_safe(side.url)}: {side.format}, {size}{_safe(model)}{gone}{bare}"
+        out.print(told, highlight=False, soft_wrap=True)
+    mark = "[green]equal[/]" if value.equal else "[red]different[/]"
+    out.print(
+        f"{mark}: {value.equal_tensors} tensors and {value.equal_objects} values are the same, "
+        f"{len(value.tensors)} tensors and {len(value.objects)} values are not",
+        highlight=False,
+    )
+    table = _table("name", "differs in", "A", "B")
+    rows = [(t.name, _what(t), *_both(t)) for t in value.tensors]
+    rows += [(o.name, f"value, {o.what}" if o.what != "values" else "value", o.a, o.b) for o in value.objects]
+    for row in rows[:_LIMIT]:
+        table.add_row(*map(_safe, row))
+    if rows:
+        out.print(table)
+    if len(rows) > _LIMIT:
+        out.print(f"and {len(rows) - _LIMIT} more (--output json has all)", highlight=False)
+    _pairs(out, "not compared", list(value.skipped))
+    _findings(out, [*value.a.warnings, *value.b.warnings])
+
+
+def _what(found: TensorDifference) -> str:
+    if found.first is None or found.a is None:
+        return ", ".join(found.what)
+    return f"{found.differing:,} of {found.a.numel:,} elements, first at {list(found.first.index)}"
+
+
+def _both(found: TensorDifference) -> tuple[str, str]:
+    if found.first is not None:
+        first = found.first
+        return f"{first.a!r} (0x{first.a_bits})", f"{first.b!r} (0x{first.b_bits})"
+    a, b = ("" if s is None else f"{s.dtype} {list(s.shape)}" for s in (found.a, found.b))
+    return a, b
 
 
 def result(value: Result, *, as_json: bool) -> None:

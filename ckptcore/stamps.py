@@ -47,7 +47,7 @@ def require_same(noted: dict[str, str | None], source: Store, paths: Sequence[st
         now = source.stamp(path)
         if now != noted.get(path):
             raise SourceChanged(
-                f"{source.url}/{path} was {noted.get(path)} when the plan was made, it is {now} now",
+                f"{source.url}/{path} was {noted.get(path)} when it was first looked at, it is {now} now",
                 hint="the source is being written; run again when it is at rest",
                 file=path,
             )

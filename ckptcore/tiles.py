@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from ckptcore.box import Box, flat_start
 from ckptcore.derive import FUNCTIONS
 from ckptcore.dtype import BY_NAME
+from ckptcore.gather import beside
 from ckptcore.plan import FilePlan
 
 # Bytes of usual tiles of all workers together: large enough to hide per-call costs, small enough to
 # stay in cache, and the same memory however many workers share it.
 TILES = 4 << 20
-_READ = 256 << 10  # bytes that strided chunks should give all workers' tiles, where the budget allows
+READ = 256 << 10  # bytes that strided chunks should give all workers' tiles, where the budget allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def jobs(plan: FilePlan, max_bytes: int, workers: int = 1) -> Iterator[Job]:
     parts: list[LiteralPart | TensorPart] = []
     start = size = sequence = 0
     usual = min(max(TILES // workers, 1 << 20), max_bytes)
-    for part, nbytes in _parts(plan, max_bytes, usual, max(_READ // workers, 64 << 10)):
+    for part, nbytes in _parts(plan, max_bytes, usual, max(READ // workers, 64 << 10)):
         if parts and size + nbytes > usual:
             yield Job(sequence, start, size, tuple(parts))
             start, sequence, size, parts = start + size, sequence + 1, 0, []
@@ -110,12 +109,5 @@ def _input_bytes(plan: FilePlan, tensor: int) -> int:
 
 
 def _wanted(plan: FilePlan, tensor: int) -> int:
-    """How many chunks lie beside each other: each should give a tile a decent read."""
     first, last = int(plan.reads.first[tensor]), int(plan.reads.first[tensor + 1])
-    if last - first < 2:
-        return 0
-    rank = len(plan.tensors[tensor].shape)
-    # Chunks that start in the same first row lie beside each other.
-    rows = plan.reads.lo[first:last, 0] if rank else np.zeros(last - first)
-    across = int(np.unique(rows, return_counts=True)[1].max())
-    return 0 if across == 1 else across
+    return beside(plan.reads.lo, first, last, len(plan.tensors[tensor].shape))

@@ -18,6 +18,8 @@ WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --include -
 OPTIONS = {
     "inspect": "--exclude --include --keep-quantized --output --recover",
     "validate": "--catalog --keep-quantized --level --no-catalog --output --recover --workers",
+    "diff": """--exclude --include --keep-quantized --memory --model --model-prefix --output --rename --tie
+        --workers""",
     "consolidate": WRITE,
     "export": WRITE + " --config --model-prefix",
     "plan": """--config --dtype --dtype-for --exclude --include --keep-quantized --max-file-size --memory

@@ -1,0 +1,262 @@
+"""Walking: are two tensors equal bit for bit, read side by side in bounded memory?
+
+A tensor is cut into boxes; a box is read from both sides and compared as bits. Workers share the
+boxes, also those of one large tensor. At the end every record with a checksum that was touched is
+verified, and the files must still be those that were opened.
+
+Peak memory: the interpreter, torch where it is needed, and ``Settings.memory``: two tiles, a buffer
+for strided reads and room for comparing or computing, a worker. Nothing grows with a tensor's size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptcore.box import Box, flat_start
+from ckptcore.boxreader import BoxReader
+from ckptcore.difference import VALUES, Element, TensorDifference
+from ckptcore.dtype import BY_NAME
+from ckptcore.errors import CkptError
+from ckptcore.execute import tile_bytes
+from ckptcore.gather import Bytes, beside, tile_view
+from ckptcore.manifest import Manifest, TensorSpec
+from ckptcore.records import Records
+from ckptcore.request import Settings
+from ckptcore.stamps import require_same, take
+from ckptcore.store import open_store
+from ckptcore.tiles import READ, TILES
+
+Progress = Callable[[str, int, int], None]
+_SMALL = 1 << 20
+_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A tensor to compare: a name, what each side calls it, its rows in both manifests."""
+
+    name: str
+    a: TensorSpec
+    b: TensorSpec
+    rows: tuple[int, int]
+
+
+class Opened:
+    """One checkpoint that is read. label: what errors call it."""
+
+    def __init__(self, label: str, manifest: Manifest) -> None:
+        self.label, self.manifest = label, manifest
+        self.store = open_store(manifest.root)
+        self.records = Records(self.store, len(manifest.items))
+        self._noted = take(manifest, self.store)
+
+    @property
+    def unverified(self) -> int:
+        """Stored items that were read and have no checksum."""
+        return self.records.unverified
+
+    def read(self, row: int) -> bytes:
+        """The bytes of a small tensor."""
+        spec = self.manifest.tensors[row]
+        data, box = np.empty(spec.nbytes, np.uint8), Box.whole(spec.shape)
+        with telling(self.label):
+            reader = BoxReader(self.manifest, row, self.store, self.records)
+            try:
+                reader.read(box, tile_view(data, spec.shape, spec.dtype), np.empty(_SMALL, np.uint8))
+            finally:
+                reader.close()
+        return data.tobytes()
+
+    def finish(self) -> None:
+        """Proves what is partly read; raises `DamagedCheckpoint`, or `SourceChanged`."""
+        with telling(self.label):
+            self.records.finish()
+            require_same(self._noted, self.store)
+
+    def beside(self, row: int) -> int:
+        """How many chunks of a tensor lie beside each other."""
+        chunks = self.manifest.chunks
+        first, last = (int(n) for n in chunks.first[row : row + 2])
+        return beside(chunks.lo, first, last, len(self.manifest.tensors[row].shape))
+
+
+def walk(a: Opened, b: Opened, pairs: Sequence[Pair], settings: Settings,
+         progress: Progress | None = None) -> list[TensorDifference]:  # fmt: skip
+    """The pairs of equal dtype and shape that are not equal bit for bit, in order.
+
+    Raises the first error of any worker.
+    """
+    found = _Walk(a, b, pairs, settings, progress).run()
+    a.finish()
+    b.finish()
+    return found
+
+
+@contextmanager
+def telling(label: str) -> Iterator[None]:
+    """Errors inside say which of two checkpoints they are about."""
+    try:
+        yield
+    except CkptError as error:
+        error.message = f"{label}: {error.message}"
+        error.args = (error.message,)
+        raise
+
+
+class _Open:
+    """A pair while it is read: its readers, what was found, how many boxes are under way."""
+
+    def __init__(self, pair: Pair, sides: tuple[Opened, Opened]) -> None:
+        self.pair = pair
+        self.readers = [
+            BoxReader(s.manifest, row, s.store, s.records) for s, row in zip(sides, pair.rows, strict=True)
+        ]
+        self.under_way, self.whole = 0, False
+        self.differing = 0
+        self.first: tuple[int, bytes, bytes] | None = None  # row-major place, both elements
+
+    def add(self, place: int, count: int, one: bytes, two: bytes) -> None:
+        """Notes ``count`` elements that differ, the first of them at ``place``."""
+        self.differing += count
+        if self.first is None or place < self.first[0]:
+            self.first = place, one, two
+
+    def result(self) -> TensorDifference:
+        """What is told of a pair that is not equal."""
+        assert self.first is not None  # something differs
+        pair, (place, one, two) = self.pair, self.first
+        index = tuple(int(i) for i in np.unravel_index(place, pair.a.shape)) if pair.a.shape else ()
+        dtype = pair.a.dtype
+        element = Element(index, _value(one, dtype), _value(two, dtype), _hex(one), _hex(two))
+        return TensorDifference(pair.name, (VALUES,), pair.a, pair.b, self.differing, element)
+
+
+class _Walk:
+    """The workers and the shared state of one walk."""
+
+    def __init__(self, a: Opened, b: Opened, pairs: Sequence[Pair], settings: Settings,
+                 progress: Progress | None) -> None:  # fmt: skip
+        self._sides, self._pairs, self._threads = (a, b), pairs, settings.threads
+        self._tile = tile_bytes(settings)
+        self._progress, self._done = progress, 0
+        self._total = sum(p.a.nbytes for p in pairs)
+        self._stream = self._boxes()
+        self._take, self._lock = threading.Lock(), threading.Lock()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._open: set[_Open] = set()
+        self._found: dict[str, _Open] = {}
+
+    def run(self) -> list[TensorDifference]:
+        """Runs to the end; raises the first error."""
+        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._threads)]
+        for t in threads:
+            t.start()
+        try:
+            for t in threads:
+                while t.is_alive():
+                    t.join(0.2)  # with a time-out, so that Ctrl-C is seen
+        finally:
+            self._stop.set()
+            for t in threads:
+                t.join()
+            for each in list(self._open):
+                self._close(each)
+        if self._error is not None:
+            raise self._error
+        return [self._found[p.name].result() for p in self._pairs if p.name in self._found]
+
+    def _boxes(self) -> Iterator[tuple[_Open, Box]]:
+        usual = min(self._tile, max(TILES // self._threads, 1 << 20))
+        read = max(READ // self._threads, 64 << 10)
+        for pair in self._pairs:
+            each = _Open(pair, self._sides)
+            with self._lock:
+                self._open.add(each)
+            across = max(side.beside(row) for side, row in zip(self._sides, pair.rows, strict=True))
+            limit = min(self._tile, max(usual, across * read))
+            for box in Box.whole(pair.a.shape).tiles(limit // BY_NAME[pair.a.dtype].itemsize):
+                with self._lock:
+                    each.under_way += 1
+                yield each, box
+            with self._lock:
+                each.whole = True
+                finished = not each.under_way
+            if finished:
+                self._close(each)
+
+    def _work(self) -> None:
+        try:
+            buffers = [np.empty(self._tile, np.uint8) for _ in range(3)]
+            while not self._stop.is_set():
+                with self._take:
+                    taken = next(self._stream, None)
+                if taken is None:
+                    break
+                self._compare(*taken, *buffers)
+        except BaseException as error:  # carried to `run`, which raises it
+            with self._lock:
+                self._error = self._error or error
+            self._stop.set()
+
+    def _compare(self, each: _Open, box: Box, one: Bytes, two: Bytes, scratch: Bytes) -> None:
+        spec = each.pair.a
+        itemsize = BY_NAME[spec.dtype].itemsize
+        nbytes = box.numel * itemsize
+        for side, reader, buffer in zip(self._sides, each.readers, (one, two), strict=True):
+            with telling(side.label):
+                reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
+        found = _differing(one[:nbytes], two[:nbytes], itemsize)
+        with self._lock:
+            if found is not None:
+                at, count = found
+                span = slice(at * itemsize, (at + 1) * itemsize)
+                each.add(flat_start(spec.shape, box.offset) + at, count, bytes(one[span]), bytes(two[span]))
+                self._found[each.pair.name] = each
+            each.under_way -= 1
+            finished = each.whole and not each.under_way
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress("compare", self._done, self._total)
+        if finished:
+            self._close(each)
+
+    def _close(self, each: _Open) -> None:
+        for reader in each.readers:
+            reader.close()
+        with self._lock:
+            self._open.discard(each)
+
+
+def _differing(one: Bytes, two: Bytes, itemsize: int) -> tuple[int, int] | None:
+    """(first element whose bits differ, how many do), or None."""
+    words = len(one) // 8 * 8
+    if np.array_equal(one[:words].view(np.uint64), two[:words].view(np.uint64)) and np.array_equal(
+        one[words:], two[words:]
+    ):
+        return None
+    if itemsize in _UNITS:
+        mask = one.view(_UNITS[itemsize]) != two.view(_UNITS[itemsize])
+    else:
+        parts = one.view(np.uint64) != two.view(np.uint64)
+        mask = parts.reshape(-1, itemsize // 8).any(axis=1)
+    return int(mask.argmax()), int(np.count_nonzero(mask))
+
+
+def _value(raw: bytes, dtype: str) -> bool | int | float | complex:
+    """The element of little-endian bytes."""
+    import torch
+
+    element = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype))
+    wide = {"f": torch.float64, "c": torch.complex128}.get(BY_NAME[dtype].kind)
+    value: bool | int | float | complex = (element if wide is None else element.to(wide))[0].item()
+    return value
+
+
+def _hex(raw: bytes) -> str:
+    return raw[::-1].hex()
