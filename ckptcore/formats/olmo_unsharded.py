@@ -31,12 +31,13 @@ _PARTS = ("model", "optim", "train")
 _SUFFIXES = (".safetensors", ".pt")
 # The first name of a header, when it is the base64 of a pickle of protocol 2 to 5.
 _PICKLED = re.compile(rb'^\s*\{\s*(?:"__metadata__"\s*:\s*\{[^}]*\}\s*,\s*)?"gA[I-X][A-Za-z0-9_=-]+"\s*:')
+_CONFIG = "config.yaml"
 _MAX_PICKLE = 64 << 20
 Entry = tuple[tuple[Any, ...], bool]  # path in the state dict, whether the value is pickled
 
 
 def detect(source: Source) -> Evidence | None:
-    """Safetensors with pickled names, or ``model.pt`` beside ``optim.pt`` or ``train.pt`` and a config."""
+    """Safetensors with pickled names, or ``model.pt`` and two of ``optim.pt``, ``train.pt``, a config."""
     if source.name is not None:
         if source.name.endswith(".safetensors") and _names_are_pickles(source, source.name):
             return Evidence(NAME, (f"the names in {source.name} are pickles",), refines=("safetensors",))
@@ -44,9 +45,9 @@ def detect(source: Source) -> Evidence | None:
     if "model.safetensors" in source.listing and _names_are_pickles(source, "model.safetensors"):
         return Evidence(NAME, ("the names in model.safetensors are pickles",), refines=("safetensors",))
     beside = [p for p in ("optim.pt", "train.pt") if p in source.listing]
-    if "model.pt" in source.listing and beside and "config.yaml" in source.listing:
-        return Evidence(NAME, ("found model.pt", f"found {beside[0]}", "found config.yaml"),
-                        refines=("torch_save",))  # fmt: skip
+    beside += [_CONFIG] if beside and _CONFIG in source.listing else []
+    if "model.pt" in source.listing and len(beside) > 1:  # the config is saved last, and lost when one copies
+        return Evidence(NAME, tuple(f"found {p}" for p in ("model.pt", *beside)), refines=("torch_save",))
     return None
 
 
@@ -64,7 +65,11 @@ def read(source: Source) -> Manifest:
             reader = _safetensors if file.endswith(".safetensors") else _torch
             parts.append(Part(reader(source, file, part)))
     findings = [] if len(parts) > 1 else [missing_part("optim", "optim and train beside model")]
-    told = model_told(["model."]) | ({"config": "config.yaml"} if "config.yaml" in source.listing else {})
+    told = model_told(["model."])
+    if _CONFIG in source.listing:
+        told |= {"config": _CONFIG}
+    else:
+        findings.append(missing_part(_CONFIG, f"{_CONFIG}, the file that a trainer writes last"))
     return join(NAME, source.store.url, parts, told, findings)
 
 
