@@ -104,7 +104,7 @@ RenameA = Annotated[
 ]
 Alias = Annotated[
     list[str] | None,
-    typer.Option("--tie", metavar="A=B", help="A side without A has B there, too (repeatable)."),
+    typer.Option("--tie", metavar="GONE=KEPT", help="A side without GONE has KEPT there, too (repeatable)."),
 ]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Budget for tensor buffers.")]
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads; default by the machine.")]
