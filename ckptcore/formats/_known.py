@@ -37,7 +37,7 @@ def _named(pattern: str, also: str = "") -> Callable[[Source], tuple[str, ...] |
 
 def _before_zip(source: Source) -> tuple[str, ...] | None:
     """torch.save before 1.6 wrote a magic number, pickled, instead of a zip."""
-    name = source.name
+    name = source.name or next((p for p in source.listing if _OF_A_RANK.search(p)), None)
     if name is None or not name.endswith((".pt", ".pth", ".bin", ".ckpt")) or source.listing[name] < 14:
         return None
     if source.store.read(name, 0, 14) != _MAGIC:
@@ -75,6 +75,7 @@ def _rank_alone(source: Source) -> tuple[str, ...] | None:
     return None
 
 
+_OF_A_RANK = re.compile(r"^mp_rank_[\d_]+/model_optim_rng\.pt$|^[^/]*rank_?\d+\.(?:pt|pth|bin)$")
 _MEGATRON = ("model_optim_rng.pt", "distrib_optim.pt")
 _MP_RANK = re.compile(r"^mp_rank_\d{2}")
 _STEP = re.compile(r"^step\d+(-unsharded)?/")

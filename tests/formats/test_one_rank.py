@@ -75,6 +75,15 @@ def test_a_lost_model_file_is_what_is_told(tmp_path: Path) -> None:
     assert "optim.state.w.exp_avg" in ckptcore.open(str(folder)).index
 
 
+@pytest.mark.parametrize("name", ["mp_rank_00/model_optim_rng.pt", "model_rank_0.pt"])
+def test_ranks_that_saved_before_zip(name: str, tmp_path: Path) -> None:
+    """They are told by what they are, not as cut files."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    torch.save({"w": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsupportedFormat, match="before zip"):
+        ckptcore.open(str(tmp_path))
+
+
 def test_two_checkpoints_in_one_folder(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
     save(tmp_path, {"dataloader_rank_0.pt": {"at": 3}})  # a trainer's own state
