@@ -37,7 +37,9 @@ def _named(pattern: str, also: str = "") -> Callable[[Source], tuple[str, ...] |
 
 def _before_zip(source: Source) -> tuple[str, ...] | None:
     """torch.save before 1.6 wrote a magic number, pickled, instead of a zip."""
-    name = source.name or next((p for p in source.listing if _OF_A_RANK.search(p)), None)
+    others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
+    ranks = () if others else (p for p in source.listing if _OF_A_RANK.search(p))
+    name = source.name or next(iter(ranks), None)
     if name is None or not name.endswith((".pt", ".pth", ".bin", ".ckpt")) or source.listing[name] < 14:
         return None
     if source.store.read(name, 0, 14) != _MAGIC:

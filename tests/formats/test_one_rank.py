@@ -87,6 +87,7 @@ def test_ranks_that_saved_before_zip(name: str, tmp_path: Path) -> None:
 def test_two_checkpoints_in_one_folder(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
     save(tmp_path, {"dataloader_rank_0.pt": {"at": 3}})  # a trainer's own state
+    torch.save({"at": 3}, tmp_path / "rng_rank_0.pt", _use_new_zipfile_serialization=False)
     assert ckptcore.open(str(tmp_path)).format == "dcp"
     save(tmp_path, {"model_world_size_1_rank_0.pt": {"w": torch.ones(3)}})
     with pytest.raises(AmbiguousModel, match="model_world_size_1_rank_0"):
