@@ -87,6 +87,7 @@ def read_ranks(source: Source) -> Ranks:
             continue
         files.append(RankFile(match[1], path, source.listing[path], *place, objects))
     told += _missing(files, tp, pp, ep, etp)
+    told += _elsewhere(files, tp)
     return Ranks(tuple(files), first, tp, pp, ep, etp, tuple(told))
 
 
@@ -148,6 +149,22 @@ def _unlike(args: Mapping[str, Any], first: Any, tree: Any, path: str, other: st
         if want != have:
             yield finding("item-mismatch", "files", f"{path} says {key} is {shown(have, 40)}, {other} says "
                           f"{shown(want, 40)}: they are of different saves", file=path)  # fmt: skip
+
+
+def _elsewhere(files: Sequence[RankFile], tp: int) -> Iterator[Finding]:
+    """Files in another tensor rank's folder: tensor ranks count fastest in a job's ranks.
+
+    Each rank's arguments have its own (megatron/core/parallel_state.py, RankGenerator: every order begins
+    with tp); tools that convert checkpoints write the same one into all of them.
+    """
+    told = [arguments(f.tree, f.path).get("rank") for f in files]
+    ranks = [r for r in told if type(r) is int and r >= 0]
+    if len(set(ranks)) != len(files) or len(files) < 2:
+        return
+    for file, rank in zip(files, ranks, strict=True):
+        if rank % tp != file.tp:
+            message = f"{file.path} is of rank {rank}, which is tensor rank {rank % tp}, not {file.tp}"
+            yield finding("item-mismatch", "files", message, file=file.path)
 
 
 def _missing(files: Sequence[RankFile], tp: int, pp: int, ep: int, etp: int) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,21 @@ def test_unknown_classes_are_left_out_by_name(tmp_path: Path) -> None:
     told = [f for f in manifest.findings if f.code == "refused-global"]
     assert "args.hook (torch.nn.modules.linear.Linear)" in told[0].message
     assert "hook" not in str(next(b.tree for b in manifest.blobs if b.key == "args"))
+
+
+@pytest.mark.parametrize(("told", "wrong"), [("own", True), ("one", False), ("none", False)])
+def test_folders_of_tensor_ranks_in_each_others_place(told: str, wrong: bool, tmp_path: Path) -> None:
+    """Each rank's arguments tell its rank in the job; a converter's are the same in all folders."""
+    case = Case(tp=2, pp=2)
+    ranks = {"own": lambda r: {"rank": r[0] + 8 * r[1]}, "one": lambda r: {"rank": 0}, "none": lambda r: {}}
+
+    def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
+        tree["args"] = Namespace(**vars(tree["args"]), **ranks[told](rank))
+
+    base = save(case, tmp_path, edit)
+    assert not [f for f in ckptcore.open(str(tmp_path)).findings if f.code == "item-mismatch"]
+    (base / "mp_rank_00_000").rename(base / "kept")
+    (base / "mp_rank_01_000").rename(base / "mp_rank_00_000")
+    (base / "kept").rename(base / "mp_rank_01_000")
+    found = [f.file for f in ckptcore.open(str(tmp_path)).findings if f.code == "item-mismatch"]
+    assert len(found) == (2 if wrong else 0)
