@@ -72,6 +72,12 @@ def bound_tree(tree: Any, nbytes: int, what: str) -> None:
         )
 
 
+def bound_views(nbytes: int, stored: int, what: str) -> None:
+    """Refuses tensors of far more bytes than are stored: expanded views of one element, say."""
+    if nbytes > 1024 * stored + (64 << 20):
+        raise MalformedCheckpoint(f"{what}: {stored} bytes stand for tensors of {nbytes} bytes")
+
+
 def _spelled(key: Any) -> int:
     """About as many characters as a key has in a name; a tuple of text may share its parts."""
     if isinstance(key, (str, bytes)):

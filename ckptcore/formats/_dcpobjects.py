@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptcore.builder import Builder
 from ckptcore.errors import ChecksumMismatch, CkptError, MalformedCheckpoint, UnsafeContent, finding
+from ckptcore.formats._bounds import bound_views
 from ckptcore.formats._codecs import decode_small
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchzip import Objects, Reader, check_view, read_objects
@@ -218,6 +219,8 @@ def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str) -
         tree = encode(walk(objects.tree, key, 0))
     except TypeError as error:
         raise MalformedCheckpoint(f"{what}: {error}") from error
+    stored = sum(n for _, n, _ in objects.storages.values())
+    bound_views(sum(spec.nbytes for spec, _, _ in found), stored, what)
     for spec, place, view in found:
         at = builder.tensor(spec)
         builder.chunk(at, (0,) * len(spec.shape), spec.shape, builder.item(place), view)

@@ -6,10 +6,13 @@ every other leaf is an object.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from ckptcore.builder import Builder
+from ckptcore.dtype import BY_NAME
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
+from ckptcore.formats._bounds import bound_views
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchzip import Objects, check_view, refused_in
 from ckptcore.formats._trees import leaves_below
@@ -26,6 +29,8 @@ class TorchTree:
         self._builder, self._file, self._objects, self._what = builder, file, objects, what
         self._items: dict[str, int] = {}
         self._names: set[str] = set()
+        self._views: set[StoredView] = set()
+        self._bytes, self._stored = 0, sum(n for _, n, _ in objects.storages.values())
 
     def add(self, name: str, value: Any) -> None:
         """Adds a value under ``name``: a tensor, an object, or every leaf of what holds tensors.
@@ -57,6 +62,10 @@ class TorchTree:
         start, length, crc = objects.storages[value.key]
         if value.key not in self._items:
             self._items[value.key] = self._builder.item(Item(self._file, start, length, crc32=crc))
+        if value not in self._views:  # a flat parameter is placed once for each of its parts
+            self._views.add(value)
+            self._bytes += prod(value.shape) * BY_NAME[value.dtype].itemsize
+            bound_views(self._bytes, self._stored, what)
         return self._items[value.key], check_view(value, length, 0, what, objects.swapped)
 
     def require_all(self) -> None:

@@ -360,3 +360,21 @@ def test_absent_numbers() -> None:
     assert absent({0, 2}, 4, 100) == [1, 3]
     assert absent({7}, 3, 2) == [0, 1]
     assert absent(set(), 0, 5) == []
+
+
+def test_views_that_expand_one_element(tmp_path: Path) -> None:
+    """Four bytes that stand for four terabytes."""
+    wide = tensor("s0", "FloatStorage", 1, (1 << 20, 1 << 20), (0, 0))
+    args = Made(Global("argparse", "Namespace"), state={"num_layers": 1}, new=True)
+    legacy = {"args": args, "model": {"x.w": wide}, "iteration": 1, "checkpoint_version": 3}
+    trees: dict[str, Any] = {
+        "a/a.pt": {"w": wide}, "b/mp_rank_00/model_optim_rng.pt": legacy, "d/rank0.pt": {"w": wide},
+        "e/a.ckpt": {"state_dict": {"w": wide}, "pytorch-lightning_version": "2.6"},
+    }  # fmt: skip
+    for name, tree in trees.items():
+        save(tmp_path / name, tree, s0=bytes(4))
+        cheap(tmp_path / name.split("/")[0], "stand for tensors")
+    save(zarr(tmp_path / "c") / "common.pt", {"x": wide}, s0=bytes(4))
+    found = ckptcore.open(str(tmp_path / "c"))
+    assert not found.tensors
+    assert [f.code for f in found.findings] == ["malformed-item"]
