@@ -70,6 +70,12 @@ class Array:
         found = tuple(map(int, parts))
         return found if all(i < n for i, n in zip(found, self.grid, strict=True)) else None
 
+    def outside(self, name: str) -> bool:
+        """Whether a file is named like a chunk of an array of this rank, but of a larger one."""
+        parts = name.split(self.separator)
+        named = bool(self.shape) and len(parts) == len(self.shape) and all(_INDEX.match(p) for p in parts)
+        return named and self.index(name) is None
+
     def place(self, index: tuple[int, ...]) -> tuple[Box, View | None]:
         """The box that a chunk holds, and how its elements lie in its file."""
         offset = tuple(i * c for i, c in zip(index, self.chunks, strict=True))

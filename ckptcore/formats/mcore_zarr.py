@@ -124,7 +124,11 @@ def _add_array(builder: Builder, source: Source, path: str, inside: dict[str, li
         if not name.startswith(prefix) or name == prefix + _zarr.ARRAY or _OBJECT.search(f"/{name}"):
             continue
         index = array.index(name.removeprefix(prefix))
-        if index is None:
+        if index is None and array.outside(name.removeprefix(prefix)):
+            # Left by a larger save, or the shape was cut: nothing else tells which.
+            message = f"{top}/{name} is a chunk behind the end of {key} {list(array.shape)}"
+            builder.findings.append(finding("out-of-bounds", "files", message, fqn=key, file=f"{top}/{name}"))
+        elif index is None:
             builder.findings.append(
                 finding("stray-file", "files", f"{top}/{name} is no chunk of {key}", file=f"{top}/{name}")
             )
