@@ -99,9 +99,11 @@ def unproven(shards: Shards) -> tuple[str, ...]:
     ranks = shards.ranks
     if ranks > 1 and any(writers(parts) == ranks for parts in shards.parts.values()):
         return ()
-    # Among several ranks, a tensor that one of them holds whole was never cut.
+    # Among several ranks, a tensor of which all hold the same part was never cut.
     return tuple(
-        fqn for fqn, parts in shards.parts.items() if not ended(parts) and (len(parts) > 1 or ranks < 2)
+        fqn
+        for fqn, parts in shards.parts.items()
+        if not ended(parts) and (ranks < 2 or len({p.offset for p in parts}) > 1)
     )
 
 

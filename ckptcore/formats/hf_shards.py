@@ -120,7 +120,8 @@ def _incomplete(shards: Shards, folder: Source, whole: _Whole) -> Iterator[Findi
     if names:
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         yield finding(
-            "unproven-shape", "cover", f"{names[0]}{more} would be larger if ranks behind rank "
+            "missing-part" if folder.recover else "unproven-shape", "cover",
+            f"{names[0]}{more} would be larger if ranks behind rank "
             f"{max(shards.ranks, 1) - 1} had written shards: no file says how many ranks there were",
         )  # fmt: skip
     known = shards.sizes.keys() | {row[3] for row in whole.values()}
