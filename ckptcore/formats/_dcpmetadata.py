@@ -123,7 +123,13 @@ class Metadata:
 
 def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
     """The declared fields of a record of this class."""
-    if type(value) is Record and value.kind == kind and type(value.state) is tuple:
+    # A state that was pickled as a tuple, and not by names, may have any length.
+    if (
+        type(value) is Record
+        and value.kind == kind
+        and type(value.state) is tuple
+        and len(value.state) == len(value.fields)
+    ):
         state: tuple[Any, ...] = value.state
         return state
     raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {shown(value)}", file=name)

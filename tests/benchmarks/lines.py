@@ -68,7 +68,7 @@ CONTENDERS = {
     "ckptcore unshard": Contender(
         ("CKPTCORE", "consolidate", "SRC", "OUT", "--include", "model.*", "--rename", "model.="), ".pt"
     ),
-    "ckptcore merge": Contender((*_EXPORT, "--config", "SRC/huggingface")),
+    "ckptcore merge": Contender(_EXPORT),
     # Default mode: checksums verified, digest, fsync, catalog.
     "ckptcore": Contender(_EXPORT),
     "ckptcore+cast": Contender((*_EXPORT, *_BF16), dtype="bf16"),
