@@ -2,48 +2,54 @@
 
 from __future__ import annotations
 
-import copyreg
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as meta
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import ckptcore
 from ckptcore.errors import MalformedCheckpoint
 
 
-class Odd:
+CHUNK, PLACE = meta.ChunkStorageMetadata, filesystem._StorageInfo
+GOOD_CHUNK = (torch.Size([0]), torch.Size([2]))
+GOOD_PLACE = ("__0_0.distcp", 0, 8, None)
+
+
+def odd(cls: type, monkeypatch: pytest.MonkeyPatch, *state: Any) -> Any:
     """Pickled as an instance of ``cls`` whose state is a tuple, which no writer of torch makes."""
-
-    def __init__(self, cls: type, *state: Any) -> None:
-        self.cls, self.state = cls, state
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return copyreg.__newobj__, (self.cls,), self.state
-
-
-GOOD_CHUNK = meta.ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
-GOOD_PLACE = _StorageInfo("__0_0.distcp", 0, 8)
+    members = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__getstate__": lambda _: state,
+    }
+    fake = type(cls.__name__, (), members)
+    monkeypatch.setattr(sys.modules[cls.__module__], cls.__name__, fake)  # pickle looks it up by name
+    return fake()
 
 
 @pytest.mark.parametrize(
     ("chunk", "place"),
     [
-        (Odd(meta.ChunkStorageMetadata, torch.Size([0])), GOOD_PLACE),
-        (Odd(meta.ChunkStorageMetadata), GOOD_PLACE),
-        (GOOD_CHUNK, Odd(_StorageInfo, "__0_0.distcp")),
-        (GOOD_CHUNK, Odd(_StorageInfo, "__0_0.distcp", 0, 8, None, None)),
+        (GOOD_CHUNK[:1], GOOD_PLACE),
+        ((7,), GOOD_PLACE),
+        (GOOD_CHUNK, GOOD_PLACE[:1]),
+        (GOOD_CHUNK, (*GOOD_PLACE, None)),
     ],
-    ids=["a chunk without sizes", "a chunk of nothing", "a place of one field", "a place of five"],
+    ids=["a chunk without sizes", "a chunk of a number", "a place of one field", "a place of five"],
 )
-def test_records_of_another_length_are_malformed(chunk: Any, place: Any, tmp_path: Path) -> None:
-    tensor = meta.TensorStorageMetadata(meta.TensorProperties(), torch.Size([2]), [chunk])
-    whole = meta.Metadata({"w": tensor}, storage_data={meta.MetadataIndex("w", [0]): place})
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(whole, 4))
+def test_records_of_another_length_are_malformed(
+    chunk: tuple[Any, ...], place: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [odd(CHUNK, monkeypatch, *chunk)]
+    tensor = meta.TensorStorageMetadata(meta.TensorProperties(), torch.Size([2]), chunks)
+    places = {meta.MetadataIndex("w", [0]): odd(PLACE, monkeypatch, *place)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(meta.Metadata({"w": tensor}, storage_data=places), 4))
     (tmp_path / "__0_0.distcp").write_bytes(bytes(8))
     with pytest.raises(MalformedCheckpoint):
         ckptcore.open(str(tmp_path))
