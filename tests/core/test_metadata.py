@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import metadata as meta
 import ckptcore
 from ckptcore.errors import MalformedCheckpoint
 
-
 CHUNK, PLACE = meta.ChunkStorageMetadata, filesystem._StorageInfo
 GOOD_CHUNK = (torch.Size([0]), torch.Size([2]))
 GOOD_PLACE = ("__0_0.distcp", 0, 8, None)
