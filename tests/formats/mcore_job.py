@@ -1,9 +1,11 @@
-"""A job for a process of its own: does Megatron-Core load a folder, and what does it get?
+"""A job of one or more ranks: does Megatron-Core load a folder, and what does it get?
 
-    python mcore_job.py FOLDER TRUTH OBJECTS OUT
+    RANK=0 WORLD_SIZE=2 python mcore_job.py FOLDER TRUTH OBJECTS OUT
 
-TRUTH: a safetensors file with the tensors that are expected. OBJECTS: JSON, key -> grid. OUT: where the
-JSON of what was loaded goes: tensors that differ, objects by type, common state by type.
+TRUTH: a safetensors file with the tensors that are expected; each rank loads its rows where they can be
+cut evenly, and all of it otherwise. OBJECTS: JSON, key -> grid. OUT: where rank 0 puts the JSON of what
+was loaded: tensors that differ on any rank, objects by type, common state by type. The ranks meet at
+OUT + ".store".
 
 Megatron-Core wants CUDA and Triton; the stand-ins below touch no value.
 """
@@ -63,32 +65,42 @@ def stand_in() -> None:
 
 def main(folder: str, truth_file: str, grids: str, out: str) -> None:
     stand_in()
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.FileStore(f"{out}.store", world), rank=rank, world_size=world)
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from safetensors.torch import load_file
 
     truth = load_file(truth_file)
-    state: dict[str, Any] = {
-        k: ShardedTensor.from_rank_offsets(k, torch.zeros_like(v)) for k, v in truth.items()
-    }
+    state: dict[str, Any] = {}
+    for k, v in truth.items():
+        if world > 1 and v.dim() and v.shape[0] and v.shape[0] % world == 0:
+            truth[k] = v.chunk(world)[rank]
+            state[k] = ShardedTensor.from_rank_offsets(k, torch.zeros_like(truth[k]), (0, rank, world))
+        else:
+            state[k] = ShardedTensor.from_rank_offsets(k, torch.zeros_like(v), replica_id=rank)
     for key, shape in json.loads(grids).items():
         for offset in itertools.product(*map(range, shape)):
-            state[f"{key} {offset}"] = ShardedObject(key, None, tuple(shape), offset)
+            state[f"{key} {offset}"] = ShardedObject(key, None, tuple(shape), offset, replica_id=rank)
     got = dist_checkpointing.load(state, folder)
 
     def raw(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
+    differ = [k for k, v in truth.items() if not torch.equal(raw(got[k]), raw(v))]
+    everywhere: list[list[str]] = [[] for _ in range(world)]
+    dist.all_gather_object(everywhere, differ)
     told = {
         "listed": sorted(dist_checkpointing.load_tensors_metadata(folder)),
-        "differ": [k for k, v in truth.items() if not torch.equal(raw(got[k]), raw(v))],
+        "differ": sorted({k for names in everywhere for k in names}),
         "types": {k: type(v).__name__ for k, v in got.items() if k not in truth},
         "args": sorted(vars(got["args"])) if "args" in got else [],
     }
-    Path(out).write_text(json.dumps(told))
+    if rank == 0:
+        Path(out).write_text(json.dumps(told))
+    dist.barrier()  # gloo aborts a rank whose peer has gone
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -109,8 +110,9 @@ def test_tensorstore_opens_it(found: dict[str, Sample], tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
-def test_megatron_loads_it(to: str, found: dict[str, Sample], tmp_path: Path) -> None:
+def test_megatron_loads_it(to: str, ranks: int, found: dict[str, Sample], tmp_path: Path) -> None:
     minor = int(version("megatron-core").split(".")[1])
     if to == "zarr" and minor > 15:
         pytest.skip("megatron-core 0.16 and later have no zarr backend")
@@ -119,8 +121,17 @@ def test_megatron_loads_it(to: str, found: dict[str, Sample], tmp_path: Path) ->
     ckptcore.convert(str(found[name].root / "ckpt"), str(out), to=to)
     truth = found[name].root / "expected.safetensors"
     line = [sys.executable, str(JOB), str(out), str(truth), json.dumps(GRIDS), str(told)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    job = [
+        subprocess.Popen(
+            line,
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    errors = [one.communicate(timeout=300)[1] for one in job]
+    assert all(one.returncode == 0 for one in job), "\n".join(errors)[-3000:]
     got = json.loads(told.read_text())
     assert got["differ"] == []
     assert got["args"]
