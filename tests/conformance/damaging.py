@@ -65,7 +65,7 @@ def _stand_in(module: str, name: str, *fields: Any) -> None:
         setattr(sys.modules[module], name, make_dataclass(name, fields, namespace={"__module__": module}))
 
 
-if importlib.util.find_spec("olmo_core") is None:
+if "olmo_core" not in sys.modules and importlib.util.find_spec("olmo_core") is None:
     # The last is torch's, for damages that set it; OLMo-core's has three.
     _place = ("relative_path", "offset", "length", ("transform_descriptors", Any, None))
     _stand_in("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo", *_place)
