@@ -94,7 +94,9 @@ def several_shards(full: torch.Tensor, rng: Random) -> Any:
     from torch.distributed._shard.sharded_tensor import Shard as Piece
 
     world, rank = dist.get_world_size(), dist.get_rank()
-    cuts = sorted(rng.sample(range(1, full.shape[0]), min(full.shape[0] - 1, rng.randint(world, 6))))
+    cuts = sorted(
+        rng.sample(range(1, full.shape[0]), min(full.shape[0] - 1, rng.randint(world, max(world, 6))))
+    )
     bounds = list(zip([0, *cuts], [*cuts, full.shape[0]], strict=True))
     owners = [i % world for i in range(len(bounds))]
     mine = []
