@@ -129,7 +129,9 @@ def placed(full: torch.Tensor, rng: Random, meshes: dict[str, DeviceMesh]) -> tu
         "hsdp": (Replicate(), Shard(rng.randrange(dims))),
         "strided": (_StridedShard(0, split_factor=mesh.size(1)), Shard(0)),
     }
-    chosen = places.get(kind, places["two"])
+    # On more than 2 x 2 ranks torch 2.13 itself tells other chunks of uneven rows than it stores.
+    uneven = mesh.size() > 4 and full.shape[0] % mesh.size() != 0
+    chosen = places["two"] if kind == "strided" and uneven else places.get(kind, places["two"])
     return sharded(full, mesh, chosen, transpose), f"{kind}{chosen}"
 
 
