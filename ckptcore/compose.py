@@ -23,7 +23,8 @@ from ckptcore.formats import by_name
 from ckptcore.hf import ConfigFolder, check_names, model_card, read_config
 from ckptcore.manifest import Blob, Manifest
 from ckptcore.model_part import ModelPart, find_model
-from ckptcore.nesting import LEFT_OUT, nest, references, without
+from ckptcore.nesting import LEFT_OUT, nest, without
+from ckptcore.objects import references
 from ckptcore.plan import FilePlan, Plan, Target, make_plan
 from ckptcore.remap import Mapped, keep_blobs, matches, remap
 from ckptcore.request import Request

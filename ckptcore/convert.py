@@ -90,7 +90,7 @@ class Prepared:
 def inspect(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:
     """The manifest of what is at a path or URL; no tensor byte is read.
 
-    recover: take a DCP save that was aborted just before its last step as it is. keep_quantized: give
+    recover: take a save as it is that did not finish, or that nothing proves whole. keep_quantized: give
     quantised weights as they are stored, instead of their values.
     Raises `SourceUnreadable`, `UnknownFormat`, `UnsupportedFormat`, `NotComplete`, ....
     """

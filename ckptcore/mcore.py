@@ -24,8 +24,7 @@ from ckptcore.convert import Result
 from ckptcore.errors import UnsupportedFormat, UsageError
 from ckptcore.formats._mcoreobjects import SHARD
 from ckptcore.manifest import Blob, Manifest, TensorSpec
-from ckptcore.nesting import references
-from ckptcore.objects import Named, TensorRef, decode
+from ckptcore.objects import Named, TensorRef, decode, references
 from ckptcore.request import Settings
 
 FORMATS = ("torch_dist", "zarr")

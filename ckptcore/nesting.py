@@ -13,6 +13,7 @@ from typing import Any
 from ckptcore.errors import NameMismatch
 from ckptcore.formats.base import Format
 from ckptcore.manifest import Manifest
+from ckptcore.objects import references
 from ckptcore.paths import Path, Paths, renamed
 from ckptcore.remap import Mapped
 from ckptcore.selection import select
@@ -70,21 +71,6 @@ def without(tree: Any, gone: set[str]) -> Any:
     if kind is not None and any(v is LEFT_OUT for v in entries.values()):
         return LEFT_OUT
     return {k: v for k, v in entries.items() if v is not LEFT_OUT}
-
-
-def references(tree: Any) -> list[str]:
-    """FQNs of the tensors that an object's tree refers to."""
-    found, queue = [], [tree]
-    while queue:
-        value = queue.pop()
-        if isinstance(value, list):
-            queue += value
-        elif isinstance(value, dict):
-            if value.get("$") == "tensor":
-                found.append(value["fqn"])
-            else:
-                queue += value.values()
-    return found
 
 
 def _in_order(source: Manifest, mapped: Mapped, objects: Objects) -> Iterator[tuple[str, Path]]:

@@ -118,3 +118,33 @@ def decode(form: Any) -> Any:
     if kind in _DECODE:
         return _DECODE[kind](form)
     return Named(kind, decode(form["value"]))
+
+
+def references(form: Any) -> list[str]:
+    """FQNs of the tensors that a JSON form refers to."""
+    found, queue = [], [form]
+    while queue:
+        value = queue.pop()
+        if isinstance(value, list):
+            queue += value
+        elif isinstance(value, dict):
+            if value.get("$") == "tensor":
+                found.append(value["fqn"])
+            else:
+                queue += value.values()
+    return found
+
+
+def tensors_in(value: Any) -> list[str]:
+    """FQNs of the tensors that a decoded tree refers to, each once, in the tree's order."""
+    found: dict[str, None] = {}
+    queue = [value]
+    while queue:
+        v = queue.pop()
+        if isinstance(v, TensorRef):
+            found[v.fqn] = None
+        elif isinstance(v, Named):
+            queue.append(v.value)
+        elif isinstance(v, (dict, list, tuple)):
+            queue += reversed([*v.values()] if isinstance(v, dict) else v)
+    return [*found]

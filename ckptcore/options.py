@@ -42,7 +42,10 @@ Dst = Annotated[
 One = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a path or any fsspec URL.")]
 Other = Annotated[str, typer.Argument(metavar="B", help="Another, of any format and topology.")]
 As = Annotated[Output, typer.Option("--output", help="Text for people, JSON for programs.")]
-Recover = Annotated[bool, typer.Option("--recover", help="Take an aborted save's .metadata.tmp as it is.")]
+Recover = Annotated[
+    bool,
+    typer.Option("--recover", help="Take a save as it is that did not finish, or that nothing proves whole."),
+]
 Keep = Annotated[bool, typer.Option("--keep-quantized", help="Quantised weights as stored, no float32.")]
 To = Annotated[
     str,

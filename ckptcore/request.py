@@ -35,7 +35,7 @@ class Request:
         match wins; ``keep`` as dtype leaves a tensor as it is.
     model_prefix: where the model is, for export; None finds it. config: folder with config.json,
         tokenizer and so on. max_file_size: tensor bytes an output file may hold.
-    tie: (dropped, kept) names that must hold equal bytes. recover: take an unfinished save.
+    tie: (dropped, kept) names that must hold equal bytes. recover: take an unfinished or unproven save.
     keep_quantized: carry quantised weights as they are stored, instead of their values.
     overwrite: replace an existing destination. resume: reuse finished files of an earlier run.
     """

@@ -98,7 +98,7 @@ def convert(
     config: folder with config.json, tokenizer and so on, for export.
     max_file_size: tensor bytes in one output file.
     tie: A=B, tensor A is left out because it must equal B; may be repeated.
-    recover: take a save that was aborted in its last step.
+    recover: take a save that did not finish, or that nothing proves whole.
     keep_quantized: carry quantised weights as they are stored, instead of their values in float32.
     overwrite: replace the destination as a whole.
     resume: keep finished files of an earlier run.

@@ -14,7 +14,7 @@ from ckptcore.builder import Builder
 from ckptcore.errors import ChecksumMismatch, CkptError, MalformedCheckpoint, UnsafeContent, finding
 from ckptcore.formats._bounds import bound_views
 from ckptcore.formats._codecs import decode_small
-from ckptcore.formats._torchtables import StoredView
+from ckptcore.formats._torchtables import StoredView, storages_in
 from ckptcore.formats._torchzip import Objects, Reader, check_view, read_objects
 from ckptcore.manifest import Blob, Envelope, Item, TensorSpec, View
 from ckptcore.objects import Named, TensorRef, encode
@@ -93,7 +93,7 @@ def kept(builder: Builder, key: str, item: int, tree: Any, objects: Objects, par
     builder.findings.append(
         finding("refused-global", "files", f"object {key} needs {named}{lost}", fqn=key, file=file)
     )
-    used = {v.key for v in _views(objects.tree)}
+    used = storages_in(objects.tree)
     hidden = sum(length for key, (_, length, _) in objects.storages.items() if key not in used)
     if hidden:
         message = f"object {key} holds {hidden} bytes of tensors that cannot be taken out of it"
@@ -173,16 +173,6 @@ def _reader(store: Readable, path: str, item: Item, data: bytes | None) -> tuple
     if data is None:
         return (lambda start, n: store.read(path, item.start + start, n)), item.length
     return (lambda start, n: data[start : start + n]), item.length
-
-
-def _views(tree: Any) -> Iterator[StoredView]:
-    if isinstance(tree, StoredView):
-        yield tree
-    elif isinstance(tree, Named):
-        yield from _views(tree.value)
-    elif isinstance(tree, (dict, list, tuple)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _views(value)
 
 
 def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str) -> Any:

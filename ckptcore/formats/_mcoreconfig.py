@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
+from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat
 from ckptcore.formats.base import Source
 from ckptcore.shown import shown
 
@@ -75,6 +75,21 @@ def read_config(source: Source) -> Config | None:
             hint="known: torch 1",
         )
     return Config(backend, version, "common_backend" in form)
+
+
+def finished_config(source: Source) -> Config | None:
+    """`read_config` of a save that has finished; None only for one taken unfinished, on request.
+
+    Raises `NotComplete`.
+    """
+    told = read_config(source)
+    if told is None and not source.recover:
+        raise NotComplete(
+            f"{source.store.url} has no {CONFIG}, which Megatron-Core writes last: the save is running, "
+            "was aborted, or rank 0 wrote it to another node",
+            hint="wait if it is running; take it as it is with --recover if everything else is there",
+        )
+    return told
 
 
 def digests(source: Source) -> dict[str, str]:

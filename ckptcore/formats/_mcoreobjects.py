@@ -20,7 +20,7 @@ from ckptcore.builder import Builder
 from ckptcore.errors import ChecksumMismatch, Finding, MalformedCheckpoint, finding
 from ckptcore.formats._dcpobjects import ObjectRules, adopt, kept
 from ckptcore.formats._megatrontables import read_megatron
-from ckptcore.formats._torchtables import StoredView
+from ckptcore.formats._torchtables import StoredView, storages_in
 from ckptcore.formats._torchzip import Objects, Reader, check_view
 from ckptcore.formats._zarr import cell
 from ckptcore.formats.base import Source
@@ -78,7 +78,7 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
         parts = {key: objects.tree} if key is not None else _common(objects.tree, path)
         told = set[str]()
         for name, tree in parts.items():
-            used = _keys(tree)
+            used = storages_in(tree)
             told |= used
             mine = {k: v for k, v in objects.storages.items() if k in used}
             one, lost = plain(name, replace(objects, tree=tree, refused=(), storages=mine), read)
@@ -192,22 +192,6 @@ def _pruned(tree: Any) -> tuple[Any, tuple[str, ...], list[str]]:
 
     kept_tree = visit(tree, "")
     return kept_tree, () if isinstance(kept_tree, Refused) else tuple(lost), names
-
-
-def _keys(tree: Any) -> set[str]:
-    """Storages that a tree refers to."""
-    found: set[str] = set()
-    queue, seen = [tree], set[int]()
-    while queue:
-        value = queue.pop()
-        if isinstance(value, StoredView):
-            found.add(value.key)
-        elif isinstance(value, Named):
-            queue.append(value.value)
-        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            queue += value.values() if isinstance(value, dict) else value
-    return found
 
 
 def _bytes_of(view: StoredView, objects: Objects, read: Reader, what: str) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from ckptcore.dtype import BY_NAME
 from ckptcore.errors import UnsupportedFormat, finding
 from ckptcore.formats._megatronrules import Placement
 from ckptcore.manifest import Chunks, Manifest, TensorSpec, row_major
+from ckptcore.objects import references
 
 _Row = tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], int]
 
@@ -62,7 +62,8 @@ def recut(manifest: Manifest, flat: set[int], pieces: Sequence[Piece]) -> Manife
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
     return replace(
         manifest, tensors=tensors, chunks=_chunks(manifest, kept, list(rows.values()), tensors),
-        blobs=tuple(b for b in manifest.blobs if not gone & _references(b.tree)), findings=tuple(findings),
+        blobs=tuple(b for b in manifest.blobs if gone.isdisjoint(references(b.tree))),
+        findings=tuple(findings),
         origin={**origin, "flat_buffers": len(flat), "alignment_gaps": gaps},
     )  # fmt: skip
 
@@ -112,20 +113,6 @@ def _stored(
                 raise UnsupportedFormat(f"{manifest.tensors[tensor].fqn} is stored with strides")
             byte, flags = byte + int(c.view[row, 0]), int(c.view[row, 1])
         yield low - start, high - start, int(c.item[row]), byte, flags
-
-
-def _references(tree: Any) -> set[str]:
-    found: set[str] = set()
-    queue = [tree]
-    while queue:
-        value = queue.pop()
-        if isinstance(value, list):
-            queue += value
-        elif isinstance(value, dict):
-            if value.get("$") == "tensor":
-                found.add(value["fqn"])
-            queue += value.values()
-    return found
 
 
 def _chunks(

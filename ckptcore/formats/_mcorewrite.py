@@ -23,7 +23,7 @@ from ckptcore.formats._metadatawrite import metadata_pickle
 from ckptcore.formats._torchfile import Inline, torch_file
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
 from ckptcore.manifest import TensorSpec
-from ckptcore.objects import Named, TensorRef, decode
+from ckptcore.objects import Named, TensorRef, decode, tensors_in
 from ckptcore.shown import shown
 
 _MAX_NAME = 255  # bytes of a file name, on every common file system
@@ -107,7 +107,7 @@ def _parts(request: Arrangement) -> Parts:
         if key == COMMON_KEY or (key in position and value != TensorRef(key)):
             raise NameMismatch(f"an object is called {key}, like what Megatron-Core keeps there")
         (shards if SHARD.match(key) else common)[key] = value
-        inside |= _references(value)
+        inside |= {*tensors_in(value)}
     free = sorted(position.keys() - inside, key=natural)
     return Parts(tuple(position[n] for n in free), shards, common, position)
 
@@ -116,7 +116,7 @@ def _torch_file(path: str, value: Any, request: Arrangement, parts: Parts) -> Fi
     """A torch file with the tensors and byte tensors that its value refers to."""
     inline: dict[str, Inline] = {}
     tree = _with_bytes(value, inline)
-    order = [parts.position[n] for n in sorted(_references(value), key=natural)]
+    order = [parts.position[n] for n in sorted(tensors_in(value), key=natural)]
     return torch_file(path, tree, request.tensors, order, classes=True, inline=inline)
 
 
@@ -133,20 +133,6 @@ def _with_bytes(value: Any, inline: dict[str, Inline]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)([_with_bytes(v, inline) for v in value])
     return value
-
-
-def _references(value: Any) -> set[str]:
-    found: set[str] = set()
-    queue = [value]
-    while queue:
-        v = queue.pop()
-        if isinstance(v, TensorRef):
-            found.add(v.fqn)
-        elif isinstance(v, Named):
-            queue.append(v.value)
-        elif isinstance(v, (dict, list, tuple)):
-            queue += v.values() if isinstance(v, dict) else v
-    return found
 
 
 def _require_folders(names: Sequence[str]) -> None:

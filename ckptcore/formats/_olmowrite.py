@@ -14,7 +14,7 @@ from typing import Any
 from ckptcore.formats._dcpwrite import arrange_folder
 from ckptcore.formats._torchfile import torch_file
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, natural
-from ckptcore.objects import TensorRef, decode
+from ckptcore.objects import TensorRef, decode, tensors_in
 
 _TRAIN = "train."
 _MOST_RANKS = 1 << 14
@@ -58,7 +58,7 @@ def _train(request: Arrangement, tensors: list[int]) -> list[FileLayout]:
     every = range(world) if type(world) is int and 0 < world <= _MOST_RANKS else ()
     for rank in sorted({0, *ranks, *every}):
         tree = _nested({**shared, **ranks.get(rank, {})})
-        order = [number[ref] for ref in _references(tree)]
+        order = [number[ref] for ref in tensors_in(tree)]
         # OLMo-core's trainer loads it with weights_only=False: numpy's random state stays numpy.
         files.append(torch_file(f"train/rank{rank}.pt", tree, request.tensors, order))
     return files
@@ -82,12 +82,3 @@ def _lists(tree: Any) -> Any:
     if tree and list(tree) == [str(n) for n in range(len(tree))]:
         return [_lists(v) for v in tree.values()]
     return {k: _lists(v) for k, v in tree.items()}
-
-
-def _references(tree: Any) -> list[str]:
-    if isinstance(tree, TensorRef):
-        return [tree.fqn]
-    if isinstance(tree, (dict, list, tuple)):
-        inner = tree.values() if isinstance(tree, dict) else tree
-        return [name for value in inner for name in _references(value)]
-    return []

@@ -39,6 +39,22 @@ class StoredView:
     flags: int = 0
 
 
+def storages_in(tree: Any) -> set[str]:
+    """Keys of the storages that a tree's tensors view."""
+    found: set[str] = set()
+    queue, seen = [tree], set[int]()
+    while queue:
+        value = queue.pop()
+        if isinstance(value, StoredView):
+            found.add(value.key)
+        elif isinstance(value, Named):
+            queue.append(value.value)
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            queue += value.values() if isinstance(value, dict) else value
+    return found
+
+
 def _dims(values: Any, what: str) -> tuple[int, ...]:
     dims = tuple(values)
     if len(dims) > _MAX_RANK or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims):

@@ -33,7 +33,7 @@ from ckptcore.formats.base import (
     natural,
 )
 from ckptcore.manifest import Manifest
-from ckptcore.objects import TensorRef, decode
+from ckptcore.objects import TensorRef, decode, tensors_in
 from ckptcore.paths import Path, Paths
 
 NAME, META, DEFAULT = "lightning", "meta.pt", "checkpoint.ckpt"
@@ -145,7 +145,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     tree: dict[Any, Any] = {}
     made = {id(tree)}
     trees = {key: decode(form) for key, form in request.objects.items()}
-    held = {name for t in trees.values() for name in _references(t)}
+    held = {name for t in trees.values() for name in tensors_in(t)}
     alone = [t.fqn for t in request.tensors if t.fqn not in held]
     rank = {name: n for n, name in enumerate(request.paths)}
     for name in sorted([*alone, *trees], key=lambda n: rank.get(n, len(rank))):
@@ -200,21 +200,6 @@ def _require_lists(tree: Any, where: str) -> None:
                 raise NameMismatch(f"{where}.{n} is left out, but a later entry of the list is not",
                                    hint="leave the whole list out, or nothing of it")  # fmt: skip
             _require_lists(value, f"{where}.{n}")
-
-
-def _references(tree: Any) -> list[str]:
-    found, queue = [], [tree]
-    while queue:
-        value = queue.pop()
-        if isinstance(value, TensorRef):
-            found.append(value.fqn)
-        elif isinstance(value, dict):
-            queue += value.values()
-        elif isinstance(value, (list, tuple)):
-            queue += value
-        elif hasattr(value, "kind"):
-            queue.append(value.value)
-    return found
 
 
 def _file(source: Source) -> str | None:

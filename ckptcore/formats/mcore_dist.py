@@ -11,10 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import NotComplete, finding
+from ckptcore.errors import finding
 from ckptcore.formats._dcpread import DATA, parse_folder, read_folder
 from ckptcore.formats._mcorebuckets import map_buckets, stored_args
-from ckptcore.formats._mcoreconfig import CONFIG, INTEGRITY, Config, digests, marked, read_config
+from ckptcore.formats._mcoreconfig import (
+    CONFIG,
+    INTEGRITY,
+    Config,
+    digests,
+    finished_config,
+    marked,
+    read_config,
+)
 from ckptcore.formats._mcoreflat import left_flat, restored
 from ckptcore.formats._mcoreobjects import COMMON_FILE, LISTED, add_file, common_name, grids, spread_common
 from ckptcore.formats._mcorewrite import arrange_torch_dist
@@ -47,13 +55,7 @@ def read(source: Source) -> Manifest:
 
     Raises `NotComplete` when `metadata.json`, which is written last, is not there.
     """
-    told = read_config(source)
-    if told is None and not source.recover:
-        raise NotComplete(
-            f"{source.store.url} has no {CONFIG}, which Megatron-Core writes last: the save is running, "
-            "was aborted, or rank 0 wrote it to another node",
-            hint="wait if it is running; take it as it is with --recover if everything else is there",
-        )
+    told = finished_config(source)
     parsed = parse_folder(source)
     extra = parsed[0].extra.get("mcore_data")
     folder = read_folder(source, NAME, LISTED, parsed)

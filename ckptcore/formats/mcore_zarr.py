@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptcore.builder import Builder
-from ckptcore.errors import Finding, NotComplete, finding
+from ckptcore.errors import Finding, finding
 from ckptcore.formats import _zarr
 from ckptcore.formats._mcorebuckets import map_buckets, stored_args
-from ckptcore.formats._mcoreconfig import CONFIG, read_config
+from ckptcore.formats._mcoreconfig import CONFIG, finished_config, read_config
 from ckptcore.formats._mcoreobjects import COMMON_FILE, add_file, grids
 from ckptcore.formats._mcorewrite import arrange_zarr
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
@@ -52,13 +52,7 @@ def read(source: Source) -> Manifest:
 
     Raises `NotComplete` without `metadata.json`, `UnsupportedFormat` for compressed arrays.
     """
-    told = read_config(source)
-    if told is None and not source.recover:
-        raise NotComplete(
-            f"{source.store.url} has no {CONFIG}, which Megatron-Core writes last: the save is running, "
-            "was aborted, or rank 0 wrote it to another node",
-            hint="wait if it is running; take it as it is with --recover if everything else is there",
-        )
+    told = finished_config(source)
     builder = Builder()
     inside = _by_folder(source)
     arrays = _arrays(source)

@@ -19,7 +19,7 @@ from ckptcore.formats._megatronmerge import Chunk, Merger, model_of
 from ckptcore.formats._megatronoptim import add_buffers, add_numbered
 from ckptcore.formats._megatronranks import FILE, RankFile, read_ranks
 from ckptcore.formats._megatrontables import read_megatron
-from ckptcore.formats._torchtables import StoredView
+from ckptcore.formats._torchtables import StoredView, storages_in
 from ckptcore.formats._torchtree import TorchTree, add_object
 from ckptcore.formats._torchzip import Objects, refused_in
 from ckptcore.formats._trees import leaves_below
@@ -153,18 +153,7 @@ def _shared(value: Any) -> Any:
 
 def _note_hidden(builder: Builder, objects: Objects, path: str) -> None:
     """A finding for tensors inside classes that were not built."""
-    used: set[str] = set()
-    queue: list[Any] = [objects.tree]
-    seen: set[int] = set()
-    while queue:
-        v = queue.pop()
-        if isinstance(v, StoredView):
-            used.add(v.key)
-        elif isinstance(v, Named):
-            queue.append(v.value)
-        elif isinstance(v, (dict, list, tuple)) and id(v) not in seen:
-            seen.add(id(v))
-            queue += v.values() if isinstance(v, dict) else v
+    used = storages_in(objects.tree)
     hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in used)
     if hidden:
         told = ", ".join(objects.refused) or "a class that is not known here"
