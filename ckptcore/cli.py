@@ -25,8 +25,10 @@ from ckptcore.options import (
     MODEL,
     NAMES,
     PLACE,
+    PREFIX,
     PROOF,
     SAVE,
+    SHARDS,
     As,
     Catalog,
     Dst,
@@ -163,12 +165,19 @@ def export(src: Src, dst: Dst, to: To = "", **given: Any) -> None:
 
 
 @app.command()
-@takes(MODEL, CONTENT, PLACE, MEANS, SAVE, ANSWER)
+@takes(SHARDS, PREFIX, CONTENT, MEANS, DEVICE, PLACE, PROOF, ANSWER)
+def reshard(src: Src, dst: Dst, to: To = "", **given: Any) -> None:
+    """Model, optimizer and trainer state, cut for the ranks of a mesh: fsdp, tp, pp, ep."""
+    _convert(_request("reshard", src, dst, to, given), given)
+
+
+@app.command()
+@takes(MODEL, SHARDS, CONTENT, PLACE, MEANS, SAVE, ANSWER)
 def plan(
     src: Src,
     dst: Dst,
     to: To = "",
-    verb: Annotated[str, typer.Option("--verb", help="consolidate or export.")] = "consolidate",
+    verb: Annotated[str, typer.Option("--verb", help="consolidate, export or reshard.")] = "",
     **given: Any,
 ) -> None:
     """What a conversion would do: bytes, files, renames, casts, drops, peak memory. Writes nothing."""
@@ -178,6 +187,7 @@ def plan(
     from ckptcore.planfile import save_request
     from ckptcore.staging import refuse_existing
 
+    verb = verb or ("reshard" if given["mesh"] else "consolidate")
     request = _request(verb, src, dst, to, given)
     settings = _settings(given)
     refuse_existing(
@@ -264,7 +274,19 @@ def _request(verb: str, src: str, dst: str | None, to: str, given: dict[str, Any
         given["overwrite"],
         given["resume"],
         given["keep_quantized"],
+        given.get("mesh") or "",
+        _text_of(given.get("sharding")),
+        given.get("serialization", "torch_save"),
     )
+
+
+def _text_of(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--sharding {path} cannot be read: {error}") from error
 
 
 def _settings(given: dict[str, Any]) -> Any:

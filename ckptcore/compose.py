@@ -19,15 +19,17 @@ from blake3 import blake3
 from ckptcore import dtype as dtypes
 from ckptcore.check import Report, require_whole
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
-from ckptcore.formats import by_name
+from ckptcore.fileplan import FilePlan
+from ckptcore.formats import FORMATS, by_name
 from ckptcore.hf import ConfigFolder, check_names, model_card, read_config
 from ckptcore.manifest import Blob, Manifest
 from ckptcore.model_part import ModelPart, find_model
 from ckptcore.nesting import LEFT_OUT, nest, without
 from ckptcore.objects import references
-from ckptcore.plan import FilePlan, Plan, Target, make_plan
+from ckptcore.plan import Plan, Target, make_plan
 from ckptcore.remap import Mapped, keep_blobs, matches, remap
 from ckptcore.request import Request
+from ckptcore.topology import lay_out
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ def compose(request: Request, manifest: Manifest) -> Composed:
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
     export = request.verb == "export"
+    if request.verb == "reshard" and not writer.shards:
+        raise UsageError(f"{writer.name} is not written for the ranks of a mesh",
+                         hint=f"one of: {', '.join(f.name for f in FORMATS if f.shards)}")  # fmt: skip
     if export and writer.place is not None:
         raise UsageError(f"an export holds the model only, which is no {writer.name} checkpoint",
                          hint="consolidate writes it; export writes safetensors or torch_save")  # fmt: skip
@@ -71,15 +76,19 @@ def compose(request: Request, manifest: Manifest) -> Composed:
     carried = set(objects)
     mapped, objects, paths, moved = nest(writer, manifest, mapped, objects)
     casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
-    target = Target(request.format, request.single, request.max_file_size, casts, objects)
+    target = Target(request.format, request.single, request.max_file_size, casts, objects, request.mesh,
+                    request.sharding, request.serialization)  # fmt: skip
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
+    topology = None
+    if request.verb == "reshard":
+        topology = lay_out(mapped.manifest, request.mesh, request.sharding, request.model_prefix)
     extra = _extra(request, mapped, target, config, manifest)
     plan, files = make_plan(
         mapped.manifest, target, writer, twins=mapped.twins, ties=mapped.ties, renamed=mapped.renamed,
         dropped=[(d.fqn, d.rule) for d in mapped.dropped] + _dropped_objects(request, manifest, carried),
         extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
-        source=manifest, paths=paths,
+        source=manifest, paths=paths, topology=topology,
     )  # fmt: skip
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     return Composed(plan, files, extra, report, tuple(warnings), model, timings)

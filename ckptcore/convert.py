@@ -291,7 +291,7 @@ def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings
         return execute_files(
             lambda i: load_file_plan(staging.plan, i), wanted, plan_digest=plan.digest, source=source,
             files=staging.files, receipts=staging.receipts, settings=settings, scratch=scratch,
-            progress=progress, total=plan.bytes_out,
+            items=plan.items, progress=progress, total=plan.bytes_out,
             unchanged=lambda paths: require_same(noted, source, paths),
         )  # fmt: skip
 

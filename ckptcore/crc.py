@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 _POLY = 0xEDB88320  # reflected, as in zlib
+_MAX_PIECES = 8192
 
 
 def combine(first: int, second: int, second_length: int) -> int:
@@ -24,8 +25,9 @@ def combine(first: int, second: int, second_length: int) -> int:
 class Pieces:
     """The CRC-32 of a record whose pieces come in any order.
 
-    length: bytes of the whole. `add` gives the record's CRC-32 when its last byte has come, and
-    None before; a byte that comes twice is ignored the second time only as a whole piece.
+    length: bytes of the whole. `add` gives the record's CRC-32 when pieces from its first to its last byte
+    have come, and None before. Bytes may come several times, in pieces of other lengths. Of very many
+    pieces nothing comes: remembering them would cost more than reading the record once more.
     """
 
     __slots__ = ("_length", "_parts", "_seen")
@@ -36,17 +38,19 @@ class Pieces:
 
     def add(self, start: int, length: int, crc: int) -> int | None:
         """Adds the CRC-32 of bytes ``[start, start + length)``."""
-        if start in self._parts or not length:
+        known = self._parts.get(start)
+        if not length or (known is not None and known[0] >= length) or len(self._parts) >= _MAX_PIECES:
             return None
         self._parts[start] = (length, crc)
         self._seen += length
         if self._seen < self._length:
             return None
-        whole, at = 0, 0
-        for begin, (count, part) in sorted(self._parts.items()):
-            if begin != at:
+        whole = at = 0
+        while at < self._length:  # every reader's pieces lie end to end, so the longest leads on
+            step = self._parts.get(at)
+            if step is None:
                 return None
-            whole, at = combine(whole, part, count), begin + count
+            whole, at = combine(whole, step[1], step[0]), at + step[0]
         return whole
 
 

@@ -18,13 +18,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ckptcore.errors import BudgetTooSmall, DiskFull
-from ckptcore.filejob import FileWork
-from ckptcore.plan import FilePlan
+from ckptcore.filejob import FileWork, expect
+from ckptcore.fileplan import FilePlan
 from ckptcore.receipts import Receipt, is_intact, read_receipt, write_receipt
+from ckptcore.records import Records
 from ckptcore.request import Settings
 from ckptcore.store import Store
 from ckptcore.tiles import Job, jobs
@@ -38,21 +40,25 @@ _MAX_TILE = 256 << 20
 
 def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, plan_digest: str, source: Store,
                   files: Store, receipts: Store, settings: Settings, unchanged: Unchanged,
-                  scratch: str | None = None, progress: Progress | None = None,
+                  items: int, scratch: str | None = None, progress: Progress | None = None,
                   total: int = 0) -> tuple[Receipt, ...]:  # fmt: skip
     """Writes the output files ``indices`` of a plan into ``files``; gives their receipts in order.
 
     load: gives the plan of a file by index. receipts: where finished files are recorded.
-    unchanged: raises `SourceChanged` when one of these source files is not as it was planned.
+    unchanged: raises `SourceChanged` when one of these source files is not as it was planned. items: how many
+    the source has.
     scratch: folder for decoded items. total: bytes of the whole plan, for progress.
     Raises the first error of any worker; finished files and receipts stay.
     """
     done: dict[int, Receipt] = {}
     moved = 0
+    records = Records(source, items, settings.verify, scratch)
     for index in indices:
         old = read_receipt(receipts, plan_digest, index)
         if old is not None and is_intact(files, old):
-            done[index] = Receipt(**{**old.as_dict(), "reused": True})
+            done[index] = replace(old, reused=True)
+            if old.pending and settings.verify:
+                expect(load(index), old.pending, records)
             moved += old.nbytes
             if progress is not None:
                 progress("write", moved, total)
@@ -71,8 +77,16 @@ def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, pl
             moved,
             total,
             unchanged,
+            records,
         )
         done |= run.finish()
+    records.finish(settings.threads)
+    for index, receipt in done.items():
+        if receipt.pending:  # what other files had to be waited for is proven now
+            proven = sum(map(records.verified, receipt.pending))
+            done[index] = replace(receipt, verified=receipt.verified + proven, pending=(),
+                                  unverified=receipt.unverified - proven)  # fmt: skip
+            write_receipt(receipts, plan_digest, done[index])
     return tuple(done[i] for i in indices)
 
 
@@ -105,6 +119,7 @@ class _Run:
         moved: int,
         total: int,
         unchanged: Unchanged,
+        records: Records,
     ) -> None:
         self._settings, self._source, self._files, self._receipts = (
             settings,
@@ -113,6 +128,7 @@ class _Run:
             receipts,
         )
         self._plan_digest, self._scratch, self._unchanged = plan_digest, scratch, unchanged
+        self._records = records
         self._tile = tile_bytes(settings)
         self._progress, self._moved, self._total = progress, moved, total
         self._stream = self._jobs(load, todo)
@@ -153,7 +169,7 @@ class _Run:
         for index in todo:
             plan = load(index)
             self._unchanged([f.path for f in plan.files])
-            work = FileWork(plan, self._source, self._files, self._settings, self._scratch)
+            work = FileWork(plan, self._source, self._files, self._settings, self._records, self._scratch)
             self._open[index] = work
             pending = None
             for job in jobs(plan, self._tile, self._settings.threads):

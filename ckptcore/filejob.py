@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,18 +23,18 @@ from ckptcore.crc import Pieces
 from ckptcore.derive import FUNCTIONS
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, finding
-from ckptcore.gather import Seen, gather, overlaps, sub_tile, tile_view
+from ckptcore.fileplan import COMPARE, FilePlan, PlannedTensor
+from ckptcore.gather import gather, overlaps, sub_tile, tile_view
 from ckptcore.manifest import view_of
-from ckptcore.plan import COMPARE, FilePlan, PlannedTensor
 from ckptcore.receipts import Receipt
+from ckptcore.records import Place, Records
 from ckptcore.request import Settings
-from ckptcore.resolve import Payload, resolve
+from ckptcore.resolve import Payload
 from ckptcore.store import Store
 from ckptcore.tiles import Job, LiteralPart, TensorPart
 
 Bytes = npt.NDArray[np.uint8]
 _RUN = 64 << 10  # bytes: a kernel copy of less costs more than a read and a write
-_BLOCK = 4 << 20
 _KEEP = 1 << 20  # bytes: chunks above this are resolved once and remembered while they last
 
 
@@ -42,9 +42,10 @@ class FileWork:
     """The state of one file while it is written."""
 
     def __init__(self, plan: FilePlan, source: Store, files: Store, settings: Settings,
-                 scratch: str | None) -> None:  # fmt: skip
+                 records: Records, scratch: str | None) -> None:  # fmt: skip
         self.plan = plan
         self._source, self._settings, self._scratch = source, settings, scratch
+        self._records = records
         self._writer = files.writer(plan.path, plan.nbytes)
         self._began = time.perf_counter()
         self._patched = any(x.crc_at for x in plan.literals)
@@ -56,9 +57,6 @@ class FileWork:
         self._next, self._settling, self._closed = 0, False, False
         self._last: int | None = None
         self._payloads: dict[int, Payload] = {}
-        self._records: dict[int, Pieces] = {}  # by item, while it is read in pieces
-        self._rows: dict[int, int] = {}  # item -> a read of it
-        self._verified: set[int] = set()
         self._slot_crc: dict[int, Pieces] = {}
         self._slot_done: dict[int, int] = {}
         self._by_tensor = self._index()
@@ -115,38 +113,15 @@ class FileWork:
             self._closed = True
         for payload in self._payloads.values():
             payload.close()
-        if self._settings.verify:
-            self._verify_rest()
         self._writer.commit()
+        numbers = self.plan.number.tolist()
+        verified = sum(map(self._records.verified, numbers))
         return Receipt(
             self.plan.index, self.plan.path, self.plan.nbytes,
             self._digest.hexdigest() if self._digest is not None else None,
-            round(time.perf_counter() - self._began, 6), len(self._verified),
-            len(self._rows.keys() - self._verified),
+            round(time.perf_counter() - self._began, 6), verified, len(numbers) - verified,
+            pending=tuple(filter(self._records.pending, numbers)),
         )  # fmt: skip
-
-    def _verify_rest(self) -> None:
-        """Reads the records whose ranges did not add up to a whole: views that leave gaps or share a
-        storage, transposes that were read in overlapping ranges."""
-        block = bytearray(_BLOCK)
-        for item, row in self._rows.items():
-            if item in self._verified:
-                continue
-            tensor = self._specs[int(np.searchsorted(self.plan.reads.first, row, side="right")) - 1]
-            rank = len(tensor.shape)
-            shape = tuple(self.plan.reads.shape[row, :rank].tolist())
-            payload = self._resolved(row, shape, tensor)
-            try:
-                if payload.crc32 is None:
-                    continue
-                crc = 0
-                for at in range(0, payload.record_length, _BLOCK):
-                    view = memoryview(block)[: min(_BLOCK, payload.record_length - at)]
-                    payload.read_into(payload.record_start + at, view)
-                    crc = zlib.crc32(view, crc)
-                self._require_crc(crc, payload, item, tensor.name)
-            finally:
-                payload.close()
 
     def abort(self) -> None:
         """Drops the file."""
@@ -252,7 +227,7 @@ class FileWork:
                 tensor.source_dtype,
                 tile,
                 scratch,
-                self._seen(row, payload, tensor.name),
+                self._records.seen(payload, self._place(row, chunk.shape, tensor)),
             )
         finally:
             if not kept:
@@ -284,55 +259,22 @@ class FileWork:
         plan, tensor = self.plan, self._specs[part.tensor]
         item = plan.items[int(plan.reads.item[row])]
         payload = self._resolved(row, chunk.shape, tensor)
+        if item.length < _KEEP:
+            return payload, False
         with self._lock:
-            self._rows.setdefault(int(plan.reads.item[row]), row)
-            if item.length < _KEEP:
-                return payload, False
             other = self._payloads.setdefault(row, payload)
         if other is not payload:
             payload.close()
         return other, True
 
     def _resolved(self, row: int, shape: tuple[int, ...], tensor: PlannedTensor) -> Payload:
-        plan = self.plan
-        item = plan.items[int(plan.reads.item[row])]
-        view = view_of(plan.reads, row, len(shape))
-        path, dtype = plan.files[item.file].path, tensor.source_dtype
-        return resolve(self._source, path, item, dtype, shape, view, tensor.name, self._scratch)
+        return self._place(row, shape, tensor).resolve(self._source, self._scratch)
+
+    def _place(self, row: int, shape: tuple[int, ...], tensor: PlannedTensor) -> Place:
+        return _place(self.plan, row, shape, tensor)
 
     def _path(self, row: int) -> str:
         return self.plan.files[self.plan.items[int(self.plan.reads.item[row])].file].path
-
-    def _seen(self, row: int, payload: Payload, name: str) -> Seen | None:
-        """What checks the CRC-32 of a record from the ranges that are read of it."""
-        if not self._settings.verify or payload.crc32 is None:
-            return None
-        key = int(self.plan.reads.item[row])
-
-        def seen(start: int, length: int, crc: int) -> None:
-            begin = start - payload.record_start
-            if length == payload.record_length:
-                whole: int | None = crc
-            else:
-                with self._lock:
-                    pieces = self._records.setdefault(key, Pieces(payload.record_length))
-                    whole = pieces.add(begin, length, crc)
-            if whole is not None:
-                self._require_crc(whole, payload, key, name)
-
-        return seen
-
-    def _require_crc(self, crc: int, payload: Payload, item: int, name: str) -> None:
-        if crc != payload.crc32:
-            message = (
-                f"{name}: bytes in {payload.path or 'a compressed item'} have CRC-32 {crc:08x}, "
-                f"{payload.crc32:08x} is stored"
-            )
-            found = finding("crc-mismatch", "bytes", message, fqn=name, file=payload.path)
-            raise DamagedCheckpoint(message, findings=(found,))
-        with self._lock:
-            self._verified.add(item)
-            self._records.pop(item, None)
 
     def _pass_on(self, job: Job, buffer: Bytes) -> None:
         if self._patched:
@@ -359,6 +301,24 @@ class FileWork:
         if not self.plan.tensors[slot].nbytes:
             return 0
         return self._slot_done[slot]
+
+
+def expect(plan: FilePlan, pending: Sequence[int], records: Records) -> None:
+    """Asks for records to be proven that an earlier run, which wrote this file, had read in part."""
+    numbers = plan.number[plan.reads.item].tolist()
+    rows = {number: row for row, number in reversed(list(enumerate(numbers)))}
+    specs = (*plan.tensors, *plan.inputs)
+    for number in pending:
+        spec = specs[int(plan.reads.tensor[rows[number]])]
+        shape = tuple(plan.reads.shape[rows[number], : len(spec.shape)].tolist())
+        records.expect(_place(plan, rows[number], shape, spec))
+
+
+def _place(plan: FilePlan, row: int, shape: tuple[int, ...], tensor: PlannedTensor) -> Place:
+    at = int(plan.reads.item[row])
+    item, view = plan.items[at], view_of(plan.reads, row, len(shape))
+    path = plan.files[item.file].path
+    return Place(int(plan.number[at]), path, item, tensor.source_dtype, shape, view, tensor.name)
 
 
 def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

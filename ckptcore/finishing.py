@@ -19,10 +19,11 @@ from typing import Any
 
 from ckptcore.check import check
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError
+from ckptcore.fileplan import FilePlan
 from ckptcore.formats import Source, by_name, open_source, read_manifest
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Manifest, TensorSpec
-from ckptcore.plan import FilePlan, Plan, load_file_plan, load_head
+from ckptcore.plan import Plan, load_file_plan, load_head
 from ckptcore.receipts import Receipt, is_intact, read_receipt
 from ckptcore.request import Request
 from ckptcore.staging import PUBLISHING, Staging, publish
@@ -159,7 +160,7 @@ def _told(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
 
 def _wanted(staging: Staging, plan: Plan) -> list[tuple[str, str, tuple[int, ...]]]:
     plans = (load_file_plan(staging.plan, f.index) for f in plan.files)
-    return sorted((t.name, t.dtype, t.shape) for p in plans for t in p.tensors)
+    return sorted({(t.name, t.dtype, t.full) for p in plans for t in p.tensors})
 
 
 def _note_publishing(staging: Staging, plan: Plan, *, single: bool) -> None:
@@ -195,7 +196,7 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     written = reader.read(source)
     report = check(written, None, "cover")
     plans = [load_file_plan(staging.plan, f.index) for f in plan.files]
-    wanted = sorted((t.name, t.dtype, t.shape) for p in plans for t in p.tensors)
+    wanted = sorted({(t.name, t.dtype, t.full) for p in plans for t in p.tensors})
     known = _in_literals(written, plans)
     found = sorted((t.fqn, t.dtype, t.shape) for t in written.tensors if t.fqn not in known)
     if not report.ok or found != wanted:

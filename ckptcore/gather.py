@@ -116,12 +116,20 @@ def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], 
         count *= n
     nbytes = span * itemsize
     if nbytes <= len(scratch) and (span <= _OVERREAD * count or nbytes <= _SMALL):
-        first = payload.start + sum(o * s for o, s in zip(offset, strides, strict=True)) * itemsize
-        buffer = scratch[:nbytes]
-        payload.read_into(first, buffer.data)
+        begin = first = sum(o * s for o, s in zip(offset, strides, strict=True))
+        end = first + span
+        if seen is not None and payload.strides is None and shape:
+            # Whole rows, where the elements wanted are not few: such ranges add up to a checksum.
+            rows = _rows(offset, shape, strides)
+            if rows[1] - rows[0] <= min(_OVERREAD * count, len(scratch) // itemsize):
+                begin, end = rows
+        buffer = scratch[: (end - begin) * itemsize]
+        at = payload.start + begin * itemsize
+        payload.read_into(at, buffer.data)
         if seen is not None:
-            seen(first, nbytes, zlib.crc32(buffer.data))
-        _assign(tile, buffer, shape, strides, dtype, payload.flags)
+            seen(at, len(buffer), zlib.crc32(buffer.data))
+        wanted = buffer[(first - begin) * itemsize :][:nbytes]
+        _assign(tile, wanted, shape, strides, dtype, payload.flags)
         return
     dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])
     # As many steps along that dim as the buffer takes, or one by one where gaps are wide.
@@ -136,6 +144,13 @@ def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], 
         part_shape = (*shape[:dim], n, *shape[dim + 1 :])
         index = (slice(None),) * dim + (slice(at, at + n),)
         _descend(payload, part_offset, part_shape, strides, dtype, itemsize, tile[index], scratch, seen)
+
+
+def _rows(offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """The elements [begin, end) of the whole rows that a box lies in, of a row-major chunk."""
+    dim = next((d for d in range(len(shape)) if shape[d] > 1), len(shape) - 1)
+    lead = sum(offset[d] * strides[d] for d in range(dim + 1))
+    return lead, lead + shape[dim] * strides[dim]
 
 
 def _assign(tile: npt.NDArray[Any], buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...],

@@ -51,6 +51,16 @@ To = Annotated[
     str,
     typer.Option("--to", metavar="FORMAT", help="Output format; default by DST's suffix, else safetensors."),
 ]
+MeshOf = Annotated[
+    str, typer.Option("--mesh", metavar="AXES", help="The ranks to write for, as in fsdp=4,tp=2.")
+]
+Sharding = Annotated[
+    Path | None,
+    typer.Option("--sharding", metavar="FILE", help="TOML with placement rules; default: built-in ones."),
+]
+Serialization = Annotated[
+    str, typer.Option("--serialization", help="Items of a DCP folder: torch_save or safetensors.")
+]
 Include = Annotated[
     list[str] | None,
     typer.Option("--include", metavar="GLOB", help="Only these names (repeatable)."),
@@ -141,7 +151,12 @@ NAMES: Table = {
     "keep_quantized": (Keep, False),
 }  # fmt: skip
 # For an export: where the model is, and what goes beside it.
-MODEL: Table = {"model_prefix": (Prefix, None), "config": (Config, None)}
+PREFIX: Table = {"model_prefix": (Prefix, None)}
+MODEL: Table = {**PREFIX, "config": (Config, None)}
+# For a reshard: which rank gets what.
+SHARDS: Table = {
+    "mesh": (MeshOf, ""), "sharding": (Sharding, None), "serialization": (Serialization, "torch_save"),
+}  # fmt: skip
 MEANS: Table = {"memory": (Memory, "1GiB"), "workers": (Workers, None)}
 DEVICE: Table = {"device": (Device, "cpu")}
 PLACE: Table = {"resume": (Resume, True), "overwrite": (Overwrite, False)}

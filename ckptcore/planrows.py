@@ -1,6 +1,6 @@
 """Rows: which chunks does an output file read, and which items and files of the source lie under them?
 
-Functions over chunk columns, for `ckptcore.plan`.
+Functions over chunk columns, for `ckptcore.fileplan`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptcore.box import Box
 from ckptcore.cover import repeated, replicas
 from ckptcore.manifest import Chunks, Derived, Ints, Items, Manifest, StoredFile, TensorSpec
 
@@ -43,6 +44,14 @@ def held(chunks: Chunks, tensor: int) -> Ints:
     return span[(chunks.shape[span] > 0).all(axis=1)]
 
 
+def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
+    """Those of the rows whose chunks share elements with a box of their tensor."""
+    rank = len(box.shape)
+    at = chunks.lo[rows, :rank]
+    common = (at < np.array(box.end)) & (at + chunks.shape[rows, :rank] > np.array(box.offset))
+    return rows[common.all(axis=1)]
+
+
 def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> tuple[Any, ...]:
     """The columns (lo, shape, item, view), with rows of other chunks of the same source behind them."""
     picked = np.concatenate(spans)
@@ -72,7 +81,8 @@ def gather_rows(
     return lo, shape, item, view
 
 
-def subset(items: Items, used: Ints) -> tuple[Items, Ints]:
+def subset(items: Items, used: Ints) -> tuple[Items, Ints, Ints]:
+    """The items that are used, each use in their numbering, and their numbers in ``items``."""
     kept, renumbered = np.unique(used, return_inverse=True)
     member = (
         {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
@@ -83,7 +93,7 @@ def subset(items: Items, used: Ints) -> tuple[Items, Ints]:
         items.file[kept], items.start[kept], items.length[kept], items.envelope[kept],
         items.codec[kept], items.crc32[kept], items.codecs, member,
     )  # fmt: skip
-    return picked, renumbered.reshape(-1).astype(np.int64)
+    return picked, renumbered.reshape(-1).astype(np.int64), kept.astype(np.int64)
 
 
 def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[StoredFile, ...], Items]:

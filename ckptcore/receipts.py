@@ -24,7 +24,8 @@ class Receipt:
 
     index, path, nbytes: as planned. digest: BLAKE3 hex, or None when digests were off.
     seconds: wall time it took. verified, unverified: source records whose CRC-32 was checked, and
-    those that have none or were not read whole. reused: an earlier run had written it.
+    those that have none. reused: an earlier run had written it. pending: source records, by their
+    numbers, that other files read the rest of: a run that ends well leaves none.
     """
 
     index: int
@@ -35,13 +36,14 @@ class Receipt:
     verified: int = 0
     unverified: int = 0
     reused: bool = False
+    pending: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> Receipt:
-        return cls(**form)
+        return cls(**{**form, "pending": tuple(form.get("pending", ()))})
 
 
 def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:

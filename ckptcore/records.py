@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckptcore.crc import Pieces
@@ -18,7 +19,7 @@ from ckptcore.manifest import Item, View
 from ckptcore.resolve import Payload, resolve
 from ckptcore.store import Store
 
-_BLOCK = 4 << 20
+_BLOCK = 1 << 20
 _UNTOUCHED, _UNPROVEN, _VERIFIED = 0, 1, 2
 
 
@@ -34,9 +35,9 @@ class Place:
     view: View | None
     fqn: str
 
-    def resolve(self, store: Store) -> Payload:
+    def resolve(self, store: Store, scratch: str | None = None) -> Payload:
         """The chunk's bytes, found."""
-        return resolve(store, self.path, self.item, self.dtype, self.shape, self.view, self.fqn)
+        return resolve(store, self.path, self.item, self.dtype, self.shape, self.view, self.fqn, scratch)
 
 
 class Records:
@@ -45,8 +46,8 @@ class Records:
     Memory: a byte an item, and what is known of records that are partly read.
     """
 
-    def __init__(self, store: Store, items: int, verify: bool = True) -> None:
-        self._store, self._verify = store, verify
+    def __init__(self, store: Store, items: int, verify: bool = True, scratch: str | None = None) -> None:
+        self._store, self._verify, self._scratch = store, verify, scratch
         self._state = bytearray(items)
         self._partly: dict[int, tuple[Pieces | None, Place]] = {}
         self._lock = threading.Lock()
@@ -55,6 +56,20 @@ class Records:
     def unverified(self) -> int:
         """Items that were read and could not be proven, for want of a checksum."""
         return self._state.count(_UNPROVEN)
+
+    def verified(self, index: int) -> bool:
+        """Whether an item's checksum has been found right."""
+        return self._state[index] == _VERIFIED
+
+    def pending(self, index: int) -> bool:
+        """Whether an item was read in part, so that `finish` has to read it."""
+        return index in self._partly
+
+    def expect(self, place: Place) -> None:
+        """Asks for an item to be proven by `finish`, unless reading proves it before."""
+        with self._lock:
+            if self._state[place.index] != _VERIFIED:
+                self._partly.setdefault(place.index, (None, place))
 
     def seen(self, payload: Payload, place: Place) -> Seen | None:
         """What is told of every range that is read of a payload; None when it proves nothing."""
@@ -82,22 +97,35 @@ class Records:
 
         return tell
 
-    def finish(self) -> None:
+    def finish(self, threads: int = 1) -> None:
         """Reads what is partly read; raises `DamagedCheckpoint` like the reading itself."""
-        block = bytearray(_BLOCK)
-        while self._partly:
-            index = next(iter(self._partly))
-            _, place = self._partly[index]
-            payload = place.resolve(self._store)
+        left = [place for _, place in self._partly.values()]
+        if len(left) < 2 or threads < 2:
+            for place in left:
+                self._read_whole(place)
+            return
+        with ThreadPoolExecutor(threads) as pool:
             try:
-                crc = 0
-                for at in range(0, payload.record_length, _BLOCK):
-                    view = memoryview(block)[: min(_BLOCK, payload.record_length - at)]
-                    payload.read_into(payload.record_start + at, view)
-                    crc = zlib.crc32(view, crc)
-                self._require(crc, payload, place)
-            finally:
-                payload.close()
+                list(pool.map(self._read_whole, left))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _read_whole(self, place: Place) -> None:
+        payload = place.resolve(self._store, self._scratch)
+        try:
+            if payload.crc32 is None:
+                with self._lock:
+                    self._partly.pop(place.index, None)
+                return
+            crc, block = 0, bytearray(min(_BLOCK, payload.record_length))
+            for at in range(0, payload.record_length, _BLOCK):
+                view = memoryview(block)[: min(_BLOCK, payload.record_length - at)]
+                payload.read_into(payload.record_start + at, view)
+                crc = zlib.crc32(view, crc)
+            self._require(crc, payload, place)
+        finally:
+            payload.close()
 
     def _require(self, crc: int, payload: Payload, place: Place) -> None:
         if crc != payload.crc32:

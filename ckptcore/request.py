@@ -11,7 +11,8 @@ from ckptcore.errors import UsageError
 from ckptcore.formats import FORMATS
 from ckptcore.store import split_url
 
-VERBS = ("consolidate", "export")
+VERBS = ("consolidate", "export", "reshard")
+SERIALIZATIONS = ("torch_save", "safetensors")
 # A destination with one of these suffixes is one file, of the first format unless another is asked
 # for; any other is a folder, unless its format is always one file.
 SUFFIX_FORMATS = {
@@ -28,7 +29,8 @@ class Request:
     """What to make of a checkpoint. Everything here decides the output's bytes.
 
     source, destination: paths or URLs. verb: ``consolidate`` keeps every tensor under its stored
-        name; ``export`` takes the model part.
+        name; ``export`` takes the model part; ``reshard`` keeps what ``consolidate`` keeps, cut for the
+        ranks of a mesh.
     to: output format; empty takes it from the destination's suffix. include, exclude: globs on stored FQNs.
     rename: (old, new) prefix pairs, or patterns with one ``*``, applied in order.
     dtype: cast floating-point tensors to this, or None. dtype_for: (glob, dtype) exceptions, first
@@ -37,6 +39,8 @@ class Request:
         tokenizer and so on. max_file_size: tensor bytes an output file may hold.
     tie: (dropped, kept) names that must hold equal bytes. recover: take an unfinished or unproven save.
     keep_quantized: carry quantised weights as they are stored, instead of their values.
+    mesh: for reshard, the ranks: ``fsdp=4,tp=2``. sharding: TOML text with rules of its own, or None for the
+        built-in ones. serialization: how a DCP folder's items are written, torch_save or safetensors.
     overwrite: replace an existing destination. resume: reuse finished files of an earlier run.
     """
 
@@ -57,13 +61,24 @@ class Request:
     overwrite: bool = False
     resume: bool = True
     keep_quantized: bool = False
+    mesh: str = ""
+    sharding: str | None = None
+    serialization: str = "torch_save"
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:
             raise UsageError(f"no verb is called {self.verb!r}", hint=f"one of: {', '.join(VERBS)}")
         if self.max_file_size < 1:
             raise UsageError(f"--max-file-size {self.max_file_size} is not a size")
+        if (self.verb == "reshard") != bool(self.mesh):
+            raise UsageError("reshard takes a mesh, and nothing else does", hint="as in --mesh fsdp=4,tp=2")
+        if self.serialization not in SERIALIZATIONS:
+            raise UsageError(f"--serialization {self.serialization} is not known",
+                             hint=f"one of: {', '.join(SERIALIZATIONS)}")  # fmt: skip
         suffix = _suffix(self.destination)
+        if self.verb == "reshard" and suffix:
+            raise UsageError(f"the ranks of a mesh do not write one file, {self.destination}",
+                             hint="name a folder")  # fmt: skip
         if self.to and suffix and self.to not in SUFFIX_FORMATS[suffix]:
             raise UsageError(
                 f"--to {self.to} does not fit the destination {self.destination}",
@@ -75,11 +90,14 @@ class Request:
     @property
     def format(self) -> str:
         """The output format's name."""
-        return self.to or SUFFIX_FORMATS.get(_suffix(self.destination), ("safetensors",))[0]
+        default = "dcp" if self.verb == "reshard" else "safetensors"
+        return self.to or SUFFIX_FORMATS.get(_suffix(self.destination), (default,))[0]
 
     @property
     def single(self) -> str | None:
         """The output's file name when it is one file, else None."""
+        if self.verb == "reshard":
+            return None
         alone = any(f.name == self.format and f.single_file for f in FORMATS)
         return split_url(self.destination)[1] if alone or _suffix(self.destination) else None
 

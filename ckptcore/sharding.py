@@ -7,8 +7,8 @@ everything, which is what consolidating is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -48,8 +48,83 @@ class Mesh:
         """The coordinate of each rank, in rank order."""
         return product(*(range(n) for _, n in self.axes))
 
+    def rank(self, coordinate: Sequence[int]) -> int:
+        """The rank at a coordinate.
+
+        >>> Mesh((("fsdp", 2), ("tp", 4))).rank((1, 2))
+        6
+        """
+        at = 0
+        for (_, n), c in zip(self.axes, coordinate, strict=True):
+            at = at * n + c
+        return at
+
 
 MESH_OF_ONE = Mesh()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one tensor lies on a mesh.
+
+    axes: the mesh axes it is distributed over, in mesh order; along the others every rank has the
+    same. placements: torch's, one per axis. at: (axis, coordinates): only ranks with such a coordinate
+    have the tensor at all (pipeline stages, experts by name).
+    """
+
+    axes: tuple[str, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    at: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+REPLICATED = Layout()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which rank holds what: a mesh, and how each tensor lies on it.
+
+    layouts: by FQN, as written; a tensor without one is replicated.
+    """
+
+    mesh: Mesh
+    layouts: Mapping[str, Layout]
+    _held: dict[tuple[tuple[int, ...], Layout], tuple[Box | None, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def layout(self, fqn: str) -> Layout:
+        """How a tensor lies on the mesh."""
+        return self.layouts.get(fqn, REPLICATED)
+
+    def held(self, fqn: str, shape: tuple[int, ...]) -> tuple[Box | None, ...]:
+        """The box of each rank, in rank order: empty for a rank whose part is empty, None for a rank that
+        does not have the tensor."""
+        layout = self.layout(fqn)
+        key = shape, layout
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = tuple(self._boxes(shape, layout))
+        return found
+
+    def owners(self, fqn: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
+        """(rank, box) of the parts that have to be written once: of equal boxes the lowest rank's."""
+        seen: set[Box] = set()
+        for rank, box in enumerate(self.held(fqn, shape)):
+            if box is not None and box not in seen and (box.numel or not prod(shape)):
+                seen.add(box)
+                yield rank, box
+
+    def _boxes(self, shape: tuple[int, ...], layout: Layout) -> Iterator[Box | None]:
+        sizes = dict(self.mesh.axes)
+        names = list(sizes)
+        sub = Mesh(tuple((a, sizes[a]) for a in layout.axes))
+        mine = boxes(shape, sub, layout.placements)
+        where = [names.index(a) for a in layout.axes]
+        only = [(names.index(a), set(c)) for a, c in layout.at]
+        for at in self.mesh.coordinates():
+            here = all(at[n] in allowed for n, allowed in only)
+            yield mine[sub.rank([at[n] for n in where])] if here else None
 
 
 def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> list[Box]:

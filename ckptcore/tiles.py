@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ckptcore.box import Box, flat_start
 from ckptcore.derive import FUNCTIONS
 from ckptcore.dtype import BY_NAME
+from ckptcore.fileplan import FilePlan
 from ckptcore.gather import beside
-from ckptcore.plan import FilePlan
 
 # Bytes of usual tiles of all workers together: large enough to hide per-call costs, small enough to
 # stay in cache, and the same memory however many workers share it.
@@ -95,9 +95,9 @@ def _parts(
         limit = min(max_bytes, max(usual, _wanted(plan, n) * read))
         if n in plan.derived:
             limit = min(limit, (max_bytes - 64) // (widest + _input_bytes(plan, n)) * widest)
-        for box in Box.whole(tensor.shape).tiles(limit // widest):
+        for box in tensor.box.tiles(limit // widest):
             nbytes = box.numel * itemsize
-            offset = flat_start(tensor.shape, box.offset) * itemsize
+            offset = flat_start(tensor.shape, box.within(tensor.box).offset) * itemsize
             yield TensorPart(n, box, 0, nbytes, offset), nbytes
 
 

@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptcore.box import Box
 from ckptcore.formats._substore import SubStore
 from ckptcore.manifest import Manifest, TensorSpec
 from ckptcore.paths import Path
+from ckptcore.sharding import Topology
 from ckptcore.store import Readable
 
 
@@ -97,7 +99,8 @@ class FileLayout:
 
     path: relative to the output's root. tensors: positions into the list given to `arrange`, in
     file order; slots refer to positions in this tuple. commit: whether this file makes the folder
-    loadable, and is published last.
+    loadable, and is published last. boxes: which box of each of ``tensors`` the slot holds; empty when
+    all are whole.
     """
 
     path: str
@@ -106,6 +109,7 @@ class FileLayout:
     slots: tuple[Slot, ...]
     literals: tuple[Literal, ...]
     commit: bool = False
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,8 @@ class Arrangement:
     paths: name of a tensor or object -> where it stood in the saved tree (dict keys are text, list
     positions are ints), where that is known.
     single: name of the one output file, or None for a folder. max_file_bytes: tensor bytes a file
-    of a folder may hold.
+    of a folder may hold. topology: which rank of a mesh holds what, or None for a mesh of one.
+    serialization: how a DCP folder's items are written, torch_save or safetensors.
     """
 
     tensors: Sequence[TensorSpec]
@@ -124,6 +129,8 @@ class Arrangement:
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     single: str | None = None
     max_file_bytes: int = 5_000_000_000
+    topology: Topology | None = None
+    serialization: str = "torch_save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +140,8 @@ class Format:
     name: as in `--to` and `inspect`. title: for people. recognised_by: for the support matrix.
     versions: of the format itself, where it counts them; the first is what is written by default.
     single_file: whether what is written is always one file, whatever the destination is called.
-    nests: whether `arrange` asks where names stand in the tree. place: for a source, the path in the
+    shards: whether it can be written for a mesh. nests: whether `arrange` asks where names stand in the
+    tree. place: for a source, the path in the
     output of each of its paths; raises `UnsupportedFormat` when it cannot be written so.
     """
 
@@ -147,6 +155,7 @@ class Format:
     versions: tuple[str, ...] = ("1",)
     single_file: bool = False
     nests: bool = False
+    shards: bool = False
     place: Callable[[Manifest], Callable[[Path], Path]] | None = None
 
 

@@ -22,9 +22,10 @@ OPTIONS = {
         --workers""",
     "consolidate": WRITE,
     "export": WRITE + " --config --model-prefix",
+    "reshard": WRITE + " --mesh --model-prefix --serialization --sharding",
     "plan": """--config --dtype --dtype-for --exclude --include --keep-quantized --max-file-size --memory
-        --model-prefix --no-resume --output --overwrite --recover --rename --resume --save --tie --to --verb
-        --workers""",
+        --mesh --model-prefix --no-resume --output --overwrite --recover --rename --resume --save
+        --serialization --sharding --tie --to --verb --workers""",
     "apply": """--catalog --device --digest --memory --no-catalog --no-digest --no-verify --output --verify
         --workers""",
     "formats": "--output",
