@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ENDS = ("source", "destination")  # given by position, also where a flow has a default
 
 
-def main(flow: Flow[..., Result | State[Any]], arguments: Sequence[str] | None = None) -> None:
+def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     """Run ``flow`` with the command line's arguments; exit non-zero when it fails."""
     given = vars(parser(flow.fn, f"python -m flows.{flow.name}").parse_args(arguments))
     words = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -44,7 +44,8 @@ def main(flow: Flow[..., Result | State[Any]], arguments: Sequence[str] | None =
     if not state.is_completed():
         words.print(f"{(state.name or 'failed').lower()}: {state.message}")
         sys.exit(getattr(result, "exit_code", 1))
-    words.print(f"{result.destination}: {count(len(result.files), 'file')}, {show_size(result.nbytes)}")
+    for one in result if isinstance(result, list) else [result]:
+        words.print(f"{one.destination}: {count(len(one.files), 'file')}, {show_size(one.nbytes)}")
 
 
 def parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:
@@ -89,5 +90,5 @@ def _options(kind: Any, default: Any) -> dict[str, Any]:  # kind: a type or `lis
     if origin is typing.Literal:
         return {"choices": inner}
     if origin is list:
-        return {"action": "append", "type": inner[0]}
+        return {"action": "append", "type": getattr(inner[0], "model_validate_json", inner[0])}
     return _options(inner[0], default) if inner else {"type": kind}

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 from uuid import UUID
@@ -28,7 +29,7 @@ from ckptcore.errors import CkptError, Interrupted
 from ckptcore.finishing import Result
 from ckptcore.manifest import Manifest
 from ckptcore.receipts import Receipt
-from ckptcore.register import fail, start
+from ckptcore.register import Registration, fail, start
 from ckptcore.request import Request, Settings
 from ckptcore.sizes import parse_size, show_size
 from flows._batches import a_few_at_a_time, batches
@@ -146,25 +147,70 @@ def steps(
 
     catalog: its URL; None is the default one, False is none.
     """
-    registration = start(request, catalog, str(runtime.flow_run.id))
+    return fan_out([request], settings, catalog=catalog, batch_bytes=batch_bytes)[0]
+
+
+def fan_out(
+    requests: Sequence[Request],
+    settings: Settings,
+    *,
+    catalog: str | Literal[False] | None,
+    batch_bytes: int,
+) -> list[Result]:
+    """Several outputs of one source, which is read and checked once; in the order of the requests.
+
+    A target that fails does not stop the others; the first failure is raised when all have been tried.
+    """
+    first, run = requests[0], str(runtime.flow_run.id)
+    registrations = [start(request, catalog, run) for request in requests]
     manifest: Manifest | None = None
     try:
         began = time.perf_counter()
-        manifest = read(request.source, request.recover, request.keep_quantized)
+        manifest = read(first.source, first.recover, first.keep_quantized)
         timings = {"inspect": time.perf_counter() - began}
         check(closed(manifest))
-        prepared = plan(request, settings, closed(manifest))
-        timings |= prepared.timings
-        began = time.perf_counter()
-        write_all(prepared, settings, batch_bytes)
-        timings |= {"write": time.perf_counter() - began}
-        result = publish(prepared.plan_uri, settings)
-        result = replace(result, timings=result.timings | timings, warnings=prepared.warnings)
-        return record(closed(registration), closed(result), closed(manifest), settings)
     except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt)
-        fail(registration, Interrupted("stopped by the user") if stopped else error, manifest)
+        for registration in registrations:
+            fail(registration, _told(error), manifest)
         raise
+    done: list[Result] = []
+    failed: list[Exception] = []
+    for request, registration in zip(requests, registrations, strict=True):
+        try:
+            done.append(_one(request, settings, manifest, registration, timings, batch_bytes))
+        except BaseException as error:
+            fail(registration, _told(error), manifest)
+            if not isinstance(error, Exception):  # stopped: the other targets are not begun
+                for other in registrations[len(done) + len(failed) + 1 :]:
+                    fail(other, _told(error), manifest)
+                raise
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return done
+
+
+def _one(
+    request: Request,
+    settings: Settings,
+    manifest: Manifest,
+    registration: Registration | None,
+    timings: dict[str, float],
+    batch_bytes: int,
+) -> Result:
+    """One output of a checked source: planned, written, published, recorded."""
+    prepared = plan(request, settings, closed(manifest))
+    timings = timings | prepared.timings
+    began = time.perf_counter()
+    write_all(prepared, settings, batch_bytes)
+    timings |= {"write": time.perf_counter() - began}
+    result = publish(prepared.plan_uri, settings)
+    result = replace(result, timings=result.timings | timings, warnings=prepared.warnings)
+    return record(closed(registration), closed(result), closed(manifest), settings)
+
+
+def _told(error: BaseException) -> BaseException:
+    return Interrupted("stopped by the user") if isinstance(error, KeyboardInterrupt) else error
 
 
 def write_all(prepared: Prepared, settings: Settings, batch_bytes: int) -> None:
