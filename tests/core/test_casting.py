@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from ckptcore.casting import cast_into
+from ckptcore.casting import PLAIN, cast_into
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DeviceUnavailable
 from ckptcore.gather import tile_view
@@ -29,6 +31,36 @@ def test_every_pair_as_torch(source: str, target: str, device: str) -> None:
     cast_into(tile_view(raw, (values.numel(),), source), source, out, target, device)
     want = torch.empty(values.numel(), dtype=getattr(torch, target)).copy_(values)
     assert out.tobytes() == want.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("pair", PLAIN)
+def test_what_numpy_casts_is_what_torch_casts(pair: tuple[str, str]) -> None:
+    """Every bfloat16; of float32 every exponent with the bits that decide how it is rounded."""
+    source, target = pair
+    upper = np.arange(1 << 16, dtype=np.uint32)
+    lower = np.array([0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF], np.uint32)
+    bits = (upper[:, None] << 16 | lower).reshape(-1) if source == "float32" else upper.astype(np.uint16)
+    assert _cast(PLAIN[pair], bits, target) == _as_torch(bits, source, target)
+
+
+@pytest.mark.soak
+def test_every_float32_is_rounded_as_torch_rounds() -> None:
+    step = 1 << 24
+    for first in range(0, 1 << 32, step):
+        bits = np.arange(first, first + step, dtype=np.uint64).astype(np.uint32)
+        ours = _cast(PLAIN["float32", "bfloat16"], bits, "bfloat16")
+        assert ours == _as_torch(bits, "float32", "bfloat16"), hex(first)
+
+
+def _cast(plain: Callable[..., None], bits: np.ndarray, target: str) -> bytes:
+    out = np.empty(len(bits) * BY_NAME[target].itemsize, np.uint8)
+    plain(bits, out)
+    return out.tobytes()
+
+
+def _as_torch(bits: np.ndarray, source: str, target: str) -> bytes:
+    values = torch.from_numpy(bits.view(np.uint8)).view(getattr(torch, source))
+    return values.to(getattr(torch, target)).view(torch.uint8).numpy().tobytes()
 
 
 def test_a_device_that_is_not_there() -> None:
