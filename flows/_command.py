@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 
 from ckptcore.errors import Interrupted
-from ckptcore.finishing import Result
 from ckptcore.sizes import show_size
 from flows._prefect import serve_while_alive
 from tasks.words import count

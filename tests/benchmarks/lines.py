@@ -38,6 +38,7 @@ class Contender:
 
 _PEER = ("PYTHON", "PEERS")
 _EXPORT = ("CKPTCORE", "export", "SRC", "OUT")
+_RESHARD = ("CKPTCORE", "reshard", "SRC", "OUT", "--to", "dcp", "--mesh", "fsdp=4,tp=2")
 _FAST = ("--no-verify", "--no-digest")
 _BF16 = ("--dtype", "bf16")
 
@@ -73,6 +74,8 @@ CONTENDERS = {
     "ckptcore": Contender(_EXPORT),
     "ckptcore+cast": Contender((*_EXPORT, *_BF16), dtype="bf16"),
     "ckptcore fast": Contender((*_EXPORT, *_FAST)),
+    "load+save job": Contender((*_PEER, "reshard_job", "SRC", "OUT")),
+    "ckptcore reshard": Contender(_RESHARD),
     "ckptcore fast+cast": Contender((*_EXPORT, *_FAST, *_BF16), dtype="bf16"),
 }
 
@@ -204,6 +207,7 @@ WRITERS = {
         ("CKPTCORE", "consolidate", "SRC", "OUT", "--to", "lightning", "--memory", BUDGET), ".ckpt"
     ),
     "cast": Contender((*_EXPORT, *_BF16, "--memory", BUDGET), dtype="bf16"),
+    "reshard": Contender((*_RESHARD, "--memory", BUDGET)),
 }
 
 
@@ -226,6 +230,12 @@ def _peaks(source: str, place: str, writers: tuple[str, ...], equal: bool) -> tu
     )
 
 
+_RESHARDED = Race(
+    "disk/training-8gb", "disk", "training-8gb", (AtMost("ckptcore reshard", "cp", 2.5, plus=1.5),)
+)
+_RESHARDED_RAM = Race(
+    "ram/training-4gb", "ram", "training-4gb", (Faster("ckptcore reshard", "load+save job", 3.0),)
+)
 _BOTH = ("safetensors", "torch_save")
 
 LINES: tuple[Line, ...] = (
@@ -255,8 +265,12 @@ LINES: tuple[Line, ...] = (
     *_peaks("verl-2gb", "ram", ("safetensors",), equal=False),
     *_peaks("1024-way", "ram", ("safetensors",), equal=False),
     *_peaks("many-small", "ram", ("safetensors",), equal=False),
+    _RESHARDED_RAM,
+    *_peaks("training-4gb", "ram", ("reshard",), equal=False),
+    *_peaks("big-row", "ram", ("reshard",), equal=False),
     _disk("row-2gb", 1.6),
     _disk("col-2gb", 2.5),
     _disk("fp32-2gb", 2.5, "ckptcore+cast"),
     _disk("row-8gb", 1.3),
+    _RESHARDED,
 )

@@ -45,6 +45,7 @@ class Source:
     ranks: number of processes that save it.
     dim: the dim that is sharded (the last one where a tensor has fewer); None = replicated.
     layout: a key of `LAYOUTS`: whose folder it is.
+    moments: whether AdamW's float32 state stands behind the model.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -52,11 +53,18 @@ class Source:
     ranks: int
     dim: int | None
     layout: str = "dcp"
+    moments: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, each counted once."""
-        return sum(math.prod(shape) for _, shape in self.tensors) * _WIDTHS[self.dtype]
+        return sum(
+            math.prod(shape) * _WIDTHS[self.dtype_of(index)] for index, (_, shape) in enumerate(self.tensors)
+        )
+
+    def dtype_of(self, index: int) -> str:
+        """The dtype of tensor ``index``."""
+        return "fp32" if self.moments and self.tensors[index][0].startswith("optim.") else self.dtype
 
     def sharded_dim(self, index: int) -> int | None:
         """The sharded dim of tensor ``index``, or None where each rank holds all of it."""
@@ -119,6 +127,21 @@ def _llama_8b(layers: int, dtype: str, dim: int) -> Callable[[int], Source]:
     )
 
 
+def _training(hidden: int, kv: int, vocab: int, layers: int) -> Callable[[int], Source]:
+    """What a run is resumed from: bf16 weights, and float32 moments of each."""
+
+    def made(s: int) -> Source:
+        weights = llama(hidden // s, 4 * hidden // s, kv // s, vocab // s, layers)
+        moments = tuple(
+            (f"optim.state.{name}.{kind}", shape)
+            for name, shape in weights
+            for kind in ("exp_avg", "exp_avg_sq")
+        )
+        return Source((*weights, *moments), "bf16", ranks=8, dim=0, moments=True)
+
+    return made
+
+
 def _one(name: str, shape: tuple[int, int], ranks: int, dim: int) -> Source:
     return Source(((name, shape), ("model.norm.weight", (shape[1],))), "bf16", ranks, dim)
 
@@ -149,6 +172,8 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "1024-way": lambda s: _one("model.wide.weight", (32768 // s, 32 * 1024 // s), 1024 // s, 1),
     # 1 GiB in one tensor: four times the memory budget of lines.py.
     "big-row": lambda s: _one("model.embed_tokens.weight", (16384 // s, 32768 // s), 8, 0),
+    "training-4gb": _training(2048, 512, 23_552, 5),
+    "training-8gb": _training(2048, 512, 32_768, 11),
     # 10^6 chunks.
     "chunks-1m": lambda s: Source(
         tuple((f"model.layers.{n}.mlp.weight", (2 * (1000 // s), 64)) for n in range(1000 // s)),
@@ -167,16 +192,18 @@ def shard(source: Source, index: int, rank: int) -> torch.Tensor:
     import torch
 
     shape = source.shard_shape(index)
-    nbytes = math.prod(shape) * _WIDTHS[source.dtype]
+    width = source.dtype_of(index)
+    nbytes = math.prod(shape) * _WIDTHS[width]
     stream = np.random.SFC64([index, 0 if source.sharded_dim(index) is None else rank])
     words = stream.random_raw(-(-nbytes // 8))
-    words &= np.uint64(_MASKS[source.dtype])
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[source.dtype]
+    words &= np.uint64(_MASKS[width])
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[width]
     return torch.from_numpy(words.view(np.uint8)[:nbytes]).view(dtype).view(shape)
 
 
 def _state_dict(source: Source, rank: int, mesh: Any) -> dict[str, Any]:
-    """What a training job on ``mesh`` hands to DCP on ``rank``: the model under the key "model"."""
+    """What a training job on ``mesh`` hands to DCP on ``rank``: the model under the key "model", the
+    optimizer's state below "optim"."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     model = {}
@@ -184,7 +211,8 @@ def _state_dict(source: Source, rank: int, mesh: Any) -> dict[str, Any]:
         dim = source.sharded_dim(index)
         placement = Replicate() if dim is None else Shard(dim)
         model[name] = DTensor.from_local(shard(source, index, rank), mesh, [placement], run_check=False)
-    return {"model": model}
+    optim = {name: model.pop(name) for name in list(model) if source.moments and name.startswith("optim.")}
+    return {"model": model, **optim}
 
 
 def write(source: Source, folder: Path) -> None:

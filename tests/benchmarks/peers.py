@@ -96,11 +96,66 @@ def verl_merge(source: Path, out: Path, dtype: str | None) -> None:
     merger.cleanup()
 
 
+RANKS, TP = 8, 2
+_ROWWISE = ("o_proj.weight", "down_proj.weight")
+
+
+def reshard_job(source: Path, out: Path, dtype: str | None) -> None:
+    """A gloo job of 8 processes on fsdp=4,tp=2 that loads with DCP and saves again: what a team without
+    the trainer would write. Peak memory: the checkpoint, and torch 8 times."""
+    import tempfile
+
+    import torch.distributed.checkpoint  # imported before the fork: once, not once per rank
+    import torch.distributed.tensor  # noqa: F401
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as meeting:
+        mp.start_processes(
+            _reshard_rank,
+            args=(source, out, f"file://{meeting}/rendezvous"),
+            nprocs=RANKS,
+            start_method="fork",
+        )
+
+
+def _reshard_rank(rank: int, source: Path, out: Path, meeting: str) -> None:
+    import os
+
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, empty
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=meeting)
+    mesh = init_device_mesh("cpu", (RANKS // TP, TP), mesh_dim_names=("fsdp", "tp"))
+    metadata = dcp.FileSystemReader(source).read_metadata()
+    state = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        if any(part in name for part in _ROWWISE):
+            where, placements = mesh, [Shard(0), Shard(1)]
+        elif len(stored.size) == 2:
+            where, placements = mesh, [_StridedShard(0, split_factor=TP), Shard(0)]
+        else:
+            where, placements = mesh["fsdp"], [Shard(0)]
+        state[name] = empty(
+            *stored.size, dtype=stored.properties.dtype, device_mesh=where, placements=placements
+        )
+    dcp.load(state, checkpoint_id=source)
+    dcp.save(state, checkpoint_id=out)
+    dist.barrier()  # gloo aborts a rank whose peer has gone
+    dist.destroy_process_group()
+
+
 PEERS: dict[str, Callable[[Path, Path, str | None], None]] = {
     "dcp_to_torch_save": dcp_to_torch_save,
     "load_and_save_file": load_and_save_file,
     "unshard_checkpoint": unshard_checkpoint,
     "verl_merge": verl_merge,
+    "reshard_job": reshard_job,
 }
 
 

@@ -40,6 +40,9 @@ def opened(output: Path) -> Iterator[dict[str, Callable[[], torch.Tensor]]]:
 
     Raises ValueError for a file that the index names but that lacks the tensor.
     """
+    if (output / ".metadata").is_file():
+        yield _dcp(output)
+        return
     whole = output / "model.pt" if output.is_dir() else output
     if whole.suffix in {".pt", ".ckpt"} and whole.exists():
         yield dict(_flat(torch.load(whole, mmap=True, weights_only=True)))
@@ -68,6 +71,23 @@ def _safetensors_files(output: Path) -> dict[Path, set[str] | None]:
     return files
 
 
+def _dcp(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    """The tensors of a DCP folder, each read alone by torch's own loader."""
+    import torch.distributed.checkpoint as dcp
+
+    def load(name: str, stored: Any) -> torch.Tensor:
+        held = {name: torch.empty(stored.size, dtype=stored.properties.dtype)}
+        dcp.load(held, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+        return held[name]
+
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    return {
+        name: lambda name=name, stored=stored: load(name, stored)
+        for name, stored in metadata.state_dict_metadata.items()
+        if hasattr(stored, "size")
+    }
+
+
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Callable[[], Any]]]:
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -81,17 +101,19 @@ def differences(source: Source, output: Path, dtype: str | None) -> Iterator[str
     names = [name for name, _ in source.tensors]
     with opened(output) as tensors:
         # A whole state dict has its model under a name, a model's file has not.
-        parts = (p for p in ("model.", "state_dict.") if {p + name for name in names} == set(tensors))
+        parts = (p for p in ("model.", "state_dict.") if any(p + name in tensors for name in names))
         prefix = next(parts, "")
-        yield from (f"{n}: unexpected" for n in sorted(set(tensors) - {prefix + n for n in names}))
+        known = {name if name.startswith("optim.") else prefix + name for name in names}
+        yield from (f"{n}: unexpected" for n in sorted(set(tensors) - known))
         for index, name in enumerate(names):
-            if prefix + name not in tensors:
+            stored = name if name.startswith("optim.") else prefix + name  # it stands beside the model
+            if stored not in tensors:
                 yield f"{name}: missing"
                 continue
             want = truth(source, index)
             if dtype is not None:
                 want = want.to(_DTYPES[dtype])
-            got = tensors[prefix + name]()
+            got = tensors[stored]()
             if got.shape != want.shape or got.dtype != want.dtype:
                 yield f"{name}: {got.dtype} {tuple(got.shape)} where {want.dtype} {want.shape}"
             elif not torch.equal(got.contiguous().view(torch.uint8), want.view(torch.uint8)):
