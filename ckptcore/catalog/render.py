@@ -152,7 +152,7 @@ def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
     row = detail.conversion
     yield _facts({
         "conversion": row.id,
-        "verb": row.verb,
+        "verb": row.made_for,
         "state": row.state,
         "error": f"{row.error_code}: {row.error_message}" if row.error_code else "-",
         "source": row.source_uri,
@@ -182,7 +182,7 @@ def _lineage(lines: Lineage) -> Iterable[RenderableType]:
 
 def _step(step: LineageStep, other: CheckpointRow) -> Text:
     up = other is step.source
-    made = f"{'->' if up else '<-'} {step.conversion.verb} {_when(step.conversion.ended_at)}"
+    made = f"{'->' if up else '<-'} {step.conversion.made_for} {_when(step.conversion.ended_at)}"
     return Text(f"{'  ' * (step.depth - 1)}{'^' if up else 'v'} {_short(other)}  {made}")
 
 
@@ -202,7 +202,7 @@ def _origin(origin: Origin) -> RenderableType:
         facts["written by"] = "no recorded conversion"
     else:
         made = origin.conversion
-        facts["written by"] = f"{made.verb} {made.id}, {_when(made.ended_at)}"
+        facts["written by"] = f"{made.made_for} {made.id}, {_when(made.ended_at)}"
     if origin.sources:
         facts["made from"] = "\n".join(f"{s.uri} ({s.format}, {s.id})" for s in origin.sources)
     return Group(_facts(facts), "")

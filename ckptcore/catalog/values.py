@@ -155,6 +155,12 @@ class ConversionRow:
     error_message: str | None
     timings: dict[str, float]
 
+    @property
+    def made_for(self) -> str:
+        """The verb, and the ranks it wrote for: ``reshard for fsdp=4,tp=2``."""
+        mesh = self.request.get("mesh")
+        return f"{self.verb} for {mesh}" if mesh else self.verb
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDetail:
