@@ -1,20 +1,24 @@
 """Laying out DCP folders: which items go where in which `.distcp` file, and what tells of them?
 
-An item is a torch zip of one tensor or of one object, as `torch.distributed.checkpoint`'s
-FileSystemWriter puts them back to back into ``__R_I.distcp``: objects first, then tensors. Item
-payloads are aligned relative to the item, and their CRC-32 is filled in when they are written.
+As `torch.distributed.checkpoint.save` leaves them: rank R writes ``__R_0.distcp``, ``__R_1.distcp``, ...,
+objects first (those of rank 0), then its tensors; a rank with nothing to write leaves an empty
+``__R_0.distcp``. `.metadata` lists the chunks of a tensor in the order of the ranks that wrote them, and
+comes last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
-from ckptcore.formats import _torchwrite as write
+from ckptcore.box import Box
+from ckptcore.dtype import BY_NAME
+from ckptcore.formats._dcpitems import Run, blob, object_zip, zips
 from ckptcore.formats._metadatawrite import Path, Place, StoredTensor, metadata_pickle
+from ckptcore.formats._rankparts import Part, by_rank, in_order
 from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
-from ckptcore.manifest import TensorSpec
 from ckptcore.objects import TensorRef, decode
 
 METADATA = ".metadata"
@@ -27,132 +31,137 @@ def arrange_folder(
     paths: bool = True,
     wrap: Callable[[str, Any], Any] = lambda key, value: value,
     commit: bool = True,
-) -> tuple[FileLayout, ...]:
-    """The files of a DCP folder that one rank saved.
+) -> Iterator[FileLayout]:
+    """The files of a DCP folder as the ranks of a mesh save it, `.metadata` last.
 
     folder: where it lies below the output's root. paths: whether `.metadata` tells each name's
     place in the saved tree. wrap: what is stored for the object of a key. commit: whether
     `.metadata` is what makes the output whole.
     """
-    order = sorted(range(len(request.tensors)), key=lambda i: natural(request.tensors[i].fqn))
+    order = in_order(request.tensors)
     objects, places_in_tree = _objects(request)
     files = Files(request, f"{folder}/" if folder else "")
     for key, value in objects.items():
         files.object(key, wrap(key, value))
-    for i in order:
-        files.tensor(i)
-    layouts = files.finish()
+    yield from files.ranks(order)
     told = metadata_pickle(
-        [stored(request.tensors[i], files.tensors[i]) for i in order], files.objects,
-        {**request.paths, **places_in_tree} if paths else None,
-    )  # fmt: skip
+        files.stored(order), files.objects, {**request.paths, **places_in_tree} if paths else None
+    )
     name = f"{folder}/{METADATA}" if folder else METADATA
-    return (*layouts, FileLayout(name, len(told), (), (), (Literal(0, told),), commit))
-
-
-def object_zip(value: Any) -> bytes:
-    """What `torch.save` writes for an object without tensors."""
-    pickled = write.Pickled(_no_tensor)
-    pickled.value(value)
-    records = (("data.pkl", pickled.finish()), ("byteorder", b"little"), ("version", b"3\n"))
-    body, rows = bytearray(), bytearray()
-    for name, data in records:
-        record, row = write.small_record(f"archive/{name}", len(body), data)
-        body += record
-        rows += row
-    return bytes(body + rows + write.end_records(len(records), len(body), len(rows)))
-
-
-def tensor_zip(spec: TensorSpec) -> tuple[bytes, bytes, tuple[int, int]]:
-    """What `torch.save` writes around a contiguous tensor's bytes.
-
-    Gives (what stands before them, what follows, positions in the latter of the payload's CRC-32).
-    """
-    pickled = write.Pickled(lambda _: ("0", spec))
-    pickled.value(TensorRef(spec.fqn))
-    head, rows = bytearray(), bytearray()
-    for name, data in (("data.pkl", pickled.finish()), ("byteorder", b"little")):
-        record, row = write.small_record(f"archive/{name}", len(head), data)
-        head += record
-        rows += row
-    payload_row = write.central_entry("archive/data/0", len(head), 0, spec.nbytes)
-    head += write.local_header("archive/data/0", len(head))
-    at = len(head) + spec.nbytes
-    tail = bytearray(write.descriptor(0, spec.nbytes))
-    version, version_row = write.small_record("archive/version", at + len(tail), b"3\n")
-    tail += version
-    directory_at, crc_row = at + len(tail), len(tail) + len(rows) + 16
-    rows += payload_row + version_row
-    tail += rows + write.end_records(4, directory_at, len(rows))
-    return bytes(head), bytes(tail), (4, crc_row)
+    yield FileLayout(name, len(told), (), (), (Literal(0, told),), commit)
 
 
 class Files:
-    """Fills `__0_I.distcp` files one after the other."""
+    """Fills ``__R_I.distcp`` files one after the other: first objects, then the tensors of every rank.
+
+    objects: name -> where it was put.
+    """
 
     def __init__(self, request: Arrangement, prefix: str) -> None:
         self._request, self._prefix = request, prefix
-        self._layouts: list[FileLayout] = []
         self.objects: dict[str, Place] = {}
-        self.tensors: dict[int, Place] = {}
-        self._at = self._held = 0
+        self._chunks: dict[int, list[tuple[Box, Place]]] = {}
+        self._full: list[FileLayout] = []  # of this rank
+        # The files of the ranks of an even mesh are alike.
+        self._zips = lru_cache(maxsize=16)(zips)
+        self._rank = 0
         self._begin()
 
     def object(self, key: str, value: Any) -> None:
         data = object_zip(value)
-        self.objects[key] = self._place(len(data))
+        self.objects[key] = Place(self._name(), self._at, len(data))
         self._literals.append(Literal(self._at, data))
         self._at += len(data)
 
     def whole(self, key: str, layout: FileLayout) -> None:
         """An object with its tensors inside: a torch file of its own, as one item."""
-        if set(layout.tensors) & set(self._tensors):  # a tensor has one place in a file
+        if set(layout.tensors) & set(self._tensors):  # a tensor stands in a file once
             self._end()
-        self.objects[key] = self._place(layout.nbytes)
+        self.objects[key] = Place(self._name(), self._at, layout.nbytes)
         n = len(self._tensors)
         self._tensors += layout.tensors
+        self._boxes += [Box.whole(self._request.tensors[i].shape) for i in layout.tensors]
         self._slots += [Slot(slot.tensor + n, slot.start + self._at) for slot in layout.slots]
         for one in layout.literals:
             patches = tuple((at, slot + n) for at, slot in one.crc_at)
             self._literals.append(Literal(one.start + self._at, one.data, patches))
         self._at += layout.nbytes
 
-    def tensor(self, index: int) -> None:
-        spec = self._request.tensors[index]
-        if self._held and self._held + spec.nbytes > self._request.max_file_bytes:
-            self._end()
-        head, tail, crc_at = tensor_zip(spec)
-        self.tensors[index] = self._place(len(head) + spec.nbytes + len(tail))
-        n = len(self._tensors)
-        self._tensors.append(index)
-        self._literals.append(Literal(self._at, head))
-        self._slots.append(Slot(n, self._at + len(head)))
-        end = self._at + len(head) + spec.nbytes
-        self._literals.append(Literal(end, tail, tuple((at, n) for at in crc_at)))
-        self._at = end + len(tail)
-        self._held += spec.nbytes
+    def ranks(self, order: Sequence[int]) -> Iterator[FileLayout]:
+        """All files: those of rank 0, which has the objects, then those of the others.
 
-    def finish(self) -> list[FileLayout]:
-        if self._literals or not self._layouts:
+        order: positions of the tensors.
+        """
+        for rank, parts in enumerate(by_rank(self._request.tensors, order, self._request.topology)):
+            self._rank = rank
+            for n, group in enumerate(self._groups(parts)):
+                if n:
+                    self._end()
+                self._add(group)
             self._end()
-        return self._layouts
+            yield from self._full
+            self._full = []
 
-    def _place(self, length: int) -> Place:
-        return Place(self._name(), self._at, length)
+    def stored(self, order: Sequence[int]) -> list[StoredTensor]:
+        """What `.metadata` tells of the tensors."""
+        found = []
+        for i in order:
+            spec = self._request.tensors[i]
+            chunks = [(box.offset, box.shape, place) for box, place in self._chunks[i]]
+            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, chunks))
+        return found
+
+    def _groups(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
+        """The parts that go into one file each; at least one group."""
+        group: list[Part] = []
+        held, seen = 0, set[int]()
+        one_each = self._request.serialization == "safetensors"  # a blob knows a tensor by its name alone
+        for i, box in parts:
+            nbytes = box.numel * BY_NAME[self._request.tensors[i].dtype].itemsize
+            if (held and held + nbytes > self._request.max_file_bytes) or (one_each and i in seen):
+                yield group
+                group, held, seen = [], 0, set()
+            group.append((i, box))
+            held += nbytes
+            seen.add(i)
+        yield group
+
+    def _add(self, group: Sequence[Part]) -> None:
+        if not group:
+            return
+        run, name = self._run(group), self._name()
+        for (i, box), (start, length) in zip(group, run.items, strict=True):
+            self._chunks.setdefault(i, []).append((box, Place(name, start, length)))
+        self._tensors += [group[n][0] for n in run.order]
+        self._boxes += [group[n][1] for n in run.order]
+        self._slots += run.slots
+        self._literals += run.literals
+        self._at = run.end
+
+    def _run(self, group: Sequence[Part]) -> Run:
+        specs, boxes = [self._request.tensors[i] for i, _ in group], [box for _, box in group]
+        first = len(self._tensors)
+        if self._request.serialization == "safetensors":
+            return blob([s.fqn for s in specs], [s.dtype for s in specs], boxes, self._at, first)
+        kinds = tuple([(s.dtype, b.shape) for s, b in zip(specs, boxes, strict=True)])
+        return self._zips(kinds, self._at, first)
 
     def _name(self) -> str:
-        return f"__0_{len(self._layouts)}.distcp"
+        return f"__{self._rank}_{len(self._full)}.distcp"
 
     def _begin(self) -> None:
-        self._at = self._held = 0
+        self._at = 0
         self._tensors: list[int] = []
+        self._boxes: list[Box] = []
         self._slots: list[Slot] = []
         self._literals: list[Literal] = []
 
     def _end(self) -> None:
-        self._layouts.append(
+        tensors = self._request.tensors
+        cut = any(b.shape != tensors[i].shape for i, b in zip(self._tensors, self._boxes, strict=True))
+        self._full.append(
             FileLayout(self._prefix + self._name(), self._at, tuple(self._tensors), tuple(self._slots),
-                       tuple(self._literals))
+                       tuple(self._literals), boxes=tuple(self._boxes) if cut else ())
         )  # fmt: skip
         self._begin()
 
@@ -169,12 +178,3 @@ def _objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Path]]:
             if not isinstance(leaf, TensorRef):
                 found[name] = leaf
     return found, paths
-
-
-def stored(spec: TensorSpec, place: Place) -> StoredTensor:
-    """What `.metadata` tells of a tensor that is one chunk."""
-    return StoredTensor(spec.fqn, spec.dtype, spec.shape, [((0,) * len(spec.shape), spec.shape, place)])
-
-
-def _no_tensor(fqn: str) -> tuple[str, TensorSpec]:
-    raise TypeError(f"an object refers to the tensor {fqn}")

@@ -16,7 +16,7 @@ from typing import Any
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats import _zarr
-from ckptcore.formats._dcpwrite import METADATA, Files, stored
+from ckptcore.formats._dcpwrite import METADATA, Files
 from ckptcore.formats._mcoreconfig import CONFIG
 from ckptcore.formats._mcoreobjects import COMMON_FILE, COMMON_KEY, SHARD
 from ckptcore.formats._metadatawrite import metadata_pickle
@@ -44,18 +44,14 @@ class Parts:
 
 
 def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
-    """``common.pt``, ``__0_I.distcp``, ``.metadata``, ``metadata.json``."""
+    """``common.pt``, the ``__R_I.distcp`` of every rank, ``.metadata``, ``metadata.json``."""
     parts = _parts(request)
     files = Files(request, "")
     for key, value in parts.shards.items():
         # megatron/core/dist_checkpointing/strategies/torch.py stores a list around every object
         files.whole(key, _torch_file(key, [value], request, parts))
-    for i in parts.weights:
-        files.tensor(i)
-    layouts = files.finish()
-    told = metadata_pickle(
-        [stored(request.tensors[i], files.tensors[i]) for i in parts.weights], files.objects, None
-    )
+    layouts = tuple(files.ranks(parts.weights))
+    told = metadata_pickle(files.stored(parts.weights), files.objects, None)
     return (
         _torch_file(COMMON_FILE, parts.common, request, parts),
         *layouts,

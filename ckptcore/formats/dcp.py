@@ -26,8 +26,8 @@ def detect(source: Source) -> Evidence | None:
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
-    """A folder as `torch.distributed.checkpoint.save` leaves it when one rank saves."""
-    return arrange_folder(request)
+    """A folder as `torch.distributed.checkpoint.save` leaves it on the asked mesh."""
+    return tuple(arrange_folder(request))
 
 
 FORMAT = Format(
@@ -39,4 +39,5 @@ FORMAT = Format(
     read=read_folder,
     arrange=arrange,
     nests=True,
+    shards=True,
 )
