@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ckptcore.device import host_buffer, lane_on
 from ckptcore.errors import BudgetTooSmall, DiskFull
 from ckptcore.filejob import FileWork, expect
 from ckptcore.fileplan import FilePlan
@@ -141,7 +142,7 @@ class _Run:
             queue.SimpleQueue()
         )
         for _ in range(2 * settings.threads):
-            self._buffers.put(np.empty(self._tile, np.uint8))
+            self._buffers.put(host_buffer(self._tile, settings.device))
 
     def finish(self) -> dict[int, Receipt]:
         """Runs to the end; raises the first error."""
@@ -181,9 +182,10 @@ class _Run:
             yield work, pending
 
     def _work(self) -> None:
-        scratch = np.empty(self._tile, np.uint8)
-        cast = np.empty(self._tile, np.uint8)
         try:
+            device = self._settings.device
+            scratch, cast = host_buffer(self._tile, device), host_buffer(self._tile, device)
+            lane = lane_on(device, self._tile)
             while not self._stop.is_set():
                 buffer = self._buffers.get()
                 if buffer is None:
@@ -194,7 +196,7 @@ class _Run:
                         break
                 work, job = taken
                 began = time.perf_counter()
-                work.fill(job, buffer, scratch, cast)
+                work.fill(job, buffer, scratch, cast, lane)
                 work.settle(job, buffer, self._buffers.put, time.perf_counter() - began)
                 self._advance(job.nbytes)
                 receipt = work.complete()

@@ -21,10 +21,11 @@ from ckptcore.box import Box, flat_start, is_run
 from ckptcore.casting import cast_into, derive_into
 from ckptcore.crc import Pieces
 from ckptcore.derive import FUNCTIONS
+from ckptcore.device import Lane
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.fileplan import COMPARE, FilePlan, PlannedTensor
-from ckptcore.gather import gather, overlaps, sub_tile, tile_view
+from ckptcore.gather import Placed, gather, overlaps, sub_tile, tile_view
 from ckptcore.manifest import view_of
 from ckptcore.receipts import Receipt
 from ckptcore.records import Place, Records
@@ -67,10 +68,13 @@ class FileWork:
         first = self.plan.reads.first.tolist()
         return list(pairwise(first))
 
-    def fill(self, job: Job, buffer: Bytes, scratch: Bytes, cast: Bytes) -> None:
-        """Puts a job's bytes into ``buffer`` and, where the writer allows, into the file."""
+    def fill(self, job: Job, buffer: Bytes, scratch: Bytes, cast: Bytes, lane: Lane | None = None) -> None:
+        """Puts a job's bytes into ``buffer`` and, where the writer allows, into the file.
+
+        scratch, cast: the worker's own. lane: its way through a device, where there is one.
+        """
         if self._direct:
-            self._copy(job, buffer, scratch, cast)
+            self._copy(job, buffer, scratch, cast, lane)
             return
         for part in job.parts:
             if isinstance(part, LiteralPart):
@@ -78,7 +82,7 @@ class FileWork:
                 raw = np.frombuffer(literal.data, np.uint8)[part.begin : part.end]
                 buffer[part.at : part.at + len(raw)] = raw
             else:
-                self._tensor(part, buffer[part.at : part.at + part.nbytes], scratch, cast)
+                self._tensor(part, buffer[part.at : part.at + part.nbytes], scratch, cast, lane)
         if not self._writer.sequential:
             self._writer.write(job.start, buffer[: job.nbytes].data)
 
@@ -130,7 +134,7 @@ class FileWork:
         if not self._closed:
             self._writer.abort()
 
-    def _copy(self, job: Job, buffer: Bytes, scratch: Bytes, cast: Bytes) -> None:
+    def _copy(self, job: Job, buffer: Bytes, scratch: Bytes, cast: Bytes, lane: Lane | None) -> None:
         """Writes a job part by part, with kernel copies where a part is whole runs of the source."""
         for part in job.parts:
             at = job.start + part.at
@@ -138,7 +142,7 @@ class FileWork:
                 self._writer.write(at, self.plan.literals[part.literal].data[part.begin : part.end])
             elif not self._copied(part, at):
                 target = buffer[: part.nbytes]
-                self._tensor(part, target, scratch, cast)
+                self._tensor(part, target, scratch, cast, lane)
                 self._writer.write(at, target.data)
 
     def _copied(self, part: TensorPart, at: int) -> bool:
@@ -163,11 +167,14 @@ class FileWork:
                     payload.close()
         return True
 
-    def _tensor(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes) -> None:
+    def _tensor(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes,
+                lane: Lane | None) -> None:  # fmt: skip
         tensor = self.plan.tensors[part.tensor]
         changes = tensor.dtype != tensor.source_dtype
         if part.tensor in self.plan.derived:
             self._derive(part, target, scratch, cast)
+        elif lane is not None and (changes or self._scatters(part)):
+            self._on_device(part, target, scratch, cast, lane)
         else:
             where = cast if changes else target
             tile = tile_view(where, part.box.shape, tensor.source_dtype)
@@ -182,6 +189,33 @@ class FileWork:
                 whole = pieces.add(part.offset, part.nbytes, crc)
                 if whole is not None:
                     self._slot_done[part.tensor] = whole
+
+    def _on_device(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes, lane: Lane) -> None:
+        """Scatters and casts a part on the device; copies are compared here, before the cast."""
+        tensor = self.plan.tensors[part.tensor]
+        tile = lane.tile(part.box.shape, tensor.source_dtype)
+        copies = []
+        for row, chunk, common in self._overlaps(part):
+            if self.plan.op[row] == COMPARE:
+                copies.append((row, chunk, common))
+            else:
+                self._read(row, part, chunk, common, sub_tile(tile, common, part.box), scratch)
+        if copies and self._settings.verify:
+            here = tile_view(cast, part.box.shape, tensor.source_dtype)
+            lane.fetch(tile, here.reshape(-1).view(np.uint8))
+            for row, chunk, common in copies:
+                self._compare(row, part, chunk, common, sub_tile(here, common, part.box), scratch)
+        if tensor.dtype == tensor.source_dtype:
+            lane.fetch(tile, target)
+        else:
+            lane.fetch_cast(tile, tensor.source_dtype, target, tensor.dtype)
+
+    def _scatters(self, part: TensorPart) -> bool:
+        """Whether a part is more than runs of what is stored."""
+        return any(
+            not is_run(part.box.shape, common.shape) or not is_run(chunk.shape, common.shape)
+            for _, chunk, common in self._overlaps(part)
+        )
 
     def _derive(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes) -> None:
         """Computes a part: its inputs are gathered into the cast buffer, behind room for the result."""
@@ -215,7 +249,7 @@ class FileWork:
         first, last = self._by_tensor[part.tensor]
         return overlaps(self.plan.reads.lo, self.plan.reads.shape, first, last, part.box)
 
-    def _read(self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any],
+    def _read(self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any] | Placed,
               scratch: Bytes) -> None:  # fmt: skip
         tensor = self._specs[part.tensor]
         payload, kept = self._payload(row, chunk, part)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,18 @@ _SMALL = 4096  # bytes: one read of a page costs no less than one of an element
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
+class Placed(Protocol):
+    """A tile that lies elsewhere, and takes what was read of it range by range."""
+
+    def __getitem__(self, index: Any) -> Placed: ...
+
+    def place(self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str,
+              flags: int) -> None: ...  # fmt: skip
+
+
+Tile = TypeVar("Tile", npt.NDArray[Any], Placed)
+
+
 def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     """A row-major tile of ``shape`` over the buffer's first bytes, as integers of the same width."""
     unit = _UNITS[BY_NAME[dtype].itemsize]
@@ -35,7 +47,7 @@ def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[
     return buffer[: count * np.dtype(unit).itemsize].view(unit).reshape(shape)
 
 
-def sub_tile(tile: npt.NDArray[Any], box: Box, of: Box) -> npt.NDArray[Any]:
+def sub_tile(tile: Tile, box: Box, of: Box) -> Tile:
     """The part of a tile over ``of`` that is ``box``."""
     if box == of:  # also every rank 0 tile, which `[()]` would turn into a copy
         return tile
@@ -73,8 +85,8 @@ def beside(lo: Ints, first: int, last: int, rank: int) -> int:
     return 0 if across == 1 else across
 
 
-def gather(payload: Payload, chunk: Box, want: Box, dtype: str, tile: npt.NDArray[Any], scratch: Bytes,
-           seen: Seen | None) -> None:  # fmt: skip
+def gather(payload: Payload, chunk: Box, want: Box, dtype: str, tile: npt.NDArray[Any] | Placed,
+           scratch: Bytes, seen: Seen | None) -> None:  # fmt: skip
     """Copies the elements ``want`` of a chunk into ``tile``, a view of exactly that shape.
 
     chunk, want: boxes of the tensor, want inside chunk. scratch: working memory.
@@ -83,7 +95,8 @@ def gather(payload: Payload, chunk: Box, want: Box, dtype: str, tile: npt.NDArra
     inside = want.within(chunk)
     strides = payload.strides or row_major(chunk.shape)
     itemsize = BY_NAME[dtype].itemsize
-    if payload.strides is None and not payload.flags and tile.flags.c_contiguous:
+    whole = payload.strides is None and not payload.flags
+    if whole and isinstance(tile, np.ndarray) and tile.flags.c_contiguous:
         start, run = _run(inside, chunk.shape)
         if run:
             target = tile.reshape(-1).view(np.uint8).data
@@ -108,7 +121,7 @@ def _run(inside: Box, shape: tuple[int, ...]) -> tuple[int, bool]:
 
 
 def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...],
-             dtype: str, itemsize: int, tile: npt.NDArray[Any], scratch: Bytes,
+             dtype: str, itemsize: int, tile: npt.NDArray[Any] | Placed, scratch: Bytes,
              seen: Seen | None) -> None:  # fmt: skip
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     count = 1
@@ -153,12 +166,15 @@ def _rows(offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, .
     return lead, lead + shape[dim] * strides[dim]
 
 
-def _assign(tile: npt.NDArray[Any], buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...],
-            dtype: str, flags: int) -> None:  # fmt: skip
+def _assign(tile: npt.NDArray[Any] | Placed, buffer: Bytes, shape: tuple[int, ...],
+            strides: tuple[int, ...], dtype: str, flags: int) -> None:  # fmt: skip
     itemsize = BY_NAME[dtype].itemsize
     if flags & SWAPPED:
         part = itemsize // 2 if BY_NAME[dtype].kind == "c" else itemsize
         buffer.view(_UNITS[part]).byteswap(inplace=True)
+    if not isinstance(tile, np.ndarray):
+        tile.place(buffer, shape, strides, dtype, flags)
+        return
     unit = _UNITS[itemsize]
     source: npt.NDArray[Any] = np.ndarray(
         shape, unit, buffer=buffer.data, strides=tuple(s * itemsize for s in strides)

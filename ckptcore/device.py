@@ -1,0 +1,140 @@
+"""Devices: how does a tile get its elements on an accelerator, through buffers that are reused?
+
+A worker has one `Lane`: a stream, two tiles on the device, and room for what was read. Ranges that were
+read go over as they are and are scattered there; the tile is cast there, and comes back once. The host's
+side of every transfer is pinned memory, so that copies run beside reading and beside other lanes.
+On "cpu" a lane does the same with torch alone, which is how it is tested where there is no device.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.casting import torch_on
+from ckptcore.dtype import BY_NAME
+from ckptcore.errors import BudgetTooSmall
+from ckptcore.manifest import CONJ, NEG
+
+Bytes = npt.NDArray[np.uint8]
+# Bits move as integers of their width, whatever they mean; 16 bytes are one complex number.
+_UNITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+
+
+def host_buffer(nbytes: int, device: str) -> Bytes:
+    """Memory for a tile on the host: pinned where a device copies from it.
+
+    Raises `DeviceUnavailable`, and `BudgetTooSmall` when that much cannot be pinned.
+    """
+    if device == "cpu":
+        return np.empty(nbytes, np.uint8)
+    torch = torch_on(device)
+    try:
+        pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:
+        raise BudgetTooSmall(f"{nbytes} bytes of memory cannot be pinned: {_first_line(error)}") from error
+    return pinned
+
+
+class Lane:
+    """One worker's way through a device. nbytes: of a tile; the device holds three of them.
+
+    Raises `DeviceUnavailable`, and `BudgetTooSmall` when the device has no room.
+    """
+
+    def __init__(self, device: str, nbytes: int) -> None:
+        self._torch = torch = torch_on(device)
+        self.device = device
+        try:
+            self._front, self._back, self._read = (
+                torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(3)
+            )
+        except RuntimeError as error:
+            raise BudgetTooSmall(f"{device} has no room for 3 tiles of {nbytes} bytes: {_first_line(error)}",
+                                 hint="a smaller --memory or fewer --workers") from error  # fmt: skip
+        self._stream = torch.cuda.Stream(device) if device != "cpu" else None
+        self._copied = torch.cuda.Event() if device != "cpu" else None
+
+    def tile(self, shape: tuple[int, ...], dtype: str) -> DeviceTile:
+        """A row-major tile on the device; its elements are undefined until they are placed."""
+        unit = getattr(self._torch, _UNITS[BY_NAME[dtype].itemsize])
+        nbytes = int(np.prod(shape, dtype=np.int64)) * BY_NAME[dtype].itemsize
+        return DeviceTile(self, self._front[:nbytes].view(unit).reshape(shape))
+
+    def fetch(self, tile: DeviceTile, into: Bytes) -> None:
+        """Copies a tile's bits to the host."""
+        self._home(tile.bits.reshape(-1).view(self._torch.uint8), into)
+
+    def fetch_cast(self, tile: DeviceTile, dtype: str, into: Bytes, target_dtype: str) -> None:
+        """Casts a tile of ``dtype`` on the device, and copies the result to the host."""
+        torch = self._torch
+        with self._on():
+            values = tile.bits.reshape(-1).view(torch.uint8).view(getattr(torch, dtype))
+            cast = self._back[: len(into)]
+            cast.view(getattr(torch, target_dtype)).copy_(values)
+        self._home(cast, into)
+
+    def values(self, tile: DeviceTile, dtype: str) -> Any:
+        """The tile as a torch tensor of its dtype, on the device."""
+        return tile.bits.reshape(-1).view(self._torch.uint8).view(getattr(self._torch, dtype))
+
+    def place(self, target: Any, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...],
+              dtype: str, flags: int) -> None:  # fmt: skip
+        """Scatters a range that was read: the elements at ``strides`` of it go to ``target``.
+
+        The buffer may be overwritten when this returns.
+        """
+        torch = self._torch
+        with self._on():
+            here = self._read[: len(buffer)]
+            here.copy_(torch.from_numpy(buffer), non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+            lazy = flags & (CONJ | NEG)
+            kind = getattr(torch, dtype) if lazy else target.dtype
+            values = here.view(kind).as_strided(shape, strides)
+            if flags & CONJ:
+                values = values.conj()
+            if flags & NEG:
+                values = -values
+            (target.view(kind) if lazy else target).copy_(values)
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _home(self, bits: Any, into: Bytes) -> None:
+        with self._on():
+            self._torch.from_numpy(into).copy_(bits, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _on(self) -> Any:
+        return nullcontext() if self._stream is None else self._torch.cuda.stream(self._stream)
+
+
+def lane_on(device: str, nbytes: int) -> Lane | None:
+    """A worker's lane, or None where tiles stay on the host."""
+    return None if device == "cpu" else Lane(device, nbytes)
+
+
+class DeviceTile:
+    """A tile, or a part of one, on a device. bits: torch tensor of unsigned-width integers."""
+
+    __slots__ = ("_lane", "bits")
+
+    def __init__(self, lane: Lane, bits: Any) -> None:
+        self._lane, self.bits = lane, bits
+
+    def __getitem__(self, index: Any) -> DeviceTile:
+        return DeviceTile(self._lane, self.bits[index])
+
+    def place(self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str,
+              flags: int) -> None:  # fmt: skip
+        """See `Lane.place`."""
+        self._lane.place(self.bits, buffer, shape, strides, dtype, flags)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

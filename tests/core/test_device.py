@@ -1,0 +1,82 @@
+"""Devices: is what a lane scatters and casts the same to the bit as what the host does?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from pieces import numbered, write_dcp
+from samples import differences, read_safetensors
+
+import ckptcore
+from ckptcore import Box, Settings
+from ckptcore.device import Lane, host_buffer
+from ckptcore.dtype import BY_NAME
+from ckptcore.gather import _assign, tile_view
+from ckptcore.manifest import CONJ, NEG, SWAPPED
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FLAGS = {"complex64": (0, CONJ, NEG, SWAPPED), "float32": (0, NEG, SWAPPED)}
+
+
+def lane(device: str) -> Lane:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return Lane(device, 1 << 16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("strides", [(12, 4, 1), (1, 3, 6), (24, 4, 1), (12, 1, 3)])
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "int64", "complex64", "complex128"])
+def test_scatter_as_on_the_host(device: str, strides: tuple[int, ...], dtype: str) -> None:
+    here, shape, width = lane(device), (2, 3, 4), BY_NAME[dtype].itemsize
+    for flags in FLAGS.get(dtype, (0,)):
+        span = (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * width
+        kept = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 126, span).astype(np.uint8)
+        want = tile_view(np.zeros(24 * width, np.uint8), shape, dtype)
+        _assign(want, kept.copy(), shape, strides, dtype, flags)
+        tile = here.tile(shape, dtype)
+        read = host_buffer(span, device)
+        read[:] = kept
+        _assign(tile, read, shape, strides, dtype, flags)
+        found = host_buffer(24 * width, device)
+        here.fetch(tile, found)
+        assert found.tobytes() == want.tobytes(), flags
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("target", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+def test_cast_as_torch(device: str, source: str, target: str) -> None:
+    here = lane(device)
+    values = (torch.randn(999, generator=torch.Generator().manual_seed(0)) * 50).to(getattr(torch, source))
+    tile = here.tile((999,), source)
+    raw = values.view(torch.uint8).numpy().copy()
+    _assign(tile, raw, (999,), (1,), source, 0)
+    found = host_buffer(999 * BY_NAME[target].itemsize, device)
+    here.fetch_cast(tile, source, found, target)
+    assert found.tobytes() == values.to(getattr(torch, target)).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_conversion_through_lanes_is_the_same(device: str, tmp_path: Path) -> None:
+    """Strided and cast tensors in columns: every part takes its way through a lane."""
+    there, tensor = lane(device).device, numbered((61, 67))
+    columns = [Box((0, 0), (61, 30)), Box((0, 30), (61, 37))]
+    state = {"a": (tensor, columns), "b": (tensor.to(torch.bfloat16), [Box.whole((61, 67))])}
+    write_dcp(tmp_path / "ckpt", state, turn=True)
+    source, used = str(tmp_path / "ckpt"), []
+
+    def lane_on(_: str, nbytes: int) -> Lane:
+        used.append(nbytes)
+        return Lane(there, nbytes)
+
+    ckptcore.convert(source, str(tmp_path / "host"), dtype="bf16")
+    means = Settings(memory=1 << 20, workers=2, device=there)
+    with mock.patch("ckptcore.execute.lane_on", lane_on):
+        ckptcore.convert(source, str(tmp_path / "lanes"), settings=means, dtype="bf16")
+    assert len(used) == 2
+    assert not differences(read_safetensors(tmp_path / "host"), read_safetensors(tmp_path / "lanes"))
