@@ -17,12 +17,14 @@ from typing import Any
 from blake3 import blake3
 
 from ckptcore import dtype as dtypes
+from ckptcore.bound import without_bound
 from ckptcore.check import Report, require_whole
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.fileplan import FilePlan
 from ckptcore.formats import FORMATS, by_name
 from ckptcore.hf import ConfigFolder, check_names, model_card, read_config
 from ckptcore.manifest import Blob, Manifest
+from ckptcore.meshspec import parse_mesh
 from ckptcore.model_part import ModelPart, find_model
 from ckptcore.nesting import LEFT_OUT, nest, without
 from ckptcore.objects import references
@@ -69,10 +71,12 @@ def compose(request: Request, manifest: Manifest) -> Composed:
                          hint="consolidate writes it; export writes safetensors or torch_save")  # fmt: skip
     config = read_config(request.config) if request.config else None
     model = find_model(manifest, request.model_prefix) if export else None
-    mapped, told = _names(request, manifest, model, config)
+    reshard = request.verb == "reshard"
+    free, bound = without_bound(manifest, parse_mesh(request.mesh)) if reshard else (manifest, ())
+    mapped, told = _names(request, free, model, config)
     warnings += told
     casts = _dtypes(request, mapped.manifest)
-    objects = {} if export else _objects(request, manifest, warnings)
+    objects = {} if export else _objects(request, free, warnings)
     carried = set(objects)
     mapped, objects, paths, moved = nest(writer, manifest, mapped, objects)
     casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
@@ -81,12 +85,13 @@ def compose(request: Request, manifest: Manifest) -> Composed:
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
     topology = None
-    if request.verb == "reshard":
+    if reshard:
         topology = lay_out(mapped.manifest, request.mesh, request.sharding, request.model_prefix)
     extra = _extra(request, mapped, target, config, manifest)
     plan, files = make_plan(
         mapped.manifest, target, writer, twins=mapped.twins, ties=mapped.ties, renamed=mapped.renamed,
-        dropped=[(d.fqn, d.rule) for d in mapped.dropped] + _dropped_objects(request, manifest, carried),
+        dropped=[(d.fqn, d.rule) for d in mapped.dropped] + _dropped_objects(request, free, carried)
+        + list(bound),
         extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
         source=manifest, paths=paths, topology=topology,
     )  # fmt: skip
