@@ -1,4 +1,4 @@
-"""Optimizer states by number: which parameter does each number mean?
+"""Optimizer states by number: which parameter does each number mean, and which number has each?
 
 ``torch.optim.Optimizer.state_dict`` numbers the parameters in the order of its groups
 (torch/optim/optimizer.py). The names are told by ``param_names`` (torch >= 2.6), or follow from the
@@ -77,6 +77,35 @@ def names_of(
                 if seen != params[i][1]:
                     return None
     return {i: name for i, (name, _) in enumerate(params)} if compared else None
+
+
+def numbers_for(tree: dict[Any, Any], params: Params, shape: Callable[[Any], Shape | None]) -> dict[Any, Any]:
+    """The tree of an optimizer with numbers in place of names, as ``Optimizer.state_dict`` has it.
+
+    Groups tell ``param_names`` where the numbers alone would not prove them. Gives the tree itself where
+    states are by number already, or where nothing tells the order of all that have states.
+    """
+    state, groups = tree.get("state"), tree.get("param_groups")
+    if not isinstance(state, dict) or type(groups) is not list or not groups:
+        return tree
+    if any(not isinstance(g, dict) or type(g.get("params")) is not list for g in groups):
+        return tree
+    names = [name for g in groups for name in g["params"]]
+    if any(type(n) not in (str, int) for n in names):
+        return tree
+    number = {str(name): n for n, name in enumerate(names)}
+    if len(number) != len(names) or not state.keys() <= number.keys():
+        return tree
+    if all(type(n) is int for n in names):  # they never had names
+        return {**tree, "state": {int(k): v for k, v in state.items()}}
+    if any(type(n) is int for n in names):
+        return tree
+    ordered = {n: state[name] for name, n in number.items() if name in state}
+    plain = [{**g, "params": [number[n] for n in g["params"]]} for g in groups]
+    proven = names_of(Numbered((), ordered, plain), params, shape)
+    if proven != {n: name for name, n in number.items()}:
+        plain = [{**p, "param_names": g["params"]} for p, g in zip(plain, groups, strict=True)]
+    return {**tree, "state": ordered, "param_groups": plain}
 
 
 def _numbered(path: tuple[Any, ...], value: dict[Any, Any]) -> Numbered | None:

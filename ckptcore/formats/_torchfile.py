@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,28 +14,31 @@ from ckptcore.manifest import TensorSpec
 from ckptcore.objects import Named, TensorRef
 
 Inline = tuple[TensorSpec, bytes]
+Lookup = Callable[[str], tuple[str, TensorSpec]]
 
 
 def torch_file(path: str, tree: Any, tensors: Sequence[TensorSpec], order: Sequence[int], *,
                commit: bool = False, classes: bool = False,
-               inline: Mapping[str, Inline] | None = None) -> FileLayout:  # fmt: skip
+               inline: Mapping[str, Inline] | None = None,
+               pickled: Callable[[Lookup], write.Pickled] | None = None) -> FileLayout:  # fmt: skip
     """The file that holds ``tree``, a value as `ckptcore.objects.decode` gives it.
 
     order: positions into ``tensors`` of those that the tree refers to, in file order. classes: see `Pickled`.
-    inline: tensors that the tree refers to and whose bytes are known.
+    inline: tensors that the tree refers to and whose bytes are known. pickled: how the pickle is built
+    where tensors are not plain, given FQN -> (storage key, spec).
     Raises TypeError for a value that has no pickled form.
     """
     key = {tensors[i].fqn: (str(n), tensors[i]) for n, i in enumerate(order)}
     known = sorted((inline or {}).items())
     for n, (name, (spec, _)) in enumerate(known, start=len(order)):
         key[name] = str(n), spec
-    pickled = write.Pickled(key.__getitem__, classes=classes)
-    pickled.value(tree)
+    made = pickled(key.__getitem__) if pickled else write.Pickled(key.__getitem__, classes=classes)
+    made.value(tree)
     literals: list[Literal] = []
     slots: list[Slot] = []
     rows: list[tuple[bytes, int | None]] = []  # directory row, the slot whose CRC it needs
     at = 0
-    for name, data in (("data.pkl", pickled.finish()), ("byteorder", b"little")):
+    for name, data in (("data.pkl", made.finish()), ("byteorder", b"little")):
         body, row = write.small_record(f"archive/{name}", at, data)
         literals.append(Literal(at, body))
         rows.append((row, None))

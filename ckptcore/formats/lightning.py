@@ -23,6 +23,7 @@ from ckptcore.formats._lightningtree import VERSION, Contents, contents, read_tr
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats._torchfile import torch_file
 from ckptcore.formats._torchzip import head_holds, is_zip
+from ckptcore.formats._trees import built
 from ckptcore.formats.base import (
     Abilities,
     Arrangement,
@@ -40,7 +41,6 @@ NAME, META, DEFAULT = "lightning", "meta.pt", "checkpoint.ckpt"
 _OPTIMIZER = re.compile(r"optimizer_(\d{1,9})$")
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _MODELS = ("model", "state_dict")
-_MAX_GAP = 10_000
 _TOLD = ("epoch", "global_step")
 
 
@@ -142,64 +142,14 @@ def place(source: Manifest) -> Callable[[Path], Path]:
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     """One file that holds the nested dict; raises `NameMismatch` for names that do not nest."""
     order = sorted(range(len(request.tensors)), key=lambda i: natural(request.tensors[i].fqn))
-    tree: dict[Any, Any] = {}
-    made = {id(tree)}
     trees = {key: decode(form) for key, form in request.objects.items()}
     held = {name for t in trees.values() for name in tensors_in(t)}
     alone = [t.fqn for t in request.tensors if t.fqn not in held]
     rank = {name: n for n, name in enumerate(request.paths)}
-    for name in sorted([*alone, *trees], key=lambda n: rank.get(n, len(rank))):
-        _put(tree, request.paths.get(name, (name,)), trees.get(name, TensorRef(name)), made, name)
-    _require_lists(tree, "")
+    names = sorted([*alone, *trees], key=lambda n: rank.get(n, len(rank)))
+    tree = built((n, request.paths.get(n, (n,)), trees.get(n, TensorRef(n))) for n in names)
     path = request.single or DEFAULT
     return (torch_file(path, tree, request.tensors, order, commit=True, classes=True),)
-
-
-def _put(tree: Any, path: Path, value: Any, made: set[int], name: str) -> None:
-    """As torch/distributed/checkpoint/_traverse.py, set_element, but a place is filled once.
-
-    made: ids of the containers that paths made; what was saved as one object is not added to.
-    """
-    at = tree
-    for here, below in zip(path, (*path[1:], None), strict=True):
-        if id(at) not in made or isinstance(at, list) is not isinstance(here, int):
-            raise _taken(name)
-        if isinstance(at, list):
-            at += [_Gap] * min(int(here) + 1 - len(at), _MAX_GAP)
-            free = int(here) < len(at) and at[int(here)] is _Gap
-            if not free and int(here) >= len(at):
-                raise _taken(name)
-        else:
-            free = here not in at
-        if free:
-            at[here] = value if below is None else {} if type(below) is str else []
-            if below is not None:
-                made.add(id(at[here]))
-        elif below is None:
-            raise _taken(name)
-        at = at[here]
-
-
-def _taken(name: str) -> NameMismatch:
-    return NameMismatch(
-        f"{name} cannot be nested: another entry has its place", hint="leave one out with --exclude"
-    )
-
-
-class _Gap:
-    """A list position that nothing was put to."""
-
-
-def _require_lists(tree: Any, where: str) -> None:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            _require_lists(value, f"{where}.{key}" if where else str(key))
-    elif isinstance(tree, list):
-        for n, value in enumerate(tree):
-            if value is _Gap:
-                raise NameMismatch(f"{where}.{n} is left out, but a later entry of the list is not",
-                                   hint="leave the whole list out, or nothing of it")  # fmt: skip
-            _require_lists(value, f"{where}.{n}")
 
 
 def _file(source: Source) -> str | None:

@@ -13,6 +13,7 @@ from ckptcore.errors import AmbiguousModel
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats._rankfiles import RankFiles, rank_files
 from ckptcore.formats._rankread import read_ranks
+from ckptcore.formats._rankwrite import arrange
 from ckptcore.formats._torchzip import is_zip
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest
@@ -86,7 +87,10 @@ FORMAT = Format(
     name=_NAME,
     title="torch.save file per rank (verl, Accelerate, OLMo, FSDP scripts)",
     recognised_by="torch zips named by rank: `*_rank_R.pt`, `*_rankR.bin`, `rankR.pt`",
-    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per record", objects=True),
+    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per record", objects=True),
     detect=detect,
     read=read,
+    arrange=arrange,
+    nests=True,
+    shards=True,
 )

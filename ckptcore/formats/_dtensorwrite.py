@@ -1,0 +1,210 @@
+"""Writing DTensors: how does torch pickle a distributed tensor, and the mesh that it lies on?
+
+A DTensor is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (DTensor, dtype, size, stride,
+offset, layout, device, grad), (None, {_local_tensor, _spec}))``, as torch 2.13 has it (torch/_tensor.py;
+torch/distributed/tensor/_api.py, _dtensor_spec.py; torch/distributed/device_mesh.py). Everything in it
+is on the list of ``torch.load(weights_only=True)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.formats._picklewrite import Pickled
+from ckptcore.manifest import TensorSpec, row_major
+from ckptcore.objects import Named, TensorRef
+from ckptcore.sharding import Layout, Mesh
+
+RANKS = "\0ranks"  # name of the tensor of a mesh's ranks: int32 [world size]
+_SPEC = "torch.distributed.tensor._dtensor_spec"
+_PLACEMENTS = "torch.distributed.tensor.placement_types"
+_LAYOUT = "torch.distributed._mesh_layout"
+_DEVICE = "cpu"  # of the mesh; where the local tensors lie is `torch.load`'s ``map_location``
+# What a placement of each class is pickled with.
+_FIELDS = {"Shard": ("dim",), "_StridedShard": ("dim", "split_factor"), "Replicate": ()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Global:
+    """A class or function by name."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An object made by ``cls.__new__(cls, *args)``.
+
+    state: its ``__dict__``, None for a named tuple. key: what it is known by when a pickle has it more
+    than once, "" where it has not.
+    """
+
+    module: str
+    name: str
+    args: tuple[Any, ...] = ()
+    state: dict[str, Any] | None = None
+    key: str = ""
+
+
+class Meshes:
+    """The device meshes of one rank: all of the mesh, and slices of it.
+
+    Process groups are called as in a job that makes this mesh first, which is what lets torch find them
+    (torch/distributed/device_mesh.py, `_init_one_process_group`).
+    """
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self._names = tuple(name for name, _ in mesh.axes)
+        self._sizes = tuple(size for _, size in mesh.axes)
+        self._rank, self._world = rank, mesh.size
+        strides = row_major(self._sizes)
+        self._at = tuple(rank // s % n for n, s in zip(self._sizes, strides, strict=True))
+        # torch leaves the size and stride of an axis of one rank out (_mesh_layout.py, `_FlatLayout`).
+        self._axes = tuple(
+            _Made(_LAYOUT, "_FlatLayout", (), {"shape": (n,) * (n > 1), "stride": (s,) * (n > 1)})
+            for n, s in zip(self._sizes, strides, strict=True)
+        )
+        self._groups = self._group_names()
+        self._root = self._mesh(self._names, None)
+        self._known: dict[tuple[str, ...], _Made] = {self._names: self._root}
+
+    def of(self, axes: tuple[str, ...]) -> _Made:
+        """The mesh of some axes, in mesh order."""
+        if axes not in self._known:
+            self._known[axes] = self._mesh(axes, self._root)
+        return self._known[axes]
+
+    def _mesh(self, axes: tuple[str, ...], root: _Made | None) -> _Made:
+        where = [self._names.index(a) for a in axes]
+        state = {
+            "_device_type": _DEVICE,
+            "_layout": _Made(_LAYOUT, "_MeshLayout", (), {"axes": tuple(self._axes[n] for n in where)}),
+            "_rank_map": TensorRef(RANKS),
+            "_mesh_dim_names": axes,
+            "_root_mesh": root,
+            "_flatten_rank_map": tuple(range(self._world)),
+            "_thread_id": None,
+            "_flatten_mapping": {},
+            "_dim_group_names": [self._groups[n] for n in where],
+            "_rank": self._rank,
+            "_coordinate_on_dim": tuple(self._at[n] for n in where),
+            "_hash": None,  # each process hashes text differently
+        }
+        return _Made("torch.distributed.device_mesh", "DeviceMesh", (), state, f"mesh {axes}")
+
+    def _group_names(self) -> list[str]:
+        """torch numbers groups as they are made: one of the world, then those of each axis."""
+        found, made = [], 1
+        for axis, size in enumerate(self._sizes):
+            if size == self._world:
+                found.append("0")
+                continue
+            index = 0
+            for n, c in enumerate(self._at):
+                if n != axis:
+                    index = index * self._sizes[n] + c
+            found.append(str(made + index))
+            made += self._world // size
+        return found
+
+
+class RankPickled(Pickled):
+    """Builds the pickle of one rank's file."""
+
+    def __init__(self, tensor: Callable[[str], tuple[str, TensorSpec]],
+                 distributed: Mapping[str, tuple[TensorSpec, Layout]], meshes: Meshes) -> None:  # fmt: skip
+        """tensor: FQN -> (storage key, spec of what this rank has).
+
+        distributed: FQN -> (spec of the whole, how it lies) of those that are DTensors.
+        """
+        super().__init__(tensor)
+        self._distributed, self._meshes = distributed, meshes
+
+    def value(self, value: Any) -> None:
+        kind = type(value)
+        if kind is _Made:
+            self._once(value.key, lambda: self._make(value))
+        elif kind is _Global:
+            self.name(value.module, value.name)
+        elif kind is str and value in _REPEATED:
+            self._once(f"text {value}", lambda: Pickled.value(self, value))
+        elif kind is TensorRef and value.fqn in self._distributed:
+            self._dtensor(value, *self._distributed[value.fqn])
+        else:
+            super().value(value)
+
+    def _once(self, key: str, emit: Callable[[], None]) -> None:
+        """Emits a value; a later one with this key refers back to it."""
+        at = self._memo.get(key)
+        if at is not None:
+            self.out += b"h" + bytes([at]) if at < 256 else b"j" + at.to_bytes(4, "little")
+            return
+        emit()
+        if key:
+            at = self._memo[key] = len(self._memo)
+            self.out += b"q" + bytes([at]) if at < 256 else b"r" + at.to_bytes(4, "little")
+
+    def _make(self, value: _Made) -> None:
+        self.name(value.module, value.name)
+        self.all(value.args)
+        self.out += b"\x81"  # NEWOBJ
+        if value.state is not None:
+            self.value(value.state)
+            self.out += b"b"
+
+    def _dtensor(self, ref: TensorRef, whole: TensorSpec, layout: Layout) -> None:
+        strides, dtype = row_major(whole.shape), Named("dtype", whole.dtype)
+        placements = tuple(_placement(p, len(whole.shape)) for p in layout.placements)
+        strided = any(p.name == "_StridedShard" for p in placements)
+        spec = {
+            "mesh": self._meshes.of(layout.axes),
+            "placements": placements,
+            "tensor_meta": _Made(_SPEC, "TensorMeta", (Named("size", whole.shape), strides, dtype)),
+            "shard_order": None if strided else tuple(_shard_order(placements)),
+            "use_strided_shard_as_shard_order": strided,
+            "_hash": None,
+        }
+        self.name("torch._tensor", "_rebuild_from_type_v2")
+        self.out += b"("
+        self.value(_WRAPPER)
+        self.value(_DTENSOR)
+        self.value((_DTENSOR, dtype, whole.shape, strides, 0, _STRIDED, _CPU, False))
+        self.out += b"(N}("  # the state: no ``__dict__``, and two slots
+        self.value("_local_tensor")
+        super().value(ref)
+        self.value("_spec")
+        self.value(_Made(_SPEC, "DTensorSpec", (), spec))
+        self.out += b"uttR"
+
+
+def _placement(placement: Any, rank: int) -> _Made:
+    """rank: number of dims of the tensor; a dim may be counted from behind."""
+    kind = type(placement).__name__
+    state = {name: getattr(placement, name) for name in _FIELDS[kind]}
+    if "dim" in state:
+        state["dim"] %= rank
+    return _Made(_PLACEMENTS, kind, (), state, f"{kind} {state}")
+
+
+def _shard_order(placements: Sequence[_Made]) -> Iterator[_Made]:
+    """As _dtensor_spec.py, `compute_default_shard_order`: mesh axes from the left to the right."""
+    cut: dict[int, tuple[int, ...]] = {}
+    for axis, placement in enumerate(placements):
+        if placement.state:
+            dim = placement.state["dim"]
+            cut[dim] = (*cut.get(dim, ()), axis)
+    for dim in sorted(cut):
+        yield _Made(_SPEC, "ShardOrderEntry", (dim, cut[dim]))
+
+
+_WRAPPER = _Global("torch._utils", "_rebuild_wrapper_subclass")
+_DTENSOR = _Global("torch.distributed.tensor", "DTensor")
+_STRIDED, _CPU = Named("layout", "torch.strided"), Named("device", ["cpu"])
+# Text that the pickle of every tensor has.
+_REPEATED = frozenset(
+    {"_local_tensor", "_spec", "mesh", "placements", "tensor_meta", "shard_order", "_hash", "storage", "cpu",
+     "use_strided_shard_as_shard_order", "exp_avg", "exp_avg_sq", "step", "torch.strided"}
+)  # fmt: skip

@@ -1,0 +1,174 @@
+"""Writing rank files: what does each rank's file hold, and what are the files called?
+
+As verl names them (verl/utils/checkpoint/fsdp_checkpoint_manager.py, `save_checkpoint`):
+``model_world_size_N_rank_R.pt``, ``optim_world_size_N_rank_R.pt``, ``extra_state_world_size_N_rank_R.pt``
+and ``fsdp_config.json``. A checkpoint with a model and something beside it is written as one kind of file
+per top-level key, any other as one kind; either is read back under the same names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ckptcore.box import Box
+from ckptcore.formats._dtensorwrite import RANKS, Meshes, RankPickled
+from ckptcore.formats._rankfiles import RankFiles, is_rank_file
+from ckptcore.formats._rankoptim import numbers_for
+from ckptcore.formats._torchfile import Inline, arrays_as_tensors, torch_file
+from ckptcore.formats._trees import built
+from ckptcore.formats.base import Arrangement, FileLayout, Literal, natural
+from ckptcore.manifest import TensorSpec
+from ckptcore.objects import TensorRef, decode, tensors_in
+from ckptcore.paths import Path
+from ckptcore.sharding import MESH_OF_ONE, Layout, Topology
+
+_MODEL, _OPTIMIZERS, _EXTRA = "model", ("optim", "optimizer"), "extra_state"
+_CONFIG = "fsdp_config.json"
+Row = tuple[str, Path, Any]  # name, where it stands in its file, value
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Files of one kind. stem: what their names begin with. rows: what they hold, in order."""
+
+    stem: str
+    rows: tuple[Row, ...]
+
+
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """The files of all ranks, kind by kind, and verl's small file about them, which comes last.
+
+    A rank's file holds all that the rank has: replicas too. Raises `NameMismatch` for names that do
+    not nest.
+    """
+    topology = request.topology or Topology(MESH_OF_ONE, {})
+    world = topology.mesh.size
+    specs = {t.fqn: (i, t) for i, t in enumerate(request.tensors)}
+    params: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    layouts: list[FileLayout] = []
+    kinds = _kinds(_rows(request))
+    meshes = [Meshes(topology.mesh, rank) for rank in range(world)]
+    for kind in kinds:
+        tree = _tree(kind.rows, len(kinds) > 1)
+        if kind.stem == _MODEL:
+            params = _params(tree, specs, topology)
+        elif kind.stem in _OPTIMIZERS and isinstance(tree, dict) and not _staged(topology, specs):
+            tree = numbers_for(
+                tree, params, lambda v: specs[v.fqn][1].shape if type(v) is TensorRef else None
+            )
+        inline: dict[str, Inline] = {}
+        if kind.stem == _MODEL or kind.stem in _OPTIMIZERS:  # what `weights_only=True` must take
+            tree = arrays_as_tensors(tree, inline)
+        files = _Files(topology, specs, tree, inline)
+        for rank in range(world):
+            path = f"{kind.stem}_world_size_{world}_rank_{rank}.pt"
+            layouts.append(files.of(rank, path, meshes[rank]))
+    config = json.dumps({"FSDP_version": 2, "world_size": world}, indent=4).encode()
+    return (*layouts, FileLayout(_CONFIG, len(config), (), (), (Literal(0, config),), commit=True))
+
+
+class _Files:
+    """The files of one kind: all hold one tree, and of its tensors what each rank has."""
+
+    def __init__(self, topology: Topology, specs: Mapping[str, tuple[int, TensorSpec]], tree: Any,
+                 inline: Mapping[str, Inline]) -> None:  # fmt: skip
+        self._topology, self._specs, self._tree, self._inline = topology, specs, tree, inline
+        self._names = [n for n in tensors_in(tree) if n in specs]
+        self._distributed: dict[str, tuple[TensorSpec, Layout]] = {}
+        for name in self._names:
+            layout = topology.layout(name)
+            if layout.axes:
+                self._distributed[name] = specs[name][1], layout
+        # Only where a tensor lies on some of the ranks does the tree differ between them.
+        self._staged = any(topology.layout(n).at for n in self._names)
+        self._ranks = np.arange(topology.mesh.size, dtype="<i4").tobytes()
+
+    def of(self, rank: int, path: str, meshes: Meshes) -> FileLayout:
+        """The file of one rank."""
+        held: list[tuple[int, TensorSpec, Box]] = []
+        for name in self._names:
+            at, spec = self._specs[name]
+            box = self._topology.held(name, spec.shape)[rank]
+            if box is not None:
+                held.append((at, replace(spec, shape=box.shape), box))
+        here = {spec.fqn for _, spec, _ in held}
+        tree = _without(self._tree, set(self._names) - here) if self._staged else self._tree
+        inline = dict(self._inline)
+        if here & self._distributed.keys():
+            inline[RANKS] = TensorSpec(RANKS, "int32", (self._topology.mesh.size,)), self._ranks
+        made = torch_file(path, tree, [s for _, s, _ in held], range(len(held)), inline=inline,
+                          pickled=lambda tensor: RankPickled(tensor, self._distributed, meshes))  # fmt: skip
+        return replace(made, tensors=tuple(at for at, *_ in held), boxes=tuple(box for *_, box in held))
+
+
+def _rows(request: Arrangement) -> list[Row]:
+    """(name, path, value) of every tensor and object, in saved order where that is known."""
+    trees = {key: decode(form) for key, form in request.objects.items()}
+    held = {name for t in trees.values() for name in tensors_in(t)}
+    names = [t.fqn for t in request.tensors if t.fqn not in held]
+    place = {name: n for n, name in enumerate(request.paths)}
+    if not place:
+        names.sort(key=natural)
+    order = sorted([*names, *trees], key=lambda n: place.get(n, len(place)))
+    return [(n, request.paths.get(n) or (n,), trees.get(n, TensorRef(n))) for n in order]
+
+
+def _kinds(rows: Sequence[Row]) -> list[_Kind]:
+    """One kind per top-level key where that is a model among others, and all in one otherwise."""
+    told = [(name, path if len(path) > 1 else _guessed(name), value) for name, path, value in rows]
+    tops = list(dict.fromkeys(str(path[0]) for _, path, _ in told))
+    if _MODEL in tops and {*_OPTIMIZERS, _EXTRA} & set(tops) and all(_is_stem(t) for t in tops):
+        below = {top: tuple(r for r in told if r[1][0] == top) for top in tops}
+        # A dict that is one object would come back as its entries.
+        if not any(len(path) == 1 and isinstance(value, dict) for _, path, value in told):
+            tops.sort(key=lambda t: (t != _MODEL, t not in _OPTIMIZERS))
+            return [_Kind(top, tuple((n, p[1:], v) for n, p, v in below[top])) for top in tops]
+    return [_Kind(_MODEL, tuple(rows))]
+
+
+def _guessed(name: str) -> Path:
+    """Where a name stands when nothing tells: state by parameter in an optimizer, else below its top."""
+    top, _, rest = name.partition(".")
+    if top in _OPTIMIZERS and rest.startswith("state.") and rest.count(".") > 1:
+        param, _, key = rest[6:].rpartition(".")
+        return (top, "state", param, key)
+    if top in _OPTIMIZERS and rest.startswith("param_groups.") and rest[13:].isdecimal():
+        return (top, "param_groups", int(rest[13:]))
+    return (top, rest) if rest else (name,)
+
+
+def _is_stem(top: str) -> bool:
+    """Whether files that begin so are read back under this name."""
+    return RankFiles(top, None).role == top and is_rank_file(f"{top}_world_size_1_rank_0.pt")
+
+
+def _tree(rows: Sequence[Row], several: bool) -> Any:
+    if several and len(rows) == 1 and not rows[0][1]:  # a value that is all of its kind
+        return rows[0][2]
+    return built(rows)
+
+
+def _params(tree: Any, specs: Mapping[str, tuple[int, TensorSpec]], topology: Topology) -> Any:
+    """The model's parameters as a reader finds them: distributed tensors, or all where none is."""
+    found = [(k, v.fqn) for k, v in tree.items() if type(v) is TensorRef] if isinstance(tree, dict) else []
+    some = any(topology.layout(fqn).axes for _, fqn in found)
+    return tuple((k, specs[fqn][1].shape) for k, fqn in found if not some or topology.layout(fqn).axes)
+
+
+def _staged(topology: Topology, specs: Mapping[str, Any]) -> bool:
+    """Whether ranks have different tensors: then numbers would mean different parameters."""
+    return any(topology.layout(name).at for name in specs)
+
+
+def _without(value: Any, gone: set[str]) -> Any:
+    """The tree without dict entries that are tensors a rank does not have, and dicts of such alone."""
+    if not isinstance(value, dict):
+        return value
+    kept = ((k, _without(v, gone)) for k, v in value.items()
+            if not (type(v) is TensorRef and v.fqn in gone))  # fmt: skip
+    return type(value)((k, v) for k, v in kept if v != {} or value[k] == {})
