@@ -111,4 +111,5 @@ def _layer_kind(entry: Any) -> Any:
     if isinstance(entry, Named) and entry.kind == "enum":  # LayerType.decoder, by name or value
         kind = entry.value[1]  # a number or text
         return "decoder" if kind == 4 else kind
-    return entry
+    # Names in a list are read in any case, spaces around them do not count.
+    return entry.strip().lower() if type(entry) is str else entry
