@@ -57,6 +57,20 @@ def held(n: int, cuts: Sequence[Cut], order: Sequence[int] | None = None) -> lis
     return list(dict.fromkeys(found))
 
 
+def placed(n: int, cuts: Sequence[Cut]) -> tuple[int, int]:
+    """(first, count) of what the rank holds of ``[0, n)``, as torch's checkpoint planner finds them from the
+    placements (torch/distributed/tensor/_utils.py, `_compute_local_shape_and_global_offset`); an empty
+    part lies at the end. It knows the start of a part only, so strided parts that `held` has elsewhere, or
+    in pieces, are not what a rank would load.
+
+    >>> placed(9, [Cut(0, 4, 0, factor=2), Cut(1, 2, 0)]), held(9, [Cut(0, 4, 0, factor=2), Cut(1, 2, 0)])
+    ((0, 2), [((0, 2),)])
+    """
+    runs = _left_to_right(n, cuts, newer=True)
+    count = sum(b - a for a, b in runs)
+    return (runs[0][0], count) if count else (n, 0)
+
+
 def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """The boxes that runs per dim make up, each with its first index in the rank's own memory."""
     starts = []

@@ -1,14 +1,16 @@
 """Sharding: which box of a tensor does each rank of a mesh hold?
 
 Placements are torch's own (`torch.distributed.tensor`), and so is the arithmetic: uneven and strided
-shards are cut where torch cuts them. A mesh without axes is a mesh of one: its only rank holds
-everything, which is what consolidating is.
+shards are cut where torch cuts them (`ckptcore.cuts`), and refused where torch contradicts itself. torch's
+own function is not called: it makes an index of every element. A mesh without axes is a mesh of one: its
+only rank holds everything, which is what consolidating is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -59,6 +61,36 @@ class Mesh:
             at = at * n + c
         return at
 
+    def along(self, axes: Sequence[str]) -> Mesh:
+        """The mesh of some of its axes, in mesh order; ``fsdp+ep`` is neighbours as one axis, as torch
+        flattens them. Raises `UsageError` for axes that it does not have so.
+
+        >>> Mesh((("fsdp", 2), ("ep", 4), ("tp", 2))).along(["fsdp+ep", "tp"]).axes
+        (('fsdp+ep', 8), ('tp', 2))
+        """
+        sizes = [n for _, n in self.axes]
+        return Mesh(tuple((a, prod(sizes[k] for k in at)) for a, at in self._places(axes).items()))
+
+    def ranks_along(self, axes: Sequence[str]) -> list[int]:
+        """For each rank, in rank order, its rank in ``along(axes)``.
+
+        >>> Mesh((("fsdp", 2), ("tp", 2))).ranks_along(["tp"])
+        [0, 1, 0, 1]
+        """
+        used = [k for at in self._places(axes).values() for k in at]
+        # Neighbours as one axis, and apart, count the same.
+        sub = Mesh(tuple(self.axes[k] for k in used))
+        return [sub.rank([at[k] for k in used]) for at in self.coordinates()]
+
+    def _places(self, axes: Sequence[str]) -> dict[str, list[int]]:
+        number = {a: n for n, (a, _) in enumerate(self.axes)}
+        found = {a: [number.get(part, -1) for part in a.split("+")] for a in axes}
+        flat = [k for at in found.values() for k in at]
+        together = all(at[-1] - at[0] == len(at) - 1 for at in found.values())
+        if -1 in flat or flat != sorted(set(flat)) or not together:
+            raise UsageError(f"{list(axes)} are no axes of the mesh {self.axes}, in its order")
+        return found
+
 
 MESH_OF_ONE = Mesh()
 
@@ -67,9 +99,10 @@ MESH_OF_ONE = Mesh()
 class Layout:
     """How one tensor lies on a mesh.
 
-    axes: the mesh axes it is distributed over, in mesh order; along the others every rank has the
-    same. placements: torch's, one per axis. at: (axis, coordinates): only ranks with such a coordinate
-    have the tensor at all (pipeline stages, experts by name).
+    axes: the mesh axes it is distributed over, in mesh order; ``fsdp+ep`` is two neighbours that cut as
+    one (`Mesh.along`). Along the others every rank has the same. placements: torch's, one per axis.
+    at: (axis, coordinates): only ranks with such a coordinate have the tensor at all (pipeline stages,
+    experts by name).
     """
 
     axes: tuple[str, ...] = ()
@@ -92,6 +125,10 @@ class Topology:
     _held: dict[tuple[tuple[int, ...], Layout], tuple[Box | None, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _owners: dict[tuple[tuple[int, ...], Layout], tuple[tuple[int, Box], ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _parts: dict[tuple[Any, ...], list[Box]] = field(default_factory=dict, compare=False, repr=False)
 
     def layout(self, fqn: str) -> Layout:
         """How a tensor lies on the mesh."""
@@ -99,7 +136,7 @@ class Topology:
 
     def held(self, fqn: str, shape: tuple[int, ...]) -> tuple[Box | None, ...]:
         """The box of each rank, in rank order: empty for a rank whose part is empty, None for a rank that
-        does not have the tensor."""
+        does not have the tensor. Raises `UsageError` as `boxes` does."""
         layout = self.layout(fqn)
         key = shape, layout
         found = self._held.get(key)
@@ -109,44 +146,78 @@ class Topology:
 
     def owners(self, fqn: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
         """(rank, box) of the parts that have to be written once: of equal boxes the lowest rank's."""
-        seen: set[Box] = set()
-        for rank, box in enumerate(self.held(fqn, shape)):
-            if box is not None and box not in seen and (box.numel or not prod(shape)):
-                seen.add(box)
-                yield rank, box
+        key = shape, self.layout(fqn)
+        found = self._owners.get(key)
+        if found is None:
+            first: dict[Box, int] = {}
+            for rank, box in enumerate(self.held(fqn, shape)):
+                if box is not None and (box.numel or not prod(shape)):
+                    first.setdefault(box, rank)
+            found = self._owners[key] = tuple((rank, box) for box, rank in first.items())
+        return iter(found)
 
     def _boxes(self, shape: tuple[int, ...], layout: Layout) -> Iterator[Box | None]:
-        sizes = dict(self.mesh.axes)
-        names = list(sizes)
-        sub = Mesh(tuple((a, sizes[a]) for a in layout.axes))
-        mine = boxes(shape, sub, layout.placements)
-        where = [names.index(a) for a in layout.axes]
+        key = shape, layout.axes, layout.placements  # stages differ in ``at`` alone
+        if key not in self._parts:
+            mine = boxes(shape, self.mesh.along(layout.axes), layout.placements)
+            self._parts[key] = [mine[r] for r in self.mesh.ranks_along(layout.axes)]
+        names = [a for a, _ in self.mesh.axes]
         only = [(names.index(a), set(c)) for a, c in layout.at]
-        for at in self.mesh.coordinates():
-            here = all(at[n] in allowed for n, allowed in only)
-            yield mine[sub.rank([at[n] for n in where])] if here else None
+        for box, at in zip(self._parts[key], self.mesh.coordinates(), strict=True):
+            yield box if all(at[n] in allowed for n, allowed in only) else None
 
 
 def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> list[Box]:
     """The box of each rank, in rank order; a rank without elements has an empty box.
 
     shape: global shape, elements. placements: one per mesh axis.
-    Raises `UsageError` when there is not one placement per axis.
+    Raises `UsageError` when there is not one placement per axis, for a dim that the tensor does not have, and
+    for uneven strided shards that torch places elsewhere than in the memory that it makes for them.
     """
     if len(placements) != len(mesh.axes):
         raise UsageError(f"{len(placements)} placements for a mesh of {len(mesh.axes)} axes")
+    if any(not 0 <= getattr(p, "dim", 0) < max(len(shape), 1) for p in placements):
+        raise UsageError(
+            f"{list(map(str, placements))} cut dims that a tensor of {list(shape)} does not have"
+        )
     if not mesh.axes:
         return [Box.whole(shape)]
-    import torch
-    from torch.distributed.tensor import _utils
-
-    # torch's own rule, without a process group; what its checkpoint planner asks, too.
-    cut: Any = _utils._compute_local_shape_and_global_offset
-    sizes = tuple(n for _, n in mesh.axes)
+    sizes = [n for _, n in mesh.axes]
+    dims = []  # per dim: which axes cut it, and (first, count) by their coordinates
+    for dim, n in enumerate(shape):
+        cutting = [k for k, p in enumerate(placements) if getattr(p, "dim", None) == dim]
+        by = tuple((sizes[k], getattr(placements[k], "split_factor", 1)) for k in cutting)
+        dims.append((cutting, _parts_of(n, by)))
+    known: dict[tuple[int, ...], Box] = {}
+    apart = sorted({k for cutting, _ in dims for k in cutting})
     found = []
     for at in mesh.coordinates():
-        local, offset = cut(torch.Size(shape), sizes, list(at), placements)
-        found.append(_box(tuple(local), tuple(offset)))
+        key = tuple(at[k] for k in apart)
+        if key not in known:
+            runs = [parts[tuple(at[k] for k in cutting)] for cutting, parts in dims]
+            known[key] = _box(tuple(n for _, n in runs), tuple(first for first, _ in runs))
+        found.append(known[key])
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _parts_of(n: int, by: tuple[tuple[int, int], ...]) -> dict[tuple[int, ...], tuple[int, int]]:
+    """(first, count) of one dim of n elements, by the coordinates on the axes that cut it.
+
+    by: (size, split factor) of each of those axes, left to right.
+    """
+    found = {}
+    for at in product(*(range(size) for size, _ in by)):
+        mine = [cuts.Cut(k, size, at[k], factor) for k, (size, factor) in enumerate(by)]
+        runs = cuts.held(n, mine)[0]
+        told = (runs[0][0], runs[0][1] - runs[0][0]) if runs else (n, 0)
+        if len(runs) > 1 or cuts.placed(n, mine) != told:
+            raise UsageError(
+                f"{n} elements of a dim cannot be cut for {' and '.join(str(size) for size, _ in by)} ranks, "
+                "the first axis within the pieces of the next: torch finds them elsewhere than it puts them",
+                hint="use sizes that divide the dim, or fewer ranks on one of the axes",
+            )
+        found[at] = told
     return found
 
 

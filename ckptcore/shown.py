@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -16,6 +17,16 @@ def shown(value: object, length: int = 80) -> str:
     ("(1, '", '[[[[...]]]]')
     """
     return _SHORT.repr(value)[:length]
+
+
+def some(names: Sequence[str], count: int = 3) -> str:
+    """The first of many names, and how many there are.
+
+    >>> some(["a", "b"]), some(["a", "b", "c", "d"])
+    ('a, b', 'a, b, c and 1 more')
+    """
+    told = ", ".join(shown(n)[1:-1] for n in names[:count])
+    return told if len(names) <= count else f"{told} and {len(names) - count} more"
 
 
 class _Short(reprlib.Repr):

@@ -1,10 +1,31 @@
-"""Topologies: from a mesh in words and rules on names to which rank holds which box of each tensor."""
+"""Topologies: from a mesh in words and rules on names to which rank holds which box of each tensor.
+
+1. The mesh: axes in the order of trainers (`ckptcore.meshspec`).
+2. Parameters: the tensors of the model part, under their own names (no prefix, no wrappers).
+3. Rules: one's own, or those of the family that the names are of (`ckptcore.placementrules`).
+4. Each parameter's layout (`ckptcore.placing`), its pipeline stage, and the rank of an expert by name.
+5. Optimizer state: what has a parameter's name in its own and its shape lies as the parameter does; what
+   has another shape (steps, factors) is replicated where the parameter is. What belongs to no parameter is
+   replicated on all ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from ckptcore.errors import UsageError
-from ckptcore.manifest import Manifest
-from ckptcore.sharding import Layout, Mesh, Topology
+from ckptcore.manifest import Manifest, TensorSpec
+from ckptcore.meshspec import parse_mesh
+from ckptcore.parameters import parameters
+from ckptcore.sharding import REPLICATED, Layout, Mesh, Topology
+from ckptcore.shown import shown, some
+
+if TYPE_CHECKING:
+    from ckptcore.placementrules import Rules
+
+Shape = tuple[int, ...]
 
 
 def lay_out(
@@ -12,18 +33,119 @@ def lay_out(
 ) -> Topology:
     """Which rank of the mesh holds what of each tensor of the manifest.
 
-    mesh: ``fsdp=4,tp=2``. sharding: the text of a TOML file with rules, or None for the built-in ones.
-    model_prefix: where the model is, or None to find it.
-    Raises `UsageError` for a mesh or rules that cannot be.
+    mesh: ``fsdp=4,tp=2``. sharding: the text of a TOML file with rules (`ckptcore.shardingfile`), or None for
+    the built-in ones. model_prefix: where the model is, or None to find it.
+    Raises `UsageError` for a mesh or rules that cannot be, with the numbers: unknown axes, parameters without
+    a rule or a stage, more stages than layers, experts that do not divide, shards that torch cannot tell.
     """
-    from torch.distributed.tensor import Shard
+    from ckptcore import placementrules, shardingfile  # pydantic: only those who reshard wait for it
 
-    axes = []
-    for part in mesh.split(","):
-        name, _, size = part.partition("=")
-        if name not in ("fsdp", "dp_replicate") or not size.isdigit():
-            raise UsageError(f"--mesh {mesh} is not understood", hint="as in --mesh fsdp=4")
-        axes.append((name, int(size)))
-    whole = Mesh(tuple(axes))
-    layout = Layout(("fsdp",), (Shard(0),)) if "fsdp" in dict(axes) else Layout()
-    return Topology(whole, {t.fqn: layout for t in manifest.tensors if t.shape})
+    whole = parse_mesh(mesh)
+    own = None if sharding is None else shardingfile.load(sharding)
+    if own is not None and own.mesh is not None:
+        told = parse_mesh(",".join(f"{a}={n}" for a, n in own.mesh.items()))
+        if told != whole:
+            raise UsageError(f"--mesh {mesh} is not the [mesh] of --sharding: {dict(told.axes)}",
+                             hint="take it out of the file, or ask for that mesh")  # fmt: skip
+    shapes, owner = parameters(manifest, model_prefix)
+    rules = placementrules.rules_for(list(shapes), own, _needs_rules(whole))
+    layouts = _placed(shapes, whole, rules)
+    found: dict[str, Layout] = {}
+    for spec in manifest.tensors:
+        of = owner.get(spec.fqn)
+        if of is not None:
+            found[spec.fqn] = layouts[of] if spec.shape == shapes[of] else Layout(at=layouts[of].at)
+    topology = Topology(whole, {fqn: layout for fqn, layout in found.items() if layout != REPLICATED})
+    _require_boxes(topology, manifest.tensors)
+    return topology
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How a checkpoint lies on its ranks.
+
+    held: bytes that each rank has in memory, in rank order, replicas included. total: bytes of all tensors.
+    """
+
+    held: tuple[int, ...]
+    total: int
+
+    @property
+    def ratio(self) -> float:
+        """The fullest rank over the mean; 1.0 is even."""
+        return max(self.held) * len(self.held) / sum(self.held) if sum(self.held) else 1.0
+
+    def as_dict(self) -> dict[str, object]:
+        """The JSON form."""
+        return {
+            "ranks": len(self.held), "bytes_total": self.total, "bytes_per_rank": list(self.held),
+            "bytes_max": max(self.held), "bytes_min": min(self.held), "balance": round(self.ratio, 4),
+        }  # fmt: skip
+
+
+def balance(topology: Topology, tensors: Iterable[TensorSpec]) -> Balance:
+    """What each rank of a topology holds of the tensors."""
+    count: dict[tuple[str, Shape, Layout], int] = {}
+    total = 0
+    one: dict[tuple[str, Shape, Layout], str] = {}
+    for spec in tensors:
+        key = spec.dtype, spec.shape, topology.layout(spec.fqn)
+        count[key] = count.get(key, 0) + 1
+        one[key] = spec.fqn
+        total += spec.nbytes
+    held = [0] * topology.mesh.size
+    for (dtype, shape, layout), times in count.items():
+        for rank, box in enumerate(topology.held(one[dtype, shape, layout], shape)):
+            if box is not None:
+                held[rank] += times * TensorSpec("", dtype, box.shape).nbytes
+    return Balance(tuple(held), total)
+
+
+def rank_bytes(topology: Topology, manifest: Manifest) -> list[int]:
+    """Bytes that each rank holds in memory, in rank order."""
+    return list(balance(topology, manifest.tensors).held)
+
+
+def _needs_rules(mesh: Mesh) -> bool:
+    return any(n > 1 for a, n in mesh.axes if a in ("pp", "ep", "tp"))
+
+
+def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: Rules) -> dict[str, Layout]:
+    from ckptcore.experts import place_experts
+    from ckptcore.placing import place
+    from ckptcore.stages import place_stages
+
+    sizes = dict(mesh.axes)
+    if sizes.get("tp", 1) > 1 or sizes.get("ep", 1) > 1:
+        _require_rules(shapes, rules)
+    stage: dict[str, tuple[int, ...] | None] = {}
+    if sizes.get("pp", 1) > 1:
+        if rules.stages is None:
+            raise UsageError(f"{rules.origin} tell no pipeline stages for pp={sizes['pp']}",
+                             hint="add [stages] to --sharding")  # fmt: skip
+        stage = place_stages(shapes, rules.stages, sizes["pp"])
+    expert = place_experts(shapes, rules, sizes["ep"]) if sizes.get("ep", 1) > 1 else {}
+    found = {}
+    for name, shape in shapes.items():
+        at = [("pp", where)] if (where := stage.get(name)) is not None else []
+        at += [("ep", (expert[name],))] if name in expert else []
+        stacked = name in stage and stage[name] is None
+        found[name] = place(name, shape, mesh, rules.find(name), tuple(at), stacked)
+    return found
+
+
+def _require_rules(shapes: Mapping[str, Shape], rules: Rules) -> None:
+    bare = [n for n, shape in shapes.items() if shape and rules.find(n) is None]
+    if bare:
+        raise UsageError(
+            f"{rules.origin} do not say how to cut {len(bare)} of {len(shapes)} parameters: {some(bare)}",
+            hint="add [[rule]] tables for them: --sharding FILE; one with a name alone leaves tp out",
+        )
+
+
+def _require_boxes(topology: Topology, tensors: Iterable[TensorSpec]) -> None:
+    for spec in tensors:
+        try:
+            topology.held(spec.fqn, spec.shape)
+        except UsageError as error:
+            raise UsageError(f"{shown(spec.fqn)}: {error.message}", hint=error.hint) from error

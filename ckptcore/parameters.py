@@ -1,0 +1,74 @@
+"""Parameters: which tensors are the model's, and whose state is each other one?
+
+Optimizers name the state by the parameter: ``optim.state.<fqn>.exp_avg``, ``optimizer.state.exp_avg.<fqn>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptcore.errors import AmbiguousModel
+from ckptcore.manifest import Manifest
+from ckptcore.model_part import find_model
+from ckptcore.remap import strip_wrappers
+
+Shape = tuple[int, ...]
+
+
+def parameters(manifest: Manifest, prefix: str | None) -> tuple[dict[str, Shape], dict[str, str]]:
+    """(shape by parameter, parameter by tensor of the manifest).
+
+    prefix: where the model is, or None to find it. Where nothing tells the model from its state, every tensor
+    is taken for a parameter, unless a shorter name of the same shape lies in its own.
+    Raises `AmbiguousModel` for a prefix that no name has.
+    """
+    try:
+        model = find_model(manifest, prefix)
+    except AmbiguousModel:
+        if prefix is not None:
+            raise
+        model = None
+    shapes: dict[str, Shape] = {}
+    owner: dict[str, str] = {}
+    for spec in manifest.tensors:
+        if model is None:
+            name = spec.fqn
+        elif not spec.fqn.startswith(model.prefix) or model.foreign(spec.fqn[len(model.prefix) :]):
+            continue
+        else:
+            name = spec.fqn[len(model.prefix) :]
+        owner[spec.fqn] = strip_wrappers(name)
+        shapes.setdefault(owner[spec.fqn], spec.shape)
+    index = _Index(shapes)
+    for spec in manifest.tensors:
+        if spec.fqn not in owner:
+            of = index.inside(strip_wrappers(spec.fqn))
+            if of is not None:
+                owner[spec.fqn] = of
+        elif model is None:  # nothing told state and parameters apart
+            of = index.inside(owner[spec.fqn])
+            if of is not None and shapes[of] == spec.shape:
+                owner[spec.fqn] = of
+    return {n: s for n, s in shapes.items() if n in set(owner.values())}, owner
+
+
+class _Index:
+    """Finds the longest parameter name between dots of a longer one."""
+
+    def __init__(self, names: Mapping[str, object]) -> None:
+        self.names = names
+        self.lengths: dict[str, set[int]] = {}
+        for name in names:
+            parts = name.split(".")
+            self.lengths.setdefault(parts[0], set()).add(len(parts))
+
+    def inside(self, name: str) -> str | None:
+        parts = name.split(".")
+        best: tuple[int, str] | None = None
+        for at, first in enumerate(parts):
+            for n in self.lengths.get(first, ()):
+                inner = ".".join(parts[at : at + n])
+                fits = at + n <= len(parts) and n < len(parts) and inner in self.names
+                if fits and (best is None or n > best[0]):
+                    best = n, inner
+        return best[1] if best else None
