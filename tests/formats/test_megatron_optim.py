@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,68 @@ def test_numbers_that_do_not_fit_stay(tmp_path: Path) -> None:
     assert "optimizer/mp_rank_00.optimizer.state.0.exp_avg" in manifest.index
 
 
+def test_several_optimizers_by_number(tmp_path: Path) -> None:
+    """Later releases keep the optimizers of a chain in a dict by number."""
+    case = Case(ep=2, experts="sequential")
+
+    def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
+        tree["optimizer"] = {1: numbered(case, rank, True), 0: numbered(case, rank, False)}
+
+    save(case, tmp_path, edit)
+    for kind in (*KINDS, "fp32_param"):
+        require_equal(tmp_path, truth(case, kind), f"optimizer.state.{kind}.")
+
+
+def test_an_empty_group_takes_no_parameter(tmp_path: Path) -> None:
+    case = Case()
+
+    def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
+        tree["optimizer"] = numbered(case, rank, False)
+        tree["optimizer"]["optimizer"]["param_groups"].append({"params": [], "wd_mult": 1.0})
+        tree["optimizer"]["fp32_from_fp16_params"].append([])
+
+    save(case, tmp_path, edit)
+    require_equal(tmp_path, truth(case, "exp_avg"), "optimizer.state.exp_avg.")
+
+
+def _groups(optimizer: dict[str, Any]) -> Any:
+    return optimizer["optimizer"]["param_groups"]
+
+
+ODD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no groups": (lambda o: o["optimizer"].pop("param_groups"), "without parameter groups"),
+    "no numbers": (lambda o: _groups(o)[0].pop("params"), "without numbers"),
+    "another rate": (lambda o: _groups(o)[0].update(lr_mult=0.1), "learning rates of their own"),
+    "a head's own rate": (lambda o: _groups(o)[0].update(is_decoupled_lr=True), "learning rates of their"),
+    "a state of another shape": (
+        lambda o: o["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)), r"a state of \[3\]"),
+    "masters of another group": (lambda o: o["fp32_from_fp16_params"].pop(), "other groups"),
+    "a master is missing": (lambda o: o["fp32_from_fp16_params"][0].pop(), "other parameters"),
+    "a master that is no tensor": (
+        lambda o: o["fp32_from_fp16_params"][0].__setitem__(0, 5), "that is no tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_numbered_states_that_do_not_add_up_stay_numbered(name: str, tmp_path: Path) -> None:
+    """Nothing is guessed and nothing is lost: every tensor is there under its number."""
+    case, (change, told) = Case(), ODD[name]
+
+    def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
+        tree["optimizer"] = numbered(case, rank, False)
+        change(tree["optimizer"])
+
+    manifest = ckptcore.open(str(save(case, tmp_path, edit)))
+    (found,) = (f for f in manifest.findings if f.code == "flat-buffers")
+    assert re.search(told, found.message), found.message
+    assert not [t.fqn for t in manifest.tensors if t.fqn.startswith("optimizer.state.")]
+    states = torch.load(tmp_path / "iter_0000100/mp_rank_00/model_optim_rng.pt", weights_only=False)
+    for number, state in states["optimizer"]["optimizer"]["state"].items():
+        for kind, value in state.items():
+            fqn = f"optimizer/mp_rank_00.optimizer.state.{number}.{kind}"
+            assert torch.equal(ckptcore.read(manifest, fqn), value), fqn
+
+
 # --- flat buffers ---------------------------------------------------------------------------------
 
 
@@ -162,6 +225,93 @@ def test_flat_buffers(case: Case, tmp_path: Path) -> None:
         manifest = require_equal(tmp_path, truth(case, kind), f"optimizer.state.{kind}.")
     assert ckptcore.check(manifest, level="values").ok
     assert not [f for f in ckptcore.check(manifest, level="values").findings if f.code == "not-finite"]
+
+
+def in_buckets(values: list[torch.Tensor], full: int) -> list[torch.Tensor]:
+    """Buckets of a buffer, last parameter first: each ends with the parameter that fills it."""
+    buckets: list[list[torch.Tensor]] = [[]]
+    for value in reversed(values):
+        if buckets[-1] and len(buffer(buckets[-1])) >= full:
+            buckets.append([])
+        buckets[-1].insert(0, value)
+    return [buffer(b) for b in buckets]
+
+
+FULL = 513  # the last layer's norm fills the first bucket, which then does not end at a multiple of 64
+
+
+def overlapped(case: Case, kept: Callable[[list[torch.Tensor]], Any]) -> Callable[[Path], None]:
+    """Writes distrib_optim.pt of buffers in buckets, each buffer as ``kept`` keeps its buckets."""
+
+    def write(base: Path) -> None:
+        for rank in ranks_of(case):
+            held = {
+                kind: kept(in_buckets(list(rank_states(case, kind, rank)[0].values()), FULL))
+                for kind in (*KINDS, "param")
+            }
+            state = {0: {(torch.bfloat16, torch.float32): held}}
+            torch.save(state, base / folder(case, *rank) / "distrib_optim.pt")
+
+    return write
+
+
+def _filled(buckets: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The last bucket filled up for the data-parallel ranks."""
+    return [*buckets[:-1], torch.cat([buckets[-1], torch.full((37,), float("nan"))])]
+
+
+@pytest.mark.parametrize("kept", [torch.cat, list, _filled], ids=["joined", "a list", "a list, filled up"])
+def test_buffers_of_several_buckets(kept: Callable[..., Any], tmp_path: Path) -> None:
+    """With --overlap-grad-reduce a buffer has many buckets; until 0.6 they were stored as a list."""
+    case = Case(tp=2, extra={"overlap_grad_reduce": True, "ddp_bucket_size": FULL})
+    assert len(in_buckets(list(rank_states(case, "param", (0, 0, 0))[0].values()), FULL)) > 3
+    overlapped(case, kept)(save(case, tmp_path))
+    for kind in (*KINDS, "param"):
+        require_equal(tmp_path, truth(case, kind), f"optimizer.state.{kind}.")
+
+
+@pytest.mark.parametrize(
+    "told", [{"data_parallel_size": 2}, {"ddp_bucket_size": "x"}], ids=["default", "none"]
+)
+def test_buckets_of_another_size_than_told_stay(told: dict[str, Any], tmp_path: Path) -> None:
+    """The default is 40 million elements: with it, all parameters are in one bucket, which these are not."""
+    case = Case(tp=2, extra={"overlap_grad_reduce": True, **told})
+    overlapped(case, torch.cat)(save(case, tmp_path))
+    manifest = ckptcore.open(str(tmp_path))
+    assert [f.code for f in manifest.findings] == ["flat-buffers"] * 2
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "three optimizers": ([None, None, None], "3 distributed optimizers"),
+    "a number": (5, "that is a int"),
+    "a buffer that is none": ({0: 5}, "buffer 0 is a int"),
+    "one dtype": ({0: {torch.float32: {}}}, "buffer 0 of"),
+    "another dtype": ({0: {(torch.float16, torch.float32): {}}}, "buffer 0 of float16 float32"),
+    "a second buffer": ({1: {(torch.bfloat16, torch.float32): {}}}, "buffer 1 of bfloat16"),
+    "two dims": ({0: {(torch.bfloat16, torch.float32): {"param": torch.zeros(2, 2)}}}, "no flat tensor"),
+    "no tensors": ({0: {(torch.bfloat16, torch.float32): {"param": [1, 2]}}}, "no flat tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_distributed_state_of_another_form_stays(name: str, tmp_path: Path) -> None:
+    state, told = BROKEN[name]
+    base = save(Case(), tmp_path)
+    torch.save(state, base / "mp_rank_00" / "distrib_optim.pt")
+    manifest = ckptcore.open(str(base))
+    (found,) = manifest.findings
+    assert (found.code, found.file) == ("flat-buffers", "mp_rank_00/distrib_optim.pt")
+    assert told in found.message
+    assert not [t.fqn for t in manifest.tensors if t.fqn.startswith("optimizer.state.")]
+
+
+def test_a_parameter_without_a_rule_leaves_buffers_alone(tmp_path: Path) -> None:
+    case = Case(tp=2)
+    base = save(case, tmp_path, lambda tree, rank: tree["model"].update({"odd.weight": torch.ones(2)}))
+    add_flat(case, base)
+    told = [f.message for f in ckptcore.open(str(base)).findings if f.code == "flat-buffers"]
+    assert len(told) == 2
+    assert all("no rule tells how odd.weight" in m for m in told)
 
 
 def test_a_buffer_of_another_size_stays(tmp_path: Path) -> None:
