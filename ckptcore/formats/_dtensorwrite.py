@@ -49,27 +49,35 @@ class _Made:
     key: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """An axis as one rank sees it. stride: from one rank along it to the next. group: of its neighbours."""
+
+    name: str
+    size: int
+    stride: int
+    at: int
+    group: str
+
+
 class Meshes:
     """The device meshes of one rank: all of the mesh, and slices of it.
 
     Process groups are called as in a job that makes this mesh first, which is what lets torch find them
-    (torch/distributed/device_mesh.py, `_init_one_process_group`).
+    (torch/distributed/device_mesh.py, `_init_one_process_group`): by a count of all that were made.
     """
 
-    def __init__(self, mesh: Mesh, rank: int) -> None:
-        self._names = tuple(name for name, _ in mesh.axes)
-        self._sizes = tuple(size for _, size in mesh.axes)
+    def __init__(self, mesh: Mesh, rank: int, joined: Sequence[str] = ()) -> None:
+        """joined: neighbouring axes that tensors lie on as one, as in ``fsdp+ep``, in the mesh's order."""
         self._rank, self._world = rank, mesh.size
-        strides = row_major(self._sizes)
-        self._at = tuple(rank // s % n for n, s in zip(self._sizes, strides, strict=True))
-        # torch leaves the size and stride of an axis of one rank out (_mesh_layout.py, `_FlatLayout`).
-        self._axes = tuple(
-            _Made(_LAYOUT, "_FlatLayout", (), {"shape": (n,) * (n > 1), "stride": (s,) * (n > 1)})
-            for n, s in zip(self._sizes, strides, strict=True)
-        )
-        self._groups = self._group_names()
-        self._root = self._mesh(self._names, None)
-        self._known: dict[tuple[str, ...], _Made] = {self._names: self._root}
+        self._axes: dict[str, _Axis] = {}
+        made = 1  # the group of the world
+        for name in (*(a for a, _ in mesh.axes), *joined):
+            self._axes[name] = axis = _axis(mesh, name, rank, made)
+            made += 0 if axis.size == mesh.size else mesh.size // axis.size
+        names = tuple(a for a, _ in mesh.axes)
+        self._root = self._mesh(names, None)
+        self._known: dict[tuple[str, ...], _Made] = {names: self._root}
 
     def of(self, axes: tuple[str, ...]) -> _Made:
         """The mesh of some axes, in mesh order."""
@@ -77,38 +85,41 @@ class Meshes:
             self._known[axes] = self._mesh(axes, self._root)
         return self._known[axes]
 
-    def _mesh(self, axes: tuple[str, ...], root: _Made | None) -> _Made:
-        where = [self._names.index(a) for a in axes]
+    def _mesh(self, names: tuple[str, ...], root: _Made | None) -> _Made:
+        axes = [self._axes[name] for name in names]
         state = {
             "_device_type": _DEVICE,
-            "_layout": _Made(_LAYOUT, "_MeshLayout", (), {"axes": tuple(self._axes[n] for n in where)}),
+            "_layout": _Made(_LAYOUT, "_MeshLayout", (), {"axes": tuple(_flat_layout(a) for a in axes)}),
             "_rank_map": TensorRef(RANKS),
-            "_mesh_dim_names": axes,
+            "_mesh_dim_names": tuple(a.name for a in axes),
             "_root_mesh": root,
             "_flatten_rank_map": tuple(range(self._world)),
             "_thread_id": None,
             "_flatten_mapping": {},
-            "_dim_group_names": [self._groups[n] for n in where],
+            "_dim_group_names": [a.group for a in axes],
             "_rank": self._rank,
-            "_coordinate_on_dim": tuple(self._at[n] for n in where),
+            "_coordinate_on_dim": tuple(a.at for a in axes),
             "_hash": None,  # each process hashes text differently
         }
-        return _Made("torch.distributed.device_mesh", "DeviceMesh", (), state, f"mesh {axes}")
+        return _Made("torch.distributed.device_mesh", "DeviceMesh", (), state, f"mesh {names}")
 
-    def _group_names(self) -> list[str]:
-        """torch numbers groups as they are made: one of the world, then those of each axis."""
-        found, made = [], 1
-        for axis, size in enumerate(self._sizes):
-            if size == self._world:
-                found.append("0")
-                continue
-            index = 0
-            for n, c in enumerate(self._at):
-                if n != axis:
-                    index = index * self._sizes[n] + c
-            found.append(str(made + index))
-            made += self._world // size
-        return found
+
+def _axis(mesh: Mesh, name: str, rank: int, made: int) -> _Axis:
+    """made: how many process groups there are before those of this axis."""
+    ((_, size),) = mesh.along([name]).axes
+    number = [a for a, _ in mesh.axes].index(name.rpartition("+")[2])
+    stride = row_major(tuple(n for _, n in mesh.axes))[number]
+    # Groups are made for the coordinates on all other axes, row-major.
+    index = rank // (stride * size) * stride + rank % stride
+    group = "0" if size == mesh.size else str(made + index)
+    return _Axis(name.replace("+", "_"), size, stride, rank // stride % size, group)
+
+
+def _flat_layout(axis: _Axis) -> _Made:
+    """torch leaves the size and stride of an axis of one rank out (_mesh_layout.py, `_FlatLayout`)."""
+    one = axis.size == 1
+    state = {"shape": () if one else (axis.size,), "stride": () if one else (axis.stride,)}
+    return _Made(_LAYOUT, "_FlatLayout", (), state)
 
 
 class RankPickled(Pickled):
@@ -157,7 +168,7 @@ class RankPickled(Pickled):
 
     def _dtensor(self, ref: TensorRef, whole: TensorSpec, layout: Layout) -> None:
         strides, dtype = row_major(whole.shape), Named("dtype", whole.dtype)
-        placements = tuple(_placement(p, len(whole.shape)) for p in layout.placements)
+        placements = tuple(_placement(p) for p in layout.placements)
         strided = any(p.name == "_StridedShard" for p in placements)
         spec = {
             "mesh": self._meshes.of(layout.axes),
@@ -180,12 +191,9 @@ class RankPickled(Pickled):
         self.out += b"uttR"
 
 
-def _placement(placement: Any, rank: int) -> _Made:
-    """rank: number of dims of the tensor; a dim may be counted from behind."""
+def _placement(placement: Any) -> _Made:
     kind = type(placement).__name__
     state = {name: getattr(placement, name) for name in _FIELDS[kind]}
-    if "dim" in state:
-        state["dim"] %= rank
     return _Made(_PLACEMENTS, kind, (), state, f"{kind} {state}")
 
 

@@ -52,7 +52,8 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     params: tuple[tuple[str, tuple[int, ...]], ...] = ()
     layouts: list[FileLayout] = []
     kinds = _kinds(_rows(request))
-    meshes = [Meshes(topology.mesh, rank) for rank in range(world)]
+    joined = _joined(topology)
+    meshes = [Meshes(topology.mesh, rank, joined) for rank in range(world)]
     for kind in kinds:
         tree = _tree(kind.rows, len(kinds) > 1)
         if kind.stem == _MODEL:
@@ -124,10 +125,8 @@ def _kinds(rows: Sequence[Row]) -> list[_Kind]:
     tops = list(dict.fromkeys(str(path[0]) for _, path, _ in told))
     if _MODEL in tops and {*_OPTIMIZERS, _EXTRA} & set(tops) and all(_is_stem(t) for t in tops):
         below = {top: tuple(r for r in told if r[1][0] == top) for top in tops}
-        # A dict that is one object would come back as its entries.
-        if not any(len(path) == 1 and isinstance(value, dict) for _, path, value in told):
-            tops.sort(key=lambda t: (t != _MODEL, t not in _OPTIMIZERS))
-            return [_Kind(top, tuple((n, p[1:], v) for n, p, v in below[top])) for top in tops]
+        tops.sort(key=lambda t: (t != _MODEL, t not in _OPTIMIZERS))
+        return [_Kind(top, tuple((n, p[1:], v) for n, p, v in below[top])) for top in tops]
     return [_Kind(_MODEL, tuple(rows))]
 
 
@@ -158,6 +157,13 @@ def _params(tree: Any, specs: Mapping[str, tuple[int, TensorSpec]], topology: To
     found = [(k, v.fqn) for k, v in tree.items() if type(v) is TensorRef] if isinstance(tree, dict) else []
     some = any(topology.layout(fqn).axes for _, fqn in found)
     return tuple((k, specs[fqn][1].shape) for k, fqn in found if not some or topology.layout(fqn).axes)
+
+
+def _joined(topology: Topology) -> list[str]:
+    """Neighbouring axes that tensors lie on as one, in the order of the mesh."""
+    place = {name: n for n, (name, _) in enumerate(topology.mesh.axes)}
+    found = {a for layout in topology.layouts.values() for a in layout.axes if "+" in a}
+    return sorted(found, key=lambda a: [place[part] for part in a.split("+")])
 
 
 def _staged(topology: Topology, specs: Mapping[str, Any]) -> bool:

@@ -1,9 +1,9 @@
 """A job that loads its ranks' files: torch.load on every rank, then whole tensors against the truth.
 
-Run as a program: ``rank_files_job.py FOLDER MESH``, MESH as in ``fsdp=2,tp=2``. Forks that many gloo
-ranks. FOLDER/ckpt: the files. FOLDER/truth.pt: name -> whole tensor; FOLDER/placements.pt: name ->
-(mesh axes, placements), for those that must be distributed. With FOLDER/trained.pt, a model and an optimizer
-are resumed from the files as verl does, and compared.
+Run as a program: ``rank_files_job.py FOLDER``. Every FOLDER/MESH, as in ``fsdp=2,tp=2``, is loaded by that
+many gloo ranks. MESH/ckpt: the files. MESH/truth.pt: name -> whole tensor; MESH/placements.pt: name ->
+(mesh axes, placements, stages), for those that must be distributed. With MESH/trained.pt, a model and an
+optimizer are resumed from the files in MESH/resumed as verl does, and compared. What failed is printed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,20 @@ def same_mesh(found: DeviceMesh, wanted: DeviceMesh) -> None:
     assert hash(found) == hash(wanted)
     a, b = found.__getstate__(), wanted.__getstate__()
     assert a.keys() == b.keys()
-    for key in a.keys() - {"_hash", "_rank_map", "_root_mesh"}:
+    for key in a.keys() - {"_hash", "_rank_map", "_root_mesh", "_flatten_mapping"}:
         assert a[key] == b[key], (key, a[key], b[key])
     assert equal(a["_rank_map"], b["_rank_map"])
+
+
+def part_of(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of some axes; ``a+b`` is two as one."""
+    joined = [a for a in axes if "+" in a]
+    for axis in joined:
+        name = axis.replace("+", "_")
+        if name not in mesh._flatten_mapping:
+            mesh[tuple(axis.split("+"))]._flatten(name)
+    names = tuple(a.replace("+", "_") for a in axes)
+    return mesh if names == mesh.mesh_dim_names else mesh[names]
 
 
 def compare(folder: Path, mesh: DeviceMesh) -> None:
@@ -66,7 +77,7 @@ def compare(folder: Path, mesh: DeviceMesh) -> None:
             assert equal(tensor, truth[name]), name
             continue
         assert tuple(tensor.placements) == placements, name
-        same_mesh(tensor.device_mesh, mesh[axes] if axes != mesh.mesh_dim_names else mesh)
+        same_mesh(tensor.device_mesh, part_of(mesh, axes))
         assert equal(tensor.to_local(), narrowed(truth[name], tensor)), name
         if tensor.dtype in GATHERED and not tensor.is_complex():
             assert equal(tensor.full_tensor(), truth[name]), name
@@ -108,10 +119,19 @@ def rank_main(rank: int, world: int, folder: Path, axes: dict[str, int]) -> None
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]).resolve()
-    axes = {name: int(size) for name, size in (part.split("=") for part in sys.argv[2].split(","))}
-    world = torch.Size(axes.values()).numel()
-    torch.multiprocessing.start_processes(rank_main, (world, folder, axes), world, start_method="fork")
+    failed = 0
+    for folder in sorted(Path(sys.argv[1]).resolve().iterdir()):
+        axes = {name: int(size) for name, size in (part.split("=") for part in folder.name.split(","))}
+        world = torch.Size(axes.values()).numel()
+        try:
+            torch.multiprocessing.start_processes(
+                rank_main, (world, folder, axes), world, start_method="fork"
+            )
+            (folder / "equal").touch()
+        except torch.multiprocessing.ProcessRaisedException as error:
+            print(folder.name, error, flush=True)
+            failed += 1
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from ranks_job import Model
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptcore
+from ckptcore import topology
 from ckptcore.sharding import Layout, Mesh, Topology
+
+if TYPE_CHECKING:
+    from driver import Cli
 
 JOB = Path(__file__).with_name("rank_files_job.py")
 MESHES = ["fsdp=1", "fsdp=2", "fsdp=3", "fsdp=4", "fsdp=2,tp=2", "dp_replicate=2,fsdp=2", "pp=2,fsdp=2",
-          "fsdp=1,tp=2"]  # fmt: skip
+          "fsdp=1,tp=2", "fsdp=2,ep=2"]  # fmt: skip
+RESUMED = ["fsdp=1", "fsdp=3"]
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -58,58 +68,134 @@ def layouts(axes: dict[str, int]) -> dict[str, Layout]:
         found |= {
             "embed.weight": Layout(("fsdp", "tp"), (strided, Shard(0))),
             "layers.0.up.weight": Layout(("fsdp", "tp"), (strided, Shard(0))),
-            "layers.0.down.weight": Layout(("fsdp", "tp"), (Shard(0), Shard(-1))),
+            "layers.0.down.weight": Layout(("fsdp", "tp"), (Shard(0), Shard(1))),
             "layers.0.down.bias": Layout(("fsdp", "tp"), (Shard(0), Replicate())),
             "count": Layout(("fsdp", "tp"), (Replicate(), Replicate())),
         }
+    if "ep" in axes:
+        found |= {"embed.weight": Layout(("fsdp+ep",), (Shard(0),)),
+                  "layers.0.up.weight": Layout(("fsdp", "ep"), (Shard(1), Shard(0)))}  # fmt: skip
     return found
 
 
-@pytest.fixture
-def lay_out(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a reshard use this mesh and these layouts, whatever the built-in rules say."""
+def reshard(source: Path, target: Path, mesh: str, *, to: str = "torch_ranks",
+            found: dict[str, Layout] | None = None, plain: tuple[str, ...] = ()) -> None:  # fmt: skip
+    """found: layouts to use, None for those of the built-in rules. plain: names of buffers."""
 
-    def use(axes: dict[str, int], layouts: Any) -> None:
-        def made(manifest: Any, *args: Any, **options: Any) -> Topology:
-            found = layouts(axes) if callable(layouts) else layouts
-            return Topology(Mesh(tuple(axes.items())), found)
+    def lay_out(*args: Any, **options: Any) -> Topology:
+        if found is not None:
+            return Topology(Mesh(tuple(axes_of(mesh).items())), found)
+        made = topology.lay_out(*args, **options)
+        return Topology(made.mesh, {n: layout for n, layout in made.layouts.items() if n not in plain})
 
-        monkeypatch.setattr("ckptcore.compose.lay_out", made)
-
-    return use
-
-
-def reshard(source: Path, target: Path, mesh: str, to: str = "torch_ranks") -> None:
-    ckptcore.convert(str(source), str(target), verb="reshard", to=to, mesh=mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptcore.compose.lay_out", lay_out)
+        ckptcore.convert(str(source), str(target), verb="reshard", to=to, mesh=mesh)
 
 
 def axes_of(mesh: str) -> dict[str, int]:
     return {name: int(size) for name, size in (part.split("=") for part in mesh.split(","))}
 
 
+def trained() -> dict[str, Any]:
+    """A model and its optimizer by name, as get_state_dict gives them."""
+    torch.manual_seed(7)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(11)).sum().backward()
+        optimizer.step()
+    states, weights = get_optimizer_state_dict(model, optimizer), model.state_dict()
+    assert all(type(k) is str for k in states["state"])
+    return {"model": dict(weights), "optim": states, "extra_state": {"epoch": 3, "sched": {"last": [1.5, 2]}}}
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
+        a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder per mesh with rank files that the job has loaded; those it found equal have a mark."""
+    root, truth = tmp_path_factory.mktemp("meshes"), model()
+    for mesh in MESHES:
+        (here := root / mesh).mkdir()
+        torch.save(truth, here / "truth.pt")
+        found = layouts(axes_of(mesh))
+        reshard(here / "truth.pt", here / "ckpt", mesh, found=found)
+        placed = {}
+        for name, layout in found.items():
+            placed[name] = layout.axes, layout.placements, layout.at[0][1] if layout.at else ()
+        torch.save(placed, here / "placements.pt")
+        if mesh in RESUMED:
+            torch.save(trained(), here / "trained.pt")
+            reshard(here / "trained.pt", here / "resumed", mesh, plain=("model.count",))
+    done = subprocess.run([sys.executable, str(JOB), str(root)], capture_output=True, text=True, timeout=300,
+                          check=False)  # fmt: skip
+    (root / "told").write_text(done.stdout[-6000:] + done.stderr[-3000:])
+    return root
+
+
+@pytest.mark.xdist_group("rank_files")
 @pytest.mark.parametrize("mesh", MESHES)
-def test_torch_loads_every_ranks_file(mesh: str, lay_out: Any, tmp_path: Path) -> None:
+def test_torch_loads_every_ranks_file(mesh: str, loaded: Path) -> None:
     """weights_only=True, placements, meshes and process groups as torch's own, whole tensors bit for bit."""
-    axes, truth = axes_of(mesh), model()
-    lay_out(axes, layouts)
-    torch.save(truth, tmp_path / "truth.pt")
-    reshard(tmp_path / "truth.pt", tmp_path / "ckpt", mesh)
-    placed = {
-        n: (a.axes, tuple(Shard(p.dim % truth[n].ndim) if isinstance(p, Shard) and p.dim < 0 else p
-                          for p in a.placements), a.at[0][1] if a.at else ())
-        for n, a in layouts(axes).items()
-    }  # fmt: skip
-    torch.save(placed, tmp_path / "placements.pt")
-    done = subprocess.run([sys.executable, str(JOB), str(tmp_path), mesh], capture_output=True, text=True,
-                          timeout=120, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    manifest = ckptcore.open(str(tmp_path / "ckpt"))
+    assert (loaded / mesh / "equal").exists(), (loaded / "told").read_text()
+    truth = model()
+    manifest = ckptcore.open(str(loaded / mesh / "ckpt"))
     assert not ckptcore.check(manifest, level="bytes").findings
     assert {t.fqn for t in manifest.tensors} == truth.keys()
     for name, tensor in truth.items():
-        found = ckptcore.read(manifest, name)
-        assert found.dtype == tensor.dtype
-        assert found.shape == tensor.shape
-        assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
-    world = prod(axes.values())
-    assert len(list((tmp_path / "ckpt").iterdir())) == world + 1
+        assert equal(ckptcore.read(manifest, name), tensor), name
+    assert len(list((loaded / mesh / "ckpt").iterdir())) == prod(axes_of(mesh).values()) + 1
+
+
+@pytest.mark.xdist_group("rank_files")
+@pytest.mark.parametrize("mesh", RESUMED)
+def test_verls_parts_read_back_by_name(mesh: str, loaded: Path) -> None:
+    truth, manifest = trained(), ckptcore.open(str(loaded / mesh / "resumed"))
+    wanted = {f"model.{k}": v for k, v in truth["model"].items()}
+    for name, states in truth["optim"]["state"].items():
+        wanted |= {f"optim.state.{name}.{k}": v for k, v in states.items()}
+    assert {t.fqn for t in manifest.tensors} == wanted.keys()
+    assert all(equal(ckptcore.read(manifest, n), t) for n, t in wanted.items())
+    blobs = {b.key: b.tree for b in manifest.blobs}
+    assert blobs["extra_state.epoch"] == 3
+    assert blobs["optim.param_groups"][0]["params"] == truth["optim"]["param_groups"][0]["params"]
+
+
+@pytest.mark.xdist_group("rank_files")
+def test_damage_to_what_was_written_is_seen(loaded: Path, cli: Cli, tmp_path: Path) -> None:
+    source = loaded / "fsdp=3" / "ckpt"
+
+    def verdict(damage: Callable[[Path], object]) -> tuple[int, set[str]]:
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        shutil.copytree(source, tmp_path / "x")
+        damage(tmp_path / "x")
+        done = cli("validate", tmp_path / "x", "--level", "bytes", "--output", "json")
+        return done.code, {f["code"] for f in done.json.get("findings", ())}
+
+    one, other = (f"model_world_size_3_rank_{rank}.pt" for rank in (1, 2))
+    assert verdict(lambda x: None) == (0, set())
+    assert "missing-rank" in verdict(lambda x: (x / one).unlink())[1]
+    assert verdict(lambda x: shutil.copy(x / other, x / one))[0] == 1
+    assert verdict(lambda x: (x / one).write_bytes((x / one).read_bytes()[:-300]))[0] == 1
+    assert "crc-mismatch" in verdict(lambda x: flip(x / one))[1]
+    config = '{"FSDP_version": 2, "world_size": 4}'
+    assert "mixed-saves" in verdict(lambda x: (x / "fsdp_config.json").write_text(config))[1]
+
+
+def flip(path: Path) -> None:
+    """Changes one byte of the largest storage."""
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as opened:
+        info = max(opened.infolist(), key=lambda i: i.file_size * ("/data/" in i.filename))
+    lengths = (
+        int.from_bytes(data[info.header_offset + 26 :][:2], "little"),
+        int.from_bytes(data[info.header_offset + 28 :][:2], "little"),
+    )
+    data[info.header_offset + 30 + sum(lengths) + 1] ^= 4
+    path.write_bytes(data)
