@@ -10,6 +10,7 @@ from ckptcore.errors import (
     SourceUnreadable,
     UnknownFormat,
     UnsupportedFormat,
+    finding,
 )
 from ckptcore.formats import (
     accelerate,
@@ -30,8 +31,9 @@ from ckptcore.formats import (
     torch_save,
 )
 from ckptcore.formats._known import KNOWN
+from ckptcore.formats._rankfiles import unread
 from ckptcore.formats._registry import Registry, register
-from ckptcore.formats._roots import located
+from ckptcore.formats._roots import beside_steps, located
 from ckptcore.formats.base import (
     Abilities,
     Arrangement,
@@ -123,9 +125,7 @@ def detect(source: Source) -> tuple[Format, Evidence]:
                 f"{_shown(source)} is {known.title}: {'; '.join(because)}", hint=known.hint,
                 format=known.name,
             )  # fmt: skip
-    found = [(f, e) for f in registry().formats if f.read and (e := f.detect(source)) is not None]
-    general = {name for _, e in found for name in e.refines}
-    found = [(f, e) for f, e in found if f.name not in general]
+    found = _recognised(source)
     if len(found) > 1:
         told = "; ".join(f"{f.name} ({', '.join(e.because)})" for f, e in found)
         raise AmbiguousModel(
@@ -143,12 +143,39 @@ def detect(source: Source) -> tuple[Format, Evidence]:
 
 def read_manifest(source: Source) -> Manifest:
     """The manifest of a source, read by its format; the evidence goes into ``origin``."""
+    root = source
     source, way = located(source)
+    if source is not root:
+        _require_notes_only(root, source)
     found, evidence = detect(source)
     assert found.read is not None  # every entry of FORMATS reads
     manifest = found.read(source)
+    if source.name is None and (others := unread(source.listing, {f.path for f in manifest.files})):
+        more = f" and {len(others) - 1} more" if others[1:] else ""
+        message = f"{others[0]}{more} are named by rank, like another checkpoint's, and are not read"
+        stray = finding("stray-file", "files", message, file=others[0])
+        manifest = replace(manifest, findings=(*manifest.findings, stray))
     told = {"evidence": [*way, *evidence.because], "file": source.name}
     return replace(manifest, origin={**manifest.origin, **told})
+
+
+def _recognised(source: Source) -> list[tuple[Format, Evidence]]:
+    """The formats that see their own files in a source, without those that give way."""
+    found = [(f, e) for f in registry().formats if f.read and (e := f.detect(source)) is not None]
+    general = {name for _, e in found for name in e.refines}
+    return [(f, e) for f, e in found if f.name not in general]
+
+
+def _require_notes_only(root: Source, below: Source) -> None:
+    """Raises `AmbiguousModel` when a root of steps is a checkpoint itself: a tracker may be a stale one."""
+    others = [(f, e) for f, e in _recognised(beside_steps(root)) if f.name != torch_save.FORMAT.name]
+    if others:
+        form, evidence = others[0]
+        raise AmbiguousModel(
+            f"{_shown(root)} holds {form.name} ({', '.join(evidence.because)}), and files that name "
+            f"{_shown(below)} as the checkpoint",
+            hint=f"name {_shown(below)}, or move one of the two away",
+        )
 
 
 def _shown(source: Source) -> str:

@@ -36,6 +36,11 @@ _STATES: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 
 
+_WRITER = re.compile(
+    r"^(?:(?:pytorch_model_fsdp_|optimizer_)\d+/__(?=\d)|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank)(\d+)"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One part: ``model``, ``optimizer_1``, ``scheduler``...
@@ -61,6 +66,18 @@ def parts(source: Source) -> tuple[Part, ...]:
 def states(source: Source) -> tuple[Part, ...]:
     """The trainer's own state."""
     return tuple(_found(source, _STATES))
+
+
+def writers(source: Source) -> frozenset[int]:
+    """The ranks that left a file of a model or an optimizer; in a DCP folder each has one, empty or not."""
+    return frozenset(int(m[1]) for p in source.listing if (m := _WRITER.match(p)))
+
+
+def of_a_rank(part: Part) -> bool:
+    """Whether every rank leaves a file of this part."""
+    return any(re.search(r"_\d+\.(?:pkl|pth)$", p) for p in part.files.paths.values()) and (
+        part.role in ("random_states", "rng_state")
+    )
 
 
 def has_model(source: Source) -> bool:

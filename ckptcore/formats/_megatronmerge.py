@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME
-from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats._megatronnames import current_names
 from ckptcore.formats._megatronranks import RankFile, Ranks
 from ckptcore.formats._megatronrules import Placement, Rank, World, parse_name, place
@@ -25,6 +25,7 @@ from ckptcore.manifest import TensorSpec, View, row_major
 from ckptcore.shown import shown
 
 EXTRA_STATE = "_extra_state"
+_MAX_TOLD = 20
 EMBEDDING = "embedding.word_embeddings.weight"
 _CHUNK = re.compile(r"^model(\d{0,6})$")
 _EXPERT = re.compile(r"local_experts\.\d+\.|(?<=linear_fc[12]\.weight)\d+$|(?<=linear_fc[12]\.bias)\d+$")
@@ -91,6 +92,22 @@ def model_of(ranks: Ranks) -> Model:
     # Without the argument: models of before it had one matrix for both.
     tied = args.get("untie_embeddings_and_output_weights", not any(c.old for c in chunks)) is False
     return Model(world, chunks, first, tied, _bucket_size(args))
+
+
+def unequal(chunks: Sequence[Chunk]) -> Iterator[Finding]:
+    """A finding for each parameter that one rank has and another of its stage has not."""
+    stages: dict[tuple[int, int], list[Chunk]] = {}
+    for c in chunks:
+        stages.setdefault((c.file.pp, c.number), []).append(c)
+    for held in stages.values():
+        names = [{n for n, v in c.state.items() if isinstance(v, StoredView) and not n.endswith(EXTRA_STATE)}
+                 for c in held]  # fmt: skip
+        everywhere = set[str]().union(*names)
+        for c, mine in zip(held, names, strict=True):
+            for name in sorted(everywhere - mine)[:_MAX_TOLD]:
+                other = next(o.file.path for o, theirs in zip(held, names, strict=True) if name in theirs)
+                yield finding("hole", "cover", f"{c.file.path} lacks {name}, which {other} has",
+                              fqn=name, file=c.file.path)  # fmt: skip
 
 
 class Merger:

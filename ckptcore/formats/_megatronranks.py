@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from typing import Any
 
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
@@ -87,7 +87,8 @@ def read_ranks(source: Source) -> Ranks:
             continue
         files.append(RankFile(match[1], path, source.listing[path], *place, objects))
     told += _missing(files, tp, pp, ep, etp)
-    told += _elsewhere(files, tp)
+    told += _elsewhere(files, tp, etp)
+    told += _copies(files)
     return Ranks(tuple(files), first, tp, pp, ep, etp, tuple(told))
 
 
@@ -151,19 +152,40 @@ def _unlike(args: Mapping[str, Any], first: Any, tree: Any, path: str, other: st
                           f"{shown(want, 40)}: they are of different saves", file=path)  # fmt: skip
 
 
-def _elsewhere(files: Sequence[RankFile], tp: int) -> Iterator[Finding]:
-    """Files in another tensor rank's folder: tensor ranks count fastest in a job's ranks.
+def _elsewhere(files: Sequence[RankFile], tp: int, etp: int) -> Iterator[Finding]:
+    """Files in another rank's folder: tensor ranks count fastest in a job's ranks, pipeline ranks slowest.
 
     Each rank's arguments have its own (megatron/core/parallel_state.py, RankGenerator: every order begins
-    with tp); tools that convert checkpoints write the same one into all of them.
+    with tp, and has ep before pp); tools that convert checkpoints write the same one into all of them.
     """
     told = [arguments(f.tree, f.path).get("rank") for f in files]
     ranks = [r for r in told if type(r) is int and r >= 0]
     if len(set(ranks)) != len(files) or len(files) < 2:
         return
-    for file, rank in zip(files, ranks, strict=True):
-        if rank % tp != file.tp:
-            message = f"{file.path} is of rank {rank}, which is tensor rank {rank % tp}, not {file.tp}"
+    wrong = [(f, rank) for f, rank in zip(files, ranks, strict=True) if rank % tp != f.tp]
+    for file, rank in wrong:
+        message = f"{file.path} is of rank {rank}, which is tensor rank {rank % tp}, not {file.tp}"
+        yield finding("item-mismatch", "files", message, file=file.path)
+    # Where experts are cut over fewer tensor ranks, which pairs of them wrote depends on the job's layout.
+    whole = etp == tp
+    places = {f.path: (f.pp, f.ep, f.tp) if whole else (f.pp,) for f in files}
+    order = sorted(zip(files, ranks, strict=True), key=lambda row: places[row[0].path])
+    for (one, low), (two, high) in pairwise(order if not wrong else ()):
+        if low > high and places[one.path] != places[two.path]:
+            message = f"{one.path} is of rank {low}, {two.path} of rank {high}: one has the other's place"
+            yield finding("item-mismatch", "files", message, file=two.path)
+
+
+def _copies(files: Sequence[RankFile]) -> Iterator[Finding]:
+    """Files with the same values and bytes as another rank's: each rank has its own random state at least."""
+    seen: dict[Any, RankFile] = {}
+    for file in files:
+        records = [r[1:] for _, r in sorted(file.objects.storages.items())]
+        if not any(length for length, _ in records) or any(crc is None for length, crc in records if length):
+            continue
+        first = seen.setdefault((file.pp, tuple(records)), file)
+        if first is not file and first.tree == file.tree:
+            message = f"{file.path} holds what {first.path} holds: one is a copy of the other"
             yield finding("item-mismatch", "files", message, file=file.path)
 
 

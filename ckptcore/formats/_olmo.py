@@ -136,8 +136,13 @@ def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> 
                 message = f"{files[rank]} is of {key} {shown(one, 40)}, {files[first]} of {shown(other, 40)}"
                 yield finding("mixed-saves", "files", message, file=files[rank])
     world = trees[first].get("world_size")
-    if type(world) is int and 0 < world < 1 << 20:
-        lost = sorted(set(range(world)) - set(files))
-        if lost:
-            more = f" (nor of {len(lost) - 1} more)" if lost[1:] else ""
-            yield missing_part(f"train/rank{lost[0]}.pt", f"trainer state of rank {lost[0]} of {world}{more}")
+    if type(world) is not int or not 0 < world < 1 << 20:
+        world = 1 + min(max(files), 1 << 20)  # as many ranks as the highest tells of
+    lost = sorted(set(range(world)) - set(files))
+    if lost:
+        more = f" (nor of {len(lost) - 1} more)" if lost[1:] else ""
+        yield missing_part(f"train/rank{lost[0]}.pt", f"trainer state of rank {lost[0]} of {world}{more}")
+    beyond = sorted(r for r in files if r >= world)
+    if beyond:
+        message = f"{files[beyond[0]]} is of rank {beyond[0]}, and {world} ranks saved"
+        yield finding("mixed-saves", "files", message, file=files[beyond[0]])

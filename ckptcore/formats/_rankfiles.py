@@ -9,7 +9,7 @@ Every rank writes one file of each kind; the name is all that says which: verl's
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptcore.errors import AmbiguousModel
@@ -66,6 +66,12 @@ def is_rank_file(path: str) -> bool:
     """Whether a name is that of one rank's file."""
     found = _RANK.match(path)
     return found is not None and "/" not in path and not _AXIS.search(found["stem"])
+
+
+def unread(listing: Iterable[str], used: Collection[str]) -> tuple[str, ...]:
+    """Files that are named by rank, where none of them was read: another checkpoint's, perhaps."""
+    found = tuple(p for p in sorted(listing) if is_rank_file(p))
+    return () if any(p in used for p in found) else found
 
 
 def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete
 from ckptcore.formats._mcoreconfig import marked
@@ -17,6 +17,7 @@ from ckptcore.formats.base import Source
 TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_HOPS = 4
 _INNER = re.compile(r"^(?:[^/]+/)?(?:dist_ckpt|weights)/metadata\.json$")
+_ANY_FILE = re.compile(r"^(?!model|adapter_model|shard-|rank)[^/]+\.(?:safetensors|pt|pth|bin|ckpt)$")
 _ITERATION = re.compile(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|release)$")
 
 
@@ -45,6 +46,12 @@ def located(source: Source) -> tuple[Source, tuple[str, ...]]:
         source = source.below(folder)
         told.append(why)
     return source, tuple(told)
+
+
+def beside_steps(source: Source) -> Source:
+    """What lies in a root beside its steps' folders, but for single files that anybody may have put there."""
+    kept = {p: n for p, n in source.listing.items() if not _ITERATION.match(p.split("/", 1)[0])}
+    return replace(source, listing={p: n for p, n in kept.items() if not _ANY_FILE.match(p)})
 
 
 def _megatron(source: Source) -> tuple[str, str] | None:

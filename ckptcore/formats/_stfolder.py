@@ -64,6 +64,18 @@ def _loose(source: Source) -> list[str]:
     return [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
 
 
+def _total(source: Source) -> int | None:
+    """Bytes of all tensors, as the index tells them; None where it does not.
+
+    transformers and huggingface_hub write it (`split_torch_state_dict_into_shards`), and no loader looks.
+    """
+    try:
+        told = json.loads(source.store.read(INDEX, 0, source.listing[INDEX]))["metadata"]["total_size"]
+    except (KeyError, TypeError):
+        return None
+    return told if type(told) is int else None
+
+
 def weight_map(source: Source) -> dict[str, str]:
     """Tensor -> file, as the index says; raises `MalformedCheckpoint`, `UnsafeContent`."""
     raw = source.store.read(INDEX, 0, source.listing[INDEX])
@@ -90,6 +102,7 @@ def read_folder(source: Source, format: str) -> Manifest:
             for path in _loose(source) if path not in files
         ]  # fmt: skip
     seen: dict[str, str] = {}
+    total = _total(source) if source.name is None and INDEX in source.listing else None
     for path in sorted(files, key=natural):
         wanted = files[path]
         if source.listing.get(path) is None:
@@ -110,6 +123,10 @@ def read_folder(source: Source, format: str) -> Manifest:
         _add_objects(builder, metadata, path)
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
+    held = sum(t.nbytes for t in builder.tensors)
+    if total is not None and held != total and not any(f.severity == "error" for f in builder.findings):
+        message = f"{INDEX} tells of {total} bytes in all, the files hold {held}"
+        builder.findings.append(finding("total-mismatch", "cover", message, file=INDEX))
     return builder.build(format, source.store.url, origin)
 
 

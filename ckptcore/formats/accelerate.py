@@ -68,14 +68,21 @@ def read(source: Source) -> Manifest:
     if not any(role.startswith("optimizer") for role in seen):
         message = "there is no optimizer beside the model"
         builder.findings.append(finding("missing-part", "files", message, file="optimizer_0"))
+    world = max(names.writers(source), default=-1) + 1
     for part in names.states(source):
         try:
             reader.add(part.files, part.role, optional=True)
         except MalformedCheckpoint as error:
             builder.findings.append(finding("malformed-item", "cover", error.message, file=part.shown))
-        for rank in absent(part.files.paths, max(part.files.paths), _MAX_TOLD):
+        highest = max(part.files.paths)
+        ranks = max(highest + 1, world if names.of_a_rank(part) else 0)
+        for rank in absent(part.files.paths, ranks, _MAX_TOLD):
             path = part.files.name_of(rank)
             message = f"there is no {path}, other ranks have theirs"
+            builder.findings.append(finding("missing-part", "files", message, file=path))
+        if names.of_a_rank(part) and 0 < world <= highest:
+            path = part.files.paths[highest]
+            message = f"{path} is of a rank that left nothing else: rank {world - 1} is the last that did"
             builder.findings.append(finding("missing-part", "files", message, file=path))
     origin: dict[str, Any] = {"parts": list(seen)}
     _trainer_state(source, builder, origin)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+from ckptcore.errors import finding
 from ckptcore.formats._dcpread import DATA, RANK_METADATA, ranges, read_folder
 from ckptcore.formats._dcpwrite import arrange_folder
 from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source
+from ckptcore.manifest import Manifest
+
+# Lightning's Trainer numbers its optimizers, and keeps the model under one of two names.
+_NUMBERED = re.compile(r"^optimizer_\d+\.")
+_MODELS = ("model.", "state_dict.")
 
 
 def detect(source: Source) -> Evidence | None:
@@ -25,6 +34,17 @@ def detect(source: Source) -> Evidence | None:
     return None
 
 
+def read(source: Source) -> Manifest:
+    """The manifest of a DCP folder; raises as `read_folder` does."""
+    found = read_folder(source)
+    names = [t.fqn for t in found.tensors]
+    if any(n.startswith(_MODELS) for n in names) and any(_NUMBERED.match(n) for n in names):
+        message = "there is no meta.pt, in which Lightning's Trainer keeps all but model and optimizers"
+        told = finding("missing-part", "files", message, file="meta.pt")
+        found = replace(found, findings=(*found.findings, told))
+    return found
+
+
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     """A folder as `torch.distributed.checkpoint.save` leaves it on the asked mesh."""
     return tuple(arrange_folder(request))
@@ -36,7 +56,7 @@ FORMAT = Format(
     recognised_by="`.metadata` (or `__R.metadata` per rank) beside `__R_I.distcp`",
     abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item", objects=True),
     detect=detect,
-    read=read_folder,
+    read=read,
     arrange=arrange,
     nests=True,
     shards=True,

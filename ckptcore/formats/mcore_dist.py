@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import finding
+from ckptcore.errors import Finding, finding
 from ckptcore.formats._dcpread import DATA, parse_folder, read_folder
 from ckptcore.formats._mcorebuckets import map_buckets, stored_args
 from ckptcore.formats._mcoreconfig import (
@@ -24,7 +24,15 @@ from ckptcore.formats._mcoreconfig import (
     read_config,
 )
 from ckptcore.formats._mcoreflat import left_flat, restored
-from ckptcore.formats._mcoreobjects import COMMON_FILE, LISTED, add_file, common_name, grids, spread_common
+from ckptcore.formats._mcoreobjects import (
+    COMMON_FILE,
+    COMMON_KEY,
+    LISTED,
+    add_file,
+    common_name,
+    grids,
+    spread_common,
+)
 from ckptcore.formats._mcorewrite import arrange_torch_dist
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
@@ -62,7 +70,10 @@ def read(source: Source) -> Manifest:
     folder = restored(folder, extra)
     findings = [*left_flat(folder, extra)]
     parts = [Part(folder, rename=common_name)]
-    if COMMON_FILE in source.listing:
+    inside = any(b.key == COMMON_KEY for b in folder.blobs)
+    if COMMON_FILE in source.listing and inside:
+        findings.append(_second(told))
+    elif COMMON_FILE in source.listing:
         parts.append(Part(_common(source)))
     kept = digests(source)
     findings += [
@@ -76,6 +87,15 @@ def read(source: Source) -> Manifest:
     whole = spread_common(join(NAME, source.store.url, parts, _origin(folder, told, kept)))
     whole = replace(whole, findings=(*whole.findings, *findings, *grids(whole.blobs)))
     return map_buckets(whole, stored_args(whole))
+
+
+def _second(told: Config | None) -> Finding:
+    """About `common.pt` beside a common state of 0.19, which that release does not open."""
+    if told is not None and told.has_common_file:
+        message = f"{CONFIG} says that the common state lies in {COMMON_FILE}, and .metadata has {COMMON_KEY}"
+        return finding("mixed-saves", "files", message, file=COMMON_FILE)
+    message = f"{COMMON_FILE} is not read: the common state is the object {COMMON_KEY}"
+    return finding("stray-file", "files", message, file=COMMON_FILE)
 
 
 def _common(source: Source) -> Manifest:
@@ -99,4 +119,5 @@ FORMAT = Format(
     detect=detect,
     read=read,
     arrange=arrange_torch_dist,
+    shards=True,
 )

@@ -8,6 +8,7 @@ Beside the arrays lie ``metadata.json``, written last, ``common.pt``, an object 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ _LOCKS = ".sync"
 # Until 0.5 the last number of a shape of two or more dims was cut off as if it were a suffix.
 _OBJECT = re.compile(r"/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*\.pt$")
 _CHUNK = re.compile(r"/\d+(?:\.\d+)*$")
+_PADDED = re.compile(r"embedding|output_layer|lm_head|bucket_idx|gbuf_idx")
 _MAX_TOLD = 100
 
 
@@ -56,8 +58,8 @@ def read(source: Source) -> Manifest:
     builder = Builder()
     inside = _by_folder(source)
     arrays = _arrays(source)
-    for path in arrays:
-        _add_array(builder, source, path, inside)
+    told_by = {path: _add_array(builder, source, path, inside) for path in arrays}
+    builder.findings += [*_of_another_writer(told_by), *_uneven(told_by)]
     builder.findings += _headless(source, {p.removesuffix("/" + _zarr.ARRAY) for p in arrays})
     for path in sorted(p for p in source.listing if _OBJECT.search(p)):
         add_file(builder, source, path, path.removesuffix(".pt"))
@@ -107,7 +109,31 @@ def _by_folder(source: Source) -> dict[str, list[str]]:
     return found
 
 
-def _add_array(builder: Builder, source: Source, path: str, inside: dict[str, list[str]]) -> None:
+def _of_another_writer(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
+    """Findings about arrays whose elements are in another order than those of most: a save has one order."""
+    kinds = {p: (f"order {a.order}", "big-endian" if a.swapped else "little-endian")
+             for p, a in arrays.items() if a.shape and a.dtype.itemsize > 1}  # fmt: skip
+    counts = Counter(kinds.values()).most_common()
+    for path, kind in kinds.items() if counts[1:] else ():
+        if kind != counts[0][0]:
+            message = f"{path} says {', '.join(kind)}; {counts[0][1]} arrays say {', '.join(counts[0][0])}"
+            yield finding("unusual-layout", "files", message, file=path)
+
+
+def _uneven(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
+    """Findings about shapes that end inside a chunk: a save cuts into equal chunks, or refuses to.
+
+    megatron/core/dist_checkpointing/mapping.py, ShardedTensor.max_allowed_chunks: only where
+    ``allow_shape_mismatch`` is set, which padded vocabularies and buckets have.
+    """
+    for path, array in arrays.items():
+        if any(n % c for n, c in zip(array.shape, array.chunks, strict=True)) and not _PADDED.search(path):
+            message = (f"{path} says shape {list(array.shape)} and chunks of {list(array.chunks)}: "
+                       "Megatron-Core cuts into equal parts, the shape may have been another")  # fmt: skip
+            yield finding("unusual-layout", "files", message, file=path)
+
+
+def _add_array(builder: Builder, source: Source, path: str, inside: dict[str, list[str]]) -> _zarr.Array:
     key = path.removesuffix("/" + _zarr.ARRAY)
     array = _zarr.parse(source.store.read(path, 0, min(source.listing[path], _zarr.MAX_ARRAY)), path)
     tensor = builder.tensor(TensorSpec(key, array.dtype.name, array.shape))
@@ -135,6 +161,7 @@ def _add_array(builder: Builder, source: Source, path: str, inside: dict[str, li
         file = builder.file(f"{key}/{array.name(index)}", None)
         item = builder.plain_item(file, 0, array.chunk_bytes, Envelope.RAW)
         builder.chunk(tensor, box.offset, box.shape, item, view)
+    return array
 
 
 def _add_chunk(builder: Builder, source: Source, tensor: int, array: _zarr.Array,

@@ -15,7 +15,7 @@ from typing import Any
 from ckptcore.builder import Builder
 from ckptcore.errors import finding
 from ckptcore.formats._mcoreparams import Unregistered
-from ckptcore.formats._megatronmerge import Chunk, Merger, model_of
+from ckptcore.formats._megatronmerge import Chunk, Merger, model_of, unequal
 from ckptcore.formats._megatronoptim import add_buffers, add_numbered
 from ckptcore.formats._megatronranks import FILE, RankFile, read_ranks
 from ckptcore.formats._megatrontables import read_megatron
@@ -48,7 +48,7 @@ def read(source: Source) -> Manifest:
     ranks = read_ranks(source)
     model = model_of(ranks)
     builder = Builder()
-    builder.findings += ranks.findings
+    builder.findings += [*ranks.findings, *unequal(model.chunks)]
     merger = Merger(builder, model)
     common: dict[str, tuple[RankFile, Any]] = {}
     for file in ranks.files:

@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import MalformedCheckpoint, NameMismatch
+from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch
 from ckptcore.formats._olmo import missing_part, model_told, plain_name
 from ckptcore.formats._olmogroups import numbered, plain_groups
 from ckptcore.formats._parts import Part, join
@@ -59,12 +59,14 @@ def read(source: Source) -> Manifest:
     if source.name is not None:
         return _safetensors(source, source.name, "")
     parts: list[Part] = []
+    findings: list[Finding] = []
     for part in _PARTS:
         file = next((part + s for s in _SUFFIXES if part + s in source.listing), None)
-        if file is not None:
-            reader = _safetensors if file.endswith(".safetensors") else _torch
-            parts.append(Part(reader(source, file, part)))
-    findings = [] if len(parts) > 1 else [missing_part("optim", "optim and train beside model")]
+        if file is None:
+            findings.append(missing_part(part, f"{part} beside model"))
+            continue
+        reader = _safetensors if file.endswith(".safetensors") else _torch
+        parts.append(Part(reader(source, file, part)))
     told = model_told(["model."])
     if _CONFIG in source.listing:
         told |= {"config": _CONFIG}
@@ -80,6 +82,7 @@ def _torch(source: Source, file: str, part: str) -> Manifest:
         raise MalformedCheckpoint(f"{file} holds a {type(objects.tree).__name__}, not a dict", file=file)
     tree = TorchTree(builder, builder.file(file, size), objects, file)
     values = dict(objects.tree)
+    _require_part(part, "param_groups" in values, file)
     if part == "optim":
         groups, state = values.pop("param_groups", None), values.pop("state", None)
         names = numbered(groups) or {}
@@ -101,6 +104,7 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
     tensors, _, begin = read_header(source.store, file, size)
     at = builder.file(file, size)
     keys = {key: _decoded(key, file) for key in tensors}
+    _require_part(part, any(path == ("param_groups",) for path, _ in keys.values()), file)
     values: dict[str, Any] = {}
     for key, (path, pickled) in keys.items():
         if pickled:
@@ -131,6 +135,14 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
         item = builder.item(Item(at, begin + start, stop - start, Envelope.RAW))
         builder.chunk(builder.tensor(TensorSpec(name, dtype, shape)), (0,) * len(shape), shape, item)
     return builder.build(NAME, source.store.url, {})
+
+
+def _require_part(part: str, groups: bool, file: str) -> None:
+    """Raises `MalformedCheckpoint` for a model where the optimizer belongs, or the other way round."""
+    if part == "optim" and not groups:
+        raise MalformedCheckpoint(f"{file} does not hold an optimizer's state dict", file=file)
+    if part == "model" and groups:
+        raise MalformedCheckpoint(f"{file} holds an optimizer's state dict, not a model's", file=file)
 
 
 def _names_are_pickles(source: Source, file: str) -> bool:
