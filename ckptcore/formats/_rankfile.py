@@ -18,7 +18,8 @@ from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats._disttables import DIST_TABLE, DTENSOR, SHARDED
 from ckptcore.formats._pickle import Record
 from ckptcore.formats._placed import Placed, Placer
-from ckptcore.formats._rankoptim import Params, Shape, names_of, numbered
+from ckptcore.formats._rankoptim import Params, names_of, numbered
+from ckptcore.formats._shapefit import Shape
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchzip import check_view, is_zip, read_objects, refused_in
 from ckptcore.formats._trees import leaves_below
@@ -99,12 +100,12 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
             file.add(made, name, (prefix, *path_), value)
         made.hidden = file.hidden(bool(made.refused))
         return made
-    optimizer = numbered(tree)
-    made.params = _parameters(tree, optimizer.path if optimizer else None)
-    if optimizer is not None:
-        names = names_of(optimizer, params or made.params, _shape)
+    inside = numbered(tree)
+    made.params = _parameters(tree, inside.path if inside else None)
+    if inside is not None:
+        names = names_of(inside.optimizer, params or made.params, _shape)
         made.numbers = names is None
-        tree = optimizer.renamed(tree, names) if names is not None else tree
+        tree = inside.renamed(tree, names) if names is not None else tree
     seen: set[str] = set()
     for name, where, value in _leaves(tree, prefix):
         if name in seen:

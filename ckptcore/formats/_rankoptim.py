@@ -1,9 +1,7 @@
-"""Optimizer states by number: which parameter does each number mean, and which number has each?
+"""A rank's numbered optimizer: where does it stand in the rank's tree, and which names does it get?
 
-``torch.optim.Optimizer.state_dict`` numbers the parameters in the order of its groups
-(torch/optim/optimizer.py). The names are told by ``param_names`` (torch >= 2.6), or follow from the
-model's own state dict when there is one group with as many parameters, in their order and of
-their shapes. Anything less is no proof, and the numbers stay.
+What proves the names is the model's own state dict, or the optimizer itself. Anything less is no
+proof, and the numbers stay.
 """
 
 from __future__ import annotations
@@ -12,42 +10,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Shape = tuple[int, ...]
+from ckptcore.formats import _optimnames
+from ckptcore.formats._optimnames import Numbered, prove, told_names
+from ckptcore.formats._shapefit import Shape
+
 Params = tuple[tuple[str, Shape], ...]  # (name, global shape) of a model's parameters, in order
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered:
-    """An optimizer's state dict inside a tree.
-
-    path: () for the tree itself, else the one key that it lies under. state: number -> states.
-    groups: as pickled.
-    """
+class Inside:
+    """An optimizer inside a tree. path: () for the tree itself, else the one key that it lies under."""
 
     path: tuple[Any, ...]
-    state: Mapping[int, Any]
-    groups: list[dict[str, Any]]
-
-    @property
-    def ids(self) -> list[int]:
-        """Every number, in the groups' order."""
-        return [i for group in self.groups for i in group["params"]]
+    optimizer: Numbered
 
     def renamed(self, tree: dict[Any, Any], names: Mapping[int, str]) -> dict[Any, Any]:
         """``tree`` with names in place of the numbers."""
         inner = tree[self.path[0]] if self.path else tree
+        state, groups = self.optimizer.state, self.optimizer.groups
         made = {
             **inner,
-            "state": {names[i]: value for i, value in self.state.items()},
-            "param_groups": [{**g, "params": [names[i] for i in g["params"]]} for g in self.groups],
+            "state": {names[i]: value for i, value in state.items()},
+            "param_groups": [{**g, "params": [names[i] for i in g["params"]]} for g in groups],
         }
         return {**tree, self.path[0]: made} if self.path else made
 
 
-def numbered(tree: dict[Any, Any]) -> Numbered | None:
+def numbered(tree: dict[Any, Any]) -> Inside | None:
     """The one optimizer of a tree whose states are numbered, or None."""
-    places = [((), tree), *(((k,), v) for k, v in tree.items() if isinstance(v, dict))]
-    found = [n for path, value in places if (n := _numbered(path, value)) is not None]
+    places = [((), tree), *(((k,), v) for k, v in tree.items())]
+    found = [Inside(path, o) for path, v in places if (o := _optimnames.numbered(v)) is not None]
     return found[0] if len(found) == 1 else None
 
 
@@ -58,25 +50,12 @@ def names_of(
 
     shape: the global shape of a tensor in the tree, None for anything else.
     """
-    ids = optimizer.ids
-    told = [g.get("param_names") for g in optimizer.groups]
-    if all(
-        type(t) is list and len(t) == len(g["params"]) for t, g in zip(told, optimizer.groups, strict=True)
-    ):
-        names = [name for t in told for name in t or ()]
-        if all(type(n) is str for n in names) and len(set(names)) == len(names):
-            return dict(zip(ids, names, strict=True))
-    if len(optimizer.groups) != 1 or ids != list(range(len(params))):
-        return None
-    compared = 0
-    for i, states in optimizer.state.items():
-        for value in states.values() if isinstance(states, dict) else ():
-            seen = shape(value)
-            if seen:  # a count of steps has no dims
-                compared += 1
-                if seen != params[i][1]:
-                    return None
-    return {i: name for i, (name, _) in enumerate(params)} if compared else None
+    return (
+        told_names(optimizer, params)
+        or told_names(optimizer)
+        or prove(params, [optimizer], shape)[0].names
+        or None
+    )
 
 
 def numbers_for(tree: dict[Any, Any], params: Params, shape: Callable[[Any], Shape | None]) -> dict[Any, Any]:
@@ -102,19 +81,7 @@ def numbers_for(tree: dict[Any, Any], params: Params, shape: Callable[[Any], Sha
         return tree
     ordered = {n: state[name] for name, n in number.items() if name in state}
     plain = [{**g, "params": [number[n] for n in g["params"]]} for g in groups]
-    proven = names_of(Numbered((), ordered, plain), params, shape)
+    proven = names_of(Numbered(ordered, plain), params, shape)
     if proven != {n: name for name, n in number.items()}:
         plain = [{**p, "param_names": g["params"]} for p, g in zip(plain, groups, strict=True)]
     return {**tree, "state": ordered, "param_groups": plain}
-
-
-def _numbered(path: tuple[Any, ...], value: dict[Any, Any]) -> Numbered | None:
-    state, groups = value.get("state"), value.get("param_groups")
-    if not isinstance(state, dict) or type(groups) is not list or not groups:
-        return None
-    if any(not isinstance(g, dict) or type(g.get("params")) is not list for g in groups):
-        return None
-    ids = [i for g in groups for i in g["params"]]
-    if any(type(i) is not int for i in ids) or len(set(ids)) != len(ids) or not set(state) <= set(ids):
-        return None
-    return Numbered(path, state, groups)

@@ -17,7 +17,8 @@ from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, Unsupported
 from ckptcore.formats._bounds import absent
 from ckptcore.formats._rankfile import Content, Piece, Plain, Shards, read_rank
 from ckptcore.formats._rankfiles import RankFiles
-from ckptcore.formats._rankoptim import Params, Shape
+from ckptcore.formats._rankoptim import Params
+from ckptcore.formats._shapefit import Shape
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Blob, Manifest, TensorSpec
 from ckptcore.paths import Path, Paths
@@ -198,6 +199,10 @@ class _Part:
                 "mean other parameters on other ranks",
                 hint="to read the model alone, move the optimizer's files to another folder",
             )
+        if True in self._numbers:
+            path = next(iter(self._files.paths.values()))
+            message = f"{path} numbers the optimizer's states, and nothing proves their names"
+            self._builder.findings.append(finding("unnamed-states", "files", message, file=path))
         for name, rows in self._plain.items():
             self._add_plain(name, rows)
         for name, digests in self._digests.items():

@@ -15,7 +15,7 @@ from ckptcore.dtype import BY_NAME, DTYPES
 from ckptcore.formats._numpytables import NUMPY_TABLE
 from ckptcore.formats._pickle import Call
 from ckptcore.manifest import CONJ, NEG
-from ckptcore.objects import Named
+from ckptcore.objects import Named, Refused
 from ckptcore.shown import shown
 
 _MAX_RANK = 64
@@ -187,11 +187,32 @@ COMMON: dict[str, Any] = {
     "torch.serialization._get_layout": Call("_get_layout", _layout),
     "torch.device": Call("torch.device", _device),
 }
+# Classes of plain tensors; only `_with_attributes` takes them.
+_PLAIN = {
+    f"torch.{name}": Refused(f"torch.{name}")
+    for name in ("Tensor", "_tensor.Tensor", "nn.parameter.Parameter", "nn.parameter.Buffer")
+}
+
+
+def _with_attributes(function: Any, kind: Any, args: Any, *state: Any) -> Any:
+    # torch/_tensor.py, Tensor.__reduce_ex__: a tensor that has Python attributes (FSDP marks its clones
+    # with one), which are left out. Another class may give its bytes another meaning.
+    refused = next((v for v in (function, kind) if type(v) is Refused and v.name not in _PLAIN), None)
+    if refused is not None:
+        return refused
+    known = type(function) is Call and any(function is call for call in REBUILDS.values())
+    if type(kind) is not Refused or not known or type(args) is not tuple:
+        raise ValueError(f"a tensor of {shown(kind, 60)}")
+    return function.build(*args)
+
+
 TENSOR_TABLE: dict[str, Any] = {**STORAGES, **DTYPE_GLOBALS, **REBUILDS, **COMMON}
 OBJECT_TABLE: dict[str, Any] = {
     **TENSOR_TABLE,
     **PATHS,
     **NUMPY_TABLE,
+    **_PLAIN,
+    "torch._tensor._rebuild_from_type_v2": Call("_rebuild_from_type_v2", _with_attributes),
     "builtins.set": Call("set", _plain_set),
     "__builtin__.set": Call("set", _plain_set),
     "builtins.frozenset": Call("frozenset", _frozen_set),

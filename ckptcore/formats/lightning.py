@@ -76,10 +76,11 @@ def read(source: Source) -> Manifest:
         told = contents(source, name)
         facts = _told(told, "trainer")
         facts["lightning"]["full"] = True
-        if names := parameter_names(told.tree):
+        names, unproven = parameter_names(told.tree, name)
+        if names:
             facts["lightning"]["parameters"] = names
         found = read_tree(source, name, told, NAME, facts)
-        return _with_model(found, "state_dict")
+        return _with_model(replace(found, findings=(*found.findings, *unproven)), "state_dict")
     if not any(DATA.search(p) or p.startswith(".metadata") for p in source.listing):
         raise NotComplete(
             f"{source.store.url} holds {META} of a sharded Lightning checkpoint, and nothing else of it",

@@ -1,0 +1,73 @@
+"""In how many ways do lists of shapes fit into a row of shapes, each list in order, no place taken twice?
+
+A place is forced when the first and the last one that an element can have are the same; what is forced
+is taken from all others, until nothing new is found. That is sound and not complete: what stays open
+may still have one solution, and counts as open.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+Shape = tuple[int, ...]
+Places = list[int | None]
+
+_ROUNDS = 32
+
+
+def forced_places(row: Sequence[Shape], chains: Sequence[Sequence[Shape | None]]) -> list[Places] | None:
+    """For each element of each chain its one place in ``row``, None where it is open; None when nothing fits.
+
+    A shape of None fits every place.
+
+    >>> forced_places([(1,), (2,), (1,)], [[(2,), (1,)]]), forced_places([(1,), (1,)], [[(1,)]])
+    ([[1, 2]], [[None]])
+    >>> forced_places([(1,), (2,)], [[(2,), (1,)]])
+    """
+    at: list[Places] = [[None] * len(chain) for chain in chains]
+    for _ in range(_ROUNDS):
+        taken = {p for places in at for p in places if p is not None}
+        forward, backward = _Free(row, taken), _Free(row[::-1], {len(row) - 1 - p for p in taken})
+        for chain, places in zip(chains, at, strict=True):
+            first = forward.places(chain, places)
+            mirrored = backward.places(chain[::-1], _mirrored(places, len(row)))
+            if first is None or mirrored is None:
+                return None
+            last = _mirrored(mirrored, len(row))
+            places[:] = [p if p == q else None for p, q in zip(first, last, strict=True)]
+        found = [p for places in at for p in places if p is not None]
+        if len(set(found)) < len(found):
+            return None
+        if len(found) == len(taken):
+            break
+    return at
+
+
+class _Free:
+    """The places of a row that nothing is forced to."""
+
+    def __init__(self, row: Sequence[Shape], taken: set[int]) -> None:
+        self._all = [n for n in range(len(row)) if n not in taken]
+        self._by: dict[Shape, list[int]] = {}
+        for n in self._all:
+            self._by.setdefault(row[n], []).append(n)
+
+    def places(self, chain: Sequence[Shape | None], fixed: Places) -> list[int] | None:
+        """The first place that each element can have; None when there is no room."""
+        found: list[int] = []
+        here = 0
+        for shape, place in zip(chain, fixed, strict=True):
+            if place is None:
+                free = self._all if shape is None else self._by.get(shape, [])
+                n = bisect_left(free, here)
+                place = free[n] if n < len(free) else -1
+            if place < here:
+                return None
+            found.append(place)
+            here = place + 1
+        return found
+
+
+def _mirrored(places: Sequence[int | None], length: int) -> Places:
+    return [None if p is None else length - 1 - p for p in reversed(places)]
