@@ -7,15 +7,12 @@ import io
 import json
 import pickle
 import pickletools
-import sys
-from collections import namedtuple
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from olmo_samples import codes, copied, pickled, sample, tensors, truth
+from olmo_samples import codes, copied, pickled, sample, tensors, truth, write_local
 from safetensors.torch import load_file, save_file
 from samples import differences, read_safetensors, value
 
@@ -169,71 +166,6 @@ def test_export_takes_the_model(tmp_path: Path, request: pytest.FixtureRequest) 
 
 
 # OLMo local: flat parameters
-
-Info = namedtuple("_ShardParamInfo", "in_shard offset_in_shard numel_in_shard intra_param_start_idx "
-                  "intra_param_end_idx", module="torch.distributed.fsdp.flat_param")  # fmt: skip
-OUT = Info(False, None, None, None, None)
-
-
-def write_local(step: Path, generation: str, *, padding: int = 0, names: bool = True) -> dict[str, Any]:
-    """Two parameters in one flat parameter over three ranks; gives the tensors that it holds."""
-    a, b = torch.randn(3, 4), torch.randn(5)
-    flat = torch.cat([a.reshape(-1), b, torch.zeros(padding + (-17 - padding) % 3)])
-    size = flat.numel() // 3
-    for folder in ("model", "optim", "train"):
-        (step / folder).mkdir(parents=True)
-    where = [("w.a", 0, 12), ("w.b", 12, 17)]
-    for rank in range(3):
-        low, high = rank * size, (rank + 1) * size
-        infos, offsets, held = [], [], {}
-        for name, start, stop in where:
-            lo, hi = max(low, start), min(high, stop)
-            infos.append(Info(True, lo - low, hi - lo, lo - start, hi - start - 1) if lo < hi else OUT)
-            if lo < hi:
-                offsets.append((lo - start, hi - start - 1))
-                held[name] = (lo, hi)
-        first = next(i for i, info in enumerate(infos) if info.in_shard)
-        handle = {
-            "flat_param.data": flat[low:high].clone(), "flat_param._fqns": ["w.a", "w.b"],
-            "flat_param._shapes": [torch.Size([3, 4]), torch.Size([5])], "flat_param._numels": [12, 5],
-            "flat_param._shard_numel_padded": max(0, high - 17) if rank == 2 else 0,
-        }  # fmt: skip
-        if generation == "infos":
-            handle["flat_param._shard_param_infos"] = tuple(infos)
-        else:
-            handle["flat_param._shard_indices"] = (first, first + len(offsets) - 1)
-            handle["flat_param._shard_param_offsets"] = offsets
-        modules = [{"name": "_fsdp_wrapped_module.top", "handles": [handle]}]
-        save_with_infos({"modules": modules}, step / "model" / f"rank{rank}.pt")
-        moments = {n: flat[lo:hi] + 1 for n, (lo, hi) in held.items()}
-        state = {i: {"step": torch.tensor(2.0), "exp_avg": moments[n].clone()}
-                 for i, (n, _, _) in enumerate(where) if n in moments}  # fmt: skip
-        group = {"lr": 0.1, "params": [0, 1]}
-        if names:
-            group["param_names"] = [f"_fsdp_wrapped_module.top._fsdp_wrapped_module.{n}" for n, _, _ in where]
-        torch.save({"state": state, "param_groups": [group]}, step / "optim" / f"rank{rank}.pt")
-        torch.save({"global_step": 1, "world_size": 3}, step / "train" / f"rank{rank}.pt")
-    (step / "metadata.yaml").write_text("world_size: 3\n")
-    (step / "config.yaml").write_text("run_name: x\n")
-    held = {f"model.top.{n}": t for n, t in (("w.a", a), ("w.b", b))}
-    if names:
-        held |= {f"optim.state.top.{n}.exp_avg": t + 1 for n, t in (("w.a", a), ("w.b", b))}
-        held |= {f"optim.state.top.{n}.step": torch.tensor(2.0) for n in ("w.a", "w.b")}
-    return {k: value(v) for k, v in held.items()}
-
-
-def save_with_infos(tree: Any, path: Path) -> None:
-    """torch.save, with `_ShardParamInfo` pickled under torch 2.1's module name."""
-    module = ModuleType(Info.__module__)
-    module._ShardParamInfo = Info  # type: ignore[attr-defined]
-    before = sys.modules.get(Info.__module__)
-    sys.modules[Info.__module__] = module
-    try:
-        torch.save(tree, path)
-    finally:
-        sys.modules.pop(Info.__module__)
-        if before is not None:
-            sys.modules[Info.__module__] = before
 
 
 @pytest.mark.parametrize("padding", [0, 3])
