@@ -1,8 +1,9 @@
 """Laying out OLMo-core 0.1 folders: rank files, `metadata.json`, and the pickles of an optimizer.
 
 A state dict with ``model.`` and ``optim.`` parts becomes ``model/`` and ``optim/`` (and
-``train/rank{R}.pt``), any other a single folder under its own names. Each tensor lies whole in one
-rank file: 0.1.0's loader cuts out what a rank needs at any world size.
+``train/rank{R}.pt``), any other a single folder under its own names. For a mesh of one each tensor lies
+whole in one rank file. For more each rank's file has what that rank writes, every element once; 0.1.0's
+loader cuts out what a rank needs at any world size.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Any
 
+from ckptcore.box import Box, flat_start, is_run
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import NameMismatch, UnsupportedDtype, UnsupportedFormat
 from ckptcore.formats import _torchwrite as write
 from ckptcore.formats._olmogroups import groups_of
 from ckptcore.formats._olmotrain import train_files
+from ckptcore.formats._rankparts import by_rank
 from ckptcore.formats._stheader import pack_header
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
 from ckptcore.manifest import TensorSpec
@@ -27,11 +32,12 @@ _DTYPES = frozenset(
     {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"}
 )
 _STATE = "optim.state."
+_MAX_RANGES = 1 << 16  # of one part of a tensor, in JSON
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of a rank file. position: in the request's list, None for known bytes in ``data``."""
+    """A tensor of a folder. position: in the request's list, None for known bytes in ``data``."""
 
     name: str
     dtype: str
@@ -42,6 +48,22 @@ class _Entry:
     @property
     def nbytes(self) -> int:
         return TensorSpec(self.name, self.dtype, self.shape).nbytes
+
+    @property
+    def whole(self) -> _Held:
+        return _Held(self, Box.whole(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank file holds of a tensor."""
+
+    entry: _Entry
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return TensorSpec(self.entry.name, self.entry.dtype, self.box.shape).nbytes
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
@@ -101,54 +123,102 @@ def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any], paths: Iterabl
 
 def _folder(request: Arrangement, prefix: str, entries: Sequence[_Entry]) -> list[FileLayout]:
     entries = sorted(entries, key=lambda e: natural(e.name))
-    files: list[list[_Entry]] = [[]]
-    held = 0
-    for entry in entries:
-        if files[-1] and held + entry.nbytes > request.max_file_bytes:
-            files.append([])
-            held = 0
-        files[-1].append(entry)
-        held += entry.nbytes
-    layouts = [_rank_file(f"{prefix}rank_{rank}.safetensors", group) for rank, group in enumerate(files)]
-    told = {e.name: _told(e, f"rank_{rank}.safetensors") for rank, group in enumerate(files) for e in group}
-    raw = json.dumps({"tensors": told}).encode()
+    files = _packed(request, entries) if request.topology is None else _by_rank(request, entries)
+    layouts = [_rank_file(f"{prefix}rank_{rank}.safetensors", held) for rank, held in enumerate(files)]
+    parts: dict[str, list[tuple[str, Box]]] = {e.name: [] for e in entries}
+    for rank, group in enumerate(files):
+        for held in group:
+            parts[held.entry.name].append((f"rank_{rank}.safetensors", held.box))
+    raw = json.dumps({"tensors": {e.name: _told(e, parts[e.name]) for e in entries}}).encode()
     return [*layouts, FileLayout(f"{prefix}metadata.json", len(raw), (), (), (Literal(0, raw),), commit=True)]
 
 
-def _told(entry: _Entry, file: str) -> dict[str, Any]:
-    numel = TensorSpec(entry.name, entry.dtype, entry.shape).numel
+def _packed(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_Held]]:
+    """Whole tensors, in files of a size."""
+    files: list[list[_Held]] = [[]]
+    size = 0
+    for entry in entries:
+        if files[-1] and size + entry.nbytes > request.max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(entry.whole)
+        size += entry.nbytes
+    return files
+
+
+def _by_rank(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_Held]]:
+    """What each rank writes, as the format's own writer does: known bytes by the first rank."""
+    at = {e.position: e for e in entries if e.position is not None}
+    ranks = by_rank(request.tensors, at, request.topology)
+    files = [[_Held(at[position], box) for position, box in parts] for parts in ranks]
+    files[0] += [e.whole for e in entries if e.position is None]
+    return files
+
+
+def _told(entry: _Entry, parts: Sequence[tuple[str, Box]]) -> dict[str, Any]:
+    """A tensor's metadata. parts: (file, what it holds)."""
     return {
         "shape": list(entry.shape),
-        "is_sharded": False,
+        "is_sharded": [box.shape for _, box in parts] != [entry.shape],
         "dtype": BY_NAME[entry.dtype].safetensors,
-        "shard_spec_per_file": {
-            file: {"flattened_offsets": [[0, numel]], "local_shape": None, "global_offset": None}
-        },
+        "shard_spec_per_file": {file: _spec(entry, box) for file, box in parts},
     }
 
 
-def _rank_file(path: str, group: Sequence[_Entry]) -> FileLayout:
+def _spec(entry: _Entry, box: Box) -> dict[str, Any]:
+    """As `TensorShardSpec`: ranges where the rows of a box are one run, a box for any other of 2 dims.
+
+    The loader takes no boxes of more dims apart: their ranges are written out.
+    """
+    shape = entry.shape
+    outer = next(d for d in range(len(shape) + 1) if is_run(shape[d:], box.shape[d:]))
+    if outer and len(shape) == 2:
+        return {
+            "flattened_offsets": None,
+            "local_shape": list(box.shape),
+            "global_offset": list(box.offset),
+        }
+    if prod(box.shape[:outer]) > _MAX_RANGES:
+        raise UnsupportedFormat(
+            f"olmo_v01 would need {prod(box.shape[:outer])} ranges for a part {list(box.shape)} of "
+            f"{entry.name} {list(shape)}",
+            hint="cut it along its first dim, or choose another target format",
+        )
+    length = prod(box.shape[outer:])
+    starts = (flat_start(shape, (*at, *box.offset[outer:])) for at in product(*_outer(box, outer)))
+    ranges = [[start, start + length] for start in starts]
+    return {"flattened_offsets": ranges, "local_shape": None, "global_offset": None}
+
+
+def _outer(box: Box, dims: int) -> list[range]:
+    return [range(a, b) for a, b in zip(box.offset[:dims], box.end[:dims], strict=True)]
+
+
+def _rank_file(path: str, group: Sequence[_Held]) -> FileLayout:
     # Wide elements first: every tensor then starts at a multiple of its element's width.
-    order = sorted(group, key=lambda e: -BY_NAME[e.dtype].itemsize)
+    order = sorted(group, key=lambda h: -BY_NAME[h.entry.dtype].itemsize)
     header: dict[str, Any] = {}
     at = 0
-    for e in order:
-        numel = TensorSpec(e.name, e.dtype, e.shape).numel  # the loader takes 1-D tensors only
-        header[e.name] = {"dtype": BY_NAME[e.dtype].safetensors, "shape": [numel],
-                          "data_offsets": [at, at + e.nbytes]}  # fmt: skip
-        at += e.nbytes
+    for h in order:  # the loader takes 1-D tensors only
+        header[h.entry.name] = {"dtype": BY_NAME[h.entry.dtype].safetensors, "shape": [h.box.numel],
+                                "data_offsets": [at, at + h.nbytes]}  # fmt: skip
+        at += h.nbytes
     prefix = pack_header(header, 8)
     literals = [Literal(0, prefix)]
     slots: list[Slot] = []
     tensors: list[int] = []
-    for e in order:
-        start = len(prefix) + header[e.name]["data_offsets"][0]
-        if e.position is None:
-            literals.append(Literal(start, e.data))
+    boxes: list[Box] = []
+    for h in order:
+        start = len(prefix) + header[h.entry.name]["data_offsets"][0]
+        if h.entry.position is None:
+            literals.append(Literal(start, h.entry.data))
         else:
             slots.append(Slot(len(tensors), start))
-            tensors.append(e.position)
-    return FileLayout(path, len(prefix) + at, tuple(tensors), tuple(slots), tuple(literals))
+            tensors.append(h.entry.position)
+            boxes.append(h.box)
+    return FileLayout(
+        path, len(prefix) + at, tuple(tensors), tuple(slots), tuple(literals), boxes=tuple(boxes)
+    )
 
 
 def _entry(spec: TensorSpec, position: int, name: str) -> _Entry:

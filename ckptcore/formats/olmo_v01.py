@@ -176,5 +176,6 @@ FORMAT = Format(
     detect=detect,
     read=read,
     arrange=arrange,
+    shards=True,
     nests=True,  # in the order of saving, flattened parameter groups become groups again
 )

@@ -11,13 +11,17 @@ import os
 import socket
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from olmo_samples import sample
+from torch.distributed.tensor import Shard
 
 import ckptcore
+from ckptcore.manifest import Manifest
+from ckptcore.sharding import Layout, Mesh, Topology
 
 HERE = Path(__file__).parent
 # release -> the variable that names its interpreter
@@ -47,6 +51,30 @@ def test_restored_by_its_own_loader(
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01", max_file_size=100_000)
+    assert run_job(python, "olmo_loader_job.py", ranks, tmp_path / "out", root) >= 60
+
+
+def columns(manifest: Manifest, *_: object) -> Topology:
+    """Rows over one axis and columns over another."""
+    both, rows = Layout(("fsdp", "tp"), (Shard(0), Shard(1))), Layout(("fsdp",), (Shard(0),))
+    found = {t.fqn: both if len(t.shape) > 1 else rows for t in manifest.tensors if t.shape}
+    return Topology(Mesh((("fsdp", 2), ("tp", 2))), found)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("mesh", ["fsdp=2", "fsdp=3", "fsdp=4", "fsdp=2,tp=2"])
+def test_a_mesh_restored_at_another_size(
+    mesh: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1.0 loads the files of so many ranks on others, model and AdamW bit for bit."""
+    python = interpreter("0.1.0")
+    root = sample(request, "v01_fsdp1_fp32_ws2")
+    step = next(p for p in root.iterdir() if p.name.startswith("step"))
+    if "tp" in mesh:
+        monkeypatch.setattr("ckptcore.compose.lay_out", columns)
+    ckptcore.convert(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_v01", mesh=mesh)
+    world = prod(int(part.split("=")[1]) for part in mesh.split(","))
+    assert len(list((tmp_path / "out" / "model").glob("rank_*.safetensors"))) == world
     assert run_job(python, "olmo_loader_job.py", ranks, tmp_path / "out", root) >= 60
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections import OrderedDict
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,15 @@ import torch
 from olmo_samples import codes, copied, edit, pickled, sample, tensors, truth, write_v01
 from safetensors.torch import load_file, save_file
 from samples import differences, value
+from torch.distributed.tensor import Replicate, Shard
 
 import ckptcore
 from ckptcore.errors import NotComplete, UnsafeContent, UnsupportedDtype, UnsupportedFormat
+from ckptcore.formats._olmov01write import arrange
+from ckptcore.formats.base import Arrangement
+from ckptcore.manifest import TensorSpec
 from ckptcore.objects import decode
+from ckptcore.sharding import Layout, Mesh, Topology
 
 NAME = "v01_fsdp1_fp32_ws2"
 
@@ -331,3 +338,46 @@ def test_what_the_format_cannot_hold(tmp_path: Path, request: pytest.FixtureRequ
     assert not (tmp_path / "o").exists()
     ckptcore.convert(str(step), str(tmp_path / "o"), to="olmo_v01", exclude=("optim.*",))
     assert not (tmp_path / "o" / "optim").exists()
+
+
+@pytest.mark.parametrize(
+    "mesh", [(("fsdp", 3),), (("fsdp", 2), ("tp", 2)), (("dp_replicate", 2), ("fsdp", 2))]
+)
+def test_written_for_ranks(
+    mesh: tuple[tuple[str, int], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uneven and empty parts, columns of 2 and 3 dims, whole tensors: one file a rank, each element once."""
+    state = {
+        "rows": torch.randn(7, 5).bfloat16(), "columns": torch.randn(4, 7), "few": torch.randn(2, 3),
+        "cube": torch.randn(3, 5, 4), "none": torch.zeros(0, 4), "scalar": torch.tensor(7),
+        "mask": torch.rand(9) > 0.5, "eight": torch.randn(6, 2).to(torch.float8_e5m2), "all": torch.randn(3),
+    }  # fmt: skip
+    axes = tuple(a for a, _ in mesh)
+    last = Shard(1) if "tp" in axes else Shard(0)
+    cut = Layout(axes, (Replicate() if axes[0] == "dp_replicate" else Shard(0), last)[-len(axes) :])
+    one = Layout((axes[-1],), (Shard(0),))
+    layouts = {n: cut if t.ndim > 1 else one for n, t in state.items() if t.ndim and n != "all"}
+    monkeypatch.setattr("ckptcore.compose.lay_out", lambda *_: Topology(Mesh(mesh), layouts))
+    torch.save(state, tmp_path / "in.pt")
+    ckptcore.convert(str(tmp_path / "in.pt"), str(tmp_path / "out"), verb="reshard", to="olmo_v01",
+                     mesh=",".join(f"{a}={n}" for a, n in mesh))  # fmt: skip
+    world = prod(n for _, n in mesh)
+    files = [f"rank_{r}.safetensors" for r in range(world)]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["metadata.json", *files]
+    manifest = ckptcore.open(str(tmp_path / "out"))
+    assert not ckptcore.check(manifest).findings
+    assert not differences({k: value(t) for k, t in state.items()}, tensors(manifest))
+    stored = sum(t.numel() for f in files for t in load_file(tmp_path / "out" / f).values())
+    assert stored == sum(t.numel() for t in state.values())
+    (tmp_path / "out" / files[-1]).unlink()
+    assert "missing-file" in codes(tmp_path / "out")
+    shutil.copy(tmp_path / "out" / files[0], tmp_path / "out" / files[-1])
+    assert codes(tmp_path / "out")
+
+
+def test_ranges_are_bounded() -> None:
+    """Columns of many rows in 3 dims, which the loader takes as ranges only."""
+    spec = TensorSpec("w", "float32", (1 << 10, 1 << 10, 4))
+    topology = Topology(Mesh((("tp", 2),)), {"w": Layout(("tp",), (Shard(2),))})
+    with pytest.raises(UnsupportedFormat, match="1048576 ranges"):
+        arrange(Arrangement([spec], topology=topology))
