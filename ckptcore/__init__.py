@@ -24,6 +24,7 @@ _WHERE = {
     "open": "ckptcore.api", "read": "ckptcore.api", "load_into": "ckptcore.api", "check": "ckptcore.api",
     "plan": "ckptcore.api", "prepare": "ckptcore.api", "execute": "ckptcore.api", "publish": "ckptcore.api",
     "convert": "ckptcore.api", "diff": "ckptcore.api", "Difference": "ckptcore.difference",
+    "fingerprint": "ckptcore.api", "Fingerprints": "ckptcore.fingerprinting",
     "Composed": "ckptcore.compose", "Prepared": "ckptcore.convert",
     "Receipt": "ckptcore.receipts",
     "Manifest": "ckptcore.manifest", "TensorSpec": "ckptcore.manifest", "Box": "ckptcore.box",
@@ -32,21 +33,34 @@ _WHERE = {
 }  # fmt: skip
 
 if TYPE_CHECKING:
-    from ckptcore.api import check, convert, diff, execute, load_into, open, plan, prepare, publish, read
+    from ckptcore.api import (
+        check,
+        convert,
+        diff,
+        execute,
+        fingerprint,
+        load_into,
+        open,
+        plan,
+        prepare,
+        publish,
+        read,
+    )
     from ckptcore.box import Box
     from ckptcore.check import Report
     from ckptcore.compose import Composed
     from ckptcore.convert import Prepared, Result
     from ckptcore.difference import Difference
     from ckptcore.errors import CkptError, Finding
+    from ckptcore.fingerprinting import Fingerprints
     from ckptcore.manifest import Manifest, TensorSpec
     from ckptcore.receipts import Receipt
     from ckptcore.request import Request, Settings
 
 __all__ = [
-    "Box", "CkptError", "Composed", "Difference", "Finding", "Manifest", "Prepared", "Receipt", "Report",
-    "Request", "Result", "Settings", "TensorSpec", "check", "convert", "diff", "execute", "load_into",
-    "open", "plan", "prepare", "publish", "read",
+    "Box", "CkptError", "Composed", "Difference", "Finding", "Fingerprints", "Manifest", "Prepared",
+    "Receipt", "Report", "Request", "Result", "Settings", "TensorSpec", "check", "convert", "diff",
+    "execute", "fingerprint", "load_into", "open", "plan", "prepare", "publish", "read",
 ]  # fmt: skip
 
 

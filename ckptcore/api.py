@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ckptcore.box import Box
     from ckptcore.difference import Difference
+    from ckptcore.fingerprinting import Fingerprints
 
 Progress = Callable[[str, int, int], None]
 
@@ -71,6 +72,35 @@ def diff(
     one, two = (open(s, keep_quantized=keep_quantized) if isinstance(s, str) else s for s in (a, b))
     urls = (a if isinstance(a, str) else a.root, b if isinstance(b, str) else b.root)
     return run(one, two, rules, settings or Settings(), progress, urls)
+
+
+def fingerprint(
+    source: str | Manifest,
+    *,
+    model: bool = False,
+    model_prefix: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[tuple[str, str]] = (),
+    keep_quantized: bool = False,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> Fingerprints:
+    """What a checkpoint holds as one digest, equal for every copy of whatever format, topology and files.
+
+    Every tensor is read once; every record with a checksum is verified, copies are compared with each other.
+    model: of the model part alone, as ``export`` finds it, wrappers off the names. model_prefix: where that
+    is. include, exclude: globs on stored names. rename: (old, new), as in `Request`. See
+    `ckptcore.fingerprint` for what a fingerprint proves, and what not.
+    Raises `DamagedCheckpoint` when it is not whole or a checksum fails, `AmbiguousModel`, `NameMismatch`,
+    `UsageError`. Memory: ``settings.memory``.
+    """
+    from ckptcore.fingerprinting import fingerprint as run
+
+    manifest = open(source, keep_quantized=keep_quantized) if isinstance(source, str) else source
+    return run(manifest, settings or Settings(), progress, model=model or model_prefix is not None,
+               model_prefix=model_prefix, include=tuple(include), exclude=tuple(exclude),
+               rename=_frozen(rename))  # fmt: skip
 
 
 def read(manifest: Manifest, fqn: str, box: Box | None = None, *, device: str = "cpu",

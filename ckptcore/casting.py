@@ -45,7 +45,7 @@ def derive_into(node: Derived, box: Box, inputs: Sequence[tuple[npt.NDArray[Any]
     """Computes the elements ``box`` of a derived tensor from its inputs into the bytes ``target``.
 
     inputs: row-major tiles over the boxes that `Function.needs` names, and their dtypes.
-    spare: room for the box in the function's own dtype, where ``target_dtype`` is another.
+    spare: room for the box in the function's own dtype, where ``target_dtype`` is another: it is left there.
     Raises `DeviceUnavailable`.
     """
     torch = torch_on(device)
@@ -64,6 +64,8 @@ def derive_into(node: Derived, box: Box, inputs: Sequence[tuple[npt.NDArray[Any]
     else:
         out = torch.from_numpy(spare).view(kind).reshape(box.shape)
     function.fill(torch, box, held, node.params, out)
+    if device != "cpu" and target_dtype != function.dtype:
+        torch.from_numpy(spare).view(kind).reshape(box.shape).copy_(out)
     if out is not into:
         into.copy_(out.to(into.dtype) if device != "cpu" else out)
 

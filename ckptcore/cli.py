@@ -16,6 +16,7 @@ import typer
 
 from ckptcore import output as show
 from ckptcore.catalog.cli import app as catalog_app
+from ckptcore.catalog.cli import which as catalog_which
 from ckptcore.errors import CkptError, InternalError, Interrupted, UsageError
 from ckptcore.options import (
     ANSWER,
@@ -24,9 +25,11 @@ from ckptcore.options import (
     MEANS,
     MODEL,
     NAMES,
+    PART,
     PLACE,
     PREFIX,
     PROOF,
+    RECORD,
     SAVE,
     SHARDS,
     As,
@@ -53,6 +56,7 @@ app = typer.Typer(
     help="Sharded training checkpoints made whole: validated, consolidated and exported in bounded memory.",
 )  # fmt: skip
 app.add_typer(catalog_app, name="catalog")
+app.command("which")(catalog_which)
 
 
 @app.callback()
@@ -143,6 +147,32 @@ def diff(a: One, b: Other, **given: Any) -> None:
         )
     show.difference(found, as_json=given["output"] is Output.JSON)
     raise typer.Exit(0 if found.equal else 1)
+
+
+@app.command()
+@takes(PART, MEANS, RECORD, ANSWER)
+def fingerprint(src: Src, **given: Any) -> None:
+    """One digest of the numbers: equal for every copy, whatever its format, topology and files."""
+    from ckptcore.api import fingerprint as take
+    from ckptcore.convert import inspect as read
+
+    manifest = read(src, keep_quantized=given["keep_quantized"])
+    with show.progress() as progress:
+        found = take(
+            manifest,
+            model=given["model"],
+            model_prefix=given["model_prefix"],
+            include=given["include"] or (),
+            exclude=given["exclude"] or (),
+            rename=_pairs(given["rename"], "--rename"),
+            settings=_settings(given),
+            progress=progress,
+        )
+    show.fingerprint(found, src, as_json=given["output"] is Output.JSON)
+    if not given["no_catalog"]:
+        from ckptcore.register import record_fingerprint
+
+        record_fingerprint(manifest, src, found.tensors, dict(found.renamed), given["catalog"])
 
 
 @app.command()
@@ -294,7 +324,7 @@ def _settings(given: dict[str, Any]) -> Any:
 
     return Settings(
         parse_size(given["memory"]), given["workers"], given.get("device", "cpu"), given.get("verify", True),
-        given.get("digest", True),
+        given.get("digest", True), given.get("fingerprint", True),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blake3 import blake3
@@ -21,6 +21,7 @@ from ckptcore.bound import without_bound
 from ckptcore.check import Report, require_whole
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.fileplan import FilePlan
+from ckptcore.fingerprint import map_digest
 from ckptcore.formats import FORMATS, by_name
 from ckptcore.hf import ConfigFolder, check_names, model_card, read_config
 from ckptcore.manifest import Blob, Manifest
@@ -95,8 +96,16 @@ def compose(request: Request, manifest: Manifest) -> Composed:
         extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
         source=manifest, paths=paths, topology=topology,
     )  # fmt: skip
+    plan = replace(plan, map_digest=_map_digest(manifest, mapped))
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     return Composed(plan, files, extra, report, tuple(warnings), model, timings)
+
+
+def _map_digest(manifest: Manifest, mapped: Mapped) -> str:
+    old = {b: a for a, b in mapped.renamed}
+    kept = {old.get(t.fqn, t.fqn) for t in mapped.manifest.tensors}
+    gone = [t.fqn for t in manifest.tensors if t.fqn not in kept]
+    return map_digest(mapped.renamed, gone, mapped.ties)
 
 
 def _left_out(found: Finding, request: Request) -> bool:

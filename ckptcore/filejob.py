@@ -25,6 +25,7 @@ from ckptcore.device import Lane
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.fileplan import COMPARE, FilePlan, PlannedTensor
+from ckptcore.fingerprint import ZERO, add, box_sum
 from ckptcore.gather import Placed, gather, overlaps, sub_tile, tile_view
 from ckptcore.manifest import view_of
 from ckptcore.receipts import Receipt
@@ -52,7 +53,9 @@ class FileWork:
         self._patched = any(x.crc_at for x in plan.literals)
         self._digest = blake3() if settings.digest else None
         # Where nobody looks at the bytes, the kernel moves them.
-        self._direct = not (settings.verify or settings.digest or self._patched or self._writer.sequential)
+        looked_at = settings.verify or settings.digest or settings.fingerprint
+        self._direct = not (looked_at or self._patched or self._writer.sequential)
+        self._sums = [ZERO] * len(plan.tensors) if settings.fingerprint else None
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Job, Bytes, Callable[[Bytes], None]]] = {}
         self._next, self._settling, self._closed = 0, False, False
@@ -125,6 +128,7 @@ class FileWork:
             self._digest.hexdigest() if self._digest is not None else None,
             round(time.perf_counter() - self._began, 6), verified, len(numbers) - verified,
             pending=tuple(filter(self._records.pending, numbers)),
+            sums=tuple(self._sums) if self._sums is not None else None,
         )  # fmt: skip
 
     def abort(self) -> None:
@@ -181,6 +185,8 @@ class FileWork:
             self._gather(part, tile, scratch)
             if changes:
                 cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._settings.device)
+        if self._sums is not None:
+            self._sum(part, cast if changes else target, scratch)
         if self._patched:
             with self._lock:
                 pieces = self._slot_crc.setdefault(part.tensor, Pieces(tensor.nbytes))
@@ -189,6 +195,15 @@ class FileWork:
                 whole = pieces.add(part.offset, part.nbytes, crc)
                 if whole is not None:
                     self._slot_done[part.tensor] = whole
+
+    def _sum(self, part: TensorPart, held: Bytes, scratch: Bytes) -> None:
+        """Adds a part's elements, as they are before any cast, to the sum of a tensor's box in this file."""
+        assert self._sums is not None  # the caller has looked
+        tensor = self.plan.tensors[part.tensor]
+        elements = held[: part.box.numel * BY_NAME[tensor.source_dtype].itemsize]
+        found = box_sum(tensor.source_dtype, tensor.full, part.box, elements, scratch)
+        with self._lock:
+            self._sums[part.tensor] = add(self._sums[part.tensor], found)
 
     def _on_device(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes, lane: Lane) -> None:
         """Scatters and casts a part on the device; copies are compared here, before the cast."""
@@ -200,12 +215,14 @@ class FileWork:
                 copies.append((row, chunk, common))
             else:
                 self._read(row, part, chunk, common, sub_tile(tile, common, part.box), scratch)
-        if copies and self._settings.verify:
-            here = tile_view(cast, part.box.shape, tensor.source_dtype)
+        changes = tensor.dtype != tensor.source_dtype
+        here = tile_view(cast, part.box.shape, tensor.source_dtype)
+        if (copies and self._settings.verify) or (changes and self._sums is not None):
             lane.fetch(tile, here.reshape(-1).view(np.uint8))
+        if self._settings.verify:
             for row, chunk, common in copies:
                 self._compare(row, part, chunk, common, sub_tile(here, common, part.box), scratch)
-        if tensor.dtype == tensor.source_dtype:
+        if not changes:
             lane.fetch(tile, target)
         else:
             lane.fetch_cast(tile, tensor.source_dtype, target, tensor.dtype)

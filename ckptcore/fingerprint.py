@@ -16,8 +16,8 @@ numbers out of BLAKE3's extendable output, a stream a table.
 
 How probably do two different tensors of equal dtype and shape have equal sums, the numbers taken as random?
 Let v be the lowest bit in which they differ anywhere, counted within words, and w the same of the reversed
-words. Lane 0 misses the difference with probability at most (65 - v) / 2**(64 - v), lane 1 with w in the place
-of v, independently. Unrelated numbers have v = w = 0: below 2**-115. The worst case is a difference in the
+words. Lane 0 misses the difference with probability at most (65 - v) / 2**(64 - v), lane 1 with w for v,
+independently. Unrelated numbers have v = w = 0: below 2**-115. The worst case is a difference in the
 highest bit of one and the same byte of words alone (signs of every fourth bfloat16, say): v + w = 70, below
 2**-48. That is proof against accidents. It is none against somebody who looks for two tensors with one sum:
 the multipliers are public. Files have BLAKE3 digests for that.
@@ -43,6 +43,7 @@ Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
 Shape = tuple[int, ...]
 Sum = tuple[int, int]  # the two lanes, each below 2**64
+Fingerprinted = tuple[str, str, Shape, str]  # (FQN, dtype, shape, fingerprint) of a tensor
 
 ZERO: Sum = (0, 0)
 ROOM = 512 << 10  # bytes of working memory that are put to use
@@ -85,8 +86,8 @@ def tensor_fingerprint(dtype: str, shape: Shape, total: Sum) -> str:
     return _digest("tensor", [dtype, [int(n) for n in shape], lanes])
 
 
-def checkpoint_fingerprint(tensors: Iterable[tuple[str, str, Shape, str]]) -> str:
-    """The fingerprint of (FQN, dtype, shape, fingerprint) of every tensor, hex, in whatever order."""
+def checkpoint_fingerprint(tensors: Iterable[Fingerprinted]) -> str:
+    """The fingerprint of a checkpoint of these tensors, hex, in whatever order they come."""
     rows = sorted([fqn, dtype, [int(n) for n in shape], found] for fqn, dtype, shape, found in tensors)
     return _digest("checkpoint", rows)
 

@@ -20,6 +20,8 @@ from typing import Any
 from ckptcore.check import check
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError
 from ckptcore.fileplan import FilePlan
+from ckptcore.fingerprint import Fingerprinted, checkpoint_fingerprint
+from ckptcore.fingerprinttable import fingerprints
 from ckptcore.formats import Source, by_name, open_source, read_manifest
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Manifest, TensorSpec
@@ -43,7 +45,9 @@ class Result:
     destination: where. nbytes: of all files. files: their receipts. tensors: what they hold.
     manifest_digest: of the output. conversion: id in the catalog, or None. timings: stage ->
     seconds. bytes_in: source bytes read. written: the output's own manifest, as it was read back.
-    warnings: findings that did not stop it.
+    warnings: findings that did not stop it. fingerprint: of the tensors as they were before any cast, or
+    None when not every file was summed; fingerprints: of each of them. renamed: (old, new) names;
+    map_digest: of everything that was done to names.
     """
 
     destination: str
@@ -59,11 +63,15 @@ class Result:
     plan_uri: str = ""
     conversion: str | None = None
     warnings: tuple[Finding, ...] = ()
+    fingerprint: str | None = None
+    fingerprints: tuple[Fingerprinted, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    map_digest: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
         plain = ("destination", "format", "nbytes", "manifest_digest", "plan_digest", "bytes_in", "timings",
-                 "conversion")  # fmt: skip
+                 "conversion", "map_digest", "fingerprint")  # fmt: skip
         form: dict[str, Any] = {name: getattr(self, name) for name in plain}
         form["files"] = [r.as_dict() for r in self.files]
         form["tensors"] = len(self.tensors)
@@ -77,6 +85,7 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
     plan = load_head(staging.plan)
     request = Request.from_dict(json.loads(_read(staging.root, REQUEST)))
     receipts = tuple(receipt_of(staging, plan, f.index) for f in plan.files)
+    found = fingerprints([load_file_plan(staging.plan, f.index) for f in plan.files], receipts)
     if progress is not None:
         progress("verify", plan.bytes_out, plan.bytes_out)
     if published_plan(staging) == plan.digest:
@@ -101,6 +110,8 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
     return Result(
         staging.destination, plan.target.format, plan.bytes_out, receipts, written.tensors,
         written.digest, plan.digest, plan.bytes_in, timings, written, staging.plan_uri,
+        fingerprint=checkpoint_fingerprint(found) if found is not None else None, fingerprints=found or (),
+        renamed=plan.renamed, map_digest=plan.map_digest,
     )  # fmt: skip
 
 

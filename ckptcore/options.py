@@ -128,6 +128,10 @@ Verify = Annotated[
     bool, typer.Option("--verify/--no-verify", help="Check stored CRC-32 and copies while moving.")
 ]
 Digest = Annotated[bool, typer.Option("--digest/--no-digest", help="BLAKE3 of every output file.")]
+Fingerprint = Annotated[
+    bool,
+    typer.Option("--fingerprint/--no-fingerprint", help="One digest of the numbers, whatever the layout."),
+]
 Catalog = Annotated[
     str | None,
     typer.Option("--catalog", metavar="URL", envvar="CKPTCORE_CATALOG_URL", help="Where to register."),
@@ -150,6 +154,12 @@ NAMES: Table = {
     "exclude": (Exclude, None), "rename": (RenameA, None), "tie": (Alias, None),
     "keep_quantized": (Keep, False),
 }  # fmt: skip
+# The names that a fingerprint is of.
+PART: Table = {
+    "model": (Model, False), "model_prefix": (Prefix, None), "include": (Include, None),
+    "exclude": (Exclude, None), "rename": (Rename, None), "keep_quantized": (Keep, False),
+}  # fmt: skip
+RECORD: Table = {"catalog": (Catalog, None), "no_catalog": (NoCatalog, False)}
 # For an export: where the model is, and what goes beside it.
 PREFIX: Table = {"model_prefix": (Prefix, None)}
 MODEL: Table = {**PREFIX, "config": (Config, None)}
@@ -161,8 +171,8 @@ MEANS: Table = {"memory": (Memory, "1GiB"), "workers": (Workers, None)}
 DEVICE: Table = {"device": (Device, "cpu")}
 PLACE: Table = {"resume": (Resume, True), "overwrite": (Overwrite, False)}
 PROOF: Table = {
-    "verify": (Verify, True), "digest": (Digest, True), "catalog": (Catalog, None),
-    "no_catalog": (NoCatalog, False),
+    "verify": (Verify, True), "digest": (Digest, True), "fingerprint": (Fingerprint, True),
+    "catalog": (Catalog, None), "no_catalog": (NoCatalog, False),
 }  # fmt: skip
 SAVE: Table = {"save": (Save, None)}
 ANSWER: Table = {"output": (As, Output.TEXT)}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckptcore.compose import Composed
     from ckptcore.convert import Result
     from ckptcore.difference import Difference, TensorDifference
+    from ckptcore.fingerprinting import Fingerprints
     from ckptcore.manifest import Manifest
 
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
@@ -206,6 +207,18 @@ def _both(found: TensorDifference) -> tuple[str, str]:
     return a, b
 
 
+def fingerprint(value: Fingerprints, url: str, *, as_json: bool) -> None:
+    """The answer of `fingerprint`."""
+    if as_json:
+        _json(value.as_dict())
+        return
+    bare = f"; {value.unverified} items without a checksum" if value.unverified else ""
+    out = _console()
+    out.print(value.fingerprint, highlight=False, soft_wrap=True)
+    told = f"{_safe(url)}: {len(value.tensors)} tensors, map {value.map_digest[:16]}{bare}"
+    out.print(told, highlight=False, style="dim", soft_wrap=True)
+
+
 def result(value: Result, *, as_json: bool) -> None:
     """The answer of a conversion."""
     if as_json:
@@ -223,6 +236,8 @@ def result(value: Result, *, as_json: bool) -> None:
         highlight=False,
         style="dim",
     )
+    if value.fingerprint is not None:
+        out.print(f"fingerprint {value.fingerprint}", highlight=False, style="dim", soft_wrap=True)
     _findings(out, value.warnings)
 
 

@@ -68,6 +68,7 @@ class Plan:
     """A whole plan: the head, and the file plans while they are in memory.
 
     digest covers everything that decides the output's bytes. items: stored items of the source.
+    map_digest: what was done to names, see `ckptcore.fingerprint.map_digest`.
     """
 
     source: str
@@ -84,6 +85,7 @@ class Plan:
     extra: tuple[tuple[str, str], ...] = ()
     derived: tuple[tuple[str, str], ...] = ()
     items: int = 0
+    map_digest: str = ""
 
     def head(self) -> dict[str, Any]:
         """The JSON of ``head.json``."""

@@ -7,11 +7,12 @@ digest and the file's BLAKE3 digest; a later run believes it only after hashing 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from blake3 import blake3
 
+from ckptcore.fingerprint import Sum
 from ckptcore.frame import canonical_json
 from ckptcore.store import Readable, Store
 
@@ -25,7 +26,8 @@ class Receipt:
     index, path, nbytes: as planned. digest: BLAKE3 hex, or None when digests were off.
     seconds: wall time it took. verified, unverified: source records whose CRC-32 was checked, and
     those that have none. reused: an earlier run had written it. pending: source records, by their
-    numbers, that other files read the rest of: a run that ends well leaves none.
+    numbers, that other files read the rest of: a run that ends well leaves none. sums: what the file adds
+    to the fingerprint of each tensor of its plan, or None when fingerprints were off.
     """
 
     index: int
@@ -37,18 +39,26 @@ class Receipt:
     unverified: int = 0
     reused: bool = False
     pending: tuple[int, ...] = ()
+    sums: tuple[Sum, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The JSON face; sums are for receipts only."""
+        form = asdict(replace(self, sums=None))
+        del form["sums"]
+        return form
 
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> Receipt:
-        return cls(**{**form, "pending": tuple(form.get("pending", ()))})
+        sums = form.get("sums")
+        held = None if sums is None else tuple((int(a, 16), int(b, 16)) for a, b in sums)
+        return cls(**{**form, "pending": tuple(form.get("pending", ())), "sums": held})
 
 
 def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
     """Records a finished file."""
     form = {"plan": plan_digest, **receipt.as_dict()}
+    if receipt.sums is not None:
+        form["sums"] = [[f"{lane:016x}" for lane in total] for total in receipt.sums]
     store.put(receipt_name(receipt.index), canonical_json(form))
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.errors import CatalogError, CkptError
+from ckptcore.fingerprint import Fingerprinted
+from ckptcore.fingerprinttable import held_by
 from ckptcore.manifest import Manifest
 from ckptcore.request import Request
 from ckptcore.store import local_path, split_url
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"^(?:step|iter|checkpoint|global_step|epoch)?[-_=]?(\d+)(?:[-_.].*)?$")
 _MOST = (1 << 63) - 1  # a lying shape can claim more than a database integer holds
+Prints = tuple[str | None, Mapping[str, str]]
 _log = logging.getLogger("ckptcore")
 
 
@@ -57,11 +61,16 @@ def succeed(
 ) -> None:
     """Records the outcome; raises `CatalogError` that says the output is published."""
     digests = {r.path: r.digest for r in result.files}
+    numbers = result.fingerprints
+    old = dict(result.renamed)
     try:
         registration.catalog.succeed(
             registration.id,
-            source=facts(source, registration.request.source, verified="cover"),
-            derived=facts(derived, result.destination, digests, verified="cover"),
+            source=facts(source, registration.request.source, verified="cover",
+                         prints=held_by(source, numbers, old)),
+            derived=facts(derived, result.destination, digests, verified="cover",
+                          prints=held_by(derived, numbers, {})),
+            map_digest=result.map_digest or None, fingerprint=result.fingerprint,
             plan_digest=result.plan_digest, bytes_in=result.bytes_in, bytes_out=result.nbytes,
             peak_memory=peak_memory, timings=result.timings, findings=result.warnings,
         )  # fmt: skip
@@ -95,9 +104,20 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
     )
 
 
+def record_fingerprint(manifest: Manifest, uri: str, found: Sequence[Fingerprinted], names: Mapping[str, str],
+                       catalog_url: str | None) -> None:  # fmt: skip
+    """Records the fingerprints of tensors that were read. names: FQN -> what it was called meanwhile."""
+    from ckptcore.catalog import open_catalog
+
+    prints = held_by(manifest, found, names)
+    warnings = [f for f in manifest.findings if f.severity == "warning"]
+    known = facts(manifest, uri, verified="cover", prints=prints)
+    open_catalog(catalog_url).record_validation(known, warnings, level="cover")
+
+
 def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = None, *,
-          verified: str | None = None) -> CheckpointFacts:  # fmt: skip
-    """What the catalog stores of a manifest."""
+          verified: str | None = None, prints: Prints = (None, {})) -> CheckpointFacts:  # fmt: skip
+    """What the catalog stores of a manifest. prints: its fingerprint and those of its tensors."""
     from ckptcore.catalog import CheckpointFacts
 
     step, run = _step_and_run(uri)
@@ -108,7 +128,7 @@ def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = 
         uri, manifest.format, manifest.digest, min(manifest.nbytes, _MOST),
         [(t.fqn, t.dtype, t.shape, min(t.nbytes, _MOST)) for t in manifest.tensors],
         [(f.path, f.size or 0, known.get(f.path)) for f in manifest.files if name is None or f.path == name],
-        step, run, origin, verified,
+        step, run, origin, verified, *prints,
     )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ class Settings:
 
     memory: budget for tensor buffers, bytes. workers: threads; None chooses by the machine.
     device: torch device for casts. verify: check stored CRC-32 and copies while moving.
-    digest: BLAKE3 of every output file.
+    digest: BLAKE3 of every output file. fingerprint: of what the tensors hold, before any cast.
     """
 
     memory: int = 1 << 30
@@ -128,6 +128,7 @@ class Settings:
     device: str = "cpu"
     verify: bool = True
     digest: bool = True
+    fingerprint: bool = True
 
     def __post_init__(self) -> None:
         if self.memory < 1 << 20:

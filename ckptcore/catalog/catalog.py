@@ -88,18 +88,21 @@ class Catalog:
     def succeed(
         self, conversion_id: str, *, source: CheckpointFacts, derived: CheckpointFacts,
         plan_digest: str, bytes_in: int, bytes_out: int, peak_memory: int | None,
-        timings: Mapping[str, float], findings: Iterable[Finding] = (),
+        timings: Mapping[str, float], findings: Iterable[Finding] = (), map_digest: str | None = None,
+        fingerprint: str | None = None,
     ) -> str:  # fmt: skip
         """Record that it published `derived`, made from `source`; the id of the derived one.
 
         findings: what was found on the source on the way (warnings, notes).
-        timings: stage -> seconds. Sizes in bytes. Told twice, the second time changes nothing.
+        timings: stage -> seconds. Sizes in bytes. map_digest, fingerprint: see `ConversionRow`.
+        Told twice, the second time changes nothing.
         """
         with self.writing() as conn:
             return conversions.succeed(
                 conn, _now(), conversion_id, source=source, derived=derived,
                 plan_digest=plan_digest, bytes_in=bytes_in, bytes_out=bytes_out,
-                peak_memory=peak_memory, timings=timings, findings=findings,
+                peak_memory=peak_memory, timings=timings, findings=findings, map_digest=map_digest,
+                fingerprint=fingerprint,
             )  # fmt: skip
 
     def fail(
@@ -177,6 +180,21 @@ class Catalog:
                 hint="`ckptcore catalog list` shows what it knows",
                 digest=digest,
             )
+        return tuple(found)
+
+    def copies(self, fingerprint: str) -> tuple[Origin, ...]:
+        """Every checkpoint that holds the numbers of a fingerprint, in whatever format and topology.
+
+        fingerprint: of a checkpoint or of a tensor, or a prefix of 8 digits and more.
+        """
+        if not lineage.is_digest(fingerprint):
+            raise UsageError(f"{fingerprint!r} is no fingerprint",
+                             hint="64 hex digits, or the first 8 and more")  # fmt: skip
+        with self.reading() as conn:
+            found = lineage.with_fingerprint(conn, fingerprint)
+        if not found:
+            raise UsageError(f"the catalog knows no checkpoint or tensor with the fingerprint {fingerprint}",
+                             hint="`ckptcore fingerprint SRC` takes one")  # fmt: skip
         return tuple(found)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -62,12 +62,15 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
             changes["run_id"] = run
         if facts.step is not None and row.step is None:
             changes["step"] = facts.step
+        if facts.fingerprint is not None:
+            changes["fingerprint"] = facts.fingerprint
         if content and not row.content_digest:
             changes |= {"content_digest": content, "num_files": len(files)}
             conn.execute(delete(CheckpointFile).where(CheckpointFile.checkpoint_id == row.id))
             _put_files(conn, row.id, files)
         conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(changes))
         checkpoint, public = row.id, row.uuid
+        _note_fingerprints(conn, checkpoint, facts.fingerprints)
     else:
         public = str(uuid.uuid4())
         checkpoint = conn.execute(
@@ -88,11 +91,12 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
                 content_digest=content,
                 origin=clean_json(facts.origin),
                 created_at=now,
+                fingerprint=facts.fingerprint,
             )
             .returning(Checkpoint.id)
         ).scalar_one()
         _put_files(conn, checkpoint, files)
-        _put_tensors(conn, checkpoint, facts.tensors)
+        _put_tensors(conn, checkpoint, facts)
     conn.execute(
         update(Checkpoint)
         .where(
@@ -171,13 +175,26 @@ def _put_files(conn: Connection, checkpoint: int, files: Sequence[tuple[str, int
         conn.execute(insert(CheckpointFile), rows)
 
 
-def _put_tensors(
-    conn: Connection, checkpoint: int, tensors: Sequence[tuple[str, str, Sequence[int], int]]
-) -> None:
+def _note_fingerprints(conn: Connection, checkpoint: int, fingerprints: Mapping[str, str]) -> None:
+    """The newest word on tensors that are recorded already."""
+    if not fingerprints:
+        return
+    here = Tensor.checkpoint_id == checkpoint
+    known = {row.fqn: row.fingerprint
+             for row in conn.execute(select(Tensor.fqn, Tensor.fingerprint).where(here))}  # fmt: skip
+    told = {clean(fqn): each for fqn, each in fingerprints.items()}
+    rows = [{"name": k, "found": v} for k, v in told.items() if k in known and known[k] != v]
+    if rows:
+        named = Tensor.fqn == bindparam("name")
+        change = update(Tensor).where(here, named).values(fingerprint=bindparam("found"))
+        conn.execute(change, rows)
+
+
+def _put_tensors(conn: Connection, checkpoint: int, facts: CheckpointFacts) -> None:
     rows = [
         {"checkpoint_id": checkpoint, "fqn": clean(fqn), "dtype": dtype,
-         "shape": str([int(n) for n in shape]), "nbytes": nbytes}
-        for fqn, dtype, shape, nbytes in tensors
+         "shape": str([int(n) for n in shape]), "nbytes": nbytes, "fingerprint": facts.fingerprints.get(fqn)}
+        for fqn, dtype, shape, nbytes in facts.tensors
     ]  # fmt: skip
     if rows:
         conn.execute(insert(Tensor), rows)

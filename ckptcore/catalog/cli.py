@@ -122,12 +122,15 @@ def lineage(
 @app.command()
 def which(
     what: Annotated[str, typer.Argument(metavar="WHAT", help="A file, a BLAKE3 digest, or a URI.")],
+    fingerprint: Annotated[
+        bool, typer.Option("--fingerprint", help="WHAT is a fingerprint: every copy of the same numbers.")
+    ] = False,
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
     """Where a file comes from: its checkpoint, the conversion that wrote it, and its source."""
     with _opened(catalog) as found:
-        origins = found.which(what)
+        origins = found.copies(what) if fingerprint else found.which(what)
     _answer(origins, output)
 
 

@@ -50,6 +50,7 @@ def succeed(
     conn: Connection, now: datetime, conversion: str, *, source: CheckpointFacts,
     derived: CheckpointFacts, plan_digest: str, bytes_in: int, bytes_out: int,
     peak_memory: int | None, timings: Mapping[str, float], findings: Iterable[Finding],
+    map_digest: str | None = None, fingerprint: str | None = None,
 ) -> str:  # fmt: skip
     """Both checkpoints, the edge between them, and the end of the conversion; the derived's id.
 
@@ -75,6 +76,8 @@ def succeed(
             bytes_out=bytes_out,
             peak_memory=peak_memory,
             timings=clean_json(timings),
+            map_digest=map_digest,
+            fingerprint=fingerprint,
             error_code=None,
             error_message=None,
         )

@@ -27,7 +27,7 @@ from ckptcore.catalog.models import Base
 from ckptcore.errors import CatalogError, MissingDependency
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-REVISIONS = ("0001",)
+REVISIONS = ("0001", "0002")
 HEAD = REVISIONS[-1]
 
 WAIT_MS = 30_000  # for another writer; measured waits of 8 busy writers stay below one second

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import select
 from sqlalchemy.orm import aliased
 
-from ckptcore.catalog.models import Checkpoint, CheckpointFile, Conversion, ConversionIO
+from ckptcore.catalog.models import Checkpoint, CheckpointFile, Conversion, ConversionIO, Tensor
 from ckptcore.catalog.query import (
     checkpoint_row,
     checkpoint_rows,
@@ -46,9 +46,29 @@ def lineage(conn: Connection, ref: str, *, up: bool, down: bool) -> Lineage:
 def which(conn: Connection, what: str) -> list[Origin]:
     """By digest where `what` looks like one and is known, else by URI, else by containing URI."""
     found: list[Origin] = []
-    if _DIGEST.fullmatch(what.lower()):
+    if is_digest(what):
         found = _by_digest(conn, hex_digest(what))
     return found or _by_place(conn, normal_uri(what))
+
+
+def with_fingerprint(conn: Connection, fingerprint: str) -> list[Origin]:
+    """The checkpoints whose fingerprint this is; where there is none, those with a tensor whose it is."""
+    wanted = hex_digest(fingerprint)
+    for column, rows in (
+        (Checkpoint.fingerprint, select(Checkpoint.id)),
+        (Tensor.fingerprint, select(Checkpoint.id).join(Tensor, Tensor.checkpoint_id == Checkpoint.id)),
+    ):
+        whole = len(wanted) == _DIGEST_LENGTH
+        same = column == wanted if whole else column.startswith(wanted, autoescape=True)
+        found = dict.fromkeys(conn.execute(rows.where(same).order_by(*current_first())).scalars())
+        if found:
+            return [_origin(conn, row, None) for row in found]
+    return []
+
+
+def is_digest(text: str) -> bool:
+    """Whether a text looks like a digest, or like the beginning of one."""
+    return _DIGEST.fullmatch(text.lower()) is not None
 
 
 def digest_of_file(path: str) -> str | None:

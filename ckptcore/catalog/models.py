@@ -105,6 +105,7 @@ class Checkpoint(Base):
     verified_at: Mapped[datetime | None]
     verified_level: Mapped[str | None]
     replaced_at: Mapped[datetime | None]
+    fingerprint: Mapped[str | None] = mapped_column(index=True)
 
 
 class CheckpointFile(Base):
@@ -128,6 +129,7 @@ class Tensor(Base):
     dtype: Mapped[str]
     shape: Mapped[str]
     nbytes: Mapped[int]
+    fingerprint: Mapped[str | None] = mapped_column(index=True)
 
 
 class Conversion(Base):
@@ -154,6 +156,8 @@ class Conversion(Base):
     error_code: Mapped[str | None]
     error_message: Mapped[str | None]
     timings: Mapped[str]
+    map_digest: Mapped[str | None]
+    fingerprint: Mapped[str | None] = mapped_column(index=True)
 
 
 class ConversionIO(Base):

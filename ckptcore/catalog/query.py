@@ -150,6 +150,7 @@ def checkpoint_row(row: Any) -> CheckpointRow:
         verified_at=row.verified_at,
         verified_level=row.verified_level,
         replaced_at=row.replaced_at,
+        fingerprint=row.fingerprint,
     )
 
 
@@ -173,6 +174,8 @@ def conversion_row(row: Any) -> ConversionRow:
         error_code=row.error_code,
         error_message=row.error_message,
         timings=json.loads(row.timings),
+        map_digest=row.map_digest,
+        fingerprint=row.fingerprint,
     )
 
 
@@ -218,7 +221,7 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
         tensors=tuple(
             sorted(
                 (
-                    TensorRow(r.fqn, r.dtype, tuple(json.loads(r.shape)), r.nbytes)
+                    TensorRow(r.fqn, r.dtype, tuple(json.loads(r.shape)), r.nbytes, r.fingerprint)
                     for r in (conn.execute(named) if tensors else ())
                 ),
                 key=lambda tensor: _natural(tensor.fqn),

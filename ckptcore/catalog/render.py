@@ -121,6 +121,7 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
         "tensors": f"{row.num_tensors} ({', '.join(row.dtypes) or 'none'}), {size(row.nbytes)}",
         "manifest": row.manifest_digest,
         "content": row.content_digest or "-",
+        "fingerprint": row.fingerprint or "-",
         "origin": ", ".join(f"{k}={v}" for k, v in row.origin.items()) or "-",
         "added": _when(row.created_at),
         "tags": ", ".join(f"{k}={v}" for k, v in detail.tags.items()) or "-",
@@ -163,6 +164,8 @@ def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
         "peak memory": size(row.peak_memory),
         "timings": ", ".join(f"{k} {v:.2f} s" for k, v in row.timings.items()) or "-",
         "plan": row.plan_digest or "-",
+        "fingerprint": row.fingerprint or "-",
+        "map": row.map_digest or "-",
         "flow run": row.flow_run_id or "-",
         "version": row.tool_version,
     })  # fmt: skip
@@ -198,6 +201,8 @@ def _origin(origin: Origin) -> RenderableType:
     row = origin.checkpoint
     facts["checkpoint"] = f"{row.id} ({row.kind}, {row.format}, {row.state})"
     facts["uri"] = row.uri
+    if row.fingerprint is not None:
+        facts["fingerprint"] = row.fingerprint
     if origin.conversion is None:
         facts["written by"] = "no recorded conversion"
     else:

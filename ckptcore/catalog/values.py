@@ -67,6 +67,8 @@ class CheckpointFacts:
     step, run: training step, and the name of the training run, where known.
     origin: what the checkpoint says about its writer: ranks, mesh, versions. Stored as JSON.
     verified: the check level that this very run has proven, or None.
+    fingerprint: of what it holds (`ckptcore.fingerprint`), or None; fingerprints: of those of its tensors
+        that are known, by FQN.
     """
 
     uri: str
@@ -79,6 +81,8 @@ class CheckpointFacts:
     run: str | None = None
     origin: Mapping[str, Any] = field(default_factory=dict)
     verified: str | None = None
+    fingerprint: str | None = None
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.verified is not None and self.verified not in LEVELS:
@@ -91,6 +95,7 @@ class CheckpointRow:
 
     dtypes: the dtypes of its tensors, the one with the most bytes first.
     content_digest: digest over its files' digests; None where not every file has one.
+    fingerprint: of the numbers it holds, whatever its format and topology; None where nobody has taken it.
     verified_at, verified_level: when, and to which check level, it was last proven whole.
     """
 
@@ -112,6 +117,7 @@ class CheckpointRow:
     verified_at: datetime | None
     verified_level: str | None
     replaced_at: datetime | None
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +131,22 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One tensor of a checkpoint; shape in elements."""
+    """One tensor of a checkpoint; shape in elements. fingerprint: where it is known."""
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionRow:
-    """One run of a conversion. timings: stage -> seconds. peak_memory: bytes."""
+    """One run of a conversion. timings: stage -> seconds. peak_memory: bytes.
+
+    fingerprint: of what was carried, under its new names and before any cast; map_digest: of what was done
+    to the names. None where no fingerprint was taken.
+    """
 
     id: str
     verb: str
@@ -154,6 +165,8 @@ class ConversionRow:
     error_code: str | None
     error_message: str | None
     timings: dict[str, float]
+    map_digest: str | None = None
+    fingerprint: str | None = None
 
     @property
     def made_for(self) -> str:

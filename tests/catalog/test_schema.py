@@ -22,10 +22,13 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def schema(path):
-    """name -> the sorted lines of every CREATE statement: the order of clauses is free."""
+    """name -> the sorted lines of every CREATE statement: the order of clauses is free, and so are quotes."""
     with sqlite3.connect(path) as connection:
         rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-        found = {name: sorted(line.strip().rstrip(",") for line in sql.splitlines()) for name, sql in rows}
+        found = {
+            name: sorted(line.strip().rstrip(",").replace('"', "") for line in sql.splitlines())
+            for name, sql in rows
+        }
     connection.close()
     return found
 

@@ -11,9 +11,9 @@ import pytest
 
 from ckptcore.errors import error_classes
 
-WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --include --keep-quantized
-    --max-file-size --memory --no-catalog --no-digest --no-resume --no-verify --output --overwrite
-    --recover --rename --resume --tie
+WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --fingerprint --include
+    --keep-quantized --max-file-size --memory --no-catalog --no-digest --no-fingerprint --no-resume
+    --no-verify --output --overwrite --recover --rename --resume --tie
     --to --verify --workers"""
 OPTIONS = {
     "inspect": "--exclude --include --keep-quantized --output --recover",
@@ -26,8 +26,11 @@ OPTIONS = {
     "plan": """--config --dtype --dtype-for --exclude --include --keep-quantized --max-file-size --memory
         --mesh --model-prefix --no-resume --output --overwrite --recover --rename --resume --save
         --serialization --sharding --tie --to --verb --workers""",
-    "apply": """--catalog --device --digest --memory --no-catalog --no-digest --no-verify --output --verify
-        --workers""",
+    "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint
+        --no-verify --output --verify --workers""",
+    "fingerprint": """--catalog --exclude --include --keep-quantized --memory --model --model-prefix
+        --no-catalog --output --rename --workers""",
+    "which": "--catalog --fingerprint --output",
     "formats": "--output",
 }
 

@@ -1,0 +1,401 @@
+"""Fingerprints of checkpoints: do copies of whatever layout have one, and does the catalog find them?"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+
+import ckptcore
+from ckptcore import Settings, api
+from ckptcore.catalog import open_catalog
+from ckptcore.errors import DamagedCheckpoint, OutputMismatch, UsageError
+from ckptcore.fingerprint import map_digest
+from ckptcore.fingerprinttable import fingerprints
+from ckptcore.plan import load_file_plan, load_head
+from ckptcore.receipts import read_receipt
+from ckptcore.staging import Staging
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+TORCH = ("dcp_dims_4r", "dcp_multishard_2r", "dcp_nested_2r", "dcp_odd_dtypes_2r", "dcp_safetensors_fmt_2r",
+         "dcp_torchtitan_like_4r", "dcp_zstd_2r")  # fmt: skip
+NOTHING_DONE = map_digest([], [], [])
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(3)
+    return {
+        "embed.weight": torch.randn(301, 64),
+        "layers.0.wq.weight": torch.randn(64, 96).to(torch.bfloat16),
+        "layers.0.norm.weight": torch.randn(64),
+        "layers.0.bias": torch.randn(67).to(torch.bfloat16),
+        "step": torch.tensor(7),
+        "flags": torch.rand(33) < 0.5,
+    }
+
+
+@pytest.fixture
+def source(tmp_path: Path, state: dict[str, Any]) -> Path:
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def taken(path: Path, **options: Any) -> str:
+    return api.fingerprint(str(path), **options).fingerprint
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_samples_have_the_fingerprint_of_the_truth(name: str, tmp_path: Path) -> None:
+    """Of what the training process had in memory, and of every copy that is made."""
+    folder = FIXTURES / "torch" / name
+    ckpt = folder / "ckpt"
+    found = api.fingerprint(str(ckpt))
+    assert found.map_digest == NOTHING_DONE
+    mine = {fqn: rest for fqn, *rest in found.tensors}
+    truth = api.fingerprint(str(folder / "expected.safetensors"))
+    assert {fqn: rest for fqn, *rest in truth.tensors if fqn in mine} == {
+        fqn: mine[fqn] for fqn, *_ in truth.tensors if fqn in mine
+    }
+    assert set(mine) & {fqn for fqn, *_ in truth.tensors}
+    for number, to in enumerate(("safetensors", "torch_save")):
+        suffix = ".pt" if to == "torch_save" else ""
+        if to == "safetensors" and any(dtype.startswith("complex") for _, dtype, *_ in found.tensors):
+            continue
+        copy = tmp_path / f"copy{number}{suffix}"
+        result = api.convert(str(ckpt), str(copy), to=to, settings=Settings(memory=1 << 20, workers=2))
+        assert (result.fingerprint, result.map_digest) == (found.fingerprint, NOTHING_DONE)
+        assert result.fingerprints == tuple(sorted(found.tensors, key=_by_name(result.fingerprints)))
+
+
+def _by_name(order: Any) -> Any:
+    place = {row[0]: n for n, row in enumerate(order)}
+    return lambda row: place[row[0]]
+
+
+def test_formats_topologies_and_files_do_not_matter(source: Path, tmp_path: Path) -> None:
+    whole = api.fingerprint(str(source))
+    made = [
+        api.convert(str(source), str(tmp_path / "a.pt")),
+        api.convert(str(source), str(tmp_path / "b"), max_file_size=20_000),
+        api.convert(str(source), str(tmp_path / "c"), verb="reshard", mesh="fsdp=2"),
+        api.convert(str(source), str(tmp_path / "d"), verb="reshard", mesh="fsdp=3"),
+    ]
+    made.append(api.convert(str(tmp_path / "c"), str(tmp_path / "e"), verb="reshard", mesh="fsdp=5"))
+    made.append(api.convert(str(tmp_path / "d"), str(tmp_path / "f.safetensors")))
+    assert len(made[1].files) > 1
+    for result in made:
+        assert result.fingerprint == whole.fingerprint
+        assert result.map_digest == NOTHING_DONE
+        assert taken(Path(result.destination)) == whole.fingerprint
+        assert {r[0]: r for r in result.fingerprints} == {r[0]: r for r in whole.tensors}
+
+
+def test_meshes_do_not_matter(tmp_path: Path) -> None:
+    """Boxes cut in both dims, in uneven parts, and what every rank has."""
+    import torch
+    from safetensors.torch import save_file
+
+    shapes = {"embed_tokens": (509, 36), "layers.0.self_attn.q_proj": (40, 36), "norm": (36,),
+              "layers.0.self_attn.o_proj": (36, 40), "layers.0.mlp.down_proj": (36, 92)}  # fmt: skip
+    state = {f"model.{n}.weight": torch.randn(s).to(torch.bfloat16) for n, s in shapes.items()}
+    save_file(state, tmp_path / "hf.safetensors")
+    whole = taken(tmp_path / "hf.safetensors")
+    for mesh in ("fsdp=2,tp=2", "tp=4", "fsdp=3,tp=2"):
+        result = api.convert(
+            str(tmp_path / "hf.safetensors"), str(tmp_path / mesh), verb="reshard", mesh=mesh
+        )
+        assert taken(tmp_path / mesh) == result.fingerprint == whole
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_budgets_and_workers_do_not_matter(workers: int, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    big = {"w": torch.arange(1_300_007, dtype=torch.int32), "c": torch.randn(700, 1001).t().contiguous()}
+    save_file(big, tmp_path / "big.safetensors")
+    small = Settings(memory=2 << 20, workers=workers)
+    expected = taken(tmp_path / "big.safetensors", settings=Settings(workers=2))
+    assert taken(tmp_path / "big.safetensors", settings=small) == expected
+    result = api.convert(str(tmp_path / "big.safetensors"), str(tmp_path / "out"), verb="reshard",
+                         mesh="fsdp=3", settings=small)  # fmt: skip
+    assert result.fingerprint == expected
+
+
+def test_it_is_of_what_was_there_before_the_cast(source: Path, tmp_path: Path) -> None:
+    whole = taken(source)
+    result = api.convert(str(source), str(tmp_path / "cast"), dtype="bf16")
+    assert result.fingerprint == whole
+    assert taken(tmp_path / "cast") != whole
+    again = api.convert(str(source), str(tmp_path / "again"), verb="reshard", mesh="fsdp=2", dtype="fp16")
+    assert again.fingerprint == whole
+
+
+def test_computed_tensors_are_their_values(tmp_path: Path) -> None:
+    """The values of quantised weights, whether they are written as such or cast."""
+    ckpt = FIXTURES / "torch" / "hf_fp8_block" / "ckpt"
+    found = api.fingerprint(str(ckpt))
+    plain = api.convert(str(ckpt), str(tmp_path / "plain"))
+    cast = api.convert(str(ckpt), str(tmp_path / "cast"), dtype="bf16")
+    assert plain.fingerprint == cast.fingerprint == found.fingerprint == taken(tmp_path / "plain")
+    stored = api.fingerprint(str(ckpt), keep_quantized=True)
+    assert stored.fingerprint != found.fingerprint
+    kept = api.convert(str(ckpt), str(tmp_path / "kept"), keep_quantized=True)
+    assert kept.fingerprint == stored.fingerprint
+
+
+def test_names_are_part_of_it_and_of_the_map(source: Path, tmp_path: Path) -> None:
+    whole = taken(source)
+    options: list[dict[str, Any]] = [
+        {"rename": [("layers.", "blocks.")]}, {"exclude": ["step"]}, {"include": ["layers.*"]},
+    ]  # fmt: skip
+    seen = {(whole, NOTHING_DONE)}
+    for number, each in enumerate(options):
+        result = api.convert(str(source), str(tmp_path / f"out{number}"), **each)
+        found = api.fingerprint(str(source), **each)
+        assert (result.fingerprint, result.map_digest) == (found.fingerprint, found.map_digest)
+        assert taken(tmp_path / f"out{number}") == found.fingerprint
+        seen.add((found.fingerprint, found.map_digest))
+    assert len(seen) == 4
+
+
+def test_tied_tensors_count_once(tmp_path: Path, source: Path, state: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    tied = tmp_path / "tied.safetensors"
+    save_file({**state, "head.weight": state["embed.weight"].clone()}, tied)
+    result = api.convert(str(tied), str(tmp_path / "out"), tie=[("head.weight", "embed.weight")])
+    assert result.fingerprint == taken(source)
+    assert result.map_digest != NOTHING_DONE
+
+
+def test_one_changed_bit_is_another(source: Path, state: dict[str, Any]) -> None:
+    before = api.fingerprint(str(source))
+    file = source / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 16
+    file.write_bytes(raw)
+    after = api.fingerprint(str(source))
+    assert after.fingerprint != before.fingerprint
+    assert sum(a != b for a, b in zip(before.tensors, after.tensors, strict=True)) == 1
+
+
+def test_damage_has_no_fingerprint(tmp_path: Path) -> None:
+    import shutil
+
+    ckpt = tmp_path / "ckpt"
+    shutil.copytree(FIXTURES / "torch" / "dcp_dims_4r" / "ckpt", ckpt)
+    victim = min(ckpt.glob("*.distcp"))
+    raw = bytearray(victim.read_bytes())
+    at = len(raw) // 2
+    raw[at : at + 64] = bytes(b ^ 0x55 for b in raw[at : at + 64])
+    victim.write_bytes(raw)
+    with pytest.raises(DamagedCheckpoint):
+        api.fingerprint(str(ckpt))
+
+
+def test_files_written_in_other_processes_add_up(source: Path, tmp_path: Path) -> None:
+    whole = taken(source)
+    prepared = api.prepare(str(source), str(tmp_path / "out"), max_file_size=20_000)
+    assert len(prepared.files) > 2
+    script = "import sys; from ckptcore import api; api.execute(sys.argv[1], [int(sys.argv[2])])"
+    for index in reversed(range(len(prepared.files))):
+        subprocess.run([sys.executable, "-c", script, prepared.plan_uri, str(index)], check=True)
+    assert api.publish(prepared).fingerprint == whole
+
+
+KILLED = """
+import importlib, os, signal, sys
+execute = importlib.import_module("ckptcore.execute")
+from ckptcore import Settings, api
+write, count = execute.write_receipt, 0
+def dying(*args):
+    global count
+    count += 1
+    if count > 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*args)
+execute.write_receipt = dying
+api.convert(sys.argv[1], sys.argv[2], max_file_size=20_000,
+            settings=Settings(workers=1, fingerprint=sys.argv[3] == "yes"))
+"""
+
+
+@pytest.mark.parametrize("summed", ["yes", "no"])
+def test_killed_and_resumed_it_is_the_same(summed: str, source: Path, tmp_path: Path) -> None:
+    """Sums come from the receipts of the first run; files that were written without are written again."""
+    whole = taken(source)
+    destination = tmp_path / "out"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(destination), summed], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not destination.exists()
+    result = api.convert(str(source), str(destination), max_file_size=20_000)
+    assert result.fingerprint == whole
+    assert sum(f.reused for f in result.files) == (2 if summed == "yes" else 0)
+
+
+def test_without_one_nothing_is_claimed(source: Path, tmp_path: Path) -> None:
+    off = Settings(fingerprint=False)
+    result = api.convert(str(source), str(tmp_path / "out"), settings=off)
+    assert (result.fingerprint, result.fingerprints) == (None, ())
+    # Files of a run without are kept by a run without.
+    prepared = api.prepare(str(source), str(tmp_path / "two"))
+    api.execute(prepared, settings=off)
+    [again] = api.execute(prepared, settings=off)
+    assert again.reused
+    [summed] = api.execute(prepared)
+    assert not summed.reused
+    assert api.publish(prepared).fingerprint == taken(source)
+
+
+def test_bytes_that_nobody_else_looks_at_are_read(source: Path, tmp_path: Path) -> None:
+    bare = Settings(verify=False, digest=False)
+    assert api.convert(str(source), str(tmp_path / "out"), settings=bare).fingerprint == taken(source)
+
+
+def test_replicas_in_several_files_count_once(source: Path, tmp_path: Path) -> None:
+    prepared = api.prepare(str(source), str(tmp_path / "out"))
+    api.execute(prepared)
+    staging = Staging.of_plan(prepared.plan_uri)
+    plan = load_file_plan(staging.plan, 0)
+    receipt = read_receipt(staging.receipts, load_head(staging.plan).digest, 0)
+    assert receipt is not None
+    assert receipt.sums is not None
+    once = fingerprints([plan], [receipt])
+    assert once is not None
+    assert fingerprints([plan, plan], [receipt, receipt]) == once
+    other = replace(receipt, sums=((1, 2), *receipt.sums[1:]))
+    with pytest.raises(OutputMismatch, match="other elements"):
+        fingerprints([plan, plan], [receipt, other])
+    half = replace(plan, tensors=(replace(plan.tensors[0], full=(9999, 9999)), *plan.tensors[1:]))
+    assert fingerprints([half], [receipt]) is None
+
+
+def test_the_catalog_finds_every_copy(source: Path, tmp_path: Path) -> None:
+    url = str(tmp_path / "catalog.sqlite")
+    first = api.convert(str(source), str(tmp_path / "a.pt"), catalog=url)
+    api.convert(str(tmp_path / "a.pt"), str(tmp_path / "b"), verb="reshard", mesh="fsdp=2", catalog=url)
+    cast = api.convert(str(source), str(tmp_path / "c"), dtype="bf16", catalog=url)
+    renamed = api.convert(str(source), str(tmp_path / "d"), rename=[("embed.", "tok.")], catalog=url)
+    part = api.convert(str(source), str(tmp_path / "e"), exclude=["step"], catalog=url)
+    with open_catalog(url) as catalog:
+        assert first.fingerprint is not None
+        found = catalog.copies(first.fingerprint)
+        assert {o.checkpoint.uri for o in found} == {
+            str(p) for p in (source, tmp_path / "a.pt", tmp_path / "b")
+        }
+        assert catalog.copies(first.fingerprint[:12]) == found
+        detail = catalog.show(str(source))
+        known = {t.fqn: t.fingerprint for t in detail.tensors}  # type: ignore[union-attr]
+        assert known == {fqn: each for fqn, *_, each in first.fingerprints}
+        # What was cast holds other numbers, but for the tensors that were not.
+        row = catalog.show(str(tmp_path / "c"))
+        assert row.checkpoint.fingerprint is None  # type: ignore[union-attr]
+        bare = {t.fqn for t in row.tensors if t.fingerprint is None}  # type: ignore[union-attr]
+        assert bare == {"embed.weight", "layers.0.norm.weight"}
+        made = catalog.show(str(cast.conversion)).conversion  # type: ignore[union-attr]
+        assert (made.fingerprint, made.map_digest) == (first.fingerprint, NOTHING_DONE)
+        assert renamed.fingerprint is not None
+        assert {o.checkpoint.uri for o in catalog.copies(renamed.fingerprint)} == {str(tmp_path / "d")}
+        assert part.fingerprint is not None
+        assert len(catalog.copies(part.fingerprint)) == 1
+        one = known["layers.0.bias"]
+        assert one is not None
+        holders = {source, *(tmp_path / name for name in ("a.pt", "b", "c", "d", "e"))}
+        assert {o.checkpoint.uri for o in catalog.copies(one)} == set(map(str, holders))
+        for nothing in ("0" * 64, "model.safetensors"):
+            with pytest.raises(UsageError):
+                catalog.copies(nothing)
+
+
+def test_a_source_that_changed_has_another(source: Path, tmp_path: Path, state: dict[str, Any]) -> None:
+    """The row of a source without digests keeps the newest word."""
+    from safetensors.torch import save_file
+
+    url = str(tmp_path / "catalog.sqlite")
+    api.convert(str(source), str(tmp_path / "a"), catalog=url)
+    save_file({**state, "step": state["step"] + 1}, source / "model.safetensors")
+    second = api.convert(str(source), str(tmp_path / "b"), catalog=url)
+    with open_catalog(url) as catalog:
+        assert second.fingerprint is not None
+        uris = {o.checkpoint.uri for o in catalog.copies(second.fingerprint)}
+        assert uris == {str(source), str(tmp_path / "b")}
+        detail = catalog.show(str(source))
+        known = {t.fqn: t.fingerprint for t in detail.tensors}  # type: ignore[union-attr]
+        assert known == {fqn: each for fqn, *_, each in second.fingerprints}
+
+
+def run(*argv: object) -> subprocess.CompletedProcess[str]:
+    words = [str(a) for a in argv]
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptcore", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_command_line(source: Path, tmp_path: Path) -> None:
+    url = str(tmp_path / "catalog.sqlite")
+    made = run("consolidate", source, tmp_path / "out", "--catalog", url, "--output", "json")
+    told = json.loads(made.stdout)
+    assert told["map_digest"] == NOTHING_DONE
+    assert "sums" not in told["files"][0]
+    copy = tmp_path / "elsewhere"
+    (tmp_path / "out").rename(copy)
+    text = run("fingerprint", copy, "--catalog", url).stdout
+    assert text.splitlines()[0] == told["fingerprint"]
+    form = json.loads(run("fingerprint", copy, "--no-catalog", "--output", "json").stdout)
+    assert form["fingerprint"] == told["fingerprint"]
+    assert {t["fqn"] for t in form["tensors"]} == {t.fqn for t in api.open(str(source)).tensors}
+    for words in (("which",), ("catalog", "which")):
+        found = json.loads(
+            run(*words, told["fingerprint"], "--fingerprint", "--catalog", url, "--output", "json").stdout
+        )
+        assert {o["checkpoint"]["uri"] for o in found} == {str(source), str(tmp_path / "out"), str(copy)}
+    off = run("consolidate", source, tmp_path / "off", "--no-catalog", "--no-fingerprint", "--output", "json")
+    assert json.loads(off.stdout)["fingerprint"] is None
+
+
+def test_the_model_part_has_that_of_its_export(tmp_path: Path) -> None:
+    ckpt = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
+    found = ckptcore.fingerprint(str(ckpt), model=True)
+    result = api.convert(str(ckpt), str(tmp_path / "out"), verb="export")
+    assert (found.fingerprint, found.map_digest) == (result.fingerprint, result.map_digest)
+    assert found.fingerprint == taken(tmp_path / "out")
+
+
+def test_samples_of_other_families_have_that_of_their_copy(tmp_path: Path) -> None:
+    for number, ckpt in enumerate(
+        (FIXTURES / "torch" / "hf_sharded_4r" / "ckpt", FIXTURES / "olmo" / "v01_dtensor_ws4" / "ckpt")
+    ):
+        if not ckpt.exists():
+            ckpt = next(p for p in ckpt.parent.iterdir() if p.is_dir())
+        result = api.convert(str(ckpt), str(tmp_path / f"{number}.pt"))
+        assert result.fingerprint == taken(ckpt)
+
+
+def test_truth_by_numpy(source: Path, state: dict[str, Any]) -> None:
+    """Bits of the file are the bits of the tensors: a fingerprint of the array is that of the stored one."""
+    from ckptcore.box import Box
+    from ckptcore.fingerprint import box_sum, tensor_fingerprint
+
+    found = {fqn: each for fqn, *_, each in api.fingerprint(str(source)).tensors}
+    for fqn, tensor in state.items():
+        dtype, shape, raw = samples.value(tensor)
+        total = box_sum(dtype, shape, Box.whole(shape), np.frombuffer(raw, np.uint8))
+        assert found[fqn] == tensor_fingerprint(dtype, shape, total)
