@@ -133,12 +133,13 @@ def _optimizer(names: Sequence[str]) -> dict[str, set[str]]:
 
 def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPart | None:
     wanted: set[str] = set().union(*states.values())
+    bare = wanted | {strip_wrappers(w) for w in wanted}
     votes: Counter[str] = Counter()
     for name in names:
         # Every way to read a name as prefix + parameter.
         at = -1
         while True:
-            if name[at + 1 :] in wanted or strip_wrappers(name[at + 1 :]) in wanted:
+            if name[at + 1 :] in wanted or strip_wrappers(name[at + 1 :]) in bare:
                 votes[name[: at + 1]] += 1
             at = name.find(".", at + 1)
             if at < 0:

@@ -19,7 +19,7 @@ def parameters(manifest: Manifest, prefix: str | None) -> tuple[dict[str, Shape]
     """(shape by parameter, parameter by tensor of the manifest).
 
     prefix: where the model is, or None to find it. Where nothing tells the model from its state, every tensor
-    is taken for a parameter, unless a shorter name of the same shape lies in its own.
+    is taken for a parameter, unless it has a parameter's shape and its name says that it is state.
     Raises `AmbiguousModel` for a prefix that no name has.
     """
     try:
@@ -45,11 +45,12 @@ def parameters(manifest: Manifest, prefix: str | None) -> tuple[dict[str, Shape]
             of = index.inside(strip_wrappers(spec.fqn))
             if of is not None:
                 owner[spec.fqn] = of
-        elif model is None:  # nothing told state and parameters apart
-            of = index.inside(owner[spec.fqn])
-            if of is not None and shapes[of] == spec.shape:
-                owner[spec.fqn] = of
-    return {n: s for n, s in shapes.items() if n in set(owner.values())}, owner
+            continue
+        of = index.inside(owner[spec.fqn], state=True)
+        if of is not None and shapes[of] == spec.shape:
+            owner[spec.fqn] = of
+    own = set(owner.values())
+    return {n: s for n, s in shapes.items() if n in own}, owner
 
 
 class _Index:
@@ -62,13 +63,19 @@ class _Index:
             parts = name.split(".")
             self.lengths.setdefault(parts[0], set()).add(len(parts))
 
-    def inside(self, name: str) -> str | None:
+    def inside(self, name: str, state: bool = False) -> str | None:
+        """The parameter in a name.
+
+        state: only when something follows it, or ``state`` stands before: ``norm.weight`` is not what
+        ``layers.0.norm.weight`` is the state of.
+        """
         parts = name.split(".")
         best: tuple[int, str] | None = None
         for at, first in enumerate(parts):
             for n in self.lengths.get(first, ()):
                 inner = ".".join(parts[at : at + n])
                 fits = at + n <= len(parts) and n < len(parts) and inner in self.names
+                fits = fits and (not state or at + n < len(parts) or "state" in parts[:at])
                 if fits and (best is None or n > best[0]):
                     best = n, inner
         return best[1] if best else None

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 
 from ckptcore.errors import UsageError
@@ -73,6 +73,7 @@ def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> R
     return Rules(tuple(r for f in files for r in f.rule), stages, experts, origin or "no rules")
 
 
+@cache
 def builtin(name: str) -> ShardingFile:
     """A file of `ckptcore/rules/`."""
     text = (resources.files("ckptcore") / "rules" / f"{name}.toml").read_text()
@@ -80,7 +81,8 @@ def builtin(name: str) -> ShardingFile:
 
 
 def _told(names: Sequence[str], needed: bool) -> str | None:
-    found = [f for f in FAMILIES if any(matches(n, builtin(f).evidence) for n in names)]
+    kinds = {re.sub(r"[0-9]+", "0", n) for n in names}
+    found = [f for f in FAMILIES if any(matches(n, builtin(f).evidence) for n in kinds)]
     if len(found) == 1 or not needed:
         return found[0] if len(found) == 1 else None
     told = f"fit several families: {', '.join(found)}" if found else f"fit none of: {', '.join(FAMILIES)}"

@@ -46,7 +46,7 @@ def place(fqn: str, shape: tuple[int, ...], mesh: Mesh, rule: Rule | None, at: A
     data = "+".join(a for a in ("fsdp", "ep") if a in sizes and a not in cut and a not in fixed)
     placements: dict[str, Placement] = {}
     for axis in ("pp", "dp_replicate", data, "ep", "tp"):
-        if axis == "dp_replicate" and axis in sizes:
+        if axis == "dp_replicate" and axis in sizes and data:  # HSDP; plain DDP knows no mesh
             placements[axis] = Replicate()
         elif axis and axis == data:
             parts = prod(sizes[a] for a in data.split("+"))

@@ -49,9 +49,7 @@ def cut(shape: tuple[int, ...], box: Box) -> list[float]:
 
 @pytest.mark.xdist_group("topology")
 @pytest.mark.parametrize(("ranks", "model", "mesh"), CASES)
-def test_every_rank_has_what_we_say(
-    ranks: int, model: str, mesh: str, jobs: Callable[[int], Path]
-) -> None:
+def test_every_rank_has_what_we_say(ranks: int, model: str, mesh: str, jobs: Callable[[int], Path]) -> None:
     folder = jobs(ranks) / f"{model}-{mesh}"
     # A stage's own checkpoint has only its layers: names and shapes are those of any mesh without stages.
     whole = folder if (folder / "ckpt").exists() else next(jobs(ranks).glob(f"{model}-fsdp*")).parent / (

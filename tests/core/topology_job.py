@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ LAYERS, WIDTH, HIDDEN, KV, WORDS, EXPERTS = 3, 6, 10, 3, 13, 4
 MESHES = {
     4: ("fsdp=4", "tp=4", "fsdp=2,tp=2", "dp_replicate=2,fsdp=2", "fsdp=2,cp=2", "fsdp=2,ep=2",
         "pp=2,fsdp=2", "pp=2,tp=2", "ep=4"),
-    8: ("dp_replicate=2,fsdp=2,tp=2", "fsdp=4,tp=2", "pp=2,fsdp=2,tp=2", "fsdp=2,ep=2,tp=2"),
+    8: ("dp_replicate=2,fsdp=2,tp=2", "fsdp=4,tp=2", "pp=2,fsdp=2,tp=2", "fsdp=2,ep=2,tp=2", "fsdp=4,ep=2"),
 }  # fmt: skip
 
 
@@ -178,8 +179,8 @@ def sharded(name: str, mesh: str) -> nn.Module:
                 distribute_tensor(p.detach(), grid[axes] if len(axes) > 1 else grid["ep"],
                                   [Shard(0), *([Shard(tp[leaf])] if "tp" in size else [])])))  # fmt: skip
         if "fsdp" in size:
-            few = size["fsdp"] * size["ep"] > EXPERTS
-            fully_shard(module, mesh=grid["fsdp"], shard_placement_fn=lambda p: Shard(1) if few else None)
+            dim = Shard(1) if size["fsdp"] * size["ep"] > EXPERTS else Shard(0)
+            fully_shard(module, mesh=grid["fsdp"], shard_placement_fn=partial(_cut, dim))
     if "dp_replicate" in size:
         flat = grid["dp_replicate", "fsdp"]
     ignored = {p for m in experts for p in m.parameters()} if "fsdp" not in size else None
@@ -187,6 +188,10 @@ def sharded(name: str, mesh: str) -> nn.Module:
         fully_shard(layer, mesh=flat, ignored_params=ignored)
     fully_shard(model, mesh=flat, ignored_params=ignored)
     return model
+
+
+def _cut(dim: Shard, _: nn.Parameter) -> Shard:
+    return dim
 
 
 def stepped(model: nn.Module) -> torch.optim.Optimizer:
@@ -218,7 +223,10 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
                 found[fqn] = [list(local.shape), local.detach().reshape(-1).tolist()]
             (out / f"rank{rank}.json").write_text(json.dumps(found))
             if "pp" not in sizes(mesh):
-                state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+                state = {
+                    "model": get_model_state_dict(model),
+                    "optim": get_optimizer_state_dict(model, optimizer),
+                }
                 dcp.save(state, checkpoint_id=out / "ckpt")
     dist.barrier()  # gloo aborts a rank whose peer has gone
     dist.destroy_process_group()
