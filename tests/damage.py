@@ -1,7 +1,8 @@
-"""Damage: in which ways can a checkpoint folder be wrong, and which of them fit a given folder?
+"""Damage: in which ways can a checkpoint be wrong, and which of them fit a given one?
 
-The one table of damages. Rows are made in the `damage_*` modules beside the conformance tests;
-every row is done to every sample that has what it needs.
+`TABLE`: damages to folders of torch.distributed.checkpoint. `EVERYWHERE`: damages to any format, by
+the kind of each file. Rows are made in the `damage_*` modules beside the conformance tests; every
+row is done to every sample that has what it needs.
 """
 
 from __future__ import annotations
@@ -12,16 +13,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "conformance"))
 
+import damage_anyfile
 import damage_boxes
 import damage_files
+import damage_inside
 import damage_items
 import damage_metadata
+import damage_mixed
 import damage_places
+from damage_sites import Row
 from damaging import MAGIC, Damage
 
 MODULES = (damage_files, damage_items, damage_metadata, damage_boxes, damage_places)
 TABLE: dict[str, Damage] = {name: row for m in MODULES for name, row in m.TABLE.items()}
 assert len(TABLE) == sum(len(m.TABLE) for m in MODULES), "a name is used twice"
+ANYWHERE = (damage_anyfile, damage_inside, damage_mixed)
+EVERYWHERE: dict[str, Row] = {name: row for m in ANYWHERE for name, row in m.TABLE.items()}
+assert len(EVERYWHERE) == sum(len(m.TABLE) for m in ANYWHERE), "a name is used twice"
 
 
 def facts(path: Path) -> frozenset[str]:
