@@ -7,7 +7,10 @@ under ``state_dict`` (ModelParallelStrategy), and a `meta.pt` that holds more th
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import sys
 import warnings
 from argparse import Namespace
 from collections import OrderedDict
@@ -15,10 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 VERSION = {"pytorch-lightning_version": "2.6.6", "epoch": 3, "global_step": 12}
+
+
+def lightning_python() -> str:
+    """An interpreter with lightning; the test is skipped where there is none."""
+    named = os.environ.get("CKPTCORE_LIGHTNING_PYTHON")
+    if named:
+        return named
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed; CKPTCORE_LIGHTNING_PYTHON may name an interpreter with it")
+    return sys.executable
 
 
 def module(prefix: str = "net.") -> dict[str, torch.Tensor]:

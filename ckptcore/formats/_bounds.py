@@ -87,14 +87,17 @@ def _spelled(key: Any) -> int:
     return sum(map(_spelled, key)) + 2 * len(key) if isinstance(key, (tuple, list)) else 7
 
 
-def refused_in(tree: Any) -> tuple[str, ...]:
-    """What was refused in a tree: globals by name, and numpy arrays of something else than numbers."""
+def refused_in(tree: Any, kinds: tuple[type[Any], ...] = (Refused,)) -> tuple[str, ...]:
+    """What was refused in a tree: globals by name, and numpy arrays of something else than numbers.
+
+    kinds: classes with a ``name`` whose instances are refused.
+    """
     found: set[str] = set()
     seen: set[int] = set()
     queue = [tree]
     while queue:
         v = queue.pop()
-        if isinstance(v, Refused):
+        if isinstance(v, kinds):
             found.add(v.name)
         elif isinstance(v, Named) and v.kind == "ndarray" and "refused" in v.value:
             found.add(v.value["refused"])

@@ -144,6 +144,8 @@ def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], s
     """
     if isinstance(value, Refused):
         return value
+    if isinstance(value, Call):  # a class of the allow-list that is a value itself
+        return Refused(value.name)
     if isinstance(value, Named):
         if value.kind == "ndarray" and "refused" in value.value:
             return Refused(value.value["refused"])

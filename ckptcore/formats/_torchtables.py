@@ -105,14 +105,18 @@ def _size(values: Any = ()) -> Named:
     return Named("size", _dims(values, "torch.Size"))
 
 
-def _plain_set(values: Any = ()) -> set[Any]:
-    if type(values) not in (list, tuple) or any(type(v) not in (int, str, float, bool) for v in values):
-        raise ValueError("set of something else than plain values")
-    return set(values)
+def _plain_set(values: Any = ()) -> Any:
+    if type(values) not in (list, tuple):
+        raise ValueError(f"set of {shown(values, 40)}")
+    refused = next((v for v in values if type(v) is Refused), None)
+    if refused is None and any(type(v) not in (int, str, float, bool) for v in values):
+        refused = Refused("builtins.set")  # of tuples, say: no more than this value is lost
+    return refused or set(values)
 
 
-def _frozen_set(values: Any = ()) -> frozenset[Any]:
-    return frozenset(_plain_set(values))
+def _frozen_set(values: Any = ()) -> Any:
+    made = _plain_set(values)
+    return frozenset(made) if type(made) is set else made
 
 
 def _complex(real: Any, imag: Any) -> complex:

@@ -20,12 +20,12 @@ from typing import Any
 
 from ckptcore.dtype import BY_NAME, BY_STORAGE
 from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnsafeContent
+from ckptcore.formats import _bounds
 from ckptcore.formats._bounds import bound_tree as bound_tree
-from ckptcore.formats._bounds import refused_in as refused_in
-from ckptcore.formats._pickle import loads
+from ckptcore.formats._pickle import Call, loads
 from ckptcore.formats._torchtables import OBJECT_TABLE, TENSOR_TABLE, StoredView
 from ckptcore.manifest import SWAPPED, View, is_row_major
-from ckptcore.objects import Named
+from ckptcore.objects import Named, Refused
 from ckptcore.shown import shown
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
@@ -242,6 +242,11 @@ def head_holds(read: Reader, length: int, text: str, what: str) -> bool:
         return text.encode() in _preamble(window, records, checked, what)[1]
     except (MalformedCheckpoint, ChecksumMismatch, UnsafeContent):
         return False  # its reader will say what is wrong
+
+
+def refused_in(tree: Any) -> tuple[str, ...]:
+    """What was refused in a tree, and classes and functions of the allow-list that are values themselves."""
+    return _bounds.refused_in(tree, (Refused, Call))
 
 
 def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] = OBJECT_TABLE) -> Objects:

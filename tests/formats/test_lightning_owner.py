@@ -5,17 +5,14 @@ Needs an interpreter with lightning; ``CKPTCORE_LIGHTNING_PYTHON`` names it.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import samples
 import torch
-from lightning_cases import VERSION, differences, fabric, module, official, save, trainer
+from lightning_cases import VERSION, differences, fabric, lightning_python, module, official, save, trainer
 
 import ckptcore
 
@@ -31,12 +28,7 @@ PLAIN = {
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    named = os.environ.get("CKPTCORE_LIGHTNING_PYTHON")
-    if named:
-        return named
-    if importlib.util.find_spec("lightning") is None:
-        pytest.skip("lightning is not installed; CKPTCORE_LIGHTNING_PYTHON may name an interpreter with it")
-    return sys.executable
+    return lightning_python()
 
 
 def run(python: str, *words: str) -> None:
