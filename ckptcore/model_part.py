@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from ckptcore.errors import AmbiguousModel
 from ckptcore.manifest import Manifest
 from ckptcore.paths import Paths
-from ckptcore.remap import strip_wrappers
+from ckptcore.remap import LEADING_WRAPPERS, WRAPPERS, strip_wrappers
 
 _STATE = re.compile(r"^(?:(?P<root>.*?)\.)?state\.(?P<fqn>.+)\.(?P<key>[A-Za-z0-9_]+)$")
 _MOMENTS = {
@@ -137,9 +137,9 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
     votes: Counter[str] = Counter()
     for name in names:
         # Every way to read a name as prefix + parameter.
-        at = -1
+        at, wrapped = -1, any(w in name for w in (*LEADING_WRAPPERS, *WRAPPERS))
         while True:
-            if name[at + 1 :] in wanted or strip_wrappers(name[at + 1 :]) in bare:
+            if name[at + 1 :] in bare or (wrapped and strip_wrappers(name[at + 1 :]) in bare):
                 votes[name[: at + 1]] += 1
             at = name.find(".", at + 1)
             if at < 0:

@@ -54,7 +54,8 @@ def lay_out(
     for spec in manifest.tensors:
         of = owner.get(spec.fqn)
         if of is not None:
-            found[spec.fqn] = layouts[of] if spec.shape == shapes[of] else Layout(at=layouts[of].at)
+            same = spec.shape == shapes[of]
+            found[spec.fqn] = layouts[of] if same else Layout(at=layouts[of].at)
     topology = Topology(whole, {fqn: layout for fqn, layout in found.items() if layout != REPLICATED})
     _require_boxes(topology, manifest.tensors)
     return topology
@@ -125,12 +126,17 @@ def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: Rules) -> dict[str, 
                              hint="add [stages] to --sharding")  # fmt: skip
         stage = place_stages(shapes, rules.stages, sizes["pp"])
     expert = place_experts(shapes, rules, sizes["ep"]) if sizes.get("ep", 1) > 1 else {}
-    found = {}
+    found: dict[str, Layout] = {}
+    known: dict[tuple[object, ...], Layout] = {}
     for name, shape in shapes.items():
         at = [("pp", where)] if (where := stage.get(name)) is not None else []
         at += [("ep", (expert[name],))] if name in expert else []
         stacked = name in stage and stage[name] is None
-        found[name] = place(name, shape, mesh, rules.find(name), tuple(at), stacked)
+        rule = rules.find(name)
+        key = shape, id(rule), tuple(at), stacked
+        if key not in known:
+            known[key] = place(name, shape, mesh, rule, tuple(at), stacked)
+        found[name] = known[key]
     return found
 
 
