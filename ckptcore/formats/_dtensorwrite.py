@@ -133,6 +133,7 @@ class RankPickled(Pickled):
         """
         super().__init__(tensor)
         self._distributed, self._meshes = distributed, meshes
+        self._alike: dict[Any, tuple[bytes, bytes]] = {}
 
     def value(self, value: Any) -> None:
         kind = type(value)
@@ -167,6 +168,23 @@ class RankPickled(Pickled):
             self.out += b"b"
 
     def _dtensor(self, ref: TensorRef, whole: TensorSpec, layout: Layout) -> None:
+        """Tensors that lie alike differ in the keys of their storages alone."""
+        key, local = self.tensor(ref.fqn)
+        alike = (layout.axes, layout.placements, whole.dtype, whole.shape, local.shape)
+        known = self._alike.get(alike)
+        if known is not None:
+            self.out += known[0]
+            super().value(key)
+            self.out += known[1]
+            return
+        start, memo = len(self.out), len(self._memo)
+        self._new_dtensor(ref, whole, layout)
+        around = bytes(self.out[start:]).split(_text(key))
+        # The first one may have put what the others refer back to.
+        if len(self._memo) == memo and len(around) == 2:
+            self._alike[alike] = around[0], around[1]
+
+    def _new_dtensor(self, ref: TensorRef, whole: TensorSpec, layout: Layout) -> None:
         strides, dtype = row_major(whole.shape), Named("dtype", whole.dtype)
         placements = tuple(_placement(p) for p in layout.placements)
         strided = any(p.name == "_StridedShard" for p in placements)
@@ -189,6 +207,11 @@ class RankPickled(Pickled):
         self.value("_spec")
         self.value(_Made(_SPEC, "DTensorSpec", (), spec))
         self.out += b"uttR"
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return b"X" + len(raw).to_bytes(4, "little") + raw
 
 
 def _placement(placement: Any) -> _Made:

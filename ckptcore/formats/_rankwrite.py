@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ckptcore.box import Box
+from ckptcore.errors import UnsupportedFormat
 from ckptcore.formats._dtensorwrite import RANKS, Meshes, RankPickled
 from ckptcore.formats._rankfiles import RankFiles, is_rank_file
 from ckptcore.formats._rankoptim import numbers_for
@@ -44,7 +45,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     """The files of all ranks, kind by kind, and verl's small file about them, which comes last.
 
     A rank's file holds all that the rank has: replicas too. Raises `NameMismatch` for names that do
-    not nest.
+    not nest, and `UnsupportedFormat` for a list of which a rank has only a part.
     """
     topology = request.topology or Topology(MESH_OF_ONE, {})
     world = topology.mesh.size
@@ -172,9 +173,18 @@ def _staged(topology: Topology, specs: Mapping[str, Any]) -> bool:
 
 
 def _without(value: Any, gone: set[str]) -> Any:
-    """The tree without dict entries that are tensors a rank does not have, and dicts of such alone."""
-    if not isinstance(value, dict):
-        return value
-    kept = ((k, _without(v, gone)) for k, v in value.items()
-            if not (type(v) is TensorRef and v.fqn in gone))  # fmt: skip
-    return type(value)((k, v) for k, v in kept if v != {} or value[k] == {})
+    """The tree without dict entries that are tensors a rank does not have, and dicts of such alone.
+
+    Raises `UnsupportedFormat` for a list with such a tensor: positions have a meaning.
+    """
+    if isinstance(value, dict):
+        kept = ((k, _without(v, gone)) for k, v in value.items()
+                if not (type(v) is TensorRef and v.fqn in gone))  # fmt: skip
+        return type(value)((k, v) for k, v in kept if v != {} or value[k] == {})
+    lost = [name for name in tensors_in(value) if name in gone] if isinstance(value, (list, tuple)) else []
+    if lost:
+        raise UnsupportedFormat(
+            f"{lost[0]} stands in a list, and not every rank has it",
+            hint="leave it out (--exclude), or use a mesh without pp and ep",
+        )
+    return value

@@ -78,6 +78,15 @@ def compare(folder: Path, mesh: DeviceMesh) -> None:
             continue
         assert tuple(tensor.placements) == placements, name
         same_mesh(tensor.device_mesh, part_of(mesh, axes))
+        whole = truth[name]
+        wanted = DTensor.from_local(
+            tensor.to_local(), part_of(mesh, axes), placements, run_check=False, shape=whole.shape,
+            stride=whole.stride(),
+        )  # fmt: skip
+        assert tensor._spec == wanted._spec
+        assert tensor._spec.__dict__.keys() == wanted._spec.__dict__.keys()
+        assert tensor._spec.shard_order == wanted._spec.shard_order
+        assert (tensor.dtype, tensor.requires_grad) == (whole.dtype, False)
         assert equal(tensor.to_local(), narrowed(truth[name], tensor)), name
         if tensor.dtype in GATHERED and not tensor.is_complex():
             assert equal(tensor.full_tensor(), truth[name]), name
