@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptcore.errors import Finding, MalformedCheckpoint
 from ckptcore.manifest import (
@@ -84,6 +85,27 @@ class Builder:
             raise _too_large(length) from error
         return len(self._items) // 6 - 1
 
+    def items(self, places: Ints, envelope: Ints, codec: Ints, codecs: Sequence[str],
+              member: Mapping[int, str], kept: npt.NDArray[np.bool_]) -> Ints:  # fmt: skip
+        """Adds an item per row that is kept; gives their indices, -1 for the other rows.
+
+        places: int64 [n, 3], file, start, length. envelope, codec: int64 [n], the latter into ``codecs``.
+        member: row -> name, where it has one.
+        """
+        first = len(self._items) // 6
+        number = np.where(kept, first + np.cumsum(kept) - 1, -1)
+        own = []
+        for name in codecs if (codec[kept] > 0).any() else codecs[:1]:
+            if name not in self._codecs:
+                self._codecs.append(name)
+            own.append(self._codecs.index(name))
+        table = np.empty((int(kept.sum()), 6), np.int64)
+        table[:, :3], table[:, 3] = places[kept], envelope[kept]
+        table[:, 4], table[:, 5] = np.array(own, np.int64)[codec[kept]], -1
+        self._items.frombytes(table.tobytes())
+        self._member |= {int(number[row]): name for row, name in member.items()}
+        return number
+
     def tensor(self, spec: TensorSpec) -> int:
         """Adds a tensor; gives its index."""
         self.tensors.append(spec)
@@ -105,6 +127,15 @@ class Builder:
         self._rank.append(len(offset))
         self._dims.extend(offset)
         self._dims.extend(shape)
+
+    def chunks(self, tensor: Ints, offset: Ints, shape: Ints, rank: Ints, item: Ints) -> None:
+        """Adds a chunk per row. offset, shape: int64 [n, r], of which the first ``rank`` count."""
+        dims = np.concatenate([offset, shape], axis=1)
+        real = np.arange(offset.shape[1]) < rank[:, None]
+        self._dims.frombytes(dims[np.concatenate([real, real], axis=1)].tobytes())
+        self._owner.frombytes(np.ascontiguousarray(tensor).tobytes())
+        self._item.frombytes(np.ascontiguousarray(item).tobytes())
+        self._rank.frombytes(rank.astype(np.int8).tobytes())
 
     def build(self, format: str, root: str, origin: Mapping[str, Any]) -> Manifest:
         """The manifest; chunks are grouped by tensor, keeping their order inside one."""

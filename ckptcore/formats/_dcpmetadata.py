@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from ckptcore.errors import MalformedCheckpoint
@@ -17,6 +16,8 @@ _META = "torch.distributed.checkpoint.metadata"
 _MCORE = "megatron.core.dist_checkpointing.strategies.torch"
 _CHUNK, _INDEX = ("offsets", "sizes"), ("fqn", "offset", "index")
 _PLACE = ("relative_path", "offset", "length", "transform_descriptors")
+# What is kept in columns where there are many of it: a tensor's chunks, and the places by name.
+_RUNS = {"ChunkStorageMetadata": ("ChunkStorageMetadata",), "_StorageInfo": ("MetadataIndex", "_StorageInfo")}
 # Permitted globals by module: class -> the fields that its state is kept as.
 _CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
     _META: {  # torch >= 2.3
@@ -44,7 +45,7 @@ _CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 TABLE: dict[str, Any] = {
     **{
-        f"{module}.{name}": record(name, *fields)
+        f"{module}.{name}": record(name, *fields, run=_RUNS.get(name, ()))
         for module, names in _CLASSES.items()
         for name, fields in names.items()
     },
@@ -90,13 +91,6 @@ class Metadata:
         if type(state) is dict and isinstance(state.get("save_id"), str):
             told["save_id"] = state["save_id"]
         return told
-
-    def places(self) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
-        """(FQN, offset or None, storage fields) of every stored item."""
-        for index, info in self.storage.items():
-            fqn, offset, _ = row(index, "MetadataIndex", self.name)
-            where = row(info, "_StorageInfo", self.name)
-            yield fqn, None if offset is None else dims(offset, self.name), where
 
     def names(self) -> list[str]:
         """Every name that a planner saved, where the metadata keeps that."""

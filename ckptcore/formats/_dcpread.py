@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats._bounds import absent
-from ckptcore.formats._dcpmetadata import Metadata, dims, row, state_of
+from ckptcore.formats._dcpcolumns import ChunkRows, Chunks, Ints, Join, Numbers, Places, places, rows_in
+from ckptcore.formats._dcpmetadata import Metadata, dims, state_of
 from ckptcore.formats._dcpobjects import PLAIN, ObjectRules, add_blobs
 from ckptcore.formats._pickle import Record
 from ckptcore.formats.base import Source
@@ -30,7 +34,8 @@ from ckptcore.store import inner_path
 DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
 RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
 _MAX_TOLD = 100  # findings of one kind
-_CODECS = {"stream.zstd": "zstd"}
+_CODEC_NAMES = ("", "zstd")
+_CODECS = {"stream.zstd": _CODEC_NAMES.index("zstd")}
 
 
 def parse_folder(source: Source) -> list[Metadata]:
@@ -85,64 +90,87 @@ class _Columns:
         """listed: names that any of the metadata files lists."""
         self._builder, self._listing, self._listed = builder, listing, listed
         self._specs: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
-        # rows: tensor, offset, shape, (file, start, length, codec) or None
-        self._rows: list[tuple[int, tuple[int, ...], tuple[int, ...], Any]] = []
-        self._seen_files: dict[str, int] = {}
+        self._files = Numbers(self._file)
+        self._naming = ""  # the metadata file that is being read
+        # Of each file: tensors, offsets, shapes and ranks of its chunks, and their places.
+        self._rows: list[tuple[Ints, Chunks, Ints]] = []
 
     def add(self, metadata: Metadata) -> dict[str, Item]:
         """Adds one file's tensors; gives its byte items."""
-        name = metadata.name
-        blobs: dict[str, Item] = {}
-        rows: dict[tuple[str, Any], int] = {}
-        places: list[tuple[int, int, int, str]] = []
-        for fqn, offset, fields in metadata.places():
-            if type(fqn) is not str:
-                raise MalformedCheckpoint(f"{name} stores an item without a name", file=name)
-            rows[fqn, offset] = len(places)
-            places.append(self._place(fields, name))
-        listed = bytearray(len(places))
-
-        def find(fqn: str, offset: tuple[int, ...] | None) -> tuple[int, int, int, str] | None:
-            at = rows.get((fqn, offset))
-            if at is None:
-                return None
-            listed[at] = 1
-            return places[at]
-
+        name = self._naming = metadata.name
+        fqns: list[str] = []
+        numbers = Numbers(lambda fqn: fqns.append(fqn) or len(fqns) - 1)  # type: ignore[func-returns-value]
+        stored = places(metadata, numbers, self._files, self._place, _codec)
+        objects: list[str] = []
+        tensors: dict[int, int] = {}  # number of the name -> of the tensor
+        chunks = ChunkRows(metadata)
         count = 0
         for fqn, entry in metadata.tensors.items():
             if type(fqn) is not str or not isinstance(entry, Record):
                 raise MalformedCheckpoint(f"{name}: entry {shown(fqn)} is not tensor metadata", file=name)
             if entry.kind == "BytesStorageMetadata":
-                place = find(fqn, None)
-                if place is None:
-                    self._builder.findings.append(
-                        finding("no-place", "cover", f"object {fqn} has no place in any file", fqn=fqn)
-                    )
-                else:
-                    blobs[fqn] = Item(*place[:3], Envelope.TORCHZIP, place[3])
+                objects.append(fqn)
                 continue
             state = state_of(entry, "TensorStorageMetadata", name)
-            tensor = self._tensor(fqn, state, metadata)
-            chunks = state.get("chunks")
-            if type(chunks) is not list:
+            number = numbers.one(fqn)
+            tensors[number] = self._tensor(fqn, state, metadata)
+            told = state.get("chunks")
+            if type(told) is not list:
                 raise MalformedCheckpoint(f"{name}: {fqn} has no list of chunks", file=name)
             # Every chunk takes far more bytes of pickle than this; shared lists could claim more.
-            count += len(chunks)
+            count += rows_in(told)
             if count * 8 > metadata.bound:
                 raise MalformedCheckpoint(f"{name} claims more chunks than its size allows", file=name)
-            for chunk in chunks:
-                offsets, sizes = row(chunk, "ChunkStorageMetadata", name)
-                offset, shape = dims(offsets, name), dims(sizes, name)
-                if len(offset) != len(shape):
-                    raise MalformedCheckpoint(f"{name}: a chunk of {fqn} mixes ranks", file=name)
-                self._rows.append((tensor, offset, shape, find(fqn, offset)))
-        self._unlisted(metadata, rows, listed)
+            chunks.add(number, told)
+        for fqn in objects:
+            numbers.one(fqn)
+        listed = chunks.done(fqns)
+        shapes, ranks, owner = self._shapes(tensors, len(fqns))
+        self._require_ranks(listed, ranks, fqns)
+        join = Join(stored, listed, shapes, ranks)
+        blobs = self._objects(objects, numbers, join, stored)
+        self._unlisted(metadata, fqns, join)
+        where = np.concatenate([stored.where, np.full((1, 4), -1, np.int64)])[join.at]
+        self._rows.append((owner[listed.name], listed, where))
         return blobs
 
-    def _unlisted(self, metadata: Metadata, rows: dict[tuple[str, Any], int], listed: bytearray) -> None:
+    def _shapes(self, tensors: Mapping[int, int], names: int) -> tuple[Ints, Ints, Ints]:
+        """By number of the name: the tensor's shape, its rank (-2 where there is none), its position."""
+        specs = {number: self._builder.tensors[t] for number, t in tensors.items()}
+        width = max((len(spec.shape) for spec in specs.values()), default=0)
+        shapes, ranks = np.zeros((names, width), np.int64), np.full(names, -2, np.int64)
+        owner = np.zeros(names, np.int64)
+        for number, spec in specs.items():
+            shapes[number, : len(spec.shape)] = spec.shape
+            ranks[number], owner[number] = len(spec.shape), tensors[number]
+        return shapes, ranks, owner
+
+    @staticmethod
+    def _require_ranks(chunks: Chunks, ranks: Ints, fqns: list[str]) -> None:
+        wrong = chunks.rank != ranks[chunks.name]
+        if wrong.any():
+            n = int(wrong.argmax())
+            fqn = fqns[int(chunks.name[n])]
+            raise MalformedCheckpoint(
+                f"a chunk of {fqn} has {chunks.rank[n]} dims, the tensor {ranks[chunks.name[n]]}"
+            )
+
+    def _objects(self, keys: list[str], numbers: Numbers, join: Join, stored: Places) -> dict[str, Item]:
+        found: dict[str, Item] = {}
+        for key in keys:
+            at = join.object(numbers.one(key))
+            if at < 0:
+                self._builder.findings.append(
+                    finding("no-place", "cover", f"object {key} has no place in any file", fqn=key)
+                )
+            else:
+                file, start, length, codec = stored.where[at].tolist()
+                found[key] = Item(file, start, length, Envelope.TORCHZIP, _CODEC_NAMES[codec])
+        return found
+
+    def _unlisted(self, metadata: Metadata, fqns: list[str], join: Join) -> None:
         """What is stored, or was saved by name, but not listed: something was taken out."""
-        told = [(fqn, offset) for (fqn, offset), at in rows.items() if not listed[at]][:_MAX_TOLD]
+        told = [(fqns[n], offset) for n, offset in islice(join.unlisted(), _MAX_TOLD)]
         for fqn, offset in told:
             what = f"{fqn}, chunk at {list(offset)}" if offset is not None else fqn
             self._builder.findings.append(
@@ -158,17 +186,16 @@ class _Columns:
             for n in lost[:_MAX_TOLD]
         ]
 
-    def _place(self, fields: tuple[Any, ...], name: str) -> tuple[int, int, int, str]:
+    def _place(self, fields: tuple[Any, ...], name: str) -> tuple[int, int, int, int]:
         path, start, length, transforms = fields
         if type(path) is not str or type(start) is not int or type(length) is not int:
             raise MalformedCheckpoint(f"{name} has a storage entry without a place", file=name)
         if min(start, length) < 0 or start + length >= 1 << 62:
             raise MalformedCheckpoint(f"{name} places {length} bytes at {start} of {path!r}", file=name)
-        file = self._seen_files.get(path)
-        if file is None:
-            file = self._builder.file(inner_path(path, what=name), self._listing.get(path))
-            self._seen_files[path] = file
-        return file, start, length, _codec(transforms, name)
+        return self._files.one(path), start, length, _codec(transforms, name)
+
+    def _file(self, path: str) -> int:
+        return self._builder.file(inner_path(path, what=self._naming), self._listing.get(path))
 
     def _tensor(self, fqn: str, state: dict[str, Any], metadata: Metadata) -> int:
         name = metadata.name
@@ -188,50 +215,51 @@ class _Columns:
 
     def flush(self) -> None:
         """Adds the chunks, now that all items of every file are known."""
-        members = self._safetensors_files()
-        seen: dict[tuple[str, int], tuple[int, ...]] = {}
-        for tensor, offset, shape, place in self._rows:
-            spec = self._builder.tensors[tensor]
-            if len(offset) != len(spec.shape):
-                raise MalformedCheckpoint(
-                    f"a chunk of {spec.fqn} has {len(offset)} dims, the tensor {len(spec.shape)}"
-                )
-            if place is None:
-                self._builder.findings.append(
-                    finding("no-place", "cover", f"{spec.fqn}: the chunk at {list(offset)} has no place "
-                            "in any file", fqn=spec.fqn)
-                )  # fmt: skip
-                self._builder.chunk(tensor, offset, shape, -1)
-                continue
-            file, start, length, codec = place
-            if file in members:
-                other = seen.setdefault((spec.fqn, file), offset)
+        sizes = self._safetensors_files()
+        seen: dict[tuple[int, int], tuple[int, ...]] = {}
+        specs = self._builder.tensors
+        for tensor, chunks, where in self._rows:
+            file, start, length, codec = where.T
+            placed, member = file >= 0, np.isin(file, list(sizes))
+            for n in np.flatnonzero(~placed | member).tolist():
+                offset = tuple(chunks.offset[n, : int(chunks.rank[n])].tolist())
+                fqn = specs[int(tensor[n])].fqn
+                if not placed[n]:
+                    self._builder.findings.append(
+                        finding("no-place", "cover", f"{fqn}: the chunk at {list(offset)} has no place "
+                                "in any file", fqn=fqn)
+                    )  # fmt: skip
+                    continue
+                other = seen.setdefault((int(tensor[n]), int(file[n])), offset)
                 if other != offset:
-                    self._builder.findings.append(_lost(spec.fqn, other, offset))
-                length = max(members[file] - start, 0)
-                item = self._builder.item(
-                    Item(file, start, length, Envelope.SAFETENSORS, codec, None, spec.fqn)
-                )
-            elif codec:
-                item = self._builder.item(Item(file, start, length, Envelope.TORCHZIP, codec))
-            else:
-                item = self._builder.plain_item(file, start, length, Envelope.TORCHZIP)
-            self._builder.chunk(tensor, offset, shape, item)
+                    self._builder.findings.append(_lost(fqn, other, offset))
+                length[n] = max(sizes[int(file[n])] - int(start[n]), 0)
+            envelope = np.where(member, int(Envelope.SAFETENSORS), int(Envelope.TORCHZIP))
+            names = {n: specs[int(tensor[n])].fqn for n in np.flatnonzero(member).tolist()}
+            item = self._builder.items(where[:, :3], envelope, codec, _CODEC_NAMES, names, placed)
+            self._builder.chunks(tensor, chunks.offset, chunks.shape, chunks.rank, item)
+        self._rows = []
 
     def _safetensors_files(self) -> dict[int, int]:
         """Files whose tensors are members of a safetensors blob -> file size.
 
         There every item claims exactly its tensor's bytes; a torch zip is about 1 kB longer.
         """
-        exact: dict[int, bool] = {}
-        for tensor, _, shape, place in self._rows:
-            if place is not None:
-                nbytes = BY_NAME[self._builder.tensors[tensor].dtype].itemsize
-                for n in shape:
-                    nbytes *= n
-                exact[place[0]] = exact.get(place[0], True) and place[2] == nbytes and not place[3]
         sizes = self._builder.file_sizes()
-        return {file: sizes[file] or 0 for file, every in exact.items() if every}
+        width = np.array([BY_NAME[t.dtype].itemsize for t in self._builder.tensors], np.int64)
+        used, other = np.zeros(len(sizes), np.bool_), np.zeros(len(sizes), np.bool_)
+        for tensor, chunks, where in self._rows:
+            rows = np.flatnonzero(where[:, 0] >= 0)
+            file, length = where[rows, 0], where[rows, 2]
+            # Behind a size's own rank are zeros. Lengths are below 2**62; what lying sizes hold may be more.
+            extent = np.where(
+                np.arange(chunks.shape.shape[1]) < chunks.rank[rows, None], chunks.shape[rows], 1
+            )
+            nbytes = width[tensor[rows]] * np.prod(extent, axis=1)
+            nbytes[np.prod(extent.astype(np.float64), axis=1) * width[tensor[rows]] >= 2.0**62] = -1
+            used[file] = True
+            other[file[(length != nbytes) | (where[rows, 3] != 0)]] = True
+        return {n: sizes[n] or 0 for n in np.flatnonzero(used & ~other).tolist()}
 
 
 def _metadata_files(source: Source) -> list[str]:
@@ -312,13 +340,14 @@ def _dtype(properties: Any, fqn: str, name: str) -> str:
     raise MalformedCheckpoint(f"{name} does not tell the dtype of {fqn}", file=name)
 
 
-def _codec(descriptors: Any, name: str) -> str:
+def _codec(descriptors: Any, name: str) -> int:
+    """The position in `_CODEC_NAMES` of an item's codec."""
     if descriptors in (None, [], ()):
-        return ""
+        return 0
     if type(descriptors) in (list, tuple) and len(descriptors) == 1 and type(descriptors[0]) is str:
         # form: name[@domain][/version]
         known = _CODECS.get(descriptors[0].split("/")[0].split("@")[0])
-        if known:
+        if known is not None:
             return known
     raise UnsupportedFormat(f"{name}: items are transformed by {shown(descriptors, 120)}",
                             hint="known stream extensions: stream.zstd")  # fmt: skip

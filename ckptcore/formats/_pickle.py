@@ -16,10 +16,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent
+from ckptcore.formats._picklecolumns import Columns, Names, Sizes
 from ckptcore.formats._picklerecords import Call, Memo, Record, Shortcuts, by_name
+from ckptcore.formats._pickleruns import Runs
 from ckptcore.objects import Named, Refused, TensorRef
 
-__all__ = ["Call", "Record", "loads", "record"]
+__all__ = ["Call", "Columns", "Names", "Record", "Sizes", "loads", "record"]
 _MAX_LONG_BYTES = 64
 _MAX_KEY_PARTS = 256
 _MAX_STACK = 100_000  # nesting of marks, far over any real pickle
@@ -32,13 +34,13 @@ _SIZED: dict[type[Any], int] = {
 _SCALARS = frozenset({str, int, bytes, float, bool, type(None)})
 
 
-def record(kind: str, *fields: str) -> Call:
+def record(kind: str, *fields: str, run: tuple[str, ...] = ()) -> Call:
     """A table entry for a class whose instances are kept as `Record`.
 
     fields: when given, a dict state is kept as a tuple of these values, None where absent; a dict
-    per object is what would make large metadata cost gigabytes.
+    per object is what would make large metadata cost gigabytes. run: see `Call`.
     """
-    return Call(kind, lambda *args: Record(kind, args, fields), fields=fields)
+    return Call(kind, lambda *args: Record(kind, args, fields), fields=fields, run=run)
 
 
 def loads(data: bytes, table: Mapping[str, Any], *, what: str,
@@ -80,6 +82,7 @@ def _run(
     memo = Memo()
     rows = memo.rows
     shortcuts = Shortcuts(data, memo)
+    runs = Runs(data, memo)
     at, size = 0, len(data)
     given, limit = 0, _MAX_GIVEN * size + (1 << 20)
     quick = True  # until explicit memo numbers turn up, which protocol 4 does not use
@@ -96,10 +99,11 @@ def _run(
                 value = memo.get(int.from_bytes(data[at : at + 4], "little"))
                 at += 4
             if type(value) is Call and quick and (value.fields or value.is_size):
-                made, end = shortcuts.size(at) if value.is_size else shortcuts.record(value, at)
+                made, end = shortcuts.size(at) if value.is_size else shortcuts.record(value, at, op)
                 if end:
                     append(made)
-                    at = end
+                    at = runs.follow(shortcuts, value, end, stack, marks) if value.run else end
+                    rows = memo.rows
                     continue
             append(value)
         elif op == 0x94:  # MEMOIZE
@@ -211,6 +215,7 @@ def _run(
             at += 1 + n
         elif op == 0x95:  # FRAME
             at += 8
+            runs.frame_end = at + int.from_bytes(data[at - 8 : at], "little")
         elif op == 0x80:  # PROTO
             if data[at] > 5:
                 raise MalformedCheckpoint(f"{what} is pickle protocol {data[at]}, known are 2 to 5")
@@ -254,7 +259,8 @@ def _run(
             stack[-1] = _call(stack[-1], args, what)
         elif op == 0x30:  # POP
             if stack:
-                stack.pop()
+                if type(stack.pop()) is Columns:
+                    raise MalformedCheckpoint(f"{what} takes back what it has put into a list")
             else:
                 stack = marks.pop()
                 append = stack.append
@@ -348,7 +354,7 @@ def _set_items(target: Any, items: list[Any], what: str) -> None:
             raise MalformedCheckpoint(f"{what} has a key without a value")
         keys = items[::2]
         for key in keys:
-            if type(key) not in _SCALARS and type(key) is not Record:
+            if type(key) not in _SCALARS and type(key) is not Record and type(key) is not Columns:
                 _check_key(key, what)
         target.update(zip(keys, items[1::2], strict=True))
     elif type(target) is not Refused:

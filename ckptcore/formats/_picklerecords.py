@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +19,17 @@ class Call:
 
     is_size: it is torch.Size and builds the tuple it is given; metadata holds millions of them.
     fields: for a record class, the names whose values a dict state is kept as, in this order.
+    run: the classes of which metadata holds millions in turn, this one being the last: one of them stands
+    in a list, two are the items of a dict. Whoever reads such a list or dict must know `Columns`.
     """
 
-    __slots__ = ("build", "fields", "is_size", "name")
+    __slots__ = ("build", "fields", "is_size", "name", "run")
 
     def __init__(
-        self, name: str, build: Callable[..., Any], *, is_size: bool = False, fields: tuple[str, ...] = ()
-    ) -> None:
-        self.name, self.build, self.is_size, self.fields = name, build, is_size, fields
+        self, name: str, build: Callable[..., Any], *, is_size: bool = False, fields: tuple[str, ...] = (),
+        run: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.name, self.build, self.is_size, self.fields, self.run = name, build, is_size, fields, run
 
 
 class Record:
@@ -62,29 +66,68 @@ _DIM = re.compile(rb"K(.)|M(..)|J(....)", re.DOTALL)
 
 
 class Memo:
-    """Numbered values. Temporaries of a shortcut have a number, but nobody may fetch them."""
+    """Numbered values. Temporaries of a shortcut have a number, but nobody may fetch them.
 
-    __slots__ = ("_far", "rows")
+    rows: the values behind the last run of columns.
+    """
+
+    __slots__ = ("_base", "_far", "_head", "_parts", "_starts", "rows")
 
     def __init__(self) -> None:
-        self.rows: list[Any] = []  # a list: a dict entry costs ten times as much
+        # A list: a dict entry costs ten times as much. What comes before the first run is asked for most.
+        self._head: list[Any] = []
+        self.rows: list[Any] = self._head
+        self._base = 0  # number of the first of the rows
+        self._starts: list[int] = []
+        self._parts: list[Any] = []  # rows and runs between the head and the rows
         self._far: dict[int, Any] = {}  # so that a huge explicit number costs nothing
 
+    @property
+    def next(self) -> int:
+        """The number that the next value gets."""
+        return self._base + len(self.rows)
+
+    def skip(self, run: Any, behind: int) -> None:
+        """Gives the numbers up to ``behind`` to a run, which has a ``get`` of its own."""
+        if self.rows is not self._head:
+            self._starts.append(self._base)
+            self._parts.append(self.rows)
+        self._starts.append(self.next)
+        self._parts.append(run)
+        self._base, self.rows = behind, []
+
     def put(self, index: int, value: Any) -> None:
-        if index < len(self.rows):
-            self.rows[index] = value
-        elif index == len(self.rows):
+        if index < len(self._head):
+            self._head[index] = value
+        elif index < self._base:
+            raise ValueError(f"memo entry {index} is set twice")
+        elif index < self.next:
+            self.rows[index - self._base] = value
+        elif index == self.next:
             self.rows.append(value)
         else:
             self._far[index] = value
 
     def get(self, index: int) -> Any:
-        value = self.rows[index] if index < len(self.rows) else self._far[index]
+        if index < len(self._head):
+            value = self._head[index]
+        elif index < self._base:
+            value = self._search(index)
+        else:
+            at = index - self._base
+            value = self.rows[at] if at < len(self.rows) else self._far[index]
         if value is _SKIPPED:
             raise ValueError(f"memo entry {index} is a temporary")
         return value
 
+    def _search(self, index: int) -> Any:
+        n = bisect_right(self._starts, index) - 1
+        part = self._parts[n]
+        return part[index - self._starts[n]] if type(part) is list else part.get(index)
 
+
+# A record that was matched: its class, where that is spelled, and the match behind it.
+Seen = tuple[Call, int, re.Match[bytes]]
 _SKIPPED = object()
 _AS_IS: tuple[int, ...] = (-2,)  # names come in the declared order; compared by identity
 
@@ -94,6 +137,8 @@ class Shortcuts:
 
     def __init__(self, data: bytes, memo: Memo) -> None:
         self._data, self._memo = data, memo
+        self.before: Seen | None = None  # the last record but one
+        self.last: Seen | None = None
         self._known: dict[bytes, Any] = {}  # spelling -> integer, or tuple of a size
         self._orders: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
@@ -106,11 +151,15 @@ class Shortcuts:
         self._memo.rows += (_SKIPPED, _SKIPPED, dims)
         return dims, found.end()
 
-    def record(self, call: Call, at: int) -> tuple[Record | None, int]:
-        """(record, end) of an instance behind its class at ``at``; end 0 when it does not match."""
+    def record(self, call: Call, at: int, op: int) -> tuple[Record | None, int]:
+        """(record, end) of an instance behind its class at ``at``; end 0 when it does not match.
+
+        op: the opcode that fetched the class.
+        """
         found = _match_record(self._data, at)
         if found is None:
             return None, 0
+        self.before, self.last = self.last, (call, at - (2 if op == 0x68 else 5), found)
         made = Record(call.name, (), call.fields)
         rows = self._memo.rows
         rows += (made, _SKIPPED)
@@ -125,11 +174,11 @@ class Shortcuts:
         key = (call.name, n0, n1, n2, n3)
         order = self._orders.get(key)
         if order is None:
-            order = self._orders[key] = self._order(call, (n0, n1, n2, n3)[: len(values)])
+            order = self._orders[key] = self.order(call, (n0, n1, n2, n3)[: len(values)])
         made.state = values if order is _AS_IS else tuple([None if i < 0 else values[i] for i in order])
         return made, found.end()
 
-    def _order(self, call: Call, names: tuple[bytes, ...]) -> tuple[int, ...]:
+    def order(self, call: Call, names: tuple[bytes, ...]) -> tuple[int, ...]:
         """For each declared field, which of the named values it is; -1: none."""
         told = [self._memo.get(n[1] if len(n) == 2 else _long(n, 1)) for n in names]
         if any(type(n) is not str for n in told):

@@ -1,0 +1,162 @@
+"""Runs of records read column by column: the same as one by one, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptcore
+from ckptcore.errors import MalformedCheckpoint
+from ckptcore.formats._dcpmetadata import TABLE
+from ckptcore.formats._pickle import Columns, loads
+from ckptcore.formats._pickleruns import Runs
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint import metadata as meta  # noqa: E402
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
+
+HEAD = ")\x81\x94}\x94("  # how an instance begins, if these were bytes
+
+
+def told(ranks: int, shapes: dict[str, tuple[int, ...]], share: bool = False) -> meta.Metadata:
+    """Metadata of a job whose tensors are cut along dim 0, a row a rank, or whole on rank 0.
+
+    share: whether names and offsets are the same objects everywhere, as one process leaves them.
+    """
+    listed: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    offsets: dict[tuple[str, int], Any] = {}
+    paths = [f"__{rank}_0.distcp" for rank in range(ranks)]
+    for name, shape in shapes.items():
+        chunks = []
+        for rank in range(ranks if shape else 1):
+            offset = torch.Size((rank, *(0 for _ in shape[1:]))[: len(shape)])
+            sizes = torch.Size((1, *shape[1:])[: len(shape)])
+            offsets[name, rank] = offset
+            chunks.append(meta.ChunkStorageMetadata(offset, sizes))
+        properties = meta.TensorProperties(dtype=torch.bfloat16)
+        listed[name] = meta.TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    for rank in range(ranks):
+        at = rank << 33  # numbers of every width
+        for name, shape in shapes.items():
+            if shape or not rank:
+                own = name if share else (name + ".")[:-1]
+                index = meta.MetadataIndex(own, index=rank)
+                offset = offsets[name, rank] if share else torch.Size(list(offsets[name, rank]))
+                object.__setattr__(index, "offset", offset)
+                stored[index] = _StorageInfo(paths[rank], at, 2000)
+                at += 2000
+    listed["note"] = meta.BytesStorageMetadata()
+    stored[meta.MetadataIndex("note")] = _StorageInfo(paths[0], 0, 5)
+    return meta.Metadata(listed, {name: (name,) for name in shapes}, stored)
+
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "a.weight": (300, 7), "a.bias": (300,), "scale": (), "conv": (300, 3, 5, 2, 4), "cube": (300, 2, 70000),
+    "names.may.be.long." * 12: (300, 1), f"looks.like.{HEAD}.one": (300, 2), "größe": (300,),
+}  # fmt: skip
+
+
+def digest(folder: Path, data: bytes) -> str:
+    """Of the manifest that a folder with this `.metadata` has."""
+    folder.mkdir(exist_ok=True)
+    (folder / ".metadata").write_bytes(data)
+    (folder / "__0_0.distcp").touch()
+    return ckptcore.open(str(folder)).digest
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Reads no runs from here on."""
+    return lambda: monkeypatch.setattr(Runs, "follow", lambda self, shortcuts, call, at, stack, marks: at)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 70, 300])
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_columns_hold_what_single_records_hold(
+    tmp_path: Path, one_by_one: Callable[[], None], ranks: int, share: bool, protocol: int
+) -> None:
+    data = pickle.dumps(told(ranks, SHAPES, share), protocol=protocol)
+    quick = digest(tmp_path / "at", data)
+    one_by_one()
+    assert digest(tmp_path / "at", data) == quick
+
+
+def test_most_records_are_read_in_runs() -> None:
+    data = pickle.dumps(told(300, SHAPES), protocol=4)
+    state = loads(data, TABLE, what="it").state
+    chunks = state["state_dict_metadata"]["a.weight"].state["chunks"]
+    assert sum(c.count for c in chunks if type(c) is Columns) > 280
+    places = [c.count for c in state["storage_data"] if type(c) is Columns]
+    assert sum(places) > 0.95 * 300 * 7
+
+
+def test_frames_that_begin_inside_a_value_are_not_skipped(one_by_one: Callable[[], None]) -> None:
+    data = pickle.dumps(told(300, SHAPES), protocol=4)
+    at = data.index(b"storage_data")
+    while data[at] != 0x95 or int.from_bytes(data[at + 1 : at + 9], "little") >> 17:
+        at += 1
+    header = data[at : at + 9]
+    # The same opcodes, with the header some bytes earlier: before an opcode, or inside one.
+    changed = [data[: at - n] + header + data[at - n : at] + data[at + 9 :] for n in range(1, 40)]
+    quick = [outcome(one) for one in changed]
+    one_by_one()
+    slow = [outcome(one) for one in changed]
+    assert quick == slow
+    assert {-1, 300} == set(slow)
+
+
+def outcome(data: bytes) -> int:
+    """How many chunks the metadata has of the first tensor; -1 when it is malformed."""
+    try:
+        chunks = loads(data, TABLE, what="it").state["state_dict_metadata"]["a.weight"].state["chunks"]
+    except MalformedCheckpoint:
+        return -1
+    return sum(c.count if type(c) is Columns else 1 for c in chunks)
+
+
+@pytest.mark.parametrize("opcode", [b"0", b"2", b"a", b"s", b"\x86", b"\x94", b"b", b"R", b"1", b"t"])
+def test_an_opcode_between_records_is_not_passed_over(opcode: bytes, one_by_one: Callable[[], None]) -> None:
+    """Either way it is an error, or the same tree."""
+    data = pickle.dumps(told(200, {"w": (200, 4)}), protocol=4)
+    for record in (data.index(b"__100_0.distcp"), data.index(b"offsets") + 4000):
+        at = data.index(b"ub", record) + 2
+        results = []
+        changed = data[:at] + opcode + data[at:]
+        for turn in range(2):
+            if turn:
+                one_by_one()
+            try:
+                state = loads(changed, TABLE, what="it").state
+                chunks = state["state_dict_metadata"]["w"].state["chunks"]
+                results.append(sum(c.count if type(c) is Columns else 1 for c in chunks))
+            except MalformedCheckpoint:
+                results.append(-1)
+        assert results[0] in (-1, results[1]), opcode
+
+
+def test_every_cut_is_an_error() -> None:
+    data = pickle.dumps(told(130, {"w": (130, 4), "b": (130,)}), protocol=4)
+    for end in range(1, len(data), 997):
+        with pytest.raises(MalformedCheckpoint):
+            loads(data[:end], TABLE, what="it")
+
+
+def test_later_references_into_a_run_are_found() -> None:
+    """An offset that the metadata names once more, far behind the run that it is part of."""
+    told_ = told(200, {"w": (200, 4)}, share=True)
+    data = pickle.dumps(told_, protocol=4)
+    state = loads(data, TABLE, what="it").state
+    seen = set()
+    for index in state["storage_data"]:
+        rows = range(index.count) if type(index) is Columns else [None]
+        for row in rows:
+            fqn, offset, _ = index.state if row is None else index.state(0, row)
+            seen.add((fqn, offset))
+    assert seen == {("w", (n, 0)) for n in range(200)} | {("note", None)}
