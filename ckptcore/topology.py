@@ -7,6 +7,7 @@
 5. Optimizer state: what has a parameter's name in its own and its shape lies as the parameter does; what
    has another shape (steps, factors) is replicated where the parameter is. What belongs to no parameter is
    replicated on all ranks.
+6. Buffers (integers, truth values) are replicated where a parameter of that name would be.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptcore.dtype import BY_NAME
 from ckptcore.errors import UsageError
 from ckptcore.manifest import Manifest, TensorSpec
 from ckptcore.meshspec import parse_mesh
@@ -54,7 +56,7 @@ def lay_out(
     for spec in manifest.tensors:
         of = owner.get(spec.fqn)
         if of is not None:
-            same = spec.shape == shapes[of]
+            same = spec.shape == shapes[of] and not _is_buffer(spec)
             found[spec.fqn] = layouts[of] if same else Layout(at=layouts[of].at)
     topology = Topology(whole, {fqn: layout for fqn, layout in found.items() if layout != REPLICATED})
     _require_boxes(topology, manifest.tensors)
@@ -107,6 +109,15 @@ def rank_bytes(topology: Topology, manifest: Manifest) -> list[int]:
     return list(balance(topology, manifest.tensors).held)
 
 
+def _is_buffer(spec: TensorSpec) -> bool:
+    """Positions, masks and counters: trainers shard parameters, and leave buffers whole on every rank.
+
+    Integers of one byte may be packed weights; buffers of floats look like parameters.
+    """
+    dtype = BY_NAME[spec.dtype]
+    return dtype.kind == "b" or (dtype.kind in "iu" and dtype.itemsize > 1)
+
+
 def _needs_rules(mesh: Mesh) -> bool:
     return any(n > 1 for a, n in mesh.axes if a in ("pp", "ep", "tp"))
 
@@ -122,7 +133,7 @@ def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: Rules) -> dict[str, 
     stage: dict[str, tuple[int, ...] | None] = {}
     if sizes.get("pp", 1) > 1:
         if rules.stages is None:
-            raise UsageError(f"{rules.origin} tell no pipeline stages for pp={sizes['pp']}",
+            raise UsageError(f"no pipeline stages for pp={sizes['pp']} in {rules.origin}",
                              hint="add [stages] to --sharding")  # fmt: skip
         stage = place_stages(shapes, rules.stages, sizes["pp"])
     expert = place_experts(shapes, rules, sizes["ep"]) if sizes.get("ep", 1) > 1 else {}
@@ -144,7 +155,7 @@ def _require_rules(shapes: Mapping[str, Shape], rules: Rules) -> None:
     bare = [n for n, shape in shapes.items() if shape and rules.find(n) is None]
     if bare:
         raise UsageError(
-            f"{rules.origin} do not say how to cut {len(bare)} of {len(shapes)} parameters: {some(bare)}",
+            f"{len(bare)} of {len(shapes)} parameters have no rule in {rules.origin}: {some(bare)}",
             hint="add [[rule]] tables for them: --sharding FILE; one with a name alone leaves tp out",
         )
 
