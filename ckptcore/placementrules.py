@@ -70,7 +70,7 @@ def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> R
         ([] if own is None else ["--sharding"])
         + ([] if family is None else [f"the rules for {family} names"])
     )
-    return Rules(tuple(r for f in files for r in f.rule), stages, experts, origin or "no rules")
+    return Rules(tuple(r for f in files for r in f.rule), stages, experts, origin or "the built-in rules")
 
 
 @cache

@@ -178,7 +178,7 @@ def test_without_tensor_parallel_no_rules_are_needed() -> None:
 
 def test_parameters_without_a_rule_are_named() -> None:
     shapes = hf() | {"model.layers.0.odd.weight": (4, 4), "model.layers.0.scale": ()}
-    with pytest.raises(UsageError, match=r"hf names do not say how to cut 1 of 49 parameters: "
+    with pytest.raises(UsageError, match=r"1 of 49 parameters have no rule in the rules for hf names: "
                                          r"model\.layers\.0\.odd\.weight"):  # fmt: skip
         lay_out(manifest_of(shapes), "fsdp=2,tp=2")
     one = 'family = "hf"\n[[rule]]\nfqn = "*.odd.weight"\n'

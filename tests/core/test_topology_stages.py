@@ -84,7 +84,7 @@ def test_stages_that_cannot_be(mesh: str, more: str, told: str) -> None:
 def test_names_without_a_stage() -> None:
     with pytest.raises(UsageError, match=r"no pipeline stage is told for odd\.weight"):
         lay_out(manifest_of(hf() | {"odd.weight": (2, 2)}), "pp=2")
-    with pytest.raises(UsageError, match=r"tell no pipeline stages for pp=2"):
+    with pytest.raises(UsageError, match=r"no pipeline stages for pp=2 in --sharding"):
         lay_out(manifest_of({"a": (2,)}), "pp=2", '[[rule]]\nfqn = "*"')
     with pytest.raises(UsageError, match=r"'layers\.' tells no number"):
         lay_out(manifest_of({"layers.0": (2,)}), "pp=2", '[stages]\nlayers = "layers."')
