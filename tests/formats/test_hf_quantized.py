@@ -216,6 +216,8 @@ def test_casts_come_behind(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu(cli: Cli, tmp_path: Path) -> None:
+    import torch
+
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     made, four = fp8(700, 1300, seed=3), mxfp4(9, 201, seed=4)
