@@ -19,6 +19,7 @@ first = ["tok_embeddings.*"]
 last = ["norm.*", "output.*"]
 stacked = ["*.all_layers.*"]         # layers in one tensor: pp cuts its dim 0
 split = [[0, 2], [2, 4]]             # layers of each stage, half-open; default: even
+weights = [1, 1]                     # or even with embeddings and head counted as layers
 virtual = 2                          # stages per rank; stage s lies on rank s % pp
 ```
 """
@@ -50,6 +51,7 @@ def _place(value: Any) -> Any:
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_list)]
 Place = Annotated[int | None, BeforeValidator(_place)]  # the dim that is cut, None for replicate
+Weight = Annotated[int, Field(ge=0, le=1024)]
 Places = Annotated[tuple[Place, ...], BeforeValidator(_list)]
 
 
@@ -82,7 +84,8 @@ class Stages(_Form):
     layers: how a layer's names begin, a glob with ``{n}`` for its number. first, last: globs. tied: those of
     ``first`` that the last stage needs, too, when no name matches ``head``. stacked: globs on tensors whose
     dim 0 counts layers.
-    split: [first layer, behind the last] of each stage. virtual: stages per rank.
+    split: [first layer, behind the last] of each stage. virtual: stages per rank. weights: as how many layers
+    the embeddings and the head count, when layers are split evenly.
     """
 
     layers: Texts = ()
@@ -93,6 +96,7 @@ class Stages(_Form):
     head: Texts = ()
     split: tuple[tuple[int, int], ...] | None = None
     virtual: int = Field(default=1, ge=1, le=1024)
+    weights: tuple[Weight, Weight] = (0, 0)
 
 
 class ShardingFile(_Form):

@@ -3,7 +3,8 @@
 Stage s lies on rank s % pp, as interleaved schedules have it (Megatron-Core:
 transformer/transformer_layer.py, `get_transformer_layer_offset`; torchtitan:
 distributed/pipeline_parallel.py). Layers are split evenly; where they do not divide, the first stages
-have one more.
+have one more. Embeddings and head may count as layers, as they do for torchtitan
+(`generate_llm_fqn_per_model_part`) and on request for Megatron-Core.
 """
 
 from __future__ import annotations
@@ -86,12 +87,17 @@ def _glob(text: str) -> str:
 
 def _stage_of_layer(layers: int, stages: int, given: Stages, pp: int) -> Mapping[int, int]:
     if stages > layers:
-        told = f"pp={pp}" + (f", virtual={given.virtual}" if given.virtual > 1 else "")
-        raise UsageError(f"{stages} pipeline stages ({told}) for {layers} layers",
+        asked = f"pp={pp}" + (f", virtual={given.virtual}" if given.virtual > 1 else "")
+        raise UsageError(f"{stages} pipeline stages ({asked}) for {layers} layers",
                          hint="a stage has at least one layer")  # fmt: skip
     if given.split is None:
-        least, more = divmod(layers, stages)
+        least, more = divmod(layers + sum(given.weights), stages)
         sizes = [least + (s < more) for s in range(stages)]
+        sizes[0] -= given.weights[0]
+        sizes[-1] -= given.weights[1]
+        if min(sizes) < 0:
+            told = f"weights {list(given.weights)} leave the ends of {layers} layers on {stages} stages"
+            raise UsageError(f"{told} less than nothing", hint="take smaller ones, or tell the split")
         return dict(enumerate(s for s, n in enumerate(sizes) for _ in range(n)))
     flat = [n for part in given.split for n in part]
     if (len(given.split) != stages or flat[0] != 0 or flat[-1] != layers

@@ -27,6 +27,22 @@ def test_layers_are_split_evenly_and_the_first_stages_have_more() -> None:
     assert layers_at("pp=4", 4) == [(0,), (1,), (2,), (3,)]
 
 
+def titan_at(mesh: str, layers: int, rules: str | None = None) -> list[tuple[int, ...]]:
+    names = [f"layers.{n}.attention.wq.weight" for n in range(layers)]
+    ends = {"tok_embeddings.weight": (16, 8), "output.weight": (16, 8)}
+    topology = lay_out(manifest_of(dict.fromkeys(names, (8, 8)) | ends), mesh, rules)
+    return list(stages_of(topology, names).values())
+
+
+def test_torchtitan_counts_embeddings_and_head_as_layers() -> None:
+    counts = [[titan_at("pp=4", n).count((s,)) for s in range(4)] for n in (4, 5, 6, 27, 32)]
+    assert counts == [[1, 2, 1, 0], [1, 2, 2, 0], [1, 2, 2, 1], [7, 7, 7, 6], [8, 9, 8, 7]]
+    even = 'family = "torchtitan"\n[stages]\nlayers = "layers.{n}."\nfirst = "tok_*"\nlast = "output.*"\n'
+    assert [titan_at("pp=4", 5, even).count((s,)) for s in range(4)] == [2, 1, 1, 1]
+    with pytest.raises(UsageError, match=r"weights \[9, 0\] leave the ends of 5 layers on 4 stages"):
+        titan_at("pp=4", 5, even + "weights = [9, 0]")
+
+
 def test_the_ends_of_the_model() -> None:
     names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     topology = lay_out(manifest_of(hf()), "pp=2,fsdp=2")

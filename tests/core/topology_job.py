@@ -137,7 +137,7 @@ def numbered(model: nn.Module) -> None:
 
 
 def staged(model: nn.Module, name: str, stage: int, stages: int) -> None:
-    """Takes out what other stages have; layers as torchtitan splits them, the first stages more."""
+    """Takes out what other stages have; layers as torchtitan and Megatron-Core split three for two."""
     _, _, where, (first, last) = MODELS[name]
     layers = model.get_submodule(where)
     least, more = divmod(LAYERS, stages)
