@@ -51,21 +51,21 @@ def coverage(manifest: Manifest) -> list[Finding]:
 def replicas(manifest: Manifest) -> list[tuple[int, int]]:
     """(first, copy) chunk rows of one tensor with equal boxes that lie in different items."""
     chunks = manifest.chunks
-    return [(first, row) for first, row in _equal_boxes(manifest) if chunks.item[row] != chunks.item[first]]
+    return [(first, row) for first, row in equal_boxes(manifest) if chunks.item[row] != chunks.item[first]]
 
 
 def repeated(manifest: Manifest) -> list[int]:
     """Chunk rows that name the box and the item of an earlier row once more."""
     chunks = manifest.chunks
-    return [row for first, row in _equal_boxes(manifest) if chunks.item[row] == chunks.item[first]]
+    return [row for first, row in equal_boxes(manifest) if chunks.item[row] == chunks.item[first]]
 
 
-def _equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
+def equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
     """(first, later) rows of one tensor with equal, non-empty boxes; all tensors at once."""
     chunks = manifest.chunks
     if not len(chunks):
         return []
-    several = np.flatnonzero((np.diff(chunks.first) > 1)[chunks.tensor])
+    several = np.flatnonzero(_unordered(manifest)[chunks.tensor])
     if not len(several):
         return []
     keys = np.concatenate([chunks.tensor[several, None], chunks.lo[several], chunks.shape[several]], axis=1)
@@ -78,6 +78,21 @@ def _equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
         return []
     head = np.maximum.accumulate(np.where(same, 0, np.arange(len(rows))))
     return [(int(rows[head[i]]), int(rows[i])) for i in np.flatnonzero(same).tolist()]
+
+
+def _unordered(manifest: Manifest) -> npt.NDArray[np.bool_]:
+    """Per tensor, whether a chunk does not begin behind the one before it; only there two can be equal."""
+    chunks = manifest.chunks
+    later = np.zeros(max(len(chunks) - 1, 0), np.bool_)
+    level = ~later
+    for d in range(chunks.lo.shape[1]):
+        step = np.diff(chunks.lo[:, d])
+        later |= level & (step > 0)
+        level &= step == 0
+    found = np.zeros(len(chunks.first) - 1, np.bool_)
+    owner = chunks.tensor
+    found[owner[1:][~later & (owner[1:] == owner[:-1])]] = True
+    return found
 
 
 def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
@@ -101,7 +116,8 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
     start, count = chunks.lo[rows, dims], chunks.shape[rows, dims]
     # Empty chunks hold nothing; replicas count once.
     kept = np.flatnonzero(count > 0)
-    kept = kept[np.lexsort((count[kept], start[kept], owner[kept]))]
+    if not ((np.diff(owner[kept]) > 0) | (np.diff(start[kept]) > 0)).all():  # as ranks save them
+        kept = kept[np.lexsort((count[kept], start[kept], owner[kept]))]
     owner, start, count = owner[kept], start[kept], count[kept]
     if len(owner):
         fresh = np.ones(len(owner), np.bool_)

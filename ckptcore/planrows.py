@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.box import Box
-from ckptcore.cover import repeated, replicas
+from ckptcore.cover import equal_boxes
 from ckptcore.manifest import Chunks, Derived, Ints, Items, Manifest, StoredFile, TensorSpec
 
 
 def copies_in(manifest: Manifest) -> npt.NDArray[np.bool_]:
     """Per chunk, whether an earlier one holds the same elements."""
     copies = np.zeros(len(manifest.chunks), np.bool_)
-    copies[[row for _, row in replicas(manifest)]] = True
-    copies[repeated(manifest)] = True
+    copies[[row for _, row in equal_boxes(manifest)]] = True
     return copies
 
 
