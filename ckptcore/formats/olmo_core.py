@@ -24,7 +24,7 @@ What `olmo_core.distributed.checkpoint` does, and how it is done here:
 | strategy `chunks(n)` | `--max-file-size n` |
 | `num_threads`, `pre_download`, `work_dir` | `--workers`; URLs are read by ranges, never whole |
 | `device` of loaded tensors | `read(..., device="cuda")`; `load_into` fills tensors where they are |
-| `save_state_dict`, `save_model_and_optim_state` | `ckptcore consolidate SRC DST --to olmo_core` |
+| `save_state_dict`, `save_model_and_optim_state` | `ckptcore consolidate`, `reshard`: `--to olmo_core` |
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _paths(stored: Manifest, train: Manifest) -> dict[str, Any]:
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
-    """A step folder as one rank leaves it."""
+    """A step folder as the ranks of a mesh leave it."""
     return arrange_step(request, folder=DCP, marker=MARKER)
 
 
@@ -156,4 +156,5 @@ FORMAT = Format(
     read=read,
     arrange=arrange,
     nests=True,
+    shards=True,
 )

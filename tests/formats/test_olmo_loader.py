@@ -94,6 +94,22 @@ def test_steps_restored_by_olmo_core_3(
     assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tp=2"])
+def test_steps_of_a_mesh_restored_by_olmo_core_3(
+    mesh: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3.0.0: a step folder of so many ranks fills DTensors of others."""
+    python = interpreter("3.0.0")
+    root = sample(request, "v3_bf16params_ws2")
+    step = next(p for p in root.iterdir() if p.name.startswith("step"))
+    if "tp" in mesh:
+        monkeypatch.setattr("ckptcore.compose.lay_out", columns)
+    ckptcore.convert(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh=mesh)
+    assert len(list((tmp_path / "out" / "model_and_optim").glob("__*.distcp"))) == 4
+    assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
+
+
 def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
     """Runs the ranks of a job; gives how many tensors they found equal, all ranks together."""
     with socket.socket() as probe:

@@ -1,0 +1,111 @@
+"""A job of TP x PP ranks: does Megatron-Core load a folder as its models ask for it?
+
+    RANK=0 python mcore_mesh_job.py FOLDERS TP PP OUT
+
+FOLDERS: JSON, checkpoint folder -> safetensors files with its whole tensors. Every rank asks for its
+layers, its rows or columns, and the two halves of its SwiGLU weights, with the offsets that Megatron-LM's
+layers have (megatron/core/transformer/mlp.py, tensor_parallel/layers.py). OUT: where rank 0 puts the
+JSON of, per folder, the names that differ on any rank, how many each rank asked for, and the names of the
+common state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mcore_job import stand_in
+
+warnings.filterwarnings("ignore")
+ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight")
+COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+STACKED = "decoder.layers."
+
+
+class Asked:
+    """What one rank asks for, and what it should get."""
+
+    def __init__(self, tp: int, pp: int, rank: int) -> None:
+        self.tp, self.pp = tp, pp
+        self.stage, self.place = divmod(rank, tp)
+        self.state: dict[str, Any] = {}
+        self.wanted: dict[str, torch.Tensor] = {}
+
+    def tensor(self, key: str, whole: torch.Tensor) -> None:
+        if STACKED in key:
+            for layer in range(len(whole)):
+                if layer * self.pp // len(whole) == self.stage:
+                    self._cut(key, whole[layer], f"{key} {layer}", ((0, layer, len(whole)),))
+        elif self.stage == (0 if "embedding" in key else self.pp - 1):
+            self._cut(key, whole, key, ())
+
+    def _cut(self, key: str, whole: torch.Tensor, name: str, before: tuple[Any, ...]) -> None:
+        n = len(before)
+        if key.endswith("linear_fc1.weight"):  # gate of all ranks, then up of all ranks
+            for half in (0, 1):
+                k = half * self.tp + self.place
+                self._ask(
+                    key, whole.chunk(2 * self.tp)[k], f"{name} {half}", (*before, (n, k, 2 * self.tp)), n
+                )
+        elif key.endswith((*ROWS, *COLUMNS)):
+            dim = int(key.endswith(COLUMNS))
+            part = whole.chunk(self.tp, dim)[self.place]
+            self._ask(key, part, name, (*before, (n + dim, self.place, self.tp)), n)
+        else:
+            self._ask(key, whole, name, before, n, self.place)
+
+    def _ask(self, key: str, part: torch.Tensor, name: str, offsets: tuple[Any, ...], stacked: int,
+             replica: int = 0) -> None:  # fmt: skip
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        self.wanted[name] = part.contiguous()
+        self.state[name] = ShardedTensor.from_rank_offsets(
+            key, torch.zeros_like(self.wanted[name]), *offsets, prepend_axis_num=stacked,
+            replica_id=(0, replica, 0),
+        )  # fmt: skip
+
+
+def main(folders: str, tp: str, pp: str, out: str) -> None:
+    stand_in()
+    rank, world = int(os.environ["RANK"]), int(tp) * int(pp)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{out}.store", world), rank=rank, world_size=world)
+    told = {
+        folder: load(folder, truth, Asked(int(tp), int(pp), rank), world)
+        for folder, truth in json.loads(folders).items()
+    }
+    if rank == 0:
+        Path(out).write_text(json.dumps(told))
+    dist.barrier()  # gloo aborts a rank whose peer has gone
+    dist.destroy_process_group()
+
+
+def load(folder: str, truth: list[str], asked: Asked, world: int) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+    from safetensors.torch import load_file
+
+    for file in truth:
+        for key, whole in load_file(file).items():
+            asked.tensor(key, whole)
+    got = dist_checkpointing.load(asked.state, folder)
+
+    def raw(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+    differ = [k for k, v in asked.wanted.items() if not torch.equal(raw(got[k]), raw(v))]
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, (differ, len(asked.wanted)))
+    return {
+        "differ": sorted({k for names, _ in everywhere for k in names}),
+        "asked": [n for _, n in everywhere],
+        "common": sorted(k for k in got if k not in asked.wanted),
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
