@@ -60,6 +60,8 @@ def compose(request: Request, manifest: Manifest) -> Composed:
     """
     began = time.perf_counter()
     writer = by_name(request.format, writes=True)
+    if request.verb == "reshard":
+        writer = writer.for_mesh or writer
     report = require_whole(manifest, lambda found: _left_out(found, request))
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]

@@ -140,7 +140,8 @@ class Format:
     name: as in `--to` and `inspect`. title: for people. recognised_by: for the support matrix.
     versions: of the format itself, where it counts them; the first is what is written by default.
     single_file: whether what is written is always one file, whatever the destination is called.
-    shards: whether it can be written for a mesh. nests: whether `arrange` asks where names stand in the
+    shards: whether it can be written for a mesh. for_mesh: how it is written for one, where that is another
+    layout with another ``place``. nests: whether `arrange` asks where names stand in the
     tree. place: for a source, the path in the
     output of each of its paths; raises `UnsupportedFormat` when it cannot be written so.
     """
@@ -157,6 +158,7 @@ class Format:
     nests: bool = False
     shards: bool = False
     place: Callable[[Manifest], Callable[[Path], Path]] | None = None
+    for_mesh: Format | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ ModelParallelStrategy under ``state_dict``; optimizers are ``optimizer_0``, ... 
 strategies/fsdp.py and model_parallel.py, save_checkpoint). Fabric keeps the user's own names
 (lightning/fabric/strategies/fsdp.py). What is written is what Lightning's consolidation gives: one
 dict with the values of `meta.pt`, ``state_dict`` and the list ``optimizer_states``
-(pytorch/utilities/consolidate_checkpoint.py), or Fabric's own structure.
+(pytorch/utilities/consolidate_checkpoint.py), or Fabric's own structure; for the ranks of a mesh it is
+such a folder again (`_lightningwrite`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat, findin
 from ckptcore.formats._dcpread import DATA, read_folder
 from ckptcore.formats._lightningnames import parameter_names
 from ckptcore.formats._lightningtree import VERSION, Contents, contents, read_tree
+from ckptcore.formats._lightningwrite import META, arrange_sharded, keeps_its_place
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats._torchfile import torch_file
 from ckptcore.formats._torchzip import head_holds, is_zip
@@ -37,7 +39,7 @@ from ckptcore.manifest import Manifest
 from ckptcore.objects import TensorRef, decode, tensors_in
 from ckptcore.paths import Path, Paths
 
-NAME, META, DEFAULT = "lightning", "meta.pt", "checkpoint.ckpt"
+NAME, DEFAULT = "lightning", "checkpoint.ckpt"
 _OPTIMIZER = re.compile(r"optimizer_(\d{1,9})$")
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _MODELS = ("model", "state_dict")
@@ -192,7 +194,7 @@ def _with_model(manifest: Manifest, root: str) -> Manifest:
     return replace(manifest, origin={**manifest.origin, "model": {"prefix": start, "because": because}})
 
 
-FORMAT = Format(
+_FILE = Format(
     name=NAME,
     title="Lightning and Fabric checkpoint (Trainer, FSDPStrategy, ModelParallelStrategy)",
     recognised_by="`meta.pt` beside a DCP folder; a torch zip with the key `pytorch-lightning_version`",
@@ -202,5 +204,8 @@ FORMAT = Format(
     arrange=arrange,
     single_file=True,
     nests=True,
+    shards=True,
     place=place,
 )
+_FOLDER = replace(_FILE, arrange=arrange_sharded, single_file=False, place=keeps_its_place)
+FORMAT = replace(_FILE, for_mesh=_FOLDER)
