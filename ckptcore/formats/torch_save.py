@@ -33,7 +33,7 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 DEFAULT = "model.pt"
 # Globals that hold tensor data in ways this reader does not take apart.
 _TENSOR_CLASSES = ("torch._tensor.", "torch._utils.", "torch.distributed", "torch.nested",
-                   "torch.ao.", "torchao.", "torch.sparse", "torch.nn.modules")  # fmt: skip
+                   "torch.ao.", "torchao.", "torch.sparse")  # fmt: skip
 
 
 def detect(source: Source) -> Evidence | None:

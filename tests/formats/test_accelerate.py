@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from samples import SAMPLES, Sample, differences, expected_tensors, read_safetensors
 
+from ckptcore.api import read as read_tensor
 from ckptcore.errors import AmbiguousModel, NotComplete, UnsupportedFormat
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.manifest import Manifest
@@ -136,3 +138,66 @@ def copied(saved: Sample, under: Path) -> Path:
 
 def read(folder: Path) -> Manifest:
     return read_manifest(open_source(str(folder)))
+
+
+def full(folder: Path, **more: Any) -> Path:
+    """A small save in whole files."""
+    folder.mkdir(exist_ok=True)
+    weights = {"up.weight": torch.arange(6.0).reshape(2, 3)}
+    state = {"up.weight": {"exp_avg": torch.ones(2, 3)}}
+    torch.save(weights, folder / "pytorch_model_fsdp.bin")
+    torch.save({"state": state, "param_groups": [{"params": ["up.weight"]}]}, folder / "optimizer.bin")
+    for name, value in more.items():
+        torch.save(value, folder / name.replace("__", "."))
+    return folder
+
+
+def test_a_safetensors_file_beside_the_model_is_what_loaders_take(tmp_path: Path) -> None:
+    """The Trainer writes it at the end of a run: the whole model, next to FSDP's own file."""
+    folder = full(tmp_path / "ckpt")
+    assert read(folder).format == "accelerate"
+    save_file({"up.weight": torch.ones(2, 3)}, folder / "model.safetensors")
+    assert read(folder).format == "safetensors"
+
+
+def test_states_that_are_cut_or_of_many_ranks(tmp_path: Path) -> None:
+    folder = full(tmp_path / "ckpt", scheduler__pt={"last_epoch": 1})
+    (folder / "scheduler.pt").write_bytes((folder / "scheduler.pt").read_bytes()[:40])
+    for rank in (0, 2):
+        torch.save({"cpu": torch.full((8,), rank, dtype=torch.uint8)}, folder / f"rng_state_{rank}.pth")
+    found = {(f.code, f.file) for f in read(folder).findings}
+    assert ("malformed-item", "scheduler.pt") in found
+    assert ("missing-part", "rng_state_1.pth") in found
+
+
+@pytest.mark.parametrize("text", ["{", '{"global_step": 1', "\xff"])
+def test_a_trainer_state_that_is_no_json(text: str, tmp_path: Path) -> None:
+    folder = full(tmp_path / "ckpt")
+    (folder / "trainer_state.json").write_bytes(text.encode("latin-1"))
+    manifest = read(folder)
+    assert [(f.code, f.file) for f in manifest.findings] == [("malformed-metadata", "trainer_state.json")]
+    assert "step" not in manifest.origin
+
+
+def test_a_trainer_state_without_a_step(tmp_path: Path) -> None:
+    folder = full(tmp_path / "ckpt")
+    (folder / "trainer_state.json").write_text("[1, 2]")
+    manifest = read(folder)
+    assert manifest.findings == ()
+    assert "step" not in manifest.origin
+    assert {b.key: decode(b.tree) for b in manifest.blobs}["trainer_state"] == [1, 2]
+
+
+def test_ranks_files_without_dcp(tmp_path: Path) -> None:
+    """``use_dcp=False``: a rank's file that is lost is named, for the model and for the optimizer."""
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    for rank in range(3):
+        torch.save({"w": torch.ones(4)}, folder / f"pytorch_model_fsdp_0_rank{rank}.bin")
+        torch.save({"state": {}, "param_groups": []}, folder / f"optimizer_0_rank{rank}.bin")
+    manifest = read(folder)
+    assert manifest.format == "accelerate"
+    assert torch.equal(read_tensor(manifest, "model.w"), torch.ones(4))
+    (folder / "optimizer_0_rank1.bin").unlink()
+    found = [(f.code, f.file) for f in read(folder).findings if f.severity == "error"]
+    assert found == [("missing-rank", "optimizer_0_rank1.bin")]

@@ -1,0 +1,167 @@
+"""One torch.save file: what is no plain state dict is refused by name, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning_cases import VERSION
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import ckptcore
+from ckptcore.errors import (
+    DamagedCheckpoint,
+    MalformedCheckpoint,
+    NameMismatch,
+    UnknownFormat,
+    UnsupportedFormat,
+)
+from ckptcore.objects import decode
+
+
+def saved(folder: Path, tree: Any, name: str = "model.pt") -> Path:
+    torch.save(tree, folder / name)
+    return folder / name
+
+
+def without(path: Path, record: str) -> Path:
+    """A copy of a torch zip that lacks one of its records."""
+    made = path.with_name("less.pt")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
+        for entry in old.infolist():
+            if not entry.filename.endswith(record):
+                new.writestr(entry, old.read(entry))
+    return made
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".weights"])
+def test_any_name_of_a_torch_zip(suffix: str, tmp_path: Path) -> None:
+    """A folder with one such file is that file; an odd suffix has to be named."""
+    path = saved(tmp_path, {"w": torch.arange(4)}, f"model{suffix}")
+    assert torch.equal(ckptcore.read(ckptcore.open(str(path)), "w"), torch.arange(4))
+    if suffix == ".weights":
+        with pytest.raises(UnknownFormat):
+            ckptcore.open(str(tmp_path))
+    else:
+        assert ckptcore.open(str(tmp_path)).format == "torch_save"
+
+
+def test_other_zips_are_none(tmp_path: Path) -> None:
+    np.savez(tmp_path / "arrays.npz", w=np.ones(3))
+    (tmp_path / "short.pt").write_bytes(b"PK")
+    for name in ("arrays.npz", "short.pt"):
+        with pytest.raises(UnknownFormat):
+            ckptcore.open(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(("tree", "told"), [([torch.ones(2)], "list"), (torch.ones(2), "StoredView")])
+def test_what_is_no_dict(tree: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormat, match=f"holds a {told}"):
+        ckptcore.open(str(saved(tmp_path, tree)))
+
+
+def test_two_values_of_one_name(tmp_path: Path) -> None:
+    """Names are paths joined with dots, and a key may hold one."""
+    with pytest.raises(NameMismatch, match=r"two values are called a\.b"):
+        ckptcore.open(str(saved(tmp_path, {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})))
+
+
+def test_a_storage_that_is_not_there(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"a": torch.ones(2), "b": torch.zeros(3)})
+    with pytest.raises(MalformedCheckpoint, match="no storage '1' for b"):
+        ckptcore.open(str(without(path, "data/1")))
+
+
+def test_values_of_unknown_classes_are_left_out_by_name(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"w": torch.ones(2), "config": {"act": torch.nn.GELU}, "step": 3})
+    manifest = ckptcore.open(str(path))
+    assert [(f.code, f.fqn) for f in manifest.findings] == [("refused-global", "config")]
+    ckptcore.convert(str(path), str(tmp_path / "out.pt"), to="torch_save")
+    assert set(torch.load(tmp_path / "out.pt")) == {"w", "step"}
+
+
+def test_tensors_in_an_unknown_class_are_not_left_out(tmp_path: Path) -> None:
+    """A pickled module, say: its tensors cannot be taken out without running its code."""
+    path = saved(tmp_path, {"w": torch.ones(2), "net": torch.nn.Linear(2, 3)})
+    with pytest.raises(UnsupportedFormat, match=r"torch\.nn\.modules\.linear\.Linear"):
+        ckptcore.open(str(path))
+
+
+class Foreign:
+    """A class of nobody's."""
+
+    def __init__(self) -> None:
+        self.held = torch.ones(5)
+
+
+def test_tensors_in_a_class_of_the_user(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"w": torch.ones(2), "x": Foreign()})
+    with pytest.raises(UnsupportedFormat, match="20 bytes of tensors inside"):
+        ckptcore.open(str(path))
+
+
+def test_one_view_under_many_names(tmp_path: Path) -> None:
+    """Each within its bounds, all together far more than the file."""
+    wide = torch.zeros(1).expand(15_000_000)
+    with pytest.raises(MalformedCheckpoint, match="stand for tensors"):
+        ckptcore.open(str(saved(tmp_path, {"a": wide, "b": wide})))
+
+
+def test_a_distributed_tensor_is_no_plain_one(tmp_path: Path) -> None:
+    """One rank's file by another name."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        value = DTensor.from_local(torch.ones(3), mesh, [Replicate()])
+        path = saved(tmp_path, {"w": value})
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(UnsupportedFormat, match="not a plain full state dict"):
+        ckptcore.open(str(path))
+
+
+def test_a_value_that_is_a_tensor_is_written_once(tmp_path: Path) -> None:
+    """A Lightning file's top-level tensor is an object there, and a plain tensor here."""
+    full = {**VERSION, "state_dict": {"w": torch.ones(2)}, "seed": torch.tensor([7, 8])}
+    source = saved(tmp_path, full, "full.ckpt")
+    ckptcore.convert(str(source), str(tmp_path / "out.pt"), to="torch_save")
+    found = torch.load(tmp_path / "out.pt")
+    assert torch.equal(found["seed"], torch.tensor([7, 8]))
+    assert torch.equal(found["state_dict.w"], torch.ones(2))
+
+
+def test_a_tensor_and_a_value_of_one_name(tmp_path: Path) -> None:
+    source = saved(tmp_path, {"w": torch.ones(2), "step": 3})
+    with pytest.raises(NameMismatch, match="step"):
+        ckptcore.convert(str(source), str(tmp_path / "out.pt"), to="torch_save", rename=[("w", "step")])
+
+
+def test_one_ranks_file_by_itself_is_said(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"w": torch.ones(2)}, "model_rank_3.pt")
+    assert [f.code for f in ckptcore.open(str(path)).findings] == ["missing-part"]
+
+
+def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
+    values = {
+        "text": "x", "list": [1, [2.5, None]], "pair": (True, (b"raw", 1 - 2j)), "set": {1, 2},
+        "dtype": torch.bfloat16, "device": torch.device("cuda", 1), "size": torch.Size([2, 3]),
+    }  # fmt: skip
+    manifest = ckptcore.open(str(saved(tmp_path, {"w": torch.ones(1), "values": values})))
+    assert manifest.findings == ()
+    (blob,) = manifest.blobs
+    assert blob.key == "values"
+    assert set(decode(blob.tree)) == set(values)
+
+
+def test_a_flipped_byte_in_the_pickle(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"weight": torch.ones(2)})
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"weight")] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DamagedCheckpoint):
+        ckptcore.open(str(path))
