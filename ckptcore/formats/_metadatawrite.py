@@ -14,6 +14,14 @@ from typing import Any
 META = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"
 Path = tuple[str | int, ...]
+# What has been written once when the first chunk, and the first place, of a tensor has.
+_CHUNK = ((META, "ChunkStorageMetadata"), ("torch", "Size"), "offsets", "sizes")
+_PLACE = (
+    (META, "MetadataIndex"), (FILES, "_StorageInfo"), ("torch", "Size"), "fqn", "offset", "index",
+    "relative_path", "length",
+)  # fmt: skip
+_START = b"\x80\x04\x95" + bytes(8)  # protocol, and the length of the frame
+_BEGIN = b")\x81\x94}\x94("  # an instance, whose fields follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,10 @@ def _properties(p: _Pickle, dtype: str) -> None:
 
 def _chunks(p: _Pickle, tensor: StoredTensor) -> None:
     p.open_list()
-    for offset, sizes, _ in tensor.chunks:
+    for n, (offset, sizes, _) in enumerate(tensor.chunks):
+        if p.knows(_CHUNK):
+            _chunks_alike(p, tensor.chunks[n:] if n else tensor.chunks)
+            break
         p.begin(META, "ChunkStorageMetadata")
         p.text("offsets")
         p.size(offset)
@@ -98,6 +109,20 @@ def _chunks(p: _Pickle, tensor: StoredTensor) -> None:
         p.size(sizes)
         p.end()
     p.close_list()
+
+
+def _chunks_alike(p: _Pickle, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], Place]]) -> None:
+    """What `_chunks` writes; all but the numbers has been written once, and is a reference."""
+    head = p.known(META, "ChunkStorageMetadata") + _BEGIN + p.known("offsets")
+    between = p.known("sizes")
+    out: list[bytes] = []
+    memoized = 2 * len(chunks)
+    for offset, sizes, _ in chunks:
+        first, a = p.sized(offset)
+        second, b = p.sized(sizes)
+        out += (head, first, between, second, b"ub")
+        memoized += a + b
+    p.add(b"".join(out), memoized)
 
 
 def _planner(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, Place],
@@ -118,8 +143,33 @@ def _storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, 
         _stored(p, name, None, None, place)
     for t in tensors:
         for n, (offset, _, place) in enumerate(t.chunks):
+            if p.knows(_PLACE):
+                _stored_alike(p, t, n)
+                break
             _stored(p, t.fqn, offset, n, place)
     p.close_dict()
+
+
+def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
+    """What `_stored` writes for the chunks from ``first`` on, by references as `_chunks_alike` does."""
+    head = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn) + p.known("offset")
+    index = p.known("index")
+    info = b"ub" + p.known(FILES, "_StorageInfo") + _BEGIN + p.known("relative_path")
+    offset_of, length_of = p.known("offset"), p.known("length")
+    out: list[bytes] = []
+    memoized = 0
+    for n, (offset, _, place) in enumerate(tensor.chunks[first:] if first else tensor.chunks, first):
+        where, a = p.sized(offset)
+        memoized += a + 4
+        out += (head, where, index, number(n), info)
+        if not p.knows((place.path,)):  # its text stands here, and has a number
+            p.add(b"".join(out), memoized)
+            out, memoized = [], 0
+            p.text(place.path)
+        else:
+            out.append(p.known(place.path))
+        out += (offset_of, number(place.start), length_of, number(place.length), b"ub")
+    p.add(b"".join(out), memoized)
 
 
 def _stored(p: _Pickle, name: str, offset: tuple[int, ...] | None, index: int | None, place: Place) -> None:
@@ -145,14 +195,16 @@ class _Pickle:
     """Emits protocol 4 opcodes, memoised as CPython's pickler memoises them."""
 
     def __init__(self) -> None:
-        self._out = bytearray()
+        self._out = bytearray(_START)
         self._memo: dict[Any, int] = {}
         self._count = 0
+        self._sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}
 
     def finish(self) -> bytes:
         """The whole pickle, in one frame."""
-        body = bytes(self._out + b".")
-        return b"\x80\x04\x95" + len(body).to_bytes(8, "little") + body
+        self._out += b"."
+        self._out[len(_START) - 8 : len(_START)] = (len(self._out) - len(_START)).to_bytes(8, "little")
+        return bytes(self._out)
 
     def none(self) -> None:
         self._out += b"N"
@@ -170,16 +222,28 @@ class _Pickle:
     def build(self) -> None:
         self._out += b"b"
 
+    def add(self, data: bytes, memoized: int) -> None:
+        """Opcodes that are spelled already, and how many values they memoize."""
+        self._out += data
+        self._count += memoized
+
+    def knows(self, keys: Sequence[str | tuple[str, str]]) -> bool:
+        """Whether all of these texts and globals have been written."""
+        return all(key in self._memo for key in keys)
+
+    def known(self, *key: str) -> bytes:
+        """The reference to a text, or to a global by module and name."""
+        return _reference(self._memo[key if len(key) > 1 else key[0]])
+
+    def sized(self, dims: tuple[int, ...]) -> tuple[bytes, int]:
+        """What `size` writes once torch.Size is known, and how many values that memoizes."""
+        found = self._sizes.get(dims)
+        if found is None:
+            found = self._sizes[dims] = self.known("torch", "Size") + _size(dims), 3 if dims else 2
+        return found
+
     def integer(self, value: int) -> None:
-        if 0 <= value < 256:
-            self._out += b"K" + bytes([value])
-        elif 0 <= value < 65536:
-            self._out += b"M" + value.to_bytes(2, "little")
-        elif value < 1 << 31:
-            self._out += b"J" + value.to_bytes(4, "little", signed=True)
-        else:
-            n = value.bit_length() // 8 + 1
-            self._out += b"\x8a" + bytes([n]) + value.to_bytes(n, "little", signed=True)
+        self._out += number(value)
 
     def plain(self, value: str | int) -> None:
         """A text or a number."""
@@ -220,17 +284,7 @@ class _Pickle:
     def size(self, dims: tuple[int, ...]) -> None:
         """A torch.Size."""
         self.glob("torch", "Size")
-        if len(dims) > 3:
-            self.mark()
-        for n in dims:
-            self.integer(n)
-        self._out += {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(dims), b"t")
-        if dims:
-            self._memoize(None)
-        self._out += b"\x85"
-        self._memoize(None)
-        self._out += b"R"
-        self._memoize(None)
+        self.add(_size(dims), 3 if dims else 2)
 
     def instance(self, module: str, name: str) -> None:
         """An object without its state."""
@@ -268,7 +322,7 @@ class _Pickle:
         at = self._memo.get(key)
         if at is None:
             return False
-        self._out += b"h" + bytes([at]) if at < 256 else b"j" + at.to_bytes(4, "little")
+        self._out += _reference(at)
         return True
 
     def _memoize(self, key: Any) -> None:
@@ -276,3 +330,29 @@ class _Pickle:
         if key is not None:
             self._memo[key] = self._count
         self._count += 1
+
+
+def number(value: int) -> bytes:
+    """How CPython's pickler spells a number.
+
+    >>> number(5), number(70000)
+    (b'K\\x05', b'Jp\\x11\\x01\\x00')
+    """
+    if 0 <= value < 256:
+        return b"K" + bytes((value,))
+    if 0 <= value < 65536:
+        return b"M" + value.to_bytes(2, "little")
+    if value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    n = value.bit_length() // 8 + 1
+    return b"\x8a" + bytes((n,)) + value.to_bytes(n, "little", signed=True)
+
+
+def _size(dims: tuple[int, ...]) -> bytes:
+    """What stands behind torch.Size."""
+    end = {0: b")", 1: b"\x85\x94", 2: b"\x86\x94", 3: b"\x87\x94"}.get(len(dims), b"t\x94")
+    return b"".join((b"(" if len(dims) > 3 else b"", *map(number, dims), end, b"\x85\x94R\x94"))
+
+
+def _reference(at: int) -> bytes:
+    return b"h" + bytes((at,)) if at < 256 else b"j" + at.to_bytes(4, "little")
