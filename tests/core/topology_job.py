@@ -54,13 +54,13 @@ class Parts(nn.Module):
 
 
 class Experts(nn.Module):
-    """torchtitan's: [experts, out, in]."""
+    """torchtitan's: [experts, out, in], even: FSDP cuts other dims than the first evenly only."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.w1 = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, WIDTH))
-        self.w2 = nn.Parameter(torch.zeros(EXPERTS, WIDTH, HIDDEN))
-        self.w3 = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, WIDTH))
+        self.w1 = nn.Parameter(torch.zeros(EXPERTS, 12, 8))
+        self.w2 = nn.Parameter(torch.zeros(EXPERTS, 8, 12))
+        self.w3 = nn.Parameter(torch.zeros(EXPERTS, 12, 8))
 
 
 def torchtitan(moe: bool = False) -> nn.Module:
