@@ -1,9 +1,11 @@
 """A job that loads its ranks' files: torch.load on every rank, then whole tensors against the truth.
 
 Run as a program: ``rank_files_job.py FOLDER``. Every FOLDER/MESH, as in ``fsdp=2,tp=2``, is loaded by that
-many gloo ranks. MESH/ckpt: the files. MESH/truth.pt: name -> whole tensor; MESH/placements.pt: name ->
-(mesh axes, placements, stages), for those that must be distributed. With MESH/trained.pt, a model and an
-optimizer are resumed from the files in MESH/resumed as verl does, and compared. What failed is printed.
+many gloo ranks; what failed is printed.
+
+- MESH/ckpt: the files. MESH/truth.pt: name -> whole tensor. MESH/placements.pt: name -> (mesh axes,
+  placements, stages), for those that must be distributed. MESH/builtin: the same again.
+- MESH/trained.pt: a model and an optimizer, resumed from the files in MESH/resumed as verl does.
 """
 
 from __future__ import annotations
@@ -121,6 +123,8 @@ def rank_main(rank: int, world: int, folder: Path, axes: dict[str, int]) -> None
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     compare(folder, mesh)
+    if (folder / "builtin").exists():
+        compare(folder / "builtin", mesh)
     if (folder / "trained.pt").exists():
         resume(folder, mesh)
     dist.barrier()

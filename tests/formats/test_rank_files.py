@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from ranks_job import Model
@@ -19,7 +20,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptcore
+from ckptcore.errors import UnsupportedFormat
+from ckptcore.formats._rankwrite import arrange
+from ckptcore.formats.base import Arrangement
+from ckptcore.manifest import TensorSpec
 from ckptcore.sharding import Layout, Mesh, Topology
+from ckptcore.topology import lay_out
 
 if TYPE_CHECKING:
     from driver import Cli
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
 JOB = Path(__file__).with_name("rank_files_job.py")
 MESHES = ["fsdp=1", "fsdp=2", "fsdp=3", "fsdp=4", "fsdp=2,tp=2", "dp_replicate=2,fsdp=2", "pp=2,fsdp=2",
           "fsdp=1,tp=2", "fsdp=2,ep=2"]  # fmt: skip
+BUILTIN = "fsdp=2,tp=2"  # also with the layouts of the built-in rules
 RESUMED = ["fsdp=1", "fsdp=3"]
 
 
@@ -77,15 +84,13 @@ def layouts(axes: dict[str, int]) -> dict[str, Layout]:
     return found
 
 
-def reshard(source: Path, target: Path, mesh: str, *, to: str = "torch_ranks",
-            found: dict[str, Layout] | None = None) -> None:  # fmt: skip
+def reshard(source: Path, target: Path, mesh: str, found: dict[str, Layout] | None = None) -> None:
     """found: layouts to use, None for those of the built-in rules."""
-
     with pytest.MonkeyPatch.context() as patch:
         if found is not None:
             topology = Topology(Mesh(tuple(axes_of(mesh).items())), found)
             patch.setattr("ckptcore.compose.lay_out", lambda *_: topology)
-        ckptcore.convert(str(source), str(target), verb="reshard", to=to, mesh=mesh)
+        ckptcore.convert(str(source), str(target), verb="reshard", to="torch_ranks", mesh=mesh)
 
 
 def axes_of(mesh: str) -> dict[str, int]:
@@ -112,6 +117,11 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+def placements(layouts: dict[str, Layout]) -> dict[str, Any]:
+    """What the job is to find: name -> (axes, placements, stages)."""
+    return {n: (a.axes, a.placements, a.at[0][1] if a.at else ()) for n, a in layouts.items()}
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder per mesh with rank files that the job has loaded; those it found equal have a mark."""
@@ -121,10 +131,14 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.save(truth, here / "truth.pt")
         found = layouts(axes_of(mesh))
         reshard(here / "truth.pt", here / "ckpt", mesh, found=found)
-        placed = {}
-        for name, layout in found.items():
-            placed[name] = layout.axes, layout.placements, layout.at[0][1] if layout.at else ()
-        torch.save(placed, here / "placements.pt")
+        torch.save(placements(found), here / "placements.pt")
+        if mesh == BUILTIN:
+            (here / "builtin").mkdir()
+            torch.save(llama(), here / "builtin" / "truth.pt")
+            reshard(here / "builtin" / "truth.pt", here / "builtin" / "ckpt", mesh)
+            found = dict(lay_out(ckptcore.open(str(here / "builtin" / "truth.pt")), mesh).layouts)
+            assert _StridedShard(0, split_factor=2) in found["model.layers.1.mlp.up_proj.weight"].placements
+            torch.save(placements(found), here / "builtin" / "placements.pt")
         if mesh in RESUMED:
             torch.save(trained(), here / "trained.pt")
             reshard(here / "trained.pt", here / "resumed", mesh)
@@ -160,6 +174,57 @@ def test_verls_parts_read_back_by_name(mesh: str, loaded: Path) -> None:
     blobs = {b.key: b.tree for b in manifest.blobs}
     assert blobs["extra_state.epoch"] == 3
     assert blobs["optim.param_groups"][0]["params"] == truth["optim"]["param_groups"][0]["params"]
+
+
+def llama() -> dict[str, torch.Tensor]:
+    """A Hugging Face model of two layers, in small."""
+    torch.manual_seed(5)
+    shapes = {"self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8),
+              "self_attn.o_proj": (8, 8), "mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8),
+              "mlp.down_proj": (8, 12), "input_layernorm": (8,), "mlp.norm": (8,)}  # fmt: skip
+    layers = {f"model.layers.{n}.{k}.weight": torch.randn(s) for n in (0, 1) for k, s in shapes.items()}
+    ends = {"model.embed_tokens.weight": torch.randn(10, 8), "model.norm.weight": torch.randn(8),
+            "lm_head.weight": torch.randn(10, 8)}  # fmt: skip
+    return {k: v.bfloat16() for k, v in (layers | ends).items()}
+
+
+def states() -> dict[str, Any]:
+    """A model and an optimizer with two groups, of which one parameter has no state yet."""
+    weights = {"a": torch.randn(4), "b": torch.randn(4), "c": torch.randn(4)}
+    state = {n: {"step": torch.tensor(2.0), "exp_avg": torch.randn(weights[n].shape)} for n in ("c", "a")}
+    groups = [{"lr": 0.5, "params": ["b", "c"]}, {"lr": 0.25, "betas": (0.5, 0.75), "params": ["a"]}]
+    seed = np.arange(6, dtype=np.uint32)
+    return {"model": weights, "optim": {"state": state, "param_groups": groups},
+            "extra_state": {"tables": {"a": seed, "n": 3}}, "step": 7}  # fmt: skip
+
+
+def test_an_optimizer_is_numbered_as_torch_does(tmp_path: Path) -> None:
+    """State by number in the groups' order, names beside where the numbers alone would prove nothing."""
+    torch.save(truth := states(), tmp_path / "in.pt")
+    ckptcore.convert(str(tmp_path / "in.pt"), str(tmp_path / "out"), to="torch_ranks")
+    found = torch.load(tmp_path / "out" / "optim_world_size_1_rank_0.pt")
+    assert list(found["state"]) == [1, 2]
+    assert equal(found["state"][2]["exp_avg"], truth["optim"]["state"]["a"]["exp_avg"])
+    assert found["param_groups"] == [
+        {"lr": 0.5, "params": [0, 1], "param_names": ["b", "c"]},
+        {"lr": 0.25, "betas": (0.5, 0.75), "params": [2], "param_names": ["a"]},
+    ]
+    assert torch.load(tmp_path / "out" / "step_world_size_1_rank_0.pt") == 7
+    assert list(torch.load(tmp_path / "out" / "model_world_size_1_rank_0.pt")) == ["a", "b", "c"]
+    extra = torch.load(tmp_path / "out" / "extra_state_world_size_1_rank_0.pt", weights_only=False)
+    assert np.array_equal(extra["tables"]["a"], truth["extra_state"]["tables"]["a"])
+    found = ckptcore.diff(str(tmp_path / "in.pt"), str(tmp_path / "out"))
+    assert not found.tensors
+    assert all("param_names" in o.name for o in found.objects), found.objects
+
+
+def test_a_part_of_a_list_is_refused(tmp_path: Path) -> None:
+    """Positions have a meaning: a rank without one of a list's tensors has no list."""
+    spec = [TensorSpec(f"w.{n}", "float32", (2,)) for n in (0, 1)]
+    layouts = {f"w.{n}": Layout(at=(("pp", (n,)),)) for n in (0, 1)}
+    paths = {f"w.{n}": ("w", n) for n in (0, 1)}
+    with pytest.raises(UnsupportedFormat, match=r"w\.1 stands in a list"):
+        arrange(Arrangement(spec, paths=paths, topology=Topology(Mesh((("pp", 2),)), layouts)))
 
 
 @pytest.mark.xdist_group("rank_files")
