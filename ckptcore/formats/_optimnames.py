@@ -20,6 +20,7 @@ Params = Sequence[tuple[str, Shape]]  # (name, global shape) of a model's parame
 
 AMBIGUOUS = "the order and shapes of its parameters fit the model in more than one way"
 NO_FIT = "the order and shapes of its parameters do not fit the model"
+NO_SHAPES = "its states do not tell the shape of any parameter"
 
 # State that has the parameter's own shape, by the optimizers of torch/optim.
 _MOMENTS = (
@@ -75,6 +76,7 @@ def prove(
     """
     shapes = [_shapes(o, shape) for o in optimizers]
     proofs = {n: Proof({}) for n, known in enumerate(shapes) if known is None}
+    proofs |= {n: Proof(None, NO_SHAPES) for n, known in enumerate(shapes) if known == {}}
     for n, optimizer in enumerate(optimizers):
         names = told_names(optimizer, params)
         if names is not None and n not in proofs and _fit(names, shapes[n] or {}, params):

@@ -281,6 +281,28 @@ NOT_NUMBERED: dict[str, Any] = {
 }
 
 
+def test_counts_alone_prove_nothing(tmp_path: Path) -> None:
+    """As many numbers as parameters, and only steps in the states."""
+    net = nn.Linear(2, 2)
+    state = {i: {"step": torch.tensor(1.0)} for i in range(2)}
+    manifest = read(tmp_path, net, {"state": state, "param_groups": [{"params": [0, 1]}]})
+    assert told(manifest) == {}
+    assert unnamed(manifest) == ["optimizer_states.0"]
+
+
+def test_the_adafactor_of_transformers(tmp_path: Path) -> None:
+    """Its matrices have a row and a column, its vectors a moment."""
+    net = Decoder()
+    order = [n for n, _ in net.named_parameters()]
+    state: dict[int, Any] = {}
+    for n, p in enumerate(net.parameters()):
+        value = p.detach()
+        matrix = {"exp_avg_sq_row": value[..., 0], "exp_avg_sq_col": value.mean(0)}
+        state[n] = {"step": 3, "RMS": 0.5, **(matrix if p.ndim > 1 else {"exp_avg_sq": value})}
+    manifest = read(tmp_path, net, {"state": state, "param_groups": [{"params": list(state)}]})
+    assert told(manifest) == {0: dict(enumerate(order))}
+
+
 @pytest.mark.parametrize("case", NOT_NUMBERED)
 def test_nothing_is_said_where_nothing_is_numbered(case: str, tmp_path: Path) -> None:
     manifest = read(tmp_path, nn.Linear(2, 2), NOT_NUMBERED[case])
