@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch
+from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, finding
 from ckptcore.formats._olmo import missing_part, model_told, plain_name
 from ckptcore.formats._olmogroups import numbered, plain_groups
 from ckptcore.formats._parts import Part, join
@@ -42,12 +42,14 @@ def detect(source: Source) -> Evidence | None:
         if source.name.endswith(".safetensors") and _names_are_pickles(source, source.name):
             return Evidence(NAME, (f"the names in {source.name} are pickles",), refines=("safetensors",))
         return None
-    if "model.safetensors" in source.listing and _names_are_pickles(source, "model.safetensors"):
-        return Evidence(NAME, ("the names in model.safetensors are pickles",), refines=("safetensors",))
+    for file in ("model.safetensors", "optim.safetensors"):
+        if file in source.listing and _names_are_pickles(source, file):
+            return Evidence(NAME, (f"the names in {file} are pickles",), refines=("safetensors",))
     beside = [p for p in ("optim.pt", "train.pt") if p in source.listing]
     beside += [_CONFIG] if beside and _CONFIG in source.listing else []
-    if "model.pt" in source.listing and len(beside) > 1:  # the config is saved last, and lost when one copies
-        return Evidence(NAME, tuple(f"found {p}" for p in ("model.pt", *beside)), refines=("torch_save",))
+    found = ["model.pt", *beside] if "model.pt" in source.listing else beside
+    if len(found) > 2:  # the config is saved last, and lost when one copies
+        return Evidence(NAME, tuple(f"found {p}" for p in found), refines=("torch_save",))
     return None
 
 
@@ -62,6 +64,10 @@ def read(source: Source) -> Manifest:
     findings: list[Finding] = []
     for part in _PARTS:
         file = next((part + s for s in _SUFFIXES if part + s in source.listing), None)
+        if file is None and part == "model":
+            message = "the model is not there, only what is saved beside it"
+            findings.append(finding("missing-file", "files", message, file=part))
+            continue
         if file is None:
             findings.append(missing_part(part, f"{part} beside model"))
             continue

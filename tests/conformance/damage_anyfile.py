@@ -141,13 +141,21 @@ def peers(tree: Tree, path: str) -> list[str]:
     found = [
         p
         for p in tree.files(tree.kinds[path])
-        if p != path and Path(p).suffix == suffix and tree.read(p) != tree.read(path)
+        if p != path and Path(p).suffix == suffix and _content(tree, p) != _content(tree, path)
     ]
     alike = _RANK.sub("#", path)
     return sorted(
         found,
         key=lambda p: (_RANK.sub("#", p) != alike, abs(tree.size(p) - tree.size(path)), p),
     )
+
+
+def _content(tree: Tree, path: str) -> object:
+    """What a file holds; torch files differ by a serialization id, too."""
+    data = tree.read(path)
+    if tree.kinds[path] != "zip":
+        return data
+    return {k: v for k, v in record_data(data).items() if not k.startswith(".data/")}
 
 
 @TABLE

@@ -91,8 +91,9 @@ FOREIGN: dict[str, Callable[[], bytes]] = {
 def _beside(name: str) -> Row:
     def row(tree: Tree, rng: random.Random) -> Iterator[Cut]:
         if tree.name is None and name not in tree.kinds:
-            facts = frozenset({"dcp-root"} if DCP & tree.kinds.keys() else set())
-            yield Cut(name, partial(put, path=name, data=FOREIGN[name]()), facts)
+            facts = {"dcp-root"} if DCP & tree.kinds.keys() else set()
+            facts |= set() if any(p.startswith("train") for p in tree.kinds) else {"trainless"}
+            yield Cut(name, partial(put, path=name, data=FOREIGN[name]()), frozenset(facts))
 
     return row
 

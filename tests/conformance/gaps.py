@@ -141,7 +141,7 @@ UNDETECTABLE: tuple[Blind, ...] = (
     Blind("header-last-row-left-out", "bare", "the header alone tells shapes", sometimes=True),
     Blind("header-last-row-left-out", "untotalled", "an index without a total tells no sizes",
           sometimes=True),
-    Blind("header-last-row-left-out", "shard", "torch.chunk's rule leaves more than one length for a last part",
+    Blind("header-last-row-left-out", "shard", "torch.chunk leaves more than one length for a last part",
           sometimes=True),
     Blind("header-two-exchanged", "places", "the header alone tells which bytes are whose", sometimes=True),
     Blind("array-dtype", "array", "`.zarray` alone tells the dtype"),
@@ -151,7 +151,7 @@ UNDETECTABLE: tuple[Blind, ...] = (
           sometimes=True),
     Blind("foreign-meta.pt", "dcp-root", "a meta.pt beside a DCP folder is what Fabric leaves",
           sometimes=True),
-    Blind("foreign-train-rank0.pt", "dcp-root", "a train/rank0.pt beside a DCP folder is what OLMo leaves",
+    Blind("foreign-train-rank0.pt", "trainless", "a train/rank0.pt beside a state dict is what OLMo leaves",
           sometimes=True),
 )  # fmt: skip
 

@@ -1,0 +1,203 @@
+"""Damage that formats can show: is what one part tells held against the others?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from legacy_ranks import Case
+from legacy_ranks import save as save_ranks
+from safetensors.torch import save_file
+from samples import SAMPLES
+
+import ckptcore
+from ckptcore.errors import AmbiguousModel, CkptError, Finding
+
+Copy = Callable[[str], Path]
+DCP = "dcp_nested_2r"
+
+
+@pytest.fixture
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Copy:
+    """A sample, to be changed: its folder with the truth beside the checkpoint."""
+    found = {s.name: s for s in request.config.stash[SAMPLES]}
+    return lambda name: Path(shutil.copytree(found[name].root, tmp_path / name))
+
+
+def findings(path: Path) -> list[Finding]:
+    """Findings of level cover that are more than information."""
+    return [f for f in ckptcore.check(ckptcore.open(str(path))).findings if f.severity != "info"]
+
+
+def told(path: Path) -> set[tuple[str, str | None]]:
+    """(code, file) of the findings."""
+    return {(f.code, f.file) for f in findings(path)}
+
+
+def torch_file(path: Path, value: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+    return path
+
+
+def swap(one: Path, other: Path) -> None:
+    a, b = one.read_bytes(), other.read_bytes()
+    one.write_bytes(b)
+    other.write_bytes(a)
+
+
+# ------------------------------------------------------------------------------------------ OLMo
+
+
+def test_unsharded_parts_under_each_others_name(copy: Copy) -> None:
+    step = copy("olmo1_unsharded_safetensors") / "step2-unsharded"
+    swap(step / "model.safetensors", step / "optim.safetensors")
+    with pytest.raises(CkptError, match="optimizer's state dict"):
+        ckptcore.open(str(step))
+
+
+LOST = {"optim.safetensors": "missing-part", "train.pt": "missing-part", "model.safetensors": "missing-file"}
+
+
+@pytest.mark.parametrize(("part", "code"), LOST.items())
+def test_unsharded_part_lost(part: str, code: str, copy: Copy) -> None:
+    step = copy("olmo1_unsharded_safetensors") / "step2-unsharded"
+    assert not told(step)
+    (step / part).unlink()
+    assert told(step) == {(code, part.split(".")[0])}
+
+
+def test_trainer_states_of_ranks_that_are_not_there(copy: Copy) -> None:
+    """Without a world size in it, the highest rank tells how many there are."""
+    folder = copy(DCP) / "ckpt"
+    torch_file(folder / "train" / "rank2.pt", {"seed": 1})
+    assert ("missing-part", "train/rank0.pt") in told(folder)
+    torch_file(folder / "train" / "rank0.pt", {"seed": 1, "world_size": 2})
+    torch_file(folder / "train" / "rank2.pt", {"seed": 1, "world_size": 2})
+    assert ("mixed-saves", "train/rank2.pt") in told(folder)
+
+
+# --------------------------------------------------------------------------- two checkpoints
+
+
+def test_a_tracker_beside_another_checkpoint(copy: Copy) -> None:
+    """A root of steps that is a checkpoint itself; single files beside the steps are nobody's."""
+    root = copy("root_torch_dist_llama_0.19.2")
+    assert (root / "expected.safetensors").exists()
+    assert ckptcore.open(str(root)).format == "torch_dist"
+    shutil.copytree(copy(DCP) / "ckpt", root, dirs_exist_ok=True)
+    with pytest.raises(AmbiguousModel, match="iter_0000100"):
+        ckptcore.open(str(root))
+    assert ckptcore.open(str(root / "iter_0000100")).format == "torch_dist"
+
+
+def test_rank_files_beside_what_is_read(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert not told(tmp_path)
+    for rank in range(2):
+        torch_file(tmp_path / f"model_rank_{rank}.pt", {"w": torch.zeros(2)})
+    assert told(tmp_path) == {("stray-file", "model_rank_0.pt")}
+
+
+@pytest.mark.parametrize(("says", "code"), [(False, "stray-file"), (True, "mixed-saves")])
+def test_common_state_in_a_file_and_inside(says: bool, code: str, copy: Copy) -> None:
+    """0.19 keeps the common state inside, and does not open what an earlier release left."""
+    folder = copy("root_torch_dist_llama_0.19.2") / "iter_0000100"
+    objects = {b.key: b.tree for b in ckptcore.open(str(folder)).blobs}
+    torch_file(folder / "common.pt", {"args": Namespace(num_layers=99), "iteration": 5})
+    if says:
+        config = json.loads((folder / "metadata.json").read_text())
+        (folder / "metadata.json").write_text(json.dumps(config | {"common_backend": "torch"}))
+    assert (code, "common.pt") in told(folder)
+    assert {b.key: b.tree for b in ckptcore.open(str(folder)).blobs} == objects
+
+
+# --------------------------------------------------------------------- parts that are not there
+
+
+def test_random_states_of_fewer_or_more_ranks(copy: Copy) -> None:
+    folder = copy("accelerate_fsdp2_2r") / "ckpt"
+    assert not told(folder)
+    shutil.copyfile(folder / "random_states_1.pkl", folder / "random_states_2.pkl")
+    assert told(folder) == {("missing-part", "random_states_2.pkl")}
+    (folder / "random_states_2.pkl").unlink()
+    (folder / "random_states_1.pkl").unlink()
+    assert told(folder) == {("missing-part", "random_states_1.pkl")}
+
+
+def test_a_lightning_trainers_folder_without_its_last_file(copy: Copy) -> None:
+    root = copy("lightning_trainer_fsdp_sharded_2r")
+    folder = next(p for p in root.iterdir() if p.is_dir())
+    assert not told(folder)
+    (folder / "meta.pt").unlink()
+    assert told(folder) == {("missing-part", "meta.pt")}
+
+
+def test_an_index_tells_the_bytes_of_all(tmp_path: Path) -> None:
+    name = "model-00001-of-00001.safetensors"
+    index = {"metadata": {"total_size": 24}, "weight_map": {"w": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"w": torch.ones(2, 3)}, tmp_path / name)
+    assert not told(tmp_path)
+    save_file({"w": torch.ones(1, 3)}, tmp_path / name)
+    assert told(tmp_path) == {("total-mismatch", "model.safetensors.index.json")}
+
+
+# -------------------------------------------------------------------------------- Megatron ranks
+
+
+def ranked(case: Case, base: Path, rank_of: Callable[[tuple[int, int, int]], int]) -> Path:
+    """Rank folders whose arguments tell each rank."""
+
+    def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
+        tree["args"] = Namespace(**vars(tree["args"]), rank=rank_of(rank))
+
+    return save_ranks(case, base, edit)
+
+
+def test_a_rank_that_is_a_copy_of_another(tmp_path: Path) -> None:
+    base = ranked(Case(tp=2, pp=2), tmp_path, lambda rank: 0)
+    assert not told(tmp_path)
+    shutil.copytree(base / "mp_rank_00_001", base / "mp_rank_01_001", dirs_exist_ok=True)
+    assert [f.code for f in findings(tmp_path)] == ["item-mismatch"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_expert_ranks_in_each_others_place(stage: int, tmp_path: Path) -> None:
+    """Expert ranks count slower than tensor ranks, and faster than stages."""
+    case = Case(pp=2, ep=2, experts="sequential")
+    base = ranked(case, tmp_path, lambda r: r[0] + r[2] + 2 * r[1])
+    assert not told(tmp_path)
+    swap(*(base / f"mp_rank_00_00{stage}_00{ep}" / "model_optim_rng.pt" for ep in range(2)))
+    assert "item-mismatch" in {f.code for f in findings(tmp_path)}
+
+
+def test_a_name_that_only_one_rank_has(tmp_path: Path) -> None:
+    def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
+        if rank[0] == 1:
+            tree["model"]["decoder.extra.weight"] = torch.ones(4)
+
+    save_ranks(Case(tp=2), tmp_path, edit)
+    assert ("hole", "mp_rank_00/model_optim_rng.pt") in told(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------ zarr
+
+
+@pytest.mark.parametrize("change", [{"order": "F"}, {"shape": [3, 4]}], ids=str)
+def test_an_array_that_megatron_would_not_write(change: dict[str, Any], copy: Copy) -> None:
+    folder = copy("api_zarr_0.12.3") / "ckpt"
+    assert not told(folder)
+    array = folder / "misc.grid_int64" / ".zarray"
+    form = json.loads(array.read_text())
+    if "shape" in change:
+        change = {"shape": [form["shape"][0] - 1, *form["shape"][1:]]}
+        assert form["chunks"][0] > 1
+    array.write_text(json.dumps(form | change))
+    assert told(folder) == {("unusual-layout", "misc.grid_int64/.zarray")}
