@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from ckptcore.objects import references
 from ckptcore.plan import Plan, Target, make_plan
 from ckptcore.remap import Mapped, keep_blobs, matches, remap
 from ckptcore.request import Request
-from ckptcore.topology import lay_out
+from ckptcore.topology import Balance, balance, lay_out
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,25 @@ class Composed:
     """A plan with everything around it.
 
     extra: path -> bytes of the small files that go beside the tensors. warnings: findings that do
-    not stop the conversion. model: where the model was found, for an export.
+    not stop the conversion. model: where the model was found, for an export. ranks: what each rank of a mesh
+    holds, for a reshard.
     """
 
     plan: Plan
-    files: tuple[FilePlan, ...]
+    files: Iterable[FilePlan]
     extra: Mapping[str, bytes]
     report: Report
     warnings: tuple[Finding, ...]
     model: ModelPart | None
     timings: dict[str, float]
+    ranks: Balance | None = None
 
 
-def compose(request: Request, manifest: Manifest) -> Composed:
+def compose(request: Request, manifest: Manifest,
+            each: Callable[[FilePlan], None] | None = None) -> Composed:  # fmt: skip
     """The plan of a request.
 
+    each: called with every file's plan as it is made.
     Raises `DamagedCheckpoint` with the findings when the source is not whole, and the errors of
     naming: `AmbiguousModel`, `NameMismatch`, `UnsupportedDtype`, `UsageError`.
     """
@@ -96,11 +100,12 @@ def compose(request: Request, manifest: Manifest) -> Composed:
         dropped=[(d.fqn, d.rule) for d in mapped.dropped] + _dropped_objects(request, free, carried)
         + list(bound),
         extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
-        source=manifest, paths=paths, topology=topology,
+        source=manifest, paths=paths, topology=topology, each=each,
     )  # fmt: skip
     plan = replace(plan, map_digest=_map_digest(manifest, mapped))
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
-    return Composed(plan, files, extra, report, tuple(warnings), model, timings)
+    ranks = None if topology is None else balance(topology, mapped.manifest.tensors)
+    return Composed(plan, files, extra, report, tuple(warnings), model, timings, ranks)
 
 
 def _map_digest(manifest: Manifest, mapped: Mapped) -> str:

@@ -141,6 +141,7 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
                 "ties": [list(t) for t in p.ties],
                 "model": value.model.because if value.model else None,
                 "warnings": [w.as_dict() for w in value.warnings],
+                "ranks": value.ranks.as_dict() if value.ranks else None,
             }
         )
         return
@@ -149,6 +150,11 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
         out.print(f"model: {_safe(value.model.because)}", highlight=False)
     out.print(f"reads {show_size(p.bytes_in)}, writes {show_size(p.bytes_out)} in {len(p.files)} files "
               f"({p.target.format}), peak memory about {show_size(peak)}", highlight=False)  # fmt: skip
+    if value.ranks:
+        low, high = min(value.ranks.held), max(value.ranks.held)
+        held = f"hold {show_size(low)} to {show_size(high)} each"
+        told = f"{len(value.ranks.held)} ranks ({p.target.mesh}) {held}"
+        out.print(f"{told}, the fullest {value.ranks.ratio:.3f} of the mean", highlight=False)
     table = _table("file", "bytes", "tensors")
     for f in p.files[:_LIMIT]:
         table.add_row(_safe(f.path), f"{f.nbytes:,}", str(f.tensors))
