@@ -11,9 +11,10 @@ from ckptcore.formats._dcpwrite import arrange_folder
 from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source
 from ckptcore.manifest import Manifest
 
-# Lightning's Trainer numbers its optimizers, and keeps the model under one of two names.
+# Lightning's Trainer numbers its optimizers, and keeps the model under one of two names. Its version is
+# in meta.pt, or among the objects of what was made of such a folder.
 _NUMBERED = re.compile(r"^optimizer_\d+\.")
-_MODELS = ("model.", "state_dict.")
+_MODELS, _VERSION = ("model.", "state_dict."), "pytorch-lightning_version"
 
 
 def detect(source: Source) -> Evidence | None:
@@ -37,10 +38,12 @@ def detect(source: Source) -> Evidence | None:
 def read(source: Source) -> Manifest:
     """The manifest of a DCP folder; raises as `read_folder` does."""
     found = read_folder(source)
-    names = [t.fqn for t in found.tensors]
-    if any(n.startswith(_MODELS) for n in names) and any(_NUMBERED.match(n) for n in names):
+    names = [*(t.fqn for t in found.tensors), *(b.key for b in found.blobs)]
+    of_trainer = any(n.startswith(_MODELS) for n in names) and any(_NUMBERED.match(n) for n in names)
+    if of_trainer and _VERSION not in names:
         message = "there is no meta.pt, in which Lightning's Trainer keeps all but model and optimizers"
-        told = finding("missing-part", "files", message, file="meta.pt")
+        hint = "copy meta.pt from where it was saved: Lightning resumes from nothing less"
+        told = finding("missing-part", "files", message, file="meta.pt", hint=hint)
         found = replace(found, findings=(*found.findings, told))
     return found
 

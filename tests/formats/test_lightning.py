@@ -173,6 +173,27 @@ def test_without_meta_pt_it_is_dcp_and_no_lightning_file(tmp_path: Path) -> None
     assert not (tmp_path / "a.ckpt").exists()
 
 
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_a_lost_meta_pt_is_said(key: str, tmp_path: Path) -> None:
+    """By names that only the Trainer gives. What was converted has all; Fabric's names are anybody's."""
+    source = trainer(tmp_path / "ckpt", key)
+    ckptcore.convert(str(source), str(tmp_path / "dcp"), to="dcp")
+    assert ckptcore.open(str(tmp_path / "dcp")).findings == ()
+    (source / "meta.pt").unlink()
+    manifest = ckptcore.open(str(source))
+    assert [(f.code, f.file, f.severity) for f in manifest.findings] == [
+        ("missing-part", "meta.pt", "warning")
+    ]
+    assert "copy meta.pt" in manifest.findings[0].hint
+    plain = {"state": {}, "param_groups": [{"lr": 0.1, "params": ["net.embed.weight"]}]}  # SGD has no tensors
+    source = save(tmp_path / "sgd", {key: module(), "optimizer_0": plain}, None)
+    assert [f.file for f in ckptcore.open(str(source)).findings] == ["meta.pt"]
+    assert ckptcore.open(str(save(tmp_path / "weights", {key: module()}, None))).findings == ()
+    source = fabric(tmp_path / "fabric")
+    (source / "meta.pt").unlink()
+    assert ckptcore.open(str(source)).findings == ()
+
+
 @pytest.mark.parametrize("left", ["meta.pt alone", "without .metadata"])
 def test_meta_pt_without_metadata_is_not_complete(tmp_path: Path, left: str) -> None:
     source = trainer(tmp_path / "ckpt", "model")
