@@ -324,7 +324,7 @@ def _settings(given: dict[str, Any]) -> Any:
 
     return Settings(
         parse_size(given["memory"]), given["workers"], given.get("device", "cpu"), given.get("verify", True),
-        given.get("digest", True), given.get("fingerprint", True),
+        given.get("digest", True), given.get("fingerprint"),
     )  # fmt: skip
 
 

@@ -286,6 +286,7 @@ def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings
         return tuple(receipt_of(staging, plan, i) for i in wanted)
     scratch = str(staging.root.local) if staging.root.local is not None else None
     noted = load_stamps(staging.plan) or {}
+    settings = settings.of(plan.target.mesh)
     with closing(open_store(plan.source)) as source, closing(staging.files):
         require_same(noted, source)
         return execute_files(

@@ -140,13 +140,12 @@ class _Box:
 
     def __init__(self, rows: _Rows, box: Box, elements: npt.NDArray[Any], room: Bytes) -> None:
         self._rows, self._box = rows, box
-        self._swapped, self._laid = np.split(room.view(np.uint64), 2)
+        self._room = room.view(np.uint64)
         dim = rows.dim
         self._behind = box.shape[dim + 1 :]  # of the box, in the dims behind the one that is cut
         self._whole = self._behind == rows.shape[dim + 1 :]
         lead = prod(box.shape[:dim])
         self._elements = elements.reshape(lead, box.shape[dim], prod(self._behind))
-        self._first = _numbers(rows.shape[:dim], box.offset[:dim], box.shape[:dim]) * np.int64(rows.across)
         self._total = ZERO
 
     def sum(self) -> Sum:
@@ -177,18 +176,35 @@ class _Box:
             picked = self._picked(skipped, length)
         factors = tuple(v[picked] for v in _page("word", 0))
         words = len(factors[0])
-        for some, lead, across in _blocks(values, len(self._swapped) // words):
-            if fits:
-                block = _as_words(some, self._laid)
-            else:
-                block = self._lay(some, words, begin - first * per, length)
-            one = np.einsum("ijk,k->ij", block, factors[0])
-            turned = self._swapped[: block.size].reshape(block.shape)
-            np.copyto(turned, block.view(">u8"))
-            two = np.einsum("ijk,k->ij", turned, factors[1])
-            number = self._first[lead, None] + np.arange(row + across.start, row + across.stop)
+        ready = fits and values.view(np.uint64).flags.aligned  # words as they are, to be read in place
+        laid, swapped = (self._room[:0], self._room) if ready else np.split(self._room, 2)
+        for group, lead, across in _blocks(values, _ROW):  # so many rows have their multipliers at once
+            one, two = np.empty((2, *group.shape[:2]), np.uint64)
+            for some, *where in _blocks(group, len(swapped) // words):
+                if fits:
+                    block = some.view(np.uint64) if ready else _copied(some, laid)
+                else:
+                    block = self._lay(some, laid, words, begin - first * per, length)
+                turned = swapped[: block.size].reshape(block.shape)
+                np.copyto(turned, block.view(">u8"))
+                np.einsum("ijk,k->ij", block, factors[0], out=one[*where])
+                np.einsum("ijk,k->ij", turned, factors[1], out=two[*where])
+            number = self._leads(lead) + np.arange(row + across.start, row + across.stop)
             u0, u1 = _row_factors(number)
             self._total = add(self._total, (int((one * u0).sum()), int((two * u1).sum())))
+
+    def _leads(self, some: slice) -> npt.NDArray[np.int64]:
+        """The first row of some of the box's indices in the dims before the cut one; [indices, 1]."""
+        dim = self._rows.dim
+        shape, box = self._rows.shape[:dim], Box(self._box.offset[:dim], self._box.shape[:dim])
+        if dim < 2:
+            number = np.arange(some.start, some.stop) + (box.offset[0] if dim else 0)
+        else:
+            inside = np.unravel_index(np.arange(some.start, some.stop), box.shape)
+            number = np.zeros(some.stop - some.start, np.int64)
+            for n, o, index in zip(shape, box.offset, inside, strict=True):
+                number = number * n + index + o
+        return number[:, None] * self._rows.across
 
     def _fits(self, begin: int, count: int) -> bool:
         """Whether runs of the box begin and end where words do, in the tensor and in the box."""
@@ -205,11 +221,11 @@ class _Box:
         start = (skipped, *offset[:-1], offset[-1] // rows.per)
         return _numbers(shape, start, (length, *self._behind[:-1], self._behind[-1] // rows.per))
 
-    def _lay(self, some: npt.NDArray[Any], words: int, begin: int, length: int) -> Words:
+    def _lay(self, some: npt.NDArray[Any], room: Words, words: int, begin: int, length: int) -> Words:
         """Rows of zeros with the values at their places: for boxes that do not lie on words."""
         rows = self._rows
         behind, offset = rows.shape[rows.dim + 1 :], self._box.offset[rows.dim + 1 :]
-        laid = self._laid[: some.shape[0] * some.shape[1] * words].reshape(*some.shape[:2], words)
+        laid = room[: some.shape[0] * some.shape[1] * words].reshape(*some.shape[:2], words)
         laid[...] = 0
         inside = laid.view(some.dtype)[:, :, begin : begin + length * rows.inner]
         target = inside.reshape(*some.shape[:2], length, *behind)
@@ -242,11 +258,9 @@ def _blocks(values: npt.NDArray[Any], most: int) -> Iterable[tuple[npt.NDArray[A
             yield part, slice(a, a + part.shape[0]), slice(b, b + part.shape[1])
 
 
-def _as_words(some: npt.NDArray[Any], room: Words) -> Words:
+def _copied(some: npt.NDArray[Any], room: Words) -> Words:
     """The same bytes as words that lie where the machine likes them."""
     words = some.view(np.uint64)
-    if words.flags.aligned:
-        return words
     copy = room[: words.size].reshape(words.shape)
     np.copyto(copy, words)
     return copy

@@ -85,7 +85,7 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
     plan = load_head(staging.plan)
     request = Request.from_dict(json.loads(_read(staging.root, REQUEST)))
     receipts = tuple(receipt_of(staging, plan, f.index) for f in plan.files)
-    found = fingerprints([load_file_plan(staging.plan, f.index) for f in plan.files], receipts)
+    found = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
     if progress is not None:
         progress("verify", plan.bytes_out, plan.bytes_out)
     if published_plan(staging) == plan.digest:

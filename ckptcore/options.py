@@ -129,8 +129,11 @@ Verify = Annotated[
 ]
 Digest = Annotated[bool, typer.Option("--digest/--no-digest", help="BLAKE3 of every output file.")]
 Fingerprint = Annotated[
-    bool,
-    typer.Option("--fingerprint/--no-fingerprint", help="One digest of the numbers, whatever the layout."),
+    bool | None,
+    typer.Option(
+        "--fingerprint/--no-fingerprint",
+        help="One digest of the numbers, whatever the layout; by default for a reshard only.",
+    ),
 ]
 Catalog = Annotated[
     str | None,
@@ -171,7 +174,7 @@ MEANS: Table = {"memory": (Memory, "1GiB"), "workers": (Workers, None)}
 DEVICE: Table = {"device": (Device, "cpu")}
 PLACE: Table = {"resume": (Resume, True), "overwrite": (Overwrite, False)}
 PROOF: Table = {
-    "verify": (Verify, True), "digest": (Digest, True), "fingerprint": (Fingerprint, True),
+    "verify": (Verify, True), "digest": (Digest, True), "fingerprint": (Fingerprint, None),
     "catalog": (Catalog, None), "no_catalog": (NoCatalog, False),
 }  # fmt: skip
 SAVE: Table = {"save": (Save, None)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ckptcore.errors import UsageError
@@ -120,7 +120,8 @@ class Settings:
 
     memory: budget for tensor buffers, bytes. workers: threads; None chooses by the machine.
     device: torch device for casts. verify: check stored CRC-32 and copies while moving.
-    digest: BLAKE3 of every output file. fingerprint: of what the tensors hold, before any cast.
+    digest: BLAKE3 of every output file. fingerprint: of what the tensors hold, before any cast; None takes
+    one for a reshard only.
     """
 
     memory: int = 1 << 30
@@ -128,7 +129,7 @@ class Settings:
     device: str = "cpu"
     verify: bool = True
     digest: bool = True
-    fingerprint: bool = True
+    fingerprint: bool | None = None
 
     def __post_init__(self) -> None:
         if self.memory < 1 << 20:
@@ -144,6 +145,10 @@ class Settings:
         if self.workers is not None:
             return self.workers
         return min(4, max(2, len(os.sched_getaffinity(0))))
+
+    def of(self, mesh: str) -> Settings:
+        """With the fingerprint decided: what is cut for the ranks of a mesh looks least like its source."""
+        return self if self.fingerprint is not None else replace(self, fingerprint=bool(mesh))
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""

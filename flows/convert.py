@@ -80,6 +80,7 @@ def convert(
     device: str = "cpu",
     verify: bool = True,
     digest: bool = True,
+    fingerprint: bool = False,
     catalog: str | None = None,
     no_catalog: bool = False,
     batch: str = "1GiB",
@@ -108,6 +109,7 @@ def convert(
     device: torch device for casts.
     verify: check stored checksums while moving.
     digest: compute BLAKE3 of every output file.
+    fingerprint: one digest of the numbers, whatever their layout, before any cast.
     catalog: URL of the catalog; by default CKPTCORE_CATALOG_URL, else the user's own.
     no_catalog: do not register the conversion.
     batch: bytes of output in one task.
@@ -132,7 +134,7 @@ def convert(
             overwrite=overwrite,
             resume=resume,
         )
-        settings = Settings(parse_size(memory), workers, device, verify, digest)
+        settings = Settings(parse_size(memory), workers, device, verify, digest, fingerprint)
         where: str | Literal[False] | None = False if no_catalog else catalog
         return steps(request, settings, catalog=where, batch_bytes=parse_size(batch))
     except CkptError as error:

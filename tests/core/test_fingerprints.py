@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 TORCH = ("dcp_dims_4r", "dcp_multishard_2r", "dcp_nested_2r", "dcp_odd_dtypes_2r", "dcp_safetensors_fmt_2r",
          "dcp_torchtitan_like_4r", "dcp_zstd_2r")  # fmt: skip
 NOTHING_DONE = map_digest([], [], [])
+ON = Settings(fingerprint=True)
 
 
 @pytest.fixture
@@ -55,6 +57,11 @@ def source(tmp_path: Path, state: dict[str, Any]) -> Path:
     return folder
 
 
+def convert(source: str, destination: str, **options: Any) -> Any:
+    means = options.pop("settings", ON)
+    return api.convert(source, destination, settings=means, **options)
+
+
 def taken(path: Path, **options: Any) -> str:
     return api.fingerprint(str(path), **options).fingerprint
 
@@ -77,7 +84,7 @@ def test_samples_have_the_fingerprint_of_the_truth(name: str, tmp_path: Path) ->
         if to == "safetensors" and any(dtype.startswith("complex") for _, dtype, *_ in found.tensors):
             continue
         copy = tmp_path / f"copy{number}{suffix}"
-        result = api.convert(str(ckpt), str(copy), to=to, settings=Settings(memory=1 << 20, workers=2))
+        result = convert(str(ckpt), str(copy), to=to, settings=replace(ON, memory=1 << 20, workers=2))
         assert (result.fingerprint, result.map_digest) == (found.fingerprint, NOTHING_DONE)
         assert result.fingerprints == tuple(sorted(found.tensors, key=_by_name(result.fingerprints)))
 
@@ -90,13 +97,13 @@ def _by_name(order: Any) -> Any:
 def test_formats_topologies_and_files_do_not_matter(source: Path, tmp_path: Path) -> None:
     whole = api.fingerprint(str(source))
     made = [
-        api.convert(str(source), str(tmp_path / "a.pt")),
-        api.convert(str(source), str(tmp_path / "b"), max_file_size=20_000),
-        api.convert(str(source), str(tmp_path / "c"), verb="reshard", mesh="fsdp=2"),
-        api.convert(str(source), str(tmp_path / "d"), verb="reshard", mesh="fsdp=3"),
+        convert(str(source), str(tmp_path / "a.pt")),
+        convert(str(source), str(tmp_path / "b"), max_file_size=20_000),
+        convert(str(source), str(tmp_path / "c"), verb="reshard", mesh="fsdp=2"),
+        convert(str(source), str(tmp_path / "d"), verb="reshard", mesh="fsdp=3"),
     ]
-    made.append(api.convert(str(tmp_path / "c"), str(tmp_path / "e"), verb="reshard", mesh="fsdp=5"))
-    made.append(api.convert(str(tmp_path / "d"), str(tmp_path / "f.safetensors")))
+    made.append(convert(str(tmp_path / "c"), str(tmp_path / "e"), verb="reshard", mesh="fsdp=5"))
+    made.append(convert(str(tmp_path / "d"), str(tmp_path / "f.safetensors")))
     assert len(made[1].files) > 1
     for result in made:
         assert result.fingerprint == whole.fingerprint
@@ -116,9 +123,7 @@ def test_meshes_do_not_matter(tmp_path: Path) -> None:
     save_file(state, tmp_path / "hf.safetensors")
     whole = taken(tmp_path / "hf.safetensors")
     for mesh in ("fsdp=2,tp=2", "tp=4", "fsdp=3,tp=2"):
-        result = api.convert(
-            str(tmp_path / "hf.safetensors"), str(tmp_path / mesh), verb="reshard", mesh=mesh
-        )
+        result = convert(str(tmp_path / "hf.safetensors"), str(tmp_path / mesh), verb="reshard", mesh=mesh)
         assert taken(tmp_path / mesh) == result.fingerprint == whole
 
 
@@ -129,20 +134,20 @@ def test_budgets_and_workers_do_not_matter(workers: int, tmp_path: Path) -> None
 
     big = {"w": torch.arange(1_300_007, dtype=torch.int32), "c": torch.randn(700, 1001).t().contiguous()}
     save_file(big, tmp_path / "big.safetensors")
-    small = Settings(memory=2 << 20, workers=workers)
+    small = replace(ON, memory=2 << 20, workers=workers)
     expected = taken(tmp_path / "big.safetensors", settings=Settings(workers=2))
     assert taken(tmp_path / "big.safetensors", settings=small) == expected
-    result = api.convert(str(tmp_path / "big.safetensors"), str(tmp_path / "out"), verb="reshard",
+    result = convert(str(tmp_path / "big.safetensors"), str(tmp_path / "out"), verb="reshard",
                          mesh="fsdp=3", settings=small)  # fmt: skip
     assert result.fingerprint == expected
 
 
 def test_it_is_of_what_was_there_before_the_cast(source: Path, tmp_path: Path) -> None:
     whole = taken(source)
-    result = api.convert(str(source), str(tmp_path / "cast"), dtype="bf16")
+    result = convert(str(source), str(tmp_path / "cast"), dtype="bf16")
     assert result.fingerprint == whole
     assert taken(tmp_path / "cast") != whole
-    again = api.convert(str(source), str(tmp_path / "again"), verb="reshard", mesh="fsdp=2", dtype="fp16")
+    again = convert(str(source), str(tmp_path / "again"), verb="reshard", mesh="fsdp=2", dtype="fp16")
     assert again.fingerprint == whole
 
 
@@ -150,12 +155,12 @@ def test_computed_tensors_are_their_values(tmp_path: Path) -> None:
     """The values of quantised weights, whether they are written as such or cast."""
     ckpt = FIXTURES / "torch" / "hf_fp8_block" / "ckpt"
     found = api.fingerprint(str(ckpt))
-    plain = api.convert(str(ckpt), str(tmp_path / "plain"))
-    cast = api.convert(str(ckpt), str(tmp_path / "cast"), dtype="bf16")
+    plain = convert(str(ckpt), str(tmp_path / "plain"))
+    cast = convert(str(ckpt), str(tmp_path / "cast"), dtype="bf16")
     assert plain.fingerprint == cast.fingerprint == found.fingerprint == taken(tmp_path / "plain")
     stored = api.fingerprint(str(ckpt), keep_quantized=True)
     assert stored.fingerprint != found.fingerprint
-    kept = api.convert(str(ckpt), str(tmp_path / "kept"), keep_quantized=True)
+    kept = convert(str(ckpt), str(tmp_path / "kept"), keep_quantized=True)
     assert kept.fingerprint == stored.fingerprint
 
 
@@ -166,7 +171,7 @@ def test_names_are_part_of_it_and_of_the_map(source: Path, tmp_path: Path) -> No
     ]  # fmt: skip
     seen = {(whole, NOTHING_DONE)}
     for number, each in enumerate(options):
-        result = api.convert(str(source), str(tmp_path / f"out{number}"), **each)
+        result = convert(str(source), str(tmp_path / f"out{number}"), **each)
         found = api.fingerprint(str(source), **each)
         assert (result.fingerprint, result.map_digest) == (found.fingerprint, found.map_digest)
         assert taken(tmp_path / f"out{number}") == found.fingerprint
@@ -179,7 +184,7 @@ def test_tied_tensors_count_once(tmp_path: Path, source: Path, state: dict[str, 
 
     tied = tmp_path / "tied.safetensors"
     save_file({**state, "head.weight": state["embed.weight"].clone()}, tied)
-    result = api.convert(str(tied), str(tmp_path / "out"), tie=[("head.weight", "embed.weight")])
+    result = convert(str(tied), str(tmp_path / "out"), tie=[("head.weight", "embed.weight")])
     assert result.fingerprint == taken(source)
     assert result.map_digest != NOTHING_DONE
 
@@ -213,7 +218,10 @@ def test_files_written_in_other_processes_add_up(source: Path, tmp_path: Path) -
     whole = taken(source)
     prepared = api.prepare(str(source), str(tmp_path / "out"), max_file_size=20_000)
     assert len(prepared.files) > 2
-    script = "import sys; from ckptcore import api; api.execute(sys.argv[1], [int(sys.argv[2])])"
+    script = (
+        "import sys; from ckptcore import Settings, api; "
+        "api.execute(sys.argv[1], [int(sys.argv[2])], settings=Settings(fingerprint=True))"
+    )
     for index in reversed(range(len(prepared.files))):
         subprocess.run([sys.executable, "-c", script, prepared.plan_uri, str(index)], check=True)
     assert api.publish(prepared).fingerprint == whole
@@ -244,33 +252,33 @@ def test_killed_and_resumed_it_is_the_same(summed: str, source: Path, tmp_path: 
     done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(destination), summed], check=False)
     assert done.returncode == -signal.SIGKILL
     assert not destination.exists()
-    result = api.convert(str(source), str(destination), max_file_size=20_000)
+    result = convert(str(source), str(destination), max_file_size=20_000)
     assert result.fingerprint == whole
     assert sum(f.reused for f in result.files) == (2 if summed == "yes" else 0)
 
 
 def test_without_one_nothing_is_claimed(source: Path, tmp_path: Path) -> None:
     off = Settings(fingerprint=False)
-    result = api.convert(str(source), str(tmp_path / "out"), settings=off)
+    result = convert(str(source), str(tmp_path / "out"), settings=off)
     assert (result.fingerprint, result.fingerprints) == (None, ())
     # Files of a run without are kept by a run without.
     prepared = api.prepare(str(source), str(tmp_path / "two"))
     api.execute(prepared, settings=off)
     [again] = api.execute(prepared, settings=off)
     assert again.reused
-    [summed] = api.execute(prepared)
+    [summed] = api.execute(prepared, settings=ON)
     assert not summed.reused
     assert api.publish(prepared).fingerprint == taken(source)
 
 
 def test_bytes_that_nobody_else_looks_at_are_read(source: Path, tmp_path: Path) -> None:
-    bare = Settings(verify=False, digest=False)
-    assert api.convert(str(source), str(tmp_path / "out"), settings=bare).fingerprint == taken(source)
+    bare = Settings(verify=False, digest=False, fingerprint=True)
+    assert convert(str(source), str(tmp_path / "out"), settings=bare).fingerprint == taken(source)
 
 
 def test_replicas_in_several_files_count_once(source: Path, tmp_path: Path) -> None:
     prepared = api.prepare(str(source), str(tmp_path / "out"))
-    api.execute(prepared)
+    api.execute(prepared, settings=ON)
     staging = Staging.of_plan(prepared.plan_uri)
     plan = load_file_plan(staging.plan, 0)
     receipt = read_receipt(staging.receipts, load_head(staging.plan).digest, 0)
@@ -288,11 +296,11 @@ def test_replicas_in_several_files_count_once(source: Path, tmp_path: Path) -> N
 
 def test_the_catalog_finds_every_copy(source: Path, tmp_path: Path) -> None:
     url = str(tmp_path / "catalog.sqlite")
-    first = api.convert(str(source), str(tmp_path / "a.pt"), catalog=url)
-    api.convert(str(tmp_path / "a.pt"), str(tmp_path / "b"), verb="reshard", mesh="fsdp=2", catalog=url)
-    cast = api.convert(str(source), str(tmp_path / "c"), dtype="bf16", catalog=url)
-    renamed = api.convert(str(source), str(tmp_path / "d"), rename=[("embed.", "tok.")], catalog=url)
-    part = api.convert(str(source), str(tmp_path / "e"), exclude=["step"], catalog=url)
+    first = convert(str(source), str(tmp_path / "a.pt"), catalog=url)
+    convert(str(tmp_path / "a.pt"), str(tmp_path / "b"), verb="reshard", mesh="fsdp=2", catalog=url)
+    cast = convert(str(source), str(tmp_path / "c"), dtype="bf16", catalog=url)
+    renamed = convert(str(source), str(tmp_path / "d"), rename=[("embed.", "tok.")], catalog=url)
+    part = convert(str(source), str(tmp_path / "e"), exclude=["step"], catalog=url)
     with open_catalog(url) as catalog:
         assert first.fingerprint is not None
         found = catalog.copies(first.fingerprint)
@@ -328,9 +336,9 @@ def test_a_source_that_changed_has_another(source: Path, tmp_path: Path, state: 
     from safetensors.torch import save_file
 
     url = str(tmp_path / "catalog.sqlite")
-    api.convert(str(source), str(tmp_path / "a"), catalog=url)
+    convert(str(source), str(tmp_path / "a"), catalog=url)
     save_file({**state, "step": state["step"] + 1}, source / "model.safetensors")
-    second = api.convert(str(source), str(tmp_path / "b"), catalog=url)
+    second = convert(str(source), str(tmp_path / "b"), catalog=url)
     with open_catalog(url) as catalog:
         assert second.fingerprint is not None
         uris = {o.checkpoint.uri for o in catalog.copies(second.fingerprint)}
@@ -351,7 +359,7 @@ def run(*argv: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_line(source: Path, tmp_path: Path) -> None:
     url = str(tmp_path / "catalog.sqlite")
-    made = run("consolidate", source, tmp_path / "out", "--catalog", url, "--output", "json")
+    made = run("consolidate", source, tmp_path / "out", "--fingerprint", "--catalog", url, "--output", "json")
     told = json.loads(made.stdout)
     assert told["map_digest"] == NOTHING_DONE
     assert "sums" not in told["files"][0]
@@ -367,14 +375,21 @@ def test_the_command_line(source: Path, tmp_path: Path) -> None:
             run(*words, told["fingerprint"], "--fingerprint", "--catalog", url, "--output", "json").stdout
         )
         assert {o["checkpoint"]["uri"] for o in found} == {str(source), str(tmp_path / "out"), str(copy)}
-    off = run("consolidate", source, tmp_path / "off", "--no-catalog", "--no-fingerprint", "--output", "json")
-    assert json.loads(off.stdout)["fingerprint"] is None
+
+
+def test_by_default_a_reshard_has_one_and_nothing_else(source: Path, tmp_path: Path) -> None:
+    assert api.convert(str(source), str(tmp_path / "whole")).fingerprint is None
+    resharded = api.convert(str(source), str(tmp_path / "cut"), verb="reshard", mesh="fsdp=2")
+    assert resharded.fingerprint == taken(source)
+    off = Settings(fingerprint=False)
+    bare = api.convert(str(source), str(tmp_path / "bare"), verb="reshard", mesh="fsdp=2", settings=off)
+    assert bare.fingerprint is None
 
 
 def test_the_model_part_has_that_of_its_export(tmp_path: Path) -> None:
     ckpt = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
     found = ckptcore.fingerprint(str(ckpt), model=True)
-    result = api.convert(str(ckpt), str(tmp_path / "out"), verb="export")
+    result = convert(str(ckpt), str(tmp_path / "out"), verb="export")
     assert (found.fingerprint, found.map_digest) == (result.fingerprint, result.map_digest)
     assert found.fingerprint == taken(tmp_path / "out")
 
@@ -385,7 +400,7 @@ def test_samples_of_other_families_have_that_of_their_copy(tmp_path: Path) -> No
     ):
         if not ckpt.exists():
             ckpt = next(p for p in ckpt.parent.iterdir() if p.is_dir())
-        result = api.convert(str(ckpt), str(tmp_path / f"{number}.pt"))
+        result = convert(str(ckpt), str(tmp_path / f"{number}.pt"))
         assert result.fingerprint == taken(ckpt)
 
 
@@ -399,3 +414,19 @@ def test_truth_by_numpy(source: Path, state: dict[str, Any]) -> None:
         dtype, shape, raw = samples.value(tensor)
         total = box_sum(dtype, shape, Box.whole(shape), np.frombuffer(raw, np.uint8))
         assert found[fqn] == tensor_fingerprint(dtype, shape, total)
+
+
+def test_tiles_on_a_device_are_summed_before_their_cast(source: Path, tmp_path: Path) -> None:
+    """Every part goes through a lane, which on "cpu" does with torch what it does on a device."""
+    from ckptcore.device import Lane
+
+    with mock.patch("ckptcore.execute.lane_on", lambda _, nbytes: Lane("cpu", nbytes)):
+        result = convert(
+            str(source), str(tmp_path / "cast"), dtype="fp16", settings=replace(ON, memory=1 << 22)
+        )
+        ckpt = FIXTURES / "torch" / "hf_fp8_block" / "ckpt"
+        computed = convert(
+            str(ckpt), str(tmp_path / "fp8"), dtype="bf16", settings=replace(ON, memory=1 << 22)
+        )
+    assert result.fingerprint == taken(source)
+    assert computed.fingerprint == taken(ckpt)
