@@ -2,7 +2,8 @@
 
 Whatever their order in the text, axes lie as trainers lay them, the slowest first: pp, dp_replicate, fsdp,
 cp, ep, tp (torchtitan: distributed/parallel_dims.py; Megatron-Core has tp fastest and pp slowest, too).
-The number of ranks is the product of all sizes.
+The number of ranks is the product of all sizes. ``cuda:fsdp=4`` is a mesh of GPUs, which matters to formats
+that keep the mesh itself: torch puts nothing into a tensor from one of another mesh.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from ckptcore.sharding import Mesh
 
 AXES = ("pp", "dp_replicate", "fsdp", "cp", "ep", "tp")
 ALIASES = {"dp": "fsdp", "dp_shard": "fsdp", "hsdp": "dp_replicate", "ddp": "dp_replicate"}
+DEVICES = ("cpu", "cuda", "npu", "xpu", "hpu")
 MAX_RANKS = 1 << 17
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh of a text: ``axis=size`` with commas between.
+    """The mesh of a text: ``axis=size`` with commas between, perhaps a device and a colon before.
 
     The ranks of context parallelism (cp) hold parameters as further fsdp ranks do (torchtitan flattens
     both to one mesh), so they are counted into that axis.
@@ -26,9 +28,14 @@ def parse_mesh(text: str) -> Mesh:
 
     >>> parse_mesh("tp=2,dp_replicate=2,dp=4,cp=2").axes
     (('dp_replicate', 2), ('fsdp', 8), ('tp', 2))
+    >>> parse_mesh("cuda:fsdp=8").device
+    'cuda'
     """
     sizes: dict[str, int] = {}
-    for part in text.split(","):
+    device, colon, axes = text.rpartition(":")
+    if colon and device.strip() not in DEVICES:
+        raise UsageError(f"--mesh {text}: no device is called {device}", hint=f"one of: {', '.join(DEVICES)}")
+    for part in axes.split(","):
         match = re.fullmatch(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,9})\s*", part)
         if match is None:
             raise UsageError(f"--mesh {text} is not understood at {part.strip()!r}", hint=HINT)
@@ -42,7 +49,7 @@ def parse_mesh(text: str) -> Mesh:
         sizes[name] = size
     if "cp" in sizes:
         sizes["fsdp"] = sizes.get("fsdp", 1) * sizes.pop("cp")
-    mesh = Mesh(tuple((a, sizes[a]) for a in AXES if a in sizes))
+    mesh = Mesh(tuple((a, sizes[a]) for a in AXES if a in sizes), device.strip() or "cpu")
     if mesh.size > MAX_RANKS:
         raise UsageError(f"--mesh {text} has {mesh.size} ranks, more than {MAX_RANKS}")
     return mesh

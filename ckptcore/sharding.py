@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 class Mesh:
     """Ranks in a grid.
 
-    axes: (name, size) per axis, the slowest first; rank r has the row-major coordinate r.
+    axes: (name, size) per axis, the slowest first; rank r has the row-major coordinate r. device: where the
+    ranks have their tensors, in torch's word; it decides no box.
 
     >>> Mesh((("dp", 2), ("tp", 2))).size, MESH_OF_ONE.size
     (4, 1)
     """
 
     axes: tuple[tuple[str, int], ...] = ()
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if any(n < 1 for _, n in self.axes) or len({a for a, _ in self.axes}) != len(self.axes):

@@ -46,7 +46,7 @@ def lay_out(
     own = None if sharding is None else shardingfile.load(sharding)
     if own is not None and own.mesh is not None:
         told = parse_mesh(",".join(f"{a}={n}" for a, n in own.mesh.items()))
-        if told != whole:
+        if told.axes != whole.axes:
             raise UsageError(f"--mesh {mesh} is not the [mesh] of --sharding: {dict(told.axes)}",
                              hint="take it out of the file, or ask for that mesh")  # fmt: skip
     shapes, owner = parameters(manifest, model_prefix)

@@ -21,7 +21,6 @@ RANKS = "\0ranks"  # name of the tensor of a mesh's ranks: int32 [world size]
 _SPEC = "torch.distributed.tensor._dtensor_spec"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _LAYOUT = "torch.distributed._mesh_layout"
-_DEVICE = "cpu"  # of the mesh; where the local tensors lie is `torch.load`'s ``map_location``
 # What a placement of each class is pickled with.
 _FIELDS = {"Shard": ("dim",), "_StridedShard": ("dim", "split_factor"), "Replicate": ()}
 
@@ -69,7 +68,7 @@ class Meshes:
 
     def __init__(self, mesh: Mesh, rank: int, joined: Sequence[str] = ()) -> None:
         """joined: neighbouring axes that tensors lie on as one, as in ``fsdp+ep``, in the mesh's order."""
-        self._rank, self._world = rank, mesh.size
+        self._rank, self._world, self._device = rank, mesh.size, mesh.device
         self._axes: dict[str, _Axis] = {}
         made = 1  # the group of the world
         for name in (*(a for a, _ in mesh.axes), *joined):
@@ -88,7 +87,7 @@ class Meshes:
     def _mesh(self, names: tuple[str, ...], root: _Made | None) -> _Made:
         axes = [self._axes[name] for name in names]
         state = {
-            "_device_type": _DEVICE,
+            "_device_type": self._device,  # where the tensors are is `torch.load`'s ``map_location``
             "_layout": _Made(_LAYOUT, "_MeshLayout", (), {"axes": tuple(_flat_layout(a) for a in axes)}),
             "_rank_map": TensorRef(RANKS),
             "_mesh_dim_names": tuple(a.name for a in axes),

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptcore
-from ckptcore.errors import UnsupportedFormat
+from ckptcore.errors import UnsupportedFormat, UsageError
 from ckptcore.formats._rankwrite import arrange
 from ckptcore.formats.base import Arrangement
 from ckptcore.manifest import TensorSpec
@@ -216,6 +216,18 @@ def test_an_optimizer_is_numbered_as_torch_does(tmp_path: Path) -> None:
     found = ckptcore.diff(str(tmp_path / "in.pt"), str(tmp_path / "out"))
     assert not found.tensors
     assert all("param_names" in o.name for o in found.objects), found.objects
+
+
+def test_a_mesh_of_gpus(tmp_path: Path) -> None:
+    """A trainer on GPUs copies from a mesh of GPUs only; the tensors themselves load anywhere."""
+    torch.save({"w": torch.arange(10.0)}, tmp_path / "in.pt")
+    reshard(tmp_path / "in.pt", tmp_path / "out", "cuda:fsdp=2")
+    found = torch.load(tmp_path / "out" / "model_world_size_2_rank_1.pt")["w"]
+    assert found.device_mesh.device_type == "cuda"
+    assert (found.to_local().device.type, found.to_local().tolist()) == ("cpu", [5.0, 6.0, 7.0, 8.0, 9.0])
+    assert equal(ckptcore.read(ckptcore.open(str(tmp_path / "out")), "w"), torch.arange(10.0))
+    with pytest.raises(UsageError, match="no device is called gpu"):
+        reshard(tmp_path / "in.pt", tmp_path / "other", "gpu:fsdp=2")
 
 
 def test_a_part_of_a_list_is_refused(tmp_path: Path) -> None:
