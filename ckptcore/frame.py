@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from blake3 import blake3
 
 from ckptcore.errors import MalformedCheckpoint
 
@@ -31,11 +32,22 @@ def canonical_json(value: Any) -> bytes:
 
 def dump(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
     """One frame; equal inputs give equal bytes."""
+    return _MAGIC + zstandard.ZstdCompressor(level=3).compress(b"".join(_parts(head, arrays)))
+
+
+def digest(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
+    """BLAKE3 of what a frame holds, before compression."""
+    whole = blake3()
+    for part in _parts(head, arrays):
+        whole.update(part)
+    return whole.digest()
+
+
+def _parts(head: dict[str, Any], arrays: dict[str, Array]) -> list[Any]:
     table = [{"name": k, "kind": _kind(a), "shape": list(a.shape)} for k, a in sorted(arrays.items())]
     body = canonical_json({"head": head, "arrays": table})
-    parts = [len(body).to_bytes(8, "little"), body]
-    parts += [np.ascontiguousarray(a).tobytes() for _, a in sorted(arrays.items())]
-    return _MAGIC + zstandard.ZstdCompressor(level=3).compress(b"".join(parts))
+    columns = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for _, a in sorted(arrays.items())]
+    return [len(body).to_bytes(8, "little"), body, *columns]
 
 
 def load(data: bytes, *, max_bytes: int = 8 << 30) -> tuple[dict[str, Any], dict[str, Array]]:

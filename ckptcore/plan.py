@@ -12,7 +12,7 @@ overlapping boxes, never byte runs, so its size is that of the manifest, not of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +20,8 @@ from blake3 import blake3
 
 from ckptcore import frame
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
-from ckptcore.fileplan import FilePlan, file_plans
+from ckptcore.fileplan import FilePlan
+from ckptcore.fileplanner import file_plans
 from ckptcore.formats.base import Arrangement, Format
 from ckptcore.manifest import Manifest, TensorSpec
 from ckptcore.paths import Path
@@ -30,6 +31,7 @@ from ckptcore.sharding import Topology
 from ckptcore.store import Store
 
 HEAD = "head.json"
+_KEPT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +56,22 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A row of the plan's table of files. reads: source bytes it needs."""
+    """A row of the plan's table of files.
+
+    reads: source bytes it needs. requests: ranges of source files that these lie in, neighbours joined.
+    """
 
     index: int
     path: str
     nbytes: int
     tensors: int
     reads: int
+    requests: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole plan: the head, and the file plans while they are in memory.
+    """A whole plan's head: everything but the plans of its files.
 
     digest covers everything that decides the output's bytes. items: stored items of the source.
     map_digest: what was done to names, see `ckptcore.fingerprint.map_digest`.
@@ -107,14 +113,16 @@ def make_plan(
     source: Manifest | None = None,
     paths: Mapping[str, Path] | None = None,
     topology: Topology | None = None,
-) -> tuple[Plan, tuple[FilePlan, ...]]:
+    each: Callable[[FilePlan], None] | None = None,
+) -> tuple[Plan, Iterable[FilePlan]]:
     """The plan that writes every tensor of ``manifest`` as ``target`` wants it.
 
     twins: tensors, one per tie, whose bytes must equal those of the tie's kept tensor.
     extra: (path, text digest) of small files that go beside the output; they are part of the digest.
     source: the manifest before remapping, when that differs; its digest goes into the plan.
     paths: where names stand in the tree, for writers that nest. topology: which rank holds what, for
-    writers of a mesh; None for a mesh of one.
+    writers of a mesh; None for a mesh of one. each: called with every file's plan as it is made.
+    File plans that would take much memory are not kept, but made anew whenever they are gone through.
     Raises `DamagedCheckpoint` for a chunk without a place, and what the writer's `arrange` raises.
     """
     stored = (manifest.chunks, *([manifest.inputs.chunks] if manifest.inputs is not None else []))
@@ -123,29 +131,25 @@ def make_plan(
                                 findings=manifest.findings)  # fmt: skip
     wanted = [TensorSpec(t.fqn, target.dtypes.get(t.fqn, t.dtype), t.shape) for t in manifest.tensors]
     assert writer.arrange is not None  # the caller asked for a format that writes
-    layouts = writer.arrange(
-        Arrangement(
-            wanted,
-            target.objects,
-            paths or {},
-            target.single,
-            target.max_file_bytes,
-            topology,
-            target.serialization,
-        )
-    )
-    plans = tuple(file_plans(layouts, manifest, wanted, twins, followers_of(manifest, twins, ties)))
-    rows = tuple(PlannedFile(p.index, p.path, p.nbytes, len(p.tensors), p.bytes_in) for p in plans)
+    arrange = writer.arrange
+    request = Arrangement(wanted, target.objects, paths or {}, target.single, target.max_file_bytes, topology,
+                          target.serialization)  # fmt: skip
+    followers = followers_of(manifest, twins, ties)
+    plans = FilePlans(lambda: file_plans(arrange(request), manifest, wanted, twins, followers))
+    rows: list[PlannedFile] = []
+    whole = blake3()
+    for p in plans:
+        rows.append(PlannedFile(p.index, p.path, p.nbytes, len(p.held), p.bytes_in, p.requests))
+        whole.update(p.digest)
+        if each is not None:
+            each(p)
     cast = tuple(
         (t.fqn, t.dtype, w.dtype) for t, w in zip(manifest.tensors, wanted, strict=True) if t.dtype != w.dtype
     )
-    whole = blake3()
-    for p in plans:
-        whole.update(blake3(p.dumped).digest())
     origin = (source or manifest).digest
     whole.update(frame.canonical_json([origin, target.format, target.single, list(map(list, extra))]))
     plan = Plan(
-        manifest.root, origin, target, rows, tuple(renamed), cast, tuple(dropped),
+        manifest.root, origin, target, tuple(rows), tuple(renamed), cast, tuple(dropped),
         tuple((a, b) for a, b in ties), sum(r.reads for r in rows), sum(r.nbytes for r in rows),
         whole.hexdigest(), tuple(extra),
         tuple((manifest.tensors[t].fqn, told_of(manifest, t)) for t in sorted(manifest.derived)),
@@ -154,7 +158,30 @@ def make_plan(
     return plan, plans
 
 
-def save_plan(store: Store, plan: Plan, files: Sequence[FilePlan]) -> None:
+class FilePlans:
+    """The plans of a plan's files, one at a time. They are kept while they are small."""
+
+    def __init__(self, make: Callable[[], Iterator[FilePlan]]) -> None:
+        self._make = make
+        self._kept: list[FilePlan] | None = None
+
+    def __iter__(self) -> Iterator[FilePlan]:
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[FilePlan] | None = []
+        weight = 0
+        for p in self._make():
+            weight += p.weight
+            if weight > _KEPT_BYTES:
+                kept = None
+            if kept is not None:
+                kept.append(p)
+            yield p
+        self._kept = kept
+
+
+def save_plan(store: Store, plan: Plan, files: Iterable[FilePlan]) -> None:
     """Writes a plan as a folder; the head comes last, so that a folder with a head is whole."""
     for p in files:
         store.put(file_name(p.index), p.dumped)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from ckptcore.box import Box
 from ckptcore.cover import equal_boxes
@@ -22,6 +23,57 @@ def copies_in(manifest: Manifest) -> npt.NDArray[np.bool_]:
     copies = np.zeros(len(manifest.chunks), np.bool_)
     copies[[row for _, row in equal_boxes(manifest)]] = True
     return copies
+
+
+class Overlaps:
+    """Which chunks of a tensor share elements with a box of it?
+
+    Tensors that are cut alike, as nearly all of a model's are, share the answer.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._alike: dict[bytes, int] = {}
+        self._kind = np.full(len(chunks.first) - 1, -1, np.int64)  # how each tensor is cut, where asked
+        self._rows: dict[tuple[int, Box | None], Ints] = {}
+
+    def rows(self, tensors: Sequence[int], boxes: Sequence[Box | None]) -> tuple[Ints, Ints]:
+        """The chunk rows that hold something of the boxes, one tensor after the other, and their numbers.
+
+        boxes: of the tensors; None for all of one.
+        """
+        tensor = np.array(tensors, np.int64)
+        kinds = self._kinds(tensor)
+        distinct: dict[int, int] = {}  # boxes are shared between tensors of one shape: told apart as objects
+        box = np.array([distinct.setdefault(id(b), len(distinct)) for b in boxes], np.int64)
+        pairs, first, pair = np.unique(kinds * len(distinct) + box, return_index=True, return_inverse=True)
+        found = [self._needed(int(tensor[n]), boxes[n]) for n in first.tolist()]
+        count = np.array([len(f) for f in found], np.int64)
+        begin = np.cumsum(count) - count
+        counts = count[pair]
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        flat = np.concatenate(found) if len(pairs) else np.zeros(0, np.int64)
+        rows = np.repeat(self._chunks.first[tensor], counts) + flat[np.repeat(begin[pair], counts) + within]
+        return rows, counts
+
+    def _needed(self, tensor: int, box: Box | None) -> Ints:
+        """Rows that a box needs, counted from the tensor's first."""
+        key = int(self._kind[tensor]), box
+        if key not in self._rows:
+            rows = held(self._chunks, tensor)
+            if box is not None:
+                rows = overlapping(self._chunks, rows, box)
+            self._rows[key] = rows - self._chunks.first[tensor]
+        return self._rows[key]
+
+    def _kinds(self, tensor: Ints) -> Ints:
+        c = self._chunks
+        for t in tensor[self._kind[tensor] < 0].tolist():
+            a, b = int(c.first[t]), int(c.first[t + 1])
+            cut = blake3(c.lo[a:b].tobytes())
+            cut.update(c.shape[a:b].tobytes())
+            self._kind[t] = self._alike.setdefault(cut.digest(), len(self._alike))
+        return self._kind[tensor]
 
 
 def derived_in(tensors: Sequence[int], manifest: Manifest
