@@ -88,6 +88,24 @@ def test_down_to_nothing_and_up_again(tmp_path, monkeypatch):
     assert schema(path) == before
 
 
+def test_rows_from_before_fingerprints_have_none(tmp_path):
+    path = tmp_path / "catalog.sqlite"
+    migrate(str(path), "0001")
+    with sqlite3.connect(path) as connection:
+        connection.execute(
+            "INSERT INTO checkpoint (uuid, kind, format, uri, state, total_bytes, num_tensors, num_files, dtypes,"
+            " manifest_digest, content_digest, origin, created_at)"
+            " VALUES ('u', 'source', 'dcp', '/a', 'present', 4, 1, 0, '', 'm', '', '{}', '2026-01-01 00:00:00')"
+        )
+        connection.execute("INSERT INTO tensor VALUES (1, 'w', 'float32', '[1]', 4)")
+    connection.close()
+    assert upgrade(str(path)) == ("0001", HEAD)
+    with open_catalog(str(path)) as catalog:
+        detail = catalog.show("/a")
+    assert detail.checkpoint.fingerprint is None
+    assert [(t.fqn, t.shape, t.fingerprint) for t in detail.tensors] == [("w", (1,), None)]
+
+
 def test_upgrade_with_nothing_to_do(tmp_path):
     upgrade(str(tmp_path / "catalog.sqlite"))
     assert upgrade(str(tmp_path / "catalog.sqlite")) == (HEAD, HEAD)
