@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ckptcore.box import Box
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats import _torchwrite as write
+from ckptcore.formats._rankparts import Kind, Piece
 from ckptcore.formats._stheader import MAX_HEADER, pack_header
 from ckptcore.formats.base import Literal, Slot
 from ckptcore.manifest import TensorSpec
 from ckptcore.objects import TensorRef
-
-Kind = tuple[str, tuple[int, ...]]  # dtype, shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +55,13 @@ def zips(kinds: Sequence[Kind], at: int, first: int) -> Run:
     return Run(tuple(range(len(items))), tuple(items), tuple(slots), tuple(literals), at)
 
 
-def blob(names: Sequence[str], dtypes: Sequence[str], boxes: Sequence[Box], at: int, first: int) -> Run:
+def blob(names: Sequence[str], pieces: Sequence[Piece], at: int, first: int) -> Run:
     """Tensors as one safetensors blob from byte ``at`` on, wide elements first as the library has them.
 
     Raises `UnsupportedDtype` for tensors that safetensors has no dtype for, `NameMismatch` for more names
     than a header may hold.
     """
+    dtypes = [p.kind[0] for p in pieces]
     odd = {n: d for n, d in zip(names, dtypes, strict=True) if not BY_NAME[d].safetensors}
     if odd:
         some = ", ".join(f"{n} ({d})" for n, d in list(odd.items())[:4])
@@ -70,16 +69,16 @@ def blob(names: Sequence[str], dtypes: Sequence[str], boxes: Sequence[Box], at: 
             f"safetensors has no dtype for {len(odd)} tensors: {some}", tensors=sorted(odd)
         )
     order = sorted(range(len(names)), key=lambda n: (-BY_NAME[dtypes[n]].itemsize, names[n]))
-    told = {names[n]: {"saved_offsets": list(boxes[n].offset)} for n in order}
+    told = {names[n]: {"saved_offsets": list(pieces[n].box.offset)} for n in order}
     header: dict[str, Any] = {
         "__metadata__": {"DCP_SHARDING_INFO": json.dumps(told), "DCP_VERSION": "1.0", "format": "pt"}
     }
     starts, end = [], 0
     for n in order:
-        stop = end + boxes[n].numel * BY_NAME[dtypes[n]].itemsize
+        stop = end + pieces[n].nbytes
         header[names[n]] = {
             "dtype": BY_NAME[dtypes[n]].safetensors,
-            "shape": list(boxes[n].shape),
+            "shape": list(pieces[n].box.shape),
             "data_offsets": [end, stop],
         }
         starts.append(end)
@@ -89,7 +88,7 @@ def blob(names: Sequence[str], dtypes: Sequence[str], boxes: Sequence[Box], at: 
         raise NameMismatch(f"one file would need a header of {len(head) - 8} bytes, safetensors allows "
                            f"{MAX_HEADER}", hint="lower --max-file-size")  # fmt: skip
     slots = tuple(Slot(first + k, at + len(head) + start) for k, start in enumerate(starts))
-    items = tuple((at, b.numel * BY_NAME[d].itemsize) for d, b in zip(dtypes, boxes, strict=True))
+    items = tuple((at, p.nbytes) for p in pieces)
     return Run(tuple(order), items, slots, (Literal(at, head),), at + len(head) + end)
 
 

@@ -13,10 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 from ckptcore.box import Box
-from ckptcore.dtype import BY_NAME
 from ckptcore.formats._dcpitems import Run, blob, object_zip, zips
 from ckptcore.formats._metadatawrite import Path, Place, StoredTensor, metadata_pickle
-from ckptcore.formats._rankparts import Part, by_rank, in_order
+from ckptcore.formats._rankparts import Piece, Share, by_rank, in_order
 from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
 from ckptcore.objects import TensorRef, decode
@@ -60,7 +59,7 @@ class Files:
     def __init__(self, request: Arrangement, prefix: str) -> None:
         self._request, self._prefix = request, prefix
         self.objects: dict[str, Place] = {}
-        self._chunks: dict[int, list[tuple[Box, Place]]] = {}
+        self._chunks: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], Place]]] = {}
         self._full: list[FileLayout] = []  # of this rank
         # The files of the ranks of an even mesh are alike.
         self._zips = lru_cache(maxsize=16)(zips)
@@ -92,12 +91,12 @@ class Files:
 
         order: positions of the tensors.
         """
-        for rank, parts in enumerate(by_rank(self._request.tensors, order, self._request.topology)):
+        for rank, share in enumerate(by_rank(self._request.tensors, order, self._request.topology)):
             self._rank = rank
-            for n, group in enumerate(self._groups(parts)):
-                if n:
+            for first, stop in self._groups(share):
+                if first:
                     self._end()
-                self._add(group)
+                self._add(share.tensors[first:stop], share.pieces[first:stop])
             self._end()
             yield from self._full
             self._full = []
@@ -107,44 +106,41 @@ class Files:
         found = []
         for i in order:
             spec = self._request.tensors[i]
-            chunks = [(box.offset, box.shape, place) for box, place in self._chunks[i]]
-            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, chunks))
+            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, self._chunks[i]))
         return found
 
-    def _groups(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
-        """The parts that go into one file each; at least one group."""
-        group: list[Part] = []
-        held, seen = 0, set[int]()
-        one_each = self._request.serialization == "safetensors"  # a blob knows a tensor by its name alone
-        for i, box in parts:
-            nbytes = box.numel * BY_NAME[self._request.tensors[i].dtype].itemsize
-            if (held and held + nbytes > self._request.max_file_bytes) or (one_each and i in seen):
-                yield group
-                group, held, seen = [], 0, set()
-            group.append((i, box))
-            held += nbytes
-            seen.add(i)
-        yield group
+    def _groups(self, share: Share) -> Iterator[tuple[int, int]]:
+        """Which of the parts go into one file each, first and behind the last; at least one group."""
+        first = held = 0
+        most = self._request.max_file_bytes
+        for n, piece in enumerate(share.pieces):
+            if held and held + piece.nbytes > most:
+                yield first, n
+                first, held = n, 0
+            held += piece.nbytes
+        yield first, len(share.pieces)
 
-    def _add(self, group: Sequence[Part]) -> None:
-        if not group:
+    def _add(self, tensors: Sequence[int], pieces: Sequence[Piece]) -> None:
+        if not tensors:
             return
-        run, name = self._run(group), self._name()
-        for (i, box), (start, length) in zip(group, run.items, strict=True):
-            self._chunks.setdefault(i, []).append((box, Place(name, start, length)))
-        self._tensors += [group[n][0] for n in run.order]
-        self._boxes += [group[n][1] for n in run.order]
+        run, name = self._run(tensors, pieces), self._name()
+        for i, piece, (start, length) in zip(tensors, pieces, run.items, strict=True):
+            box = piece.box
+            self._chunks.setdefault(i, []).append((box.offset, box.shape, Place(name, start, length)))
+        self._tensors += [tensors[n] for n in run.order]
+        self._boxes += [pieces[n].box for n in run.order]
         self._slots += run.slots
         self._literals += run.literals
         self._at = run.end
 
-    def _run(self, group: Sequence[Part]) -> Run:
-        specs, boxes = [self._request.tensors[i] for i, _ in group], [box for _, box in group]
+    def _run(self, tensors: Sequence[int], pieces: Sequence[Piece]) -> Run:
         first = len(self._tensors)
-        if self._request.serialization == "safetensors":
-            return blob([s.fqn for s in specs], [s.dtype for s in specs], boxes, self._at, first)
-        kinds = tuple([(s.dtype, b.shape) for s, b in zip(specs, boxes, strict=True)])
-        return self._zips(kinds, self._at, first)
+        if (
+            self._request.serialization == "safetensors"
+        ):  # a rank has one piece of a tensor: names are distinct
+            names = [self._request.tensors[i].fqn for i in tensors]
+            return blob(names, pieces, self._at, first)
+        return self._zips(tuple([p.kind for p in pieces]), self._at, first)
 
     def _name(self) -> str:
         return f"__{self._rank}_{len(self._full)}.distcp"

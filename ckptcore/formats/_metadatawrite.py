@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 META = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"
@@ -24,8 +24,7 @@ _START = b"\x80\x04\x95" + bytes(8)  # protocol, and the length of the frame
 _BEGIN = b")\x81\x94}\x94("  # an instance, whose fields follow
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):  # made in half the time of a frozen dataclass, once for every chunk
     """Where an item lies: file relative to the folder, first byte, bytes."""
 
     path: str

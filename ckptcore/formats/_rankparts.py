@@ -7,7 +7,8 @@ _dedup_save_plans.py), with names in natural order instead of the order of the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from ckptcore.box import Box
 from ckptcore.dtype import BY_NAME
@@ -15,7 +16,27 @@ from ckptcore.formats.base import natural
 from ckptcore.manifest import TensorSpec
 from ckptcore.sharding import Layout, Topology
 
-Part = tuple[int, Box]  # position of a tensor, what is written of it
+Kind = tuple[str, tuple[int, ...]]  # dtype, shape
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of any tensor of one dtype. kind: what its bytes are. nbytes: how many."""
+
+    box: Box
+    kind: Kind
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes: positions of tensors, and a piece of each. Millions, so in columns."""
+
+    tensors: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[int, Box]]:
+        return zip(self.tensors, (p.box for p in self.pieces), strict=True)
 
 
 def in_order(tensors: Sequence[TensorSpec]) -> list[int]:
@@ -23,9 +44,7 @@ def in_order(tensors: Sequence[TensorSpec]) -> list[int]:
     return sorted(range(len(tensors)), key=lambda i: natural(tensors[i].fqn))
 
 
-def by_rank(
-    tensors: Sequence[TensorSpec], order: Iterable[int], topology: Topology | None
-) -> list[list[Part]]:
+def by_rank(tensors: Sequence[TensorSpec], order: Iterable[int], topology: Topology | None) -> list[Share]:
     """Per rank, what it writes, in the order given.
 
     order: positions into ``tensors``. topology: None for a mesh of one.
@@ -33,21 +52,27 @@ def by_rank(
     ShardedTensors leaves it out, too. A tensor without elements is one whole part.
     """
     if topology is None:
-        return [[(i, Box.whole(tensors[i].shape)) for i in order]]
-    mine: list[list[Part]] = [[] for _ in range(topology.mesh.size)]
+        places = list(order)
+        return [Share(places, [_piece(tensors[i], Box.whole(tensors[i].shape)) for i in places])]
+    mine = [Share() for _ in range(topology.mesh.size)]
     load = [0] * topology.mesh.size
-    known: dict[tuple[tuple[int, ...], Layout], list[tuple[Box, list[int]]]] = {}
+    known: dict[tuple[str, tuple[int, ...], Layout], list[tuple[Piece, list[int]]]] = {}
     for i in order:
         spec = tensors[i]
-        key = spec.shape, topology.layout(spec.fqn)
+        key = spec.dtype, spec.shape, topology.layout(spec.fqn)
         if key not in known:
-            known[key] = _holders(topology, spec)
-        width = BY_NAME[spec.dtype].itemsize
-        for box, ranks in known[key]:
+            known[key] = [(_piece(spec, box), ranks) for box, ranks in _holders(topology, spec)]
+        for piece, ranks in known[key]:
             rank = ranks[0] if len(ranks) == 1 else min(ranks, key=load.__getitem__)
-            load[rank] += box.numel * width or 1
-            mine[rank].append((i, box))
+            load[rank] += piece.nbytes or 1
+            share = mine[rank]
+            share.tensors.append(i)
+            share.pieces.append(piece)
     return mine
+
+
+def _piece(spec: TensorSpec, box: Box) -> Piece:
+    return Piece(box, (spec.dtype, box.shape), box.numel * BY_NAME[spec.dtype].itemsize)
 
 
 def _holders(topology: Topology, spec: TensorSpec) -> list[tuple[Box, list[int]]]:
