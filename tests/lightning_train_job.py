@@ -139,6 +139,8 @@ def shard(net: nn.Module, mesh: Any) -> nn.Module:
 
 
 _MP = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+_MP4 = {"data_parallel_size": 4, "tensor_parallel_size": 1}
+_MP1 = {"data_parallel_size": 1, "tensor_parallel_size": 1}
 # kind: processes, the Trainer's strategy, Fabric's
 STRATEGIES: dict[str, tuple[int, Any, Any]] = {
     "single": (1, lambda: SingleDeviceStrategy(device="cpu"), lambda: "auto"),
@@ -150,10 +152,13 @@ STRATEGIES: dict[str, tuple[int, Any, Any]] = {
             ("fsdp_none", 2, {"state_dict_type": "sharded", "sharding_strategy": "NO_SHARD"}),
             ("fsdp_full", 2, {"state_dict_type": "full"}),
             ("fsdp_alone", 1, {"state_dict_type": "sharded"}),
+            ("fsdp4", 4, {"state_dict_type": "sharded"}),
             ("hybrid", 4, _HYBRID),
         )
     },
     "mp": (2, partial(ModelParallelStrategy, **_MP), partial(FabricModelParallel, shard, **_MP)),
+    "mp4": (4, partial(ModelParallelStrategy, **_MP4), partial(FabricModelParallel, shard, **_MP4)),
+    "mp_alone": (1, partial(ModelParallelStrategy, **_MP1), partial(FabricModelParallel, shard, **_MP1)),
     "mp_full": (2, partial(ModelParallelStrategy, **_MP, save_distributed_checkpoint=False), None),
 }
 
