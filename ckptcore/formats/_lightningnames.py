@@ -19,21 +19,18 @@ from ckptcore.formats._torchtables import StoredView
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def parameter_names(tree: Mapping[Any, Any], file: str) -> tuple[dict[str, list[str | None]], list[Finding]]:
-    """``optimizer_states`` index, as text -> the names of its parameters 0, 1, ...; what has no proof.
-
-    A name is None where the optimizer does not have that number.
-    """
+def parameter_names(tree: Mapping[Any, Any], file: str) -> tuple[dict[str, dict[str, str]], list[Finding]]:
+    """``optimizer_states`` index -> number -> name, both as text; and what has no proof."""
     states, model = tree.get("optimizer_states"), tree.get("state_dict")
     if not isinstance(states, list) or not isinstance(model, dict):
         return {}, []
     found = {n: o for n, state in enumerate(states) if (o := numbered(state)) is not None}
     proofs = prove(_parameters(model), list(found.values()), _shape)
-    names: dict[str, list[str | None]] = {}
+    names: dict[str, dict[str, str]] = {}
     findings: list[Finding] = []
     for (n, optimizer), proof in zip(found.items(), proofs, strict=True):
         if proof.names:
-            names[str(n)] = [proof.names.get(i) for i in range(max(proof.names) + 1)]
+            names[str(n)] = {str(i): name for i, name in sorted(proof.names.items())}
         elif proof.names is None:
             findings.append(_unproven(f"optimizer_states.{n}", len(optimizer.ids), proof, file))
     return names, findings

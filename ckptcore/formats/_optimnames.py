@@ -3,9 +3,9 @@
 torch numbers parameters in the order of an optimizer's groups (torch/optim/optimizer.py, state_dict).
 FSDP numbers them as the model's ``parameters()`` come, with gaps where an optimizer lacks one
 (torch/distributed/fsdp/fully_sharded_data_parallel.py, rekey_optim_state_dict). A group lists its
-parameters in the model's order, which is that of the state dict without its buffers. What the states
-tell of shapes must fit that order in exactly one way. Names that the optimizer tells itself
-(``param_names``, torch >= 2.6) need no order.
+parameters in the model's order, which is that of the state dict without its buffers; so does a list of
+one optimizer for each parameter. What the states tell of shapes must fit that order in exactly one way. Names
+that the optimizer tells itself (``param_names``, torch >= 2.6) need no order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.formats._shapefit import Shape, forced_places
+from ckptcore.formats._shapefit import Row, Shape, forced_places
 
 Params = Sequence[tuple[str, Shape]]  # (name, global shape) of a model's parameters, in order
 
@@ -75,27 +75,27 @@ def prove(
     shape: the global shape of a tensor, None for anything else.
     """
     shapes = [_shapes(o, shape) for o in optimizers]
-    proofs = {n: Proof({}) for n, known in enumerate(shapes) if known is None}
-    proofs |= {n: Proof(None, NO_SHAPES) for n, known in enumerate(shapes) if known == {}}
+    model = _Model(params)
+    proofs: dict[int, Proof] = {}
     for n, optimizer in enumerate(optimizers):
-        names = told_names(optimizer, params)
-        if names is not None and n not in proofs and _fit(names, shapes[n] or {}, params):
+        names = _told(optimizer, model.shapes)
+        if names is not None and _fit(names, shapes[n] or {}, model):
             proofs[n] = Proof(names)
     rest = [n for n in range(len(optimizers)) if n not in proofs]
     rows = [(optimizers[n], shapes[n] or {}) for n in rest]
     if any(o.ids != list(range(len(o.ids))) for o, _ in rows):
-        found = _by_model(params, rows)
+        found = _by_model(model, rows)
     else:
-        found = _by_groups(params, rows, whole=len(rows) == len(optimizers))
+        found = _by_groups(model, rows, whole=len(rows) == len(optimizers))
     proofs.update(zip(rest, found, strict=True))
+    # Without a shape there was nothing to compare; without a state there is nothing to name.
+    proofs |= {n: Proof(None, NO_SHAPES) for n in rest if shapes[n] == {}}
+    proofs |= {n: Proof({}) for n, known in enumerate(shapes) if known is None}
     return [proofs[n] for n in range(len(optimizers))]
 
 
-def told_names(optimizer: Numbered, params: Params = ()) -> dict[int, str] | None:
-    """The names that every group tells, as the model has them: below the one prefix that fits.
-
-    Without ``params`` as they are told.
-    """
+def told_names(optimizer: Numbered) -> dict[int, str] | None:
+    """The names that every group tells, as they are told."""
     names: list[Any] = []
     for group in optimizer.groups:
         told = group.get("param_names")
@@ -104,14 +104,27 @@ def told_names(optimizer: Numbered, params: Params = ()) -> dict[int, str] | Non
         names += told
     if not names or any(type(n) is not str for n in names) or len(set(names)) != len(names):
         return None
-    if params:
-        there = {name for name, _ in params}
-        starts = {n[: len(n) - len(names[0])] for n in there if n.endswith(names[0])}
-        fits = [s for s in starts if (not s or s[-1] == ".") and all(s + n in there for n in names)]
-        if len(fits) != 1:
-            return None
-        names = [fits[0] + n for n in names]
     return dict(zip(optimizer.ids, names, strict=True))
+
+
+class _Model:
+    """The parameters in order, by place and by name."""
+
+    def __init__(self, params: Params) -> None:
+        self.names = [name for name, _ in params]
+        self.shapes = dict(params)
+        self.row = Row([shape for _, shape in params])
+
+
+def _told(optimizer: Numbered, there: Mapping[str, Shape]) -> dict[int, str] | None:
+    """The names that the optimizer tells, as the model has them: below the one prefix that fits."""
+    told = told_names(optimizer)
+    if told is None or all(n in there for n in told.values()):
+        return told
+    first = next(iter(told.values()))
+    starts = {n[: len(n) - len(first)] for n in there if n.endswith(f".{first}")}
+    fits = [s for s in starts if all(s + n in there for n in told.values())]
+    return {i: fits[0] + n for i, n in told.items()} if len(fits) == 1 else None
 
 
 def _shapes(optimizer: Numbered, shape: Callable[[Any], Shape | None]) -> dict[int, Shape] | None:
@@ -143,45 +156,49 @@ def _shape_of(seen: Mapping[Any, Shape]) -> Shape | None:
     return own.pop() if len(own) == 1 else None
 
 
-def _fit(names: Mapping[int, str], shapes: Mapping[int, Shape], params: Params) -> bool:
-    there = dict(params)
-    return all(there[names[i]] == s for i, s in shapes.items())
+def _fit(names: Mapping[int, str], shapes: Mapping[int, Shape], model: _Model) -> bool:
+    return all(model.shapes[names[i]] == s for i, s in shapes.items())
 
 
 # An optimizer, and what is known of the shapes of its parameters.
-Row = tuple[Numbered, Mapping[int, Shape]]
+Known = tuple[Numbered, Mapping[int, Shape]]
 
 
-def _by_groups(params: Params, rows: Sequence[Row], *, whole: bool) -> list[Proof]:
+def _by_groups(model: _Model, rows: Sequence[Known], *, whole: bool) -> list[Proof]:
     """Numbers that count each optimizer's own groups. whole: these are all optimizers that there are."""
-    alone = [_solved(params, [row])[0] for row in rows]
     # As many numbers as parameters: each is taken by one optimizer, and by no other.
-    if whole and len(rows) > 1 and sum(len(o.ids) for o, _ in rows) == len(params):
-        together = _solved(params, rows)
-        return [a if a.names is not None else t for a, t in zip(alone, together, strict=True)]
-    return alone
+    if whole and len(rows) > 1 and sum(len(o.ids) for o, _ in rows) == len(model.names):
+        if len(rows) == len(model.names):  # made by a loop over the parameters, in their order
+            fits = all(
+                s == shapes.get(0, s) for s, (_, shapes) in zip(model.shapes.values(), rows, strict=True)
+            )
+            return [Proof({0: name}) if fits else Proof(None, NO_FIT) for name in model.names]
+        together = _solved(model, rows)
+        if all(p.names is not None for p in together):
+            return together
+    return [_solved(model, [row])[0] for row in rows]
 
 
-def _solved(params: Params, rows: Sequence[Row]) -> list[Proof]:
+def _solved(model: _Model, rows: Sequence[Known]) -> list[Proof]:
     """No two numbers mean the same parameter."""
     chains = [(n, g["params"]) for n, (o, _) in enumerate(rows) for g in o.groups]
-    found = forced_places([s for _, s in params], [[rows[n][1].get(i) for i in ids] for n, ids in chains])
+    found = forced_places(model.row, [[rows[n][1].get(i) for i in ids] for n, ids in chains])
     names: list[dict[int, str]] = [{} for _ in rows]
     for (n, ids), places in zip(chains, found or (), strict=found is not None):
-        names[n] |= {i: params[p][0] for i, p in zip(ids, places, strict=True) if p is not None}
+        names[n] |= {i: model.names[p] for i, p in zip(ids, places, strict=True) if p is not None}
     return [_proof(o, made, found is not None) for made, (o, _) in zip(names, rows, strict=True)]
 
 
-def _by_model(params: Params, rows: Sequence[Row]) -> list[Proof]:
+def _by_model(model: _Model, rows: Sequence[Known]) -> list[Proof]:
     """Numbers that count the model's parameters: all optimizers count the same ones."""
     ids = [i for o, _ in rows for i in o.ids]
     known: dict[int, Shape] = {}
     agree = all(known.setdefault(i, s) == s for _, shapes in rows for i, s in shapes.items())
     found = None
-    if agree and min(ids) >= 0 and max(ids) < len(params):
-        found = forced_places([s for _, s in params], [[known.get(i) for i in range(max(ids) + 1)]])
+    if agree and min(ids) >= 0 and max(ids) < len(model.names):
+        found = forced_places(model.row, [[known.get(i) for i in range(max(ids) + 1)]])
     places = found[0] if found else []
-    named = {i: params[p][0] for i, p in enumerate(places) if p is not None}
+    named = {i: model.names[p] for i, p in enumerate(places) if p is not None}
     return [_proof(o, {i: named[i] for i in o.ids if i in named}, found is not None) for o, _ in rows]
 
 

@@ -50,12 +50,7 @@ def names_of(
 
     shape: the global shape of a tensor in the tree, None for anything else.
     """
-    return (
-        told_names(optimizer, params)
-        or told_names(optimizer)
-        or prove(params, [optimizer], shape)[0].names
-        or None
-    )
+    return prove(params, [optimizer], shape)[0].names or told_names(optimizer)
 
 
 def numbers_for(tree: dict[Any, Any], params: Params, shape: Callable[[Any], Shape | None]) -> dict[Any, Any]:

@@ -16,44 +16,53 @@ Places = list[int | None]
 _ROUNDS = 32
 
 
-def forced_places(row: Sequence[Shape], chains: Sequence[Sequence[Shape | None]]) -> list[Places] | None:
+class Row:
+    """A row of shapes, indexed for many questions."""
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.length = len(shapes)
+        self.front, self.back = _Side(shapes), _Side(shapes[::-1])
+
+
+def forced_places(row: Row, chains: Sequence[Sequence[Shape | None]]) -> list[Places] | None:
     """For each element of each chain its one place in ``row``, None where it is open; None when nothing fits.
 
     A shape of None fits every place.
 
-    >>> forced_places([(1,), (2,), (1,)], [[(2,), (1,)]]), forced_places([(1,), (1,)], [[(1,)]])
+    >>> forced_places(Row([(1,), (2,), (1,)]), [[(2,), (1,)]]), forced_places(Row([(1,), (1,)]), [[(1,)]])
     ([[1, 2]], [[None]])
-    >>> forced_places([(1,), (2,)], [[(2,), (1,)]])
+    >>> forced_places(Row([(1,), (2,)]), [[(2,), (1,)]])
     """
     at: list[Places] = [[None] * len(chain) for chain in chains]
-    for _ in range(_ROUNDS):
-        taken = {p for places in at for p in places if p is not None}
-        forward, backward = _Free(row, taken), _Free(row[::-1], {len(row) - 1 - p for p in taken})
+    taken: set[int] = set()
+    for _ in range(_ROUNDS if len(chains) > 1 else 1):  # one chain takes nothing from itself
+        behind = {row.length - 1 - p for p in taken}
         for chain, places in zip(chains, at, strict=True):
-            first = forward.places(chain, places)
-            mirrored = backward.places(chain[::-1], _mirrored(places, len(row)))
+            first = row.front.places(chain, places, taken)
+            mirrored = row.back.places(chain[::-1], _mirrored(places, row.length), behind)
             if first is None or mirrored is None:
                 return None
-            last = _mirrored(mirrored, len(row))
+            last = _mirrored(mirrored, row.length)
             places[:] = [p if p == q else None for p, q in zip(first, last, strict=True)]
         found = [p for places in at for p in places if p is not None]
         if len(set(found)) < len(found):
             return None
         if len(found) == len(taken):
             break
+        taken = set(found)
     return at
 
 
-class _Free:
-    """The places of a row that nothing is forced to."""
+class _Side:
+    """A row seen from one end."""
 
-    def __init__(self, row: Sequence[Shape], taken: set[int]) -> None:
-        self._all = [n for n in range(len(row)) if n not in taken]
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self._all = range(len(shapes))
         self._by: dict[Shape, list[int]] = {}
-        for n in self._all:
-            self._by.setdefault(row[n], []).append(n)
+        for n, shape in enumerate(shapes):
+            self._by.setdefault(shape, []).append(n)
 
-    def places(self, chain: Sequence[Shape | None], fixed: Places) -> list[int] | None:
+    def places(self, chain: Sequence[Shape | None], fixed: Places, taken: set[int]) -> list[int] | None:
         """The first place that each element can have; None when there is no room."""
         found: list[int] = []
         here = 0
@@ -61,6 +70,8 @@ class _Free:
             if place is None:
                 free = self._all if shape is None else self._by.get(shape, [])
                 n = bisect_left(free, here)
+                while n < len(free) and free[n] in taken:
+                    n += 1
                 place = free[n] if n < len(free) else -1
             if place < here:
                 return None

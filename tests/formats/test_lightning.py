@@ -113,7 +113,7 @@ def test_numbers_of_an_optimizer_are_named_where_only_one_order_fits(tmp_path: P
     states = [numbered([(2, 3), (2, 3), (2,)]), numbered([(2, 3)]), numbered([(2,), (2, 3)])]
     torch.save({**VERSION, "state_dict": model, "optimizer_states": states}, tmp_path / "full.ckpt")
     told = ckptcore.open(str(tmp_path / "full.ckpt")).origin["lightning"]
-    assert told["parameters"] == {"0": ["a.w", "b.w", "b.bias"]}, (
+    assert told["parameters"] == {"0": {"0": "a.w", "1": "b.w", "2": "b.bias"}}, (
         "not the second (two fit) nor the third (none)"
     )
 
@@ -125,7 +125,7 @@ def test_buffers_of_a_norm_are_no_parameters(tmp_path: Path) -> None:
     states = [numbered([tuple(p.shape) for p in net.parameters()])]
     torch.save({**VERSION, "state_dict": net.state_dict(), "optimizer_states": states}, tmp_path / "a.ckpt")
     told = ckptcore.open(str(tmp_path / "a.ckpt")).origin["lightning"]
-    assert told["parameters"] == {"0": names}
+    assert told["parameters"] == {"0": {str(n): name for n, name in enumerate(names)}}
 
 
 def test_what_is_left_out_leaves_the_rest(tmp_path: Path) -> None:

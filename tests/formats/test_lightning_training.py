@@ -87,7 +87,7 @@ def load(path: Path | str) -> dict[str, Any]:
 
 def named(manifest: Manifest) -> dict[int, dict[int, str]]:
     rows = manifest.origin["lightning"].get("parameters", {})
-    return {int(n): {i: name for i, name in enumerate(row) if name} for n, row in rows.items()}
+    return {int(n): {int(i): name for i, name in row.items()} for n, row in rows.items()}
 
 
 @pytest.mark.parametrize(("kind", "optimizers"), FULL)
@@ -141,6 +141,34 @@ def test_copies_of_a_hybrid_run_lie_in_its_files(train: Callable[..., Path]) -> 
     assert data == {f"__{r}_0.distcp" for r in range(4)}
     embed = manifest["model.net.embed.weight"]
     assert sorted(c.box.offset for c in embed.chunks) == [(0, 0), (6, 0)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind", "mesh", "later_kind"),
+    [
+        ("trainer", "fsdp", "fsdp=4", "fsdp4"),
+        ("trainer", "fsdp", "fsdp=1", "fsdp_alone"),
+        ("trainer", "fsdp", "dp_replicate=2,fsdp=2", "hybrid"),
+        ("trainer", "mp", "fsdp=4", "mp4"),
+        ("trainer", "mp", "fsdp=1", "mp_alone"),
+        ("trainer", "mp", "fsdp=3", "mp"),
+        ("fabric", "fsdp", "fsdp=4", "fsdp4"),
+        ("fabric", "fsdp", "fsdp=3", "fsdp_alone"),
+        ("fabric", "mp", "fsdp=4", "mp4"),
+        ("fabric", "mp", "fsdp=1", "mp"),
+    ],
+)
+def test_a_run_of_another_size_goes_on_from_our_folder(
+    verb: str, kind: str, mesh: str, later_kind: str, train: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Saved on two ranks, written for a mesh, resumed on one, two and four."""
+    folder = train(verb, kind, "adamw")
+    ckptcore.convert(str(folder), str(tmp_path / "out"), verb="reshard", to="lightning", mesh=mesh)
+    later = train(verb, later_kind, "adamw", tmp_path / "out", 5)
+    end, begin = load(f"{folder}.truth"), load(f"{later}.start.truth")
+    assert differences(end["model"], begin["model"]) == []
+    assert differences(end["optimizers"], begin["optimizers"]) == []
+    assert begin.get("step", 3) == 3
 
 
 @pytest.mark.parametrize(("verb", "kind"), [("trainer", "fsdp"), ("trainer", "mp"), ("fabric", "fsdp")])
