@@ -93,9 +93,10 @@ def test_rows_from_before_fingerprints_have_none(tmp_path):
     migrate(str(path), "0001")
     with sqlite3.connect(path) as connection:
         connection.execute(
-            "INSERT INTO checkpoint (uuid, kind, format, uri, state, total_bytes, num_tensors, num_files, dtypes,"
-            " manifest_digest, content_digest, origin, created_at)"
-            " VALUES ('u', 'source', 'dcp', '/a', 'present', 4, 1, 0, '', 'm', '', '{}', '2026-01-01 00:00:00')"
+            "INSERT INTO checkpoint (uuid, kind, format, uri, state, total_bytes, num_tensors, num_files,"
+            " dtypes, manifest_digest, content_digest, origin, created_at)"
+            " VALUES ('u', 'source', 'dcp', '/a', 'present', 4, 1, 0, '', 'm', '', '{}',"
+            " '2026-01-01 00:00:00')"
         )
         connection.execute("INSERT INTO tensor VALUES (1, 'w', 'float32', '[1]', 4)")
     connection.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -17,8 +16,7 @@ import samples
 
 import ckptcore
 from ckptcore import Settings, api
-from ckptcore.catalog import open_catalog
-from ckptcore.errors import DamagedCheckpoint, OutputMismatch, UsageError
+from ckptcore.errors import DamagedCheckpoint, OutputMismatch
 from ckptcore.fingerprint import map_digest
 from ckptcore.fingerprinttable import fingerprints
 from ckptcore.plan import load_file_plan, load_head
@@ -292,89 +290,6 @@ def test_replicas_in_several_files_count_once(source: Path, tmp_path: Path) -> N
         fingerprints([plan, plan], [receipt, other])
     half = replace(plan, tensors=(replace(plan.tensors[0], full=(9999, 9999)), *plan.tensors[1:]))
     assert fingerprints([half], [receipt]) is None
-
-
-def test_the_catalog_finds_every_copy(source: Path, tmp_path: Path) -> None:
-    url = str(tmp_path / "catalog.sqlite")
-    first = convert(str(source), str(tmp_path / "a.pt"), catalog=url)
-    convert(str(tmp_path / "a.pt"), str(tmp_path / "b"), verb="reshard", mesh="fsdp=2", catalog=url)
-    cast = convert(str(source), str(tmp_path / "c"), dtype="bf16", catalog=url)
-    renamed = convert(str(source), str(tmp_path / "d"), rename=[("embed.", "tok.")], catalog=url)
-    part = convert(str(source), str(tmp_path / "e"), exclude=["step"], catalog=url)
-    with open_catalog(url) as catalog:
-        assert first.fingerprint is not None
-        found = catalog.copies(first.fingerprint)
-        assert {o.checkpoint.uri for o in found} == {
-            str(p) for p in (source, tmp_path / "a.pt", tmp_path / "b")
-        }
-        assert catalog.copies(first.fingerprint[:12]) == found
-        detail = catalog.show(str(source))
-        known = {t.fqn: t.fingerprint for t in detail.tensors}  # type: ignore[union-attr]
-        assert known == {fqn: each for fqn, *_, each in first.fingerprints}
-        # What was cast holds other numbers, but for the tensors that were not.
-        row = catalog.show(str(tmp_path / "c"))
-        assert row.checkpoint.fingerprint is None  # type: ignore[union-attr]
-        bare = {t.fqn for t in row.tensors if t.fingerprint is None}  # type: ignore[union-attr]
-        assert bare == {"embed.weight", "layers.0.norm.weight"}
-        made = catalog.show(str(cast.conversion)).conversion  # type: ignore[union-attr]
-        assert (made.fingerprint, made.map_digest) == (first.fingerprint, NOTHING_DONE)
-        assert renamed.fingerprint is not None
-        assert {o.checkpoint.uri for o in catalog.copies(renamed.fingerprint)} == {str(tmp_path / "d")}
-        assert part.fingerprint is not None
-        assert len(catalog.copies(part.fingerprint)) == 1
-        one = known["layers.0.bias"]
-        assert one is not None
-        holders = {source, *(tmp_path / name for name in ("a.pt", "b", "c", "d", "e"))}
-        assert {o.checkpoint.uri for o in catalog.copies(one)} == set(map(str, holders))
-        for nothing in ("0" * 64, "model.safetensors"):
-            with pytest.raises(UsageError):
-                catalog.copies(nothing)
-
-
-def test_a_source_that_changed_has_another(source: Path, tmp_path: Path, state: dict[str, Any]) -> None:
-    """The row of a source without digests keeps the newest word."""
-    from safetensors.torch import save_file
-
-    url = str(tmp_path / "catalog.sqlite")
-    convert(str(source), str(tmp_path / "a"), catalog=url)
-    save_file({**state, "step": state["step"] + 1}, source / "model.safetensors")
-    second = convert(str(source), str(tmp_path / "b"), catalog=url)
-    with open_catalog(url) as catalog:
-        assert second.fingerprint is not None
-        uris = {o.checkpoint.uri for o in catalog.copies(second.fingerprint)}
-        assert uris == {str(source), str(tmp_path / "b")}
-        detail = catalog.show(str(source))
-        known = {t.fqn: t.fingerprint for t in detail.tensors}  # type: ignore[union-attr]
-        assert known == {fqn: each for fqn, *_, each in second.fingerprints}
-
-
-def run(*argv: object) -> subprocess.CompletedProcess[str]:
-    words = [str(a) for a in argv]
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptcore", *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def test_the_command_line(source: Path, tmp_path: Path) -> None:
-    url = str(tmp_path / "catalog.sqlite")
-    made = run("consolidate", source, tmp_path / "out", "--fingerprint", "--catalog", url, "--output", "json")
-    told = json.loads(made.stdout)
-    assert told["map_digest"] == NOTHING_DONE
-    assert "sums" not in told["files"][0]
-    copy = tmp_path / "elsewhere"
-    (tmp_path / "out").rename(copy)
-    text = run("fingerprint", copy, "--catalog", url).stdout
-    assert text.splitlines()[0] == told["fingerprint"]
-    form = json.loads(run("fingerprint", copy, "--no-catalog", "--output", "json").stdout)
-    assert form["fingerprint"] == told["fingerprint"]
-    assert {t["fqn"] for t in form["tensors"]} == {t.fqn for t in api.open(str(source)).tensors}
-    for words in (("which",), ("catalog", "which")):
-        found = json.loads(
-            run(*words, told["fingerprint"], "--fingerprint", "--catalog", url, "--output", "json").stdout
-        )
-        assert {o["checkpoint"]["uri"] for o in found} == {str(source), str(tmp_path / "out"), str(copy)}
 
 
 def test_by_default_a_reshard_has_one_and_nothing_else(source: Path, tmp_path: Path) -> None:
