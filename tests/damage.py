@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent / "conformance"))
 import damage_anyfile
 import damage_boxes
 import damage_files
+import damage_headers
 import damage_inside
 import damage_items
 import damage_metadata
@@ -27,7 +28,7 @@ from damaging import MAGIC, Damage
 MODULES = (damage_files, damage_items, damage_metadata, damage_boxes, damage_places)
 TABLE: dict[str, Damage] = {name: row for m in MODULES for name, row in m.TABLE.items()}
 assert len(TABLE) == sum(len(m.TABLE) for m in MODULES), "a name is used twice"
-ANYWHERE = (damage_anyfile, damage_inside, damage_mixed)
+ANYWHERE = (damage_anyfile, damage_headers, damage_inside, damage_mixed)
 EVERYWHERE: dict[str, Row] = {name: row for m in ANYWHERE for name, row in m.TABLE.items()}
 assert len(EVERYWHERE) == sum(len(m.TABLE) for m in ANYWHERE), "a name is used twice"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat
+from ckptcore.formats._stheader import no_duplicates
 from ckptcore.formats.base import Source
 from ckptcore.shown import shown
 
@@ -139,6 +140,6 @@ def _json(source: Source, name: str, limit: int) -> Any:
     if size > limit:
         raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
     try:
-        return json.loads(source.store.read(name, 0, size))
+        return json.loads(source.store.read(name, 0, size), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise MalformedCheckpoint(f"{name} is not JSON: {error}", file=name) from error

@@ -19,6 +19,7 @@ from ckptcore.formats._rankfile import Content, Piece, Plain, Shards, read_rank
 from ckptcore.formats._rankfiles import RankFiles
 from ckptcore.formats._rankoptim import Params
 from ckptcore.formats._shapefit import Shape
+from ckptcore.formats._stheader import no_duplicates
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Blob, Manifest, TensorSpec
 from ckptcore.paths import Path, Paths
@@ -284,7 +285,8 @@ def _config(source: Source, kinds: tuple[RankFiles, ...]) -> list[Finding]:
     if not 0 < source.listing.get(name, 0) < 1 << 16:
         return []
     try:
-        told = json.loads(source.store.read(name, 0, source.listing[name]))
+        raw = source.store.read(name, 0, source.listing[name])
+        told = json.loads(raw, object_pairs_hook=no_duplicates)
     except (CkptError, ValueError, RecursionError):
         return [finding("malformed-metadata", "files", f"{name} is no JSON", file=name)]
     world = told.get("world_size") if isinstance(told, dict) else None

@@ -176,7 +176,7 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
     if raw is None:
         return
     try:
-        objects = json.loads(raw)
+        objects = json.loads(raw, object_pairs_hook=no_duplicates)
         items = sorted(objects.items())
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{path}: {OBJECTS} is not JSON: {error}", file=path) from error

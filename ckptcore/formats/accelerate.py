@@ -19,6 +19,7 @@ from ckptcore.formats._bounds import absent
 from ckptcore.formats._dcpread import read_folder
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats._rankread import RankReader
+from ckptcore.formats._stheader import no_duplicates
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Blob, Manifest
 from ckptcore.objects import encode
@@ -113,7 +114,7 @@ def _trainer_state(source: Source, builder: Builder, origin: dict[str, Any]) -> 
     if not 0 < size <= _MAX_JSON:
         return
     try:
-        told = json.loads(source.store.read(_TRAINER, 0, size))
+        told = json.loads(source.store.read(_TRAINER, 0, size), object_pairs_hook=no_duplicates)
         tree = encode(told)
     except (CkptError, ValueError, TypeError, RecursionError) as error:
         builder.findings.append(

@@ -37,6 +37,7 @@ from ckptcore.formats._dcpread import DATA, read_folder
 from ckptcore.formats._olmo import DCP, TRAIN_FILE, missing_part, model_told, require_renamed, train_part
 from ckptcore.formats._olmowrite import arrange_step
 from ckptcore.formats._parts import Part, join
+from ckptcore.formats._stheader import no_duplicates
 from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source
 from ckptcore.manifest import Manifest
 
@@ -124,7 +125,8 @@ def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
             return {}, []
         return {}, [missing_part(MARKER, f"{MARKER}, the file that a trainer writes last")]
     try:
-        told = json.loads(source.store.read(MARKER, 0, min(size, _MAX_MARKER)))
+        raw = source.store.read(MARKER, 0, min(size, _MAX_MARKER))
+        told = json.loads(raw, object_pairs_hook=no_duplicates)
         known = {k: told[k] for k in ("version", "ephemeral") if type(told.get(k)) in (str, bool)}
     except (ValueError, AttributeError, RecursionError) as error:
         message = f"{MARKER} is not what a trainer writes: {error}"

@@ -16,6 +16,7 @@ TABLE = Rows()
 FLIPS = 3  # a file
 _RANK = re.compile(r"(?<!\d)\d+(?!\d)")  # the numbers in a name
 _RANK_TOLD = re.compile(rb"X\x04\x00\x00\x00rank(?:q.|r....)K(.)", re.DOTALL)  # in a pickle's arguments
+_STATE = re.compile(r"(?:^|/)(?:random_states|rng_state|extra_state|train/rank)[^/]*$")
 _OF_A_RANK = re.compile(
     r"^(.*?)(?:__(\d+)_\d+\.distcp|__(\d+)\.metadata|rank_?(\d+)(?:_\d+)*(?:\.\w+|/\w+\.pt)"
     r"|random_states_(\d+)\.pkl|shard-(\d+)-model.*)$"
@@ -94,6 +95,8 @@ def _facts(tree: Tree, path: str, change: str) -> frozenset[str]:
         out.add("unsummed")
     if change == "removed" and re.search(r"/shard_0_1\.pt$", path):
         out.add("one-object")
+    if change == "removed" and path == "scheduler.bin":
+        out.add("optional")
     if change == "removed" and path == "meta.pt" and b"pytorch-lightning_version" not in tree.read(path):
         out.add("own-names")
     return frozenset(out)
@@ -191,13 +194,15 @@ def _swapped(root: Path, path: str, other: str) -> None:
 
 def exchangeable(tree: Tree, one: str, other: str) -> frozenset[str]:
     """``like``: whether two files tell nothing that sets them apart but values. ``unranked``: whether two of
-    Megatron's rank files tell no rank of their own."""
+    Megatron's rank files tell no rank of their own. ``rankless``: whether both are a rank's random state."""
     kind = tree.kinds[one]
     if tree.has_digests:
         return frozenset()
     same = LIKE.get(kind, lambda *_: False)(tree, one, other)
     ranked = [_RANK_TOLD.search(tree.read(p)) for p in (one, other)]
     unranked = "mp_rank_" in one and (None in ranked or len({m[1] for m in ranked if m}) == 1)
+    if all(_STATE.search(p) for p in (one, other)):
+        return frozenset({"rankless"})
     return frozenset({"like"} if same else {"unranked"} if unranked else ())
 
 

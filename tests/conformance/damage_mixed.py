@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -135,6 +136,26 @@ OTHERS = (
     FIXTURES / "olmo" / "v01_dtensor_ws4" / "ckpt",
     FIXTURES / "megatron" / "legacy_llama_tp2pp2_0.15.3" / "ckpt",
 )
+
+
+@TABLE
+def file_of_another_checkpoint(tree: Tree, rng: random.Random) -> Iterator[Cut]:
+    """The file of the same name of another sample of the family: another step, model or world."""
+    if tree.name is not None:
+        return
+    family = [p for p in sorted(tree.root.parent.parent.iterdir()) if p.is_dir() and p != tree.root.parent]
+    for path in tree.files():
+        found = [p for s in family for p in sorted(s.glob(f"*/{path}")) if p.is_file()]
+        found = [p for p in found if p.stat().st_size and p.read_bytes() != tree.read(path)]
+        if found:
+            other = rng.choice(found)
+            facts = frozenset({"rankless"} if OBJECTS.search(path) and not tree.has_digests else set())
+            where = f"{other.relative_to(tree.root.parent.parent)} over {path}"
+            yield Cut(where, partial(_laid_over, names={path: other}), facts)
+
+
+# Files of values that no other file speaks of.
+OBJECTS = re.compile(r"(?:^|/)(?:(?:common|meta|train)\.pt|scheduler\.bin|random_states_\d+\.pkl|train/rank)")
 
 
 @TABLE

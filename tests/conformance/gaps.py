@@ -79,6 +79,10 @@ UNMATCHED: dict[str, str] = {
 STORED_DIFFERS: dict[str, str] = {}
 
 
+# What comes out of a writer in other words: (format, glob on values, how they differ, why).
+SAID_OTHERWISE: tuple[tuple[str, str, tuple[str, ...], str], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Blind:
     """A damage that no redundancy in the format can show.
@@ -122,6 +126,12 @@ UNDETECTABLE: tuple[Blind, ...] = (
     Blind("files-swapped-by-name", "like", "no file of the two tells its rank, place or save"),
     Blind("files-swapped-by-name", "unranked", "a converter writes one rank into the arguments of all",
           sometimes=True),
+    Blind("file-of-a-peer", "rankless", "a rank's random state does not tell its rank", sometimes=True),
+    Blind("file-of-another-checkpoint", "rankless", "a trainer's state tells neither rank nor model",
+          sometimes=True),
+    Blind("files-swapped-by-name", "rankless", "a rank's random state does not tell its rank",
+          sometimes=True),
+    Blind("file-removed", "optional", "a job may have no scheduler"),
     Blind("file-removed", "own-names",
           "Fabric's meta.pt holds what the user named, and .metadata tells nothing of it"),
     Blind("file-removed", "one-object", "nothing but its file tells of an object that is saved once",

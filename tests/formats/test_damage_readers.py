@@ -201,3 +201,14 @@ def test_an_array_that_megatron_would_not_write(change: dict[str, Any], copy: Co
         assert form["chunks"][0] > 1
     array.write_text(json.dumps(form | change))
     assert told(folder) == {("unusual-layout", "misc.grid_int64/.zarray")}
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "integrity.json"])
+def test_a_name_that_stands_twice(name: str, copy: Copy) -> None:
+    """Readers of JSON take the one or the other: neither is the truth."""
+    folder = copy("api_torch_dist_0.19.2") / "ckpt"
+    text = (folder / name).read_text()
+    first = next(iter(json.loads(text).items()))
+    (folder / name).write_text(text.rstrip()[:-1] + ", " + json.dumps(dict([first]))[1:])
+    with pytest.raises(CkptError, match="stands twice"):
+        ckptcore.open(str(folder))
