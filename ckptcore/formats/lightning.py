@@ -121,7 +121,8 @@ def place(source: Manifest) -> Callable[[Path], Path]:
     if by["by"] == "fabric":
         return lambda path: path
     whole = {b.key for b in source.blobs} if by.get("full") else None
-    if whole is None and not Paths.of(source):
+    known = Paths.of(source)  # those of meta.pt's values, at least
+    if whole is None and not any(t.fqn in known for t in source.tensors):
         raise UnsupportedFormat(
             f"{source.root}: .metadata does not record which names are nested in which",
             hint="--to torch_save keeps the names as they are",

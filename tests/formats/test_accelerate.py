@@ -160,6 +160,12 @@ def test_a_safetensors_file_beside_the_model_is_what_loaders_take(tmp_path: Path
     assert read(folder).format == "safetensors"
 
 
+def test_a_model_without_its_optimizer(tmp_path: Path) -> None:
+    folder = full(tmp_path / "ckpt")
+    (folder / "optimizer.bin").unlink()
+    assert [(f.code, f.file) for f in read(folder).findings] == [("missing-part", "optimizer_0")]
+
+
 def test_states_that_are_cut_or_of_many_ranks(tmp_path: Path) -> None:
     folder = full(tmp_path / "ckpt", scheduler__pt={"last_epoch": 1})
     (folder / "scheduler.pt").write_bytes((folder / "scheduler.pt").read_bytes()[:40])
@@ -198,6 +204,9 @@ def test_ranks_files_without_dcp(tmp_path: Path) -> None:
     manifest = read(folder)
     assert manifest.format == "accelerate"
     assert torch.equal(read_tensor(manifest, "model.w"), torch.ones(4))
+    torch.save({"step": 3}, folder / "random_states_5.pkl")
+    told = [(f.code, f.file) for f in read(folder).findings if "left nothing else" in f.message]
+    assert told == [("missing-part", "random_states_5.pkl")]
     (folder / "optimizer_0_rank1.bin").unlink()
     found = [(f.code, f.file) for f in read(folder).findings if f.severity == "error"]
     assert found == [("missing-rank", "optimizer_0_rank1.bin")]

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning_cases import VERSION, module, save, trainer
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckptcore
 from ckptcore.errors import (
@@ -196,8 +198,21 @@ def test_a_tensor_of_another_class_is_none(tmp_path: Path) -> None:
         del sys.modules["users_code"]
 
 
-def test_a_damaged_list_in_a_folder_of_many(tmp_path: Path) -> None:
-    """An optimizer that is left out of several leaves a gap in the list."""
+@pytest.mark.parametrize(("old", "new"), [
+    ("model.net.steps", "model"),  # where others are
+    ("model.net.steps", "epoch"),  # where a value is
+])  # fmt: skip
+def test_names_that_do_not_nest(old: str, new: str, tmp_path: Path) -> None:
     source = trainer(tmp_path / "ckpt", "model")
-    with pytest.raises(NameMismatch, match="left out"):
-        ckptcore.convert(str(source), str(tmp_path / "a.ckpt"), to="lightning", exclude=["optimizer_0.*"])
+    with pytest.raises(NameMismatch):
+        ckptcore.convert(str(source), str(tmp_path / "a.ckpt"), to="lightning", rename=[(old, new)])
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_metadata_that_does_not_tell_the_nesting(tmp_path: Path) -> None:
+    """Dots in names are not proof of dicts."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save({"model.net.w": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt", planner=planner, no_dist=True)
+    torch.save(dict(VERSION), tmp_path / "ckpt" / "meta.pt")
+    with pytest.raises(UnsupportedFormat, match="does not record which names are nested"):
+        ckptcore.convert(str(tmp_path / "ckpt"), str(tmp_path / "a.ckpt"), to="lightning")

@@ -71,6 +71,14 @@ def test_two_values_of_one_name(tmp_path: Path) -> None:
         ckptcore.open(str(saved(tmp_path, {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})))
 
 
+def test_one_dict_under_two_names(tmp_path: Path) -> None:
+    """Shared through the pickle's memo: a tied module saved as it is."""
+    shared = {"w": torch.ones(2), "step": 3}
+    manifest = ckptcore.open(str(saved(tmp_path, {"a": shared, "b": shared, "n": [1, 2], "m": [1, 2]})))
+    assert {t.fqn for t in manifest.tensors} == {"a.w", "b.w"}
+    assert {b.key for b in manifest.blobs} == {"a.step", "b.step", "n", "m"}
+
+
 def test_a_storage_that_is_not_there(tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": torch.ones(2), "b": torch.zeros(3)})
     with pytest.raises(MalformedCheckpoint, match="no storage '1' for b"):
