@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckptcore.errors import UsageError
+from ckptcore.placements import Placement, Replicate, Shard, _StridedShard
 from ckptcore.sharding import Layout, Mesh
 from ckptcore.shown import shown
 
@@ -29,9 +30,6 @@ def place(fqn: str, shape: tuple[int, ...], mesh: Mesh, rule: Rule | None, at: A
     dim 0 counts layers, which pp cuts.
     Raises `UsageError` for a rule that does not fit the shape, and for what FSDP2 cannot shard.
     """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import Placement, _StridedShard
-
     if not shape:  # fully_shard takes no scalars
         return Layout(at=at)
     sizes = dict(mesh.axes)

@@ -1,8 +1,8 @@
 """Sharding: which box of a tensor does each rank of a mesh hold?
 
-Placements are torch's own (`torch.distributed.tensor`), and so is the arithmetic: uneven and strided
-shards are cut where torch cuts them (`ckptcore.cuts`), and refused where torch contradicts itself. torch's
-own function is not called: it makes an index of every element. A mesh without axes is a mesh of one: its
+Placements are torch's own in name and meaning (`ckptcore.placements`), and so is the arithmetic: uneven and
+strided shards are cut where torch cuts them (`ckptcore.cuts`), and refused where torch contradicts itself.
+torch's own function is not called: it makes an index of every element. A mesh without axes is a mesh of one: its
 only rank holds everything, which is what consolidating is.
 """
 
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from ckptcore import cuts
 from ckptcore.box import Box
 from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.placements import Placement
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True, slots=True)
