@@ -25,7 +25,7 @@ from ckptcore.device import Lane
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.fileplan import COMPARE, FilePlan, PlannedTensor
-from ckptcore.fingerprint import ZERO, add, box_sum
+from ckptcore.fingerprint import ZERO, add, box_sum, pack
 from ckptcore.gather import Placed, gather, overlaps, sub_tile, tile_view
 from ckptcore.manifest import view_of
 from ckptcore.receipts import Receipt
@@ -128,7 +128,7 @@ class FileWork:
             self._digest.hexdigest() if self._digest is not None else None,
             round(time.perf_counter() - self._began, 6), verified, len(numbers) - verified,
             pending=tuple(filter(self._records.pending, numbers)),
-            sums=tuple(self._sums) if self._sums is not None else None,
+            sums=pack(self._sums) if self._sums is not None else None,
         )  # fmt: skip
 
     def abort(self) -> None:

@@ -80,6 +80,11 @@ def add(one: Sum, other: Sum) -> Sum:
     return (one[0] + other[0]) & _MASK, (one[1] + other[1]) & _MASK
 
 
+def pack(sums: Iterable[Sum]) -> bytes:
+    """Sums as 16 bytes each, both lanes little-endian: a large job has millions of them."""
+    return b"".join(lane.to_bytes(_WORD, "little") for total in sums for lane in total)
+
+
 def tensor_fingerprint(dtype: str, shape: Shape, total: Sum) -> str:
     """The fingerprint of a whole tensor, hex: BLAKE3 over its dtype, shape and sum."""
     lanes = [f"{lane:016x}" for lane in total]

@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptcore.box import Box
 from ckptcore.errors import OutputMismatch
-from ckptcore.fileplan import FilePlan, PlannedTensor
-from ckptcore.fingerprint import ZERO, Fingerprinted, Sum, add, checkpoint_fingerprint, tensor_fingerprint
-from ckptcore.manifest import Manifest
+from ckptcore.fileplan import FilePlan
+from ckptcore.fingerprint import Fingerprinted, Shape, checkpoint_fingerprint, tensor_fingerprint
+from ckptcore.manifest import Ints, Manifest
 from ckptcore.receipts import Receipt
 
 _log = logging.getLogger("ckptcore")
@@ -27,28 +30,31 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
     """
     if any(receipt.sums is None for receipt in receipts):
         return None
-    specs: dict[str, PlannedTensor] = {}
-    boxes: dict[str, dict[Box, Sum]] = {}
-    for plan, receipt in zip(plans, receipts, strict=True):
-        for tensor, total in zip(plan.tensors, receipt.sums or (), strict=True):
-            specs.setdefault(tensor.name, tensor)
-            first = boxes.setdefault(tensor.name, {}).setdefault(tensor.box, total)
-            if first != total:
-                raise OutputMismatch(
-                    f"{plan.path} holds {tensor.box} of {tensor.name} with other elements than a file before",
-                    hint="run the command again with --no-resume",
-                )
+    names: dict[str, int] = {}
+    specs: list[tuple[str, Shape]] = []
+    rows, sums, files = [], [], []
+    for number, (plan, receipt) in enumerate(zip(plans, receipts, strict=True)):
+        held = plan.held
+        for name, source, rank, full in zip(held.names, held.source_dtype, held.rank, held.full, strict=True):
+            if names.setdefault(name, len(specs)) == len(specs):
+                specs.append((held.dtypes[source], tuple(full[:rank].tolist())))
+        tensor = np.array([names[name] for name in held.names], np.int64)
+        rows.append((tensor, held.offset, held.shape))
+        sums.append(np.frombuffer(receipt.sums or b"", "<u8").reshape(len(held), 2))
+        files.append(np.full(len(held), number))
+    boxes, added = _columns(rows), np.concatenate(sums)
+    kept = _distinct(boxes, added, np.concatenate(files), list(names), receipts)
+    volume, total = np.zeros(len(specs), np.int64), np.zeros((len(specs), 2), np.uint64)
+    np.add.at(volume, boxes[kept, 0], np.prod(boxes[kept, 1 + boxes.shape[1] // 2 :], axis=1))
+    np.add.at(total, boxes[kept, 0], added[kept])
     found = []
-    for name, tensor in specs.items():
-        parts = boxes[name]
-        if sum(box.numel for box in parts) != Box.whole(tensor.full).numel:
+    for name, (dtype, full), held_elements, (one, two) in zip(
+        names, specs, volume.tolist(), total.tolist(), strict=True
+    ):
+        if held_elements != Box.whole(full).numel:
             _log.warning("no fingerprint: the boxes of %s in the files are no partition of it", name)
             return None
-        total = ZERO
-        for part in parts.values():
-            total = add(total, part)
-        dtype = tensor.source_dtype
-        found.append((name, dtype, tensor.full, tensor_fingerprint(dtype, tensor.full, total)))
+        found.append((name, dtype, full, tensor_fingerprint(dtype, full, (one, two))))
     return tuple(found)
 
 
@@ -68,3 +74,34 @@ def held_by(manifest: Manifest, found: Iterable[Fingerprinted], names: Mapping[s
     if len(mine) < len(manifest.tensors) or not mine:
         return None, mine
     return checkpoint_fingerprint((t.fqn, t.dtype, t.shape, mine[t.fqn]) for t in manifest.tensors), mine
+
+
+def _columns(rows: Sequence[tuple[Ints, Ints, Ints]]) -> Ints:
+    """(tensor, offsets, shapes) of all boxes as one table, each brought to the highest rank."""
+    rank = max(offset.shape[1] for _, offset, _ in rows)
+    parts = [
+        np.concatenate([tensor[:, None], _padded(offset, rank, 0), _padded(shape, rank, 1)], axis=1)
+        for tensor, offset, shape in rows
+    ]
+    return np.concatenate(parts)
+
+
+def _padded(columns: Ints, rank: int, value: int) -> Ints:
+    return np.pad(columns, ((0, 0), (0, rank - columns.shape[1])), constant_values=value)
+
+
+def _distinct(boxes: Ints, sums: npt.NDArray[np.uint64], files: Ints, names: Sequence[str],
+              receipts: Sequence[Receipt]) -> Ints:  # fmt: skip
+    """The rows of boxes that no earlier row has; equal boxes must have equal sums."""
+    order = np.lexsort(boxes.T[::-1])  # stable: equal boxes stay in the order of the files
+    again = np.zeros(len(order), np.bool_)
+    again[1:] = (boxes[order[1:]] == boxes[order[:-1]]).all(axis=1)
+    other = np.flatnonzero(again[1:] & (sums[order[1:]] != sums[order[:-1]]).any(axis=1))
+    if len(other):
+        first, second = order[other[0]], order[other[0] + 1]
+        raise OutputMismatch(
+            f"{receipts[files[first]].path} and {receipts[files[second]].path} hold the same box of "
+            f"{names[boxes[first, 0]]} with different elements",
+            hint="run the command again with --no-resume",
+        )
+    return order[~again]

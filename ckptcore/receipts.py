@@ -12,7 +12,6 @@ from typing import Any
 
 from blake3 import blake3
 
-from ckptcore.fingerprint import Sum
 from ckptcore.frame import canonical_json
 from ckptcore.store import Readable, Store
 
@@ -27,7 +26,8 @@ class Receipt:
     seconds: wall time it took. verified, unverified: source records whose CRC-32 was checked, and
     those that have none. reused: an earlier run had written it. pending: source records, by their
     numbers, that other files read the rest of: a run that ends well leaves none. sums: what the file adds
-    to the fingerprint of each tensor of its plan, or None when fingerprints were off.
+    to the fingerprint of each tensor of its plan (`ckptcore.fingerprint.pack`), or None when fingerprints
+    were off.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Receipt:
     unverified: int = 0
     reused: bool = False
     pending: tuple[int, ...] = ()
-    sums: tuple[Sum, ...] | None = None
+    sums: bytes | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face; sums are for receipts only."""
@@ -50,7 +50,7 @@ class Receipt:
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> Receipt:
         sums = form.get("sums")
-        held = None if sums is None else tuple((int(a, 16), int(b, 16)) for a, b in sums)
+        held = None if sums is None else bytes.fromhex(sums)
         return cls(**{**form, "pending": tuple(form.get("pending", ())), "sums": held})
 
 
@@ -58,7 +58,7 @@ def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
     """Records a finished file."""
     form = {"plan": plan_digest, **receipt.as_dict()}
     if receipt.sums is not None:
-        form["sums"] = [[f"{lane:016x}" for lane in total] for total in receipt.sums]
+        form["sums"] = receipt.sums.hex()
     store.put(receipt_name(receipt.index), canonical_json(form))
 
 
