@@ -51,7 +51,7 @@ def described(topology: Topology, fqn: str) -> str:
     """``fsdp:S(0) tp:S(1) @pp(0,)``: the layout of a tensor in short."""
     layout = topology.layout(fqn)
     cuts = [
-        f"{a}:{'R' if p.is_replicate() else f'{_letter(p)}({p.dim})'}"  # type: ignore[attr-defined]
+        f"{a}:{f'{_letter(p)}({p.dim})' if hasattr(p, 'dim') else 'R'}"
         for a, p in zip(layout.axes, layout.placements, strict=True)
     ]
     return " ".join([*cuts, *(f"@{axis}{list(c)}" for axis, c in layout.at)])
