@@ -214,7 +214,7 @@ def plan(
     from ckptcore.compose import compose
     from ckptcore.convert import inspect as read
     from ckptcore.convert import peak_memory
-    from ckptcore.planfile import save_request
+    from ckptcore.planfile import plan_into
     from ckptcore.staging import refuse_existing
 
     verb = verb or ("reshard" if given["mesh"] else "consolidate")
@@ -224,9 +224,8 @@ def plan(
         request.destination, request.source, overwrite=request.overwrite, single=request.single is not None
     )
     manifest = read(src, request.recover, request.keep_quantized)
-    composed = compose(request, manifest)
-    if given["save"] is not None:
-        save_request(given["save"], request, manifest, composed)
+    saved = given["save"] is not None
+    composed = plan_into(given["save"], request, manifest) if saved else compose(request, manifest)
     show.plan(composed, peak_memory(composed.plan, settings), as_json=given["output"] is Output.JSON)
 
 

@@ -132,8 +132,12 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
                 "plan_digest": p.digest,
                 "bytes_in": p.bytes_in,
                 "bytes_out": p.bytes_out,
+                "requests": p.requests,
                 "peak_memory": peak,
-                "files": [{"path": f.path, "bytes": f.nbytes, "tensors": f.tensors} for f in p.files],
+                "files": [
+                    {"path": f.path, "bytes": f.nbytes, "tensors": f.tensors, "requests": f.requests}
+                    for f in p.files
+                ],
                 "renamed": [list(r) for r in p.renamed],
                 "cast": [list(c) for c in p.cast],
                 "computed": [list(d) for d in p.derived],
@@ -148,8 +152,9 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
     out = _console()
     if value.model:
         out.print(f"model: {_safe(value.model.because)}", highlight=False)
-    out.print(f"reads {show_size(p.bytes_in)}, writes {show_size(p.bytes_out)} in {len(p.files)} files "
-              f"({p.target.format}), peak memory about {show_size(peak)}", highlight=False)  # fmt: skip
+    out.print(f"reads {show_size(p.bytes_in)} in {p.requests} requests, writes {show_size(p.bytes_out)} in "
+              f"{len(p.files)} files ({p.target.format}), peak memory about {show_size(peak)}",
+              highlight=False)  # fmt: skip
     if value.ranks:
         low, high = min(value.ranks.held), max(value.ranks.held)
         held = f"hold {show_size(low)} to {show_size(high)} each"

@@ -93,6 +93,11 @@ class Plan:
     items: int = 0
     map_digest: str = ""
 
+    @property
+    def requests(self) -> int:
+        """Ranges of source files that are read, over all files."""
+        return sum(f.requests for f in self.files)
+
     def head(self) -> dict[str, Any]:
         """The JSON of ``head.json``."""
         form = asdict(self)
@@ -185,6 +190,11 @@ def save_plan(store: Store, plan: Plan, files: Iterable[FilePlan]) -> None:
     """Writes a plan as a folder; the head comes last, so that a folder with a head is whole."""
     for p in files:
         store.put(file_name(p.index), p.dumped)
+    save_head(store, plan)
+
+
+def save_head(store: Store, plan: Plan) -> None:
+    """Writes the head of a plan, which makes its folder whole: when all file plans are there."""
     store.put(HEAD, frame.canonical_json(plan.head()))
 
 

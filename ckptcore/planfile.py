@@ -7,6 +7,7 @@ carried out only if the source is still the same.
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -17,20 +18,32 @@ from ckptcore.errors import DestinationExists, MalformedCheckpoint, SourceChange
 from ckptcore.finishing import REQUEST
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Manifest
-from ckptcore.plan import load_head, save_plan
+from ckptcore.plan import file_name, load_head, save_head
 from ckptcore.request import Request
 from ckptcore.store import open_store
 
 
-def save_request(folder: Path, request: Request, manifest: Manifest, composed: Composed) -> None:
-    """Writes a plan folder; raises `DestinationExists` when it is not empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def plan_into(folder: Path, request: Request, manifest: Manifest) -> Composed:
+    """Plans a request and saves the plan in a folder, file by file as they are planned.
+
+    Raises `DestinationExists` when the folder is not empty, and what `compose` raises; nothing is left then.
+    """
+    there = folder.exists()
+    if there and (not folder.is_dir() or any(folder.iterdir())):
         raise DestinationExists(f"{folder} exists", hint="name a new folder for the plan")
     store = open_store(str(folder))
-    store.put(REQUEST, canonical_json(request.as_dict()))
-    with closing(open_store(composed.plan.source)) as source:
-        stamps.save(store, stamps.take(manifest, source))
-    save_plan(store, composed.plan, composed.files)
+    try:
+        composed = compose(request, manifest, lambda p: store.put(file_name(p.index), p.dumped))
+        store.put(REQUEST, canonical_json(request.as_dict()))
+        with closing(open_store(composed.plan.source)) as source:
+            stamps.save(store, stamps.take(manifest, source))
+        save_head(store, composed.plan)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        if there:
+            folder.mkdir()
+        raise
+    return composed
 
 
 def load_request(folder: Path) -> Request:
