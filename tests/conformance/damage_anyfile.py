@@ -93,8 +93,6 @@ def _facts(tree: Tree, path: str, change: str) -> frozenset[str]:
     lost = change in {"zeroed", "first-page-lost"}
     if lost and tree.kinds[path] == "zchunk" and any(tree.read(path)[:4096]):
         out.add("unsummed")
-    if change == "removed" and re.search(r"/shard_0_1\.pt$", path):
-        out.add("one-object")
     if change == "removed" and path == "scheduler.bin":
         out.add("optional")
     if change == "removed" and path == "meta.pt" and b"pytorch-lightning_version" not in tree.read(path):

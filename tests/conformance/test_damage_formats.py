@@ -14,12 +14,14 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import damage
 import gaps
 import pytest
 from damage_judge import Run, Verdict, judge, run
+from damage_plain import MADE, made
 from damage_sites import BESIDE, Cut, Tree
 from samples import SAMPLES, Sample, tree_digest
 
@@ -71,7 +73,11 @@ def subjects(sample: Sample) -> Iterator[Tree]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "group" not in metafunc.fixturenames:
         return
-    cases = []
+    cases = [
+        pytest.param(None, made_name, group, PLACES, id=f"{made_name}-{group.rstrip('-') or 'others'}",
+                     marks=pytest.mark.xdist_group(made_name))
+        for made_name in MADE for group in GROUPS
+    ]  # fmt: skip
     for sample in metafunc.config.stash[SAMPLES]:
         if gaps.lookup(gaps.REFUSED_OTHER, sample.name):
             continue
@@ -92,10 +98,18 @@ def truths() -> dict[Path, Run]:
     return {}
 
 
-def test_damage(victim: Sample, tree: Tree, group: str, places: int, truths: dict[Path, Run], tmp_path: Path,
-                request: pytest.FixtureRequest) -> None:  # fmt: skip
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where plain checkpoints are made."""
+    return tmp_path_factory.mktemp("plain")
+
+
+def test_damage(victim: Sample | None, tree: Tree | str, group: str, places: int, truths: dict[Path, Run],
+                plain: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:  # fmt: skip
+    if isinstance(tree, str):
+        tree = made(tree, plain)
     good = truth(tree, truths, tmp_path / "good")
-    if good.refused and victim.corpus:
+    if good.refused and victim and victim.corpus:
         pytest.skip(f"refused as it is: {good.refused}")
     assert not good.trouble, good.trouble
     assert not good.refused, good.refused
@@ -114,18 +128,19 @@ def test_damage(victim: Sample, tree: Tree, group: str, places: int, truths: dic
 
 @pytest.mark.soak
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda b: f"{b.damage}-{b.when}")
-def test_excuse_is_needed(entry: gaps.Blind, truths: dict[Path, Run], tmp_path: Path,
+def test_excuse_is_needed(entry: gaps.Blind, truths: dict[Path, Run], plain: Path, tmp_path: Path,
                           request: pytest.FixtureRequest) -> None:  # fmt: skip
     """Each entry of the table is a silence that can be heard somewhere."""
     names = [n for n in damage.EVERYWHERE if entry in gaps.blind(n)]
     own = [s for s in request.config.stash[SAMPLES] if not s.corpus]
-    for tree in (t for s in own if not gaps.lookup(gaps.REFUSED_OTHER, s.name) for t in subjects(s)):
-        for name in names:
-            for cut in chosen(tree, name, MORE_PLACES, 1):
-                if entry.when in cut.facts:
-                    good = truth(tree, truths, tmp_path / "good")
-                    if outcome(tree, cut, good, tmp_path)[0].outcome == "silent":
-                        return
+    trees = [made(name, plain) for name in MADE]
+    trees += [t for s in own if not gaps.lookup(gaps.REFUSED_OTHER, s.name) for t in subjects(s)]
+    for tree, name in product(trees, names):
+        for cut in chosen(tree, name, MORE_PLACES, 1):
+            if entry.when in cut.facts:
+                good = truth(tree, truths, tmp_path / "good")
+                if outcome(tree, cut, good, tmp_path)[0].outcome == "silent":
+                    return
     pytest.fail(f"never silent: take it off UNDETECTABLE ({entry.why})")
 
 
@@ -133,10 +148,17 @@ def truth(tree: Tree, truths: dict[Path, Run], folder: Path) -> Run:
     """What the undamaged sample gives; test_read and others prove that it is right."""
     key = tree.root / (tree.name or "")
     if key not in truths:
-        truths[key] = run(tree.copy_to(folder / "in"), folder / "out")
-        if not truths[key].refused:
-            assert truths[key].raw  # read now: the folder goes when this test ends
+        shutil.rmtree(folder, ignore_errors=True)
+        truths[key] = kept(run(tree.copy_to(folder / "in"), folder / "out"))
     return truths[key]
+
+
+def kept(good: Run) -> Run:
+    """Reads a result now: its file is written over by the next."""
+    if not good.refused:
+        assert good.raw
+        assert good.tensors or good.objects
+    return good
 
 
 def rows_of(group: str) -> list[str]:
@@ -160,7 +182,7 @@ def outcome(tree: Tree, cut: Cut, good: Run, tmp_path: Path) -> tuple[Verdict, l
         cut.first(folder)
         good = run(source, tmp_path / "other")
         assert not good.refused, f"{cut.where}: refused before it was damaged: {good.refused}"
-        assert good.raw
+        kept(good)
     cut.do(folder)
     before = tree_digest(source) if source.exists() else ""
     seen = run(source, tmp_path / "out")
