@@ -59,8 +59,7 @@ def test_plain_values(name: str, tmp_path: Path) -> None:
 
 
 ODD: dict[str, tuple[Any, str]] = {
-    "a set of lists": (call("__builtin__.set", [[1]]), "set of something else"),
-    "a set of one number": (call("__builtin__.set", 5), "set of something else"),
+    "a set of one number": (call("__builtin__.set", 5), "set of 5"),
     "a complex number of text": (call("__builtin__.complex", "1", 2.0), "complex number of something"),
     "bytes of arguments": (call("__builtin__.bytes", [1, 2]), "bytes with arguments"),
     "bytes in another encoding": (call("_codecs.encode", "a", "rot13"), "else than latin-1"),

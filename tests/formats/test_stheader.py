@@ -1,0 +1,84 @@
+"""Headers of safetensors files: what the format forbids is refused, also where the library is silent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptcore
+from ckptcore.errors import CkptError
+
+
+def written(path: Path, header: Any, data: bytes = bytes(8)) -> str:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+    return str(path)
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no JSON": (b"{", "not JSON"),
+    "nested too deep": (b"[" * 100_000, "not JSON"),
+    "a list": ([1], "not a JSON object"),
+    "a name twice": (b'{"w": {}, "w": {}}', "stands twice"),
+    "metadata that is none": ({"__metadata__": [1], "w": entry()}, "not an object"),
+    "no offsets": ({"w": {"dtype": "F32", "shape": [2]}}, "not a tensor"),
+    "a number": ({"w": 5}, "not a tensor"),
+    "three offsets": ({"w": entry(offsets=(0, 4, 8))}, "not a tensor"),
+    "a dtype that is none": ({"w": entry("F31")}, "dtype 'F31'"),
+    "a negative extent": ({"w": entry(shape=(-2,))}, "has shape"),
+    "an extent that is no number": ({"w": entry(shape=(2.0,))}, "has shape"),
+    "a bool as extent": ({"w": entry(shape=(True, 2))}, "has shape"),
+    "65 dims": ({"w": entry(shape=(1,) * 64 + (2,))}, "has shape"),
+    "offsets backwards": ({"w": entry(offsets=(8, 0))}, "has offsets"),
+    "offsets that are no numbers": ({"w": entry(offsets=("0", 8))}, "has offsets"),
+    "fewer bytes than the shape needs": ({"w": entry(offsets=(0, 4))}, "needs 8 bytes, has 4"),
+    "a hole in front": ({"w": entry(shape=(1,), offsets=(4, 8))}, "starts at 4"),
+    "two on one place": ({"w": entry(), "v": entry()}, "starts at 0"),
+    "data behind": ({"w": entry(shape=(1,), offsets=(0, 4))}, "describes 4 bytes of data, the file has 8"),
+    "data that is not there": ({"w": entry(shape=(4,), offsets=(0, 16))}, "describes 16 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_headers_that_the_format_forbids(name: str, tmp_path: Path) -> None:
+    header, told = REFUSED[name]
+    with pytest.raises(CkptError, match=told) as caught:
+        ckptcore.open(written(tmp_path / "x.safetensors", header))
+    assert caught.value.code in {"malformed", "unsupported-dtype"}
+    assert "x.safetensors" in caught.value.message
+
+
+CUT = {"nothing": b"", "7 bytes": bytes(7), "a long header": (1 << 40).to_bytes(8, "little"),
+       "a cut header": (3).to_bytes(8, "little") + b"{}"}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", CUT.values(), ids=CUT)
+def test_files_without_room_for_a_header(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(CkptError) as caught:
+        ckptcore.open(str(tmp_path / "x.safetensors"))
+    assert caught.value.code == "malformed"
+
+
+def test_what_the_format_allows(tmp_path: Path) -> None:
+    """Padding, metadata, another order than that of the bytes, 0-d and empty tensors, odd alignment."""
+    header = {"w": entry("F32", [1], (3, 7)), "e": entry("F16", [0, 5], (3, 3)), "s": entry("U8", [], (7, 8)),
+              "u": entry("U8", [3], (0, 3)), "__metadata__": {"format": "pt"}}  # fmt: skip
+    raw = json.dumps(header).encode() + b"   \n"
+    data = bytes([1, 2, 3]) + torch.tensor([1.5]).numpy().tobytes() + bytes([9])
+    manifest = ckptcore.open(written(tmp_path / "x.safetensors", raw, data))
+    want = {"w": torch.tensor([1.5]), "e": torch.zeros(0, 5, dtype=torch.float16),
+            "s": torch.tensor(9, dtype=torch.uint8), "u": torch.arange(1, 4, dtype=torch.uint8)}  # fmt: skip
+    assert {t.fqn for t in manifest.tensors} == want.keys()
+    for name, value in want.items():
+        found = ckptcore.read(manifest, name)
+        assert (found.dtype, found.shape) == (value.dtype, value.shape)
+        assert torch.equal(found, value), name
