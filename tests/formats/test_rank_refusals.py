@@ -16,6 +16,7 @@ import old_pickles as old
 
 import ckptcore
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NameMismatch, UnsupportedFormat
+from ckptcore.formats._rankoptim import numbers_for
 from ckptcore.manifest import Manifest
 from ckptcore.objects import decode
 
@@ -198,3 +199,30 @@ def test_names_by_rank_that_hold_no_zip(tmp_path: Path) -> None:
     with pytest.raises(ckptcore.CkptError) as caught:
         read(tmp_path)
     assert caught.value.code == "unknown-format"
+
+
+MODEL = (("a", (2,)), ("b", (2,)))
+
+
+@pytest.mark.parametrize("tree", [
+    {"lr": 0.1},
+    {"state": {}, "param_groups": {}},
+    {"state": {}, "param_groups": [3]},
+    {"state": {}, "param_groups": [{"params": [2.5]}]},
+    {"state": {"c": {}}, "param_groups": [{"params": ["a"]}]},
+    {"state": {}, "param_groups": [{"params": ["a", 1]}]},
+])  # fmt: skip
+def test_what_is_no_optimizer_by_name_is_written_as_it_is(tree: Any) -> None:
+    assert numbers_for(tree, MODEL, lambda v: v) is tree
+
+
+def test_numbers_for_names() -> None:
+    """Told beside the numbers where these alone prove nothing; numbers that were text are numbers."""
+    named = {"state": {"b": {"m": (2,)}, "a": {"m": (2,)}}, "param_groups": [{"params": ["a", "b"]}]}
+    made = numbers_for(named, MODEL, lambda v: v)
+    assert made == {"state": {0: {"m": (2,)}, 1: {"m": (2,)}}, "param_groups": [{"params": [0, 1]}]}
+    other = {**named, "param_groups": [{"params": ["b"]}, {"params": ["a"]}]}
+    groups = numbers_for(other, MODEL, lambda v: v)["param_groups"]
+    assert groups == [{"params": [0], "param_names": ["b"]}, {"params": [1], "param_names": ["a"]}]
+    text = {"state": {"0": {"m": (2,)}}, "param_groups": [{"params": [0]}]}
+    assert numbers_for(text, MODEL, lambda v: v)["state"] == {0: {"m": (2,)}}
