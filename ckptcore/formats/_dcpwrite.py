@@ -135,11 +135,9 @@ class Files:
 
     def _run(self, tensors: Sequence[int], pieces: Sequence[Piece]) -> Run:
         first = len(self._tensors)
-        if (
-            self._request.serialization == "safetensors"
-        ):  # a rank has one piece of a tensor: names are distinct
-            names = [self._request.tensors[i].fqn for i in tensors]
-            return blob(names, pieces, self._at, first)
+        if self._request.serialization == "safetensors":
+            # A blob knows tensors by name alone, and a rank has one piece of each.
+            return blob([self._request.tensors[i].fqn for i in tensors], pieces, self._at, first)
         return self._zips(tuple([p.kind for p in pieces]), self._at, first)
 
     def _name(self) -> str:

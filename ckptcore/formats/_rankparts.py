@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ckptcore.box import Box
 from ckptcore.dtype import BY_NAME
+from ckptcore.errors import UsageError
 from ckptcore.formats.base import natural
 from ckptcore.manifest import TensorSpec
 from ckptcore.sharding import Layout, Topology
@@ -50,6 +51,7 @@ def by_rank(tensors: Sequence[TensorSpec], order: Iterable[int], topology: Topol
     order: positions into ``tensors``. topology: None for a mesh of one.
     An empty part of a tensor is not written: no loader asks for it, and torch's planner for
     ShardedTensors leaves it out, too. A tensor without elements is one whole part.
+    Raises `UsageError` for a tensor that the ranks do not have all of.
     """
     if topology is None:
         places = list(order)
@@ -76,12 +78,16 @@ def _piece(spec: TensorSpec, box: Box) -> Piece:
 
 
 def _holders(topology: Topology, spec: TensorSpec) -> list[tuple[Box, list[int]]]:
-    """The distinct parts of a tensor, each with the ranks that have it."""
+    """The distinct parts of a tensor, each with the ranks that have it; nothing may be missing."""
     held = topology.held(spec.fqn, spec.shape)
-    if 0 in spec.shape:
-        return [(Box.whole(spec.shape), [r for r, box in enumerate(held) if box is not None])]
     found: dict[Box, list[int]] = {}
     for rank, box in enumerate(held):
-        if box is not None and 0 not in box.shape:
+        if 0 in spec.shape and box is not None:
+            found.setdefault(Box.whole(spec.shape), []).append(rank)
+        elif box is not None and 0 not in box.shape:
             found.setdefault(box, []).append(rank)
+    there = sum(box.numel for box in found)
+    if not found or there != spec.numel:
+        raise UsageError(f"the ranks of the mesh have {there} elements of {spec.fqn}, which has {spec.numel}",
+                         hint="look at its rule: stages and coordinates are counted from 0")  # fmt: skip
     return list(found.items())

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import ckptcore
 from ckptcore.convert import validate
 from ckptcore.errors import UnsupportedDtype, UsageError
+from ckptcore.sharding import Layout, Mesh, Topology
 
 NESTED = FIXTURES / "torch" / "dcp_nested_2r" / "ckpt"
 DIMS = FIXTURES / "torch" / "dcp_dims_4r" / "ckpt"
@@ -145,3 +146,14 @@ def test_a_cut_blob_is_found(tmp_path: Path) -> None:
 def test_one_file_is_no_mesh(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         reshard(DIMS, tmp_path / "out.pt", "fsdp=2")
+
+
+def test_a_tensor_that_no_rank_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that is not there would lose it."""
+    nowhere = Topology(Mesh((("pp", 2),)), {"b": Layout(at=(("pp", (2,)),))})
+    monkeypatch.setattr("ckptcore.compose.lay_out", lambda *a, **k: nowhere)
+    source = saved(tmp_path, {"a": torch.zeros(2), "b": torch.zeros(3)})
+    with pytest.raises(UsageError) as caught:
+        reshard(source, tmp_path / "out", "pp=2")
+    assert "0 elements of b" in caught.value.message
+    assert not (tmp_path / "out").exists()
