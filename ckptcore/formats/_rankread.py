@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from blake3 import blake3
 
 from ckptcore.builder import Builder
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, UnsupportedFormat, finding
@@ -22,6 +24,7 @@ from ckptcore.formats._shapefit import Shape
 from ckptcore.formats._stheader import no_duplicates
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Blob, Manifest, TensorSpec
+from ckptcore.objects import decode, encode
 from ckptcore.paths import Path, Paths
 
 _MAX_TENSORS, _MAX_RANKS = 2_000_000, 1 << 20
@@ -172,13 +175,16 @@ class _Part:
         self._refused: dict[str, tuple[str, ...]] = {}
         self._hidden = 0
         self._numbers: set[bool] = set()
+        self._apart: set[Path] = set()  # containers with tensors on some rank
 
     def add(self, rank: int, content: Content) -> None:
         self._distributed.update(s.name for s in content.shards)
+        for path in (*(s.path for s in content.shards), *(p.path for p in content.plain)):
+            self._apart.update(path[:n] for n in range(1, len(path)))
         for plain in content.plain:
             self._plain.setdefault(plain.name, []).append((rank, plain))
-        for name, (digest, tree, path) in content.objects.items():
-            self._where.setdefault(name, path)
+        for name, (digest, tree, where) in content.objects.items():
+            self._where.setdefault(name, where)
             self._values.setdefault(name, {}).setdefault(digest, tree)
             self._digests.setdefault(name, {})[rank] = digest
         self._refused = {**content.refused, **self._refused}
@@ -206,6 +212,8 @@ class _Part:
             self._builder.findings.append(finding("unnamed-states", "files", message, file=path))
         for name, rows in self._plain.items():
             self._add_plain(name, rows)
+        for name in [n for n, path in self._where.items() if path in self._apart]:
+            self._take_apart(name)
         for name, digests in self._digests.items():
             self._add_object(name, self._values[name], digests)
         for name, refused in self._refused.items():
@@ -257,6 +265,19 @@ class _Part:
             self._paths.add(f"{name}.rank{rank}", _own_path(self._where[name], rank))
             self._builder.blobs.append(Blob(f"{name}.rank{rank}", -1, values[digest]))
 
+    def _take_apart(self, name: str) -> None:
+        """Gives the values of a container under the names that they have on ranks with tensors in it: a
+        stage without parameters has an optimizer of groups alone."""
+        where, ranks = self._where.pop(name), self._digests.pop(name)
+        for digest, tree in self._values.pop(name).items():
+            for inner, path, value in _below(decode(tree), name, where, self._apart):
+                form = encode(value)
+                known = blake3(json.dumps(form).encode()).hexdigest()
+                self._where.setdefault(inner, path)
+                self._values.setdefault(inner, {}).setdefault(known, form)
+                told = {r: known for r, d in ranks.items() if d == digest}
+                self._digests[inner] = dict(sorted({**self._digests.get(inner, {}), **told}.items()))
+
     def _differs(self, name: str, own: bool) -> None:
         if _STEP.search(name):
             message = f"{name} is not the same in every rank's file: the files are of different steps"
@@ -266,6 +287,16 @@ class _Part:
 
     def _tell(self, code: str, message: str, name: str) -> None:
         self._builder.findings.append(finding(code, "files", message, fqn=name))
+
+
+def _below(value: Any, name: str, path: Path, apart: set[Path]) -> Iterator[tuple[str, Path, Any]]:
+    """(name, path, value) of what stands in a container and in those in it that are taken apart."""
+    if path not in apart or not isinstance(value, (dict, list, tuple)):
+        yield name, path, value
+        return
+    named = isinstance(value, dict)
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _below(inner, f"{name}.{key}", (*path, str(key) if named else key), apart)
 
 
 def _own_path(path: Path, rank: int) -> Path:

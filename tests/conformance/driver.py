@@ -126,7 +126,7 @@ class Cli:
         return done
 
 
-REGISTERING = frozenset({"consolidate", "export", "apply", "validate"})
+REGISTERING = frozenset({"consolidate", "export", "reshard", "apply", "validate"})
 
 
 def run_process(*argv: object, seconds: float = 120.0, **env: str) -> Outcome:

@@ -1,0 +1,230 @@
+"""Killed writers: does every writer give the same bytes whoever runs, how often, and through which death?
+
+`test_determinism` does more, with one source and the writers of whole files; here every format is written,
+whole and for meshes, from a source that has what each of them needs.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from samples import tree_digest
+from test_determinism import contents
+from test_fresh import seed_of
+
+import ckptcore
+from ckptcore.request import Settings
+
+if TYPE_CHECKING:
+    from driver import Cli, Outcome
+
+LAYERS, ROWS, WIDTH = 6, 301, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """words: of the command line. source: which of the sources. suffix: of the destination."""
+
+    words: tuple[str, ...]
+    source: str = "job"
+    suffix: str = ""
+
+
+def _whole(to: str, source: str = "job", suffix: str = "") -> Job:
+    return Job(("consolidate", "--to", to), source, suffix)
+
+
+def _mesh(to: str, mesh: str, *words: str, source: str = "job") -> Job:
+    return Job(("reshard", "--to", to, "--mesh", mesh, *words), source)
+
+
+WHOLE = {
+    "safetensors": _whole("safetensors"),
+    "export": Job(("export", "--max-file-size", "2MB")),
+    "torch_save": _whole("torch_save", suffix=".pt"),
+    "dcp": _whole("dcp"),
+    "torch_ranks": _whole("torch_ranks"),
+    "torch_dist": _whole("torch_dist"),
+    "zarr": _whole("zarr"),
+    "olmo_core": _whole("olmo_core"),
+    "olmo_v01": _whole("olmo_v01", "bare"),
+    "lightning": _whole("lightning", "fabric", ".ckpt"),
+}
+MESHES = {
+    "dcp-mesh": _mesh("dcp", "fsdp=2,tp=3"),
+    "dcp-safetensors-mesh": _mesh("dcp", "pp=2,fsdp=2", "--serialization", "safetensors"),
+    "torch_ranks-mesh": _mesh("torch_ranks", "fsdp=2,tp=3"),
+    "torch_dist-mesh": _mesh("torch_dist", "pp=2,tp=2"),
+    "olmo_core-mesh": _mesh("olmo_core", "dp_replicate=2,fsdp=3"),
+    "olmo_v01-mesh": _mesh("olmo_v01", "fsdp=4", source="bare"),
+    "lightning-mesh": _mesh("lightning", "fsdp=3", source="fabric"),
+}
+JOBS = WHOLE | MESHES
+
+
+def weights() -> dict[str, Any]:
+    """Hugging Face's names, so that the built-in rules cut them; rows that no mesh divides."""
+    import torch
+
+    torch.manual_seed(1)
+    found = {"model.embed_tokens.weight": torch.randn(ROWS, WIDTH), "model.norm.weight": torch.randn(WIDTH)}
+    for n in range(LAYERS):
+        head = f"model.layers.{n}."
+        found |= {
+            f"{head}self_attn.q_proj.weight": torch.randn(WIDTH, WIDTH),
+            f"{head}self_attn.o_proj.weight": torch.randn(WIDTH, WIDTH).bfloat16(),
+            f"{head}mlp.up_proj.weight": torch.randn(ROWS, WIDTH),
+            f"{head}mlp.down_proj.weight": torch.randn(WIDTH, ROWS),
+            f"{head}input_layernorm.weight": torch.randn(WIDTH),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """``job``: model and values; ``bare``: the model alone; ``fabric``: the first with Fabric's file."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    root = tmp_path_factory.mktemp("writers")
+    model = weights()
+    found = {name: root / name for name in ("job", "bare", "fabric")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model, "extra": {"step": 7}}, checkpoint_id=found["job"], no_dist=True)
+        dcp.save(model, checkpoint_id=found["bare"], no_dist=True)
+        dcp.save({"model": model}, checkpoint_id=found["fabric"], no_dist=True)
+    torch.save({"step": 7, "hparams": {"lr": 0.5}}, found["fabric"] / "meta.pt")
+    return found
+
+
+@dataclass(frozen=True)
+class Good:
+    """An undisturbed run. folder: its output. seconds: how long it took."""
+
+    folder: Path
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cli: Cli, sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+                ) -> dict[str, Good]:  # fmt: skip
+    """Made as they are asked for."""
+
+    class Runs(dict[str, Good]):
+        def __missing__(self, name: str) -> Good:
+            folder = tmp_path_factory.mktemp(name)
+            done = run(cli, sources, name, folder, "--workers", 1)
+            assert done.code == 0, done
+            self[name] = Good(output(name, folder), done.seconds)
+            return self[name]
+
+    return Runs()
+
+
+def output(name: str, folder: Path) -> Path:
+    return folder / f"out{JOBS[name].suffix}"
+
+
+def run(
+    cli: Cli, sources: dict[str, Path], name: str, folder: Path, *flags: object, **limits: Any
+) -> Outcome:
+    job = JOBS[name]
+    verb, *words = job.words
+    return cli(verb, sources[job.source], output(name, folder), *words, "--output", "json", *flags, **limits)
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_same_bytes(name: str, cli: Cli, sources: dict[str, Path], undisturbed: dict[str, Good],
+                    tmp_path: Path) -> None:  # fmt: skip
+    """Four workers and a small budget, and later one worker again, change no byte."""
+    good = contents(undisturbed[name].folder)
+    for number, flags in enumerate((["--workers", 4, "--memory", "4MiB"], ["--workers", 1])):
+        (folder := tmp_path / str(number)).mkdir()
+        done = run(cli, sources, name, folder, *flags)
+        assert done.code == 0, done
+        ours = contents(output(name, folder))
+        assert sorted(ours) == sorted(good)
+        assert [n for n in good if ours[n] != good[n]] == []
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_killed_and_resumed(name: str, cli: Cli, sources: dict[str, Path], undisturbed: dict[str, Good],
+                            tmp_path: Path, request: pytest.FixtureRequest) -> None:  # fmt: skip
+    """Two kill -9 at random moments, then a run that is let live."""
+    kill_many(name, 2, cli, sources, undisturbed[name], tmp_path, seed_of(request))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", JOBS)
+def test_killed_and_resumed_many(name: str, cli: Cli, sources: dict[str, Path], undisturbed: dict[str, Good],
+                                 tmp_path: Path, request: pytest.FixtureRequest) -> None:  # fmt: skip
+    """Twenty kills in one run, and twenty runs with one kill each."""
+    seed = seed_of(request)
+    for number, kills in enumerate([20, *[1] * 20]):
+        (folder := tmp_path / str(number)).mkdir()
+        kill_many(name, kills, cli, sources, undisturbed[name], folder, seed + number)
+
+
+def kill_many(name: str, kills: int, cli: Cli, sources: dict[str, Path], good: Good, folder: Path,
+              seed: int) -> None:  # fmt: skip
+    """After every kill there is no output, or the whole of it; after the last run nothing else is left."""
+    print(f"--seed {seed}")
+    rng = random.Random(seed)
+    expected = contents(good.folder)
+    before = tree_digest(sources[JOBS[name].source])
+    dst = output(name, folder)
+    killed = 0
+    for _ in range(kills):
+        # From the middle of the start-up to the end of an undisturbed run.
+        done = run(cli, sources, name, folder, kill_after=rng.uniform(0.05, good.seconds))
+        assert done.killed or done.code == 0, done
+        killed += done.killed
+        if dst.exists():
+            assert contents(dst) == expected, "half a result"
+            remove(dst)
+    done = run(cli, sources, name, folder)
+    assert done.code == 0, done
+    assert contents(dst) == expected
+    left = [p.name for p in folder.iterdir() if p != dst]
+    assert left == [], f"left behind: {left}"
+    assert tree_digest(sources[JOBS[name].source]) == before
+    print(f"{killed} kills")
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_finished_files_are_kept(name: str, sources: dict[str, Path], undisturbed: dict[str, Good],
+                                 tmp_path: Path) -> None:  # fmt: skip
+    """What stands when a job is stopped between two files is not written again; one that was changed is."""
+    job = JOBS[name]
+    words: dict[str, Any] = dict(
+        zip((w.removeprefix("--") for w in job.words[1::2]), job.words[2::2], strict=True)
+    )
+    asked = str(sources[job.source]), str(output(name, tmp_path))
+    ready = ckptcore.prepare(*asked, verb="reshard", **words)
+    assert len(ready.files) > 2
+    ckptcore.execute(ready, [0, 1], settings=Settings(workers=1))
+    staged = sorted((tmp_path / ".out.ckptcore" / "files").rglob("*.*"))
+    staged = [p for p in staged if p.is_file()]
+    assert len(staged) == 2
+    before = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in staged}
+    spoilt = max(staged, key=lambda p: p.stat().st_size)
+    with spoilt.open("r+b") as data:
+        data.seek(spoilt.stat().st_size // 2)
+        data.write(b"\xee" * 8)
+    done = ckptcore.convert(*asked, verb="reshard", settings=Settings(workers=1), **words)
+    assert sum(r.reused for r in done.files) == 1
+    kept = next(p.name for p in staged if p != spoilt)
+    found = next(p.stat() for p in Path(asked[1]).rglob(kept))
+    assert (found.st_ino, found.st_mtime_ns) == before[kept]
+    assert contents(Path(asked[1])) == contents(undisturbed[name].folder)
