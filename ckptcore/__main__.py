@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import sys
@@ -14,9 +13,6 @@ from ckptcore.errors import InternalError
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; gives its exit code."""
-    # Importing makes a hundred thousand objects that stay: looking for garbage among them every 700
-    # takes a tenth of a short command's time.
-    gc.set_threshold(50_000, 20, 50)
     # A checkpoint may have thousands of files; the usual soft limit is 1024 open ones.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 16384 if hard == resource.RLIM_INFINITY else min(hard, 16384)
