@@ -18,6 +18,8 @@ SPREAD = 0.10  # of the middle of the peaks, up and down
 INSPECT_SECONDS = 0.7
 COVER_SECONDS = 20.0
 COVER_BYTES = 2 << 30
+PLAN_SECONDS = 60.0
+PLAN_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +166,14 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """`ckptcore validate --level cover`: from metadata alone, in bounded time and memory."""
+    """A command that works from metadata alone, in bounded time (seconds) and memory (bytes)."""
 
     name: str
     place: str
     source: str
+    argv: tuple[str, ...] = ("CKPTCORE", "validate", "SRC", "--level", "cover")
+    seconds: float = COVER_SECONDS
+    peak: int = COVER_BYTES
 
 
 Line = Race | Peak | Look | Cover
@@ -241,6 +246,17 @@ _BOTH = ("safetensors", "torch_save")
 LINES: tuple[Line, ...] = (
     Look("inspect/row-2gb", "ram", "row-2gb"),
     Cover("cover/chunks-1m", "ram", "chunks-1m"),
+    *(
+        Cover(
+            f"plan/405b-1024/{mesh}",
+            "ram",
+            "405b-1024",
+            ("CKPTCORE", "plan", "SRC", "OUT", "--to", "dcp", "--mesh", mesh),
+            PLAN_SECONDS,
+            PLAN_BYTES,
+        )
+        for mesh in ("fsdp=512", "fsdp=64,tp=8")
+    ),
     _ram("row-2gb", 2.0),
     _ram("col-2gb", 2.0),
     _ram("fp32-2gb", 2.0),

@@ -57,7 +57,9 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, each counted once."""
+        """Bytes of all tensors, each counted once; of a paper-size job, of what is told of them, about."""
+        if self.layout == "paper":
+            return 200 * len(self.tensors) * self.ranks
         return sum(
             math.prod(shape) * _WIDTHS[self.dtype_of(index)] for index, (_, shape) in enumerate(self.tensors)
         )
@@ -142,6 +144,17 @@ def _training(hidden: int, kv: int, vocab: int, layers: int) -> Callable[[int], 
     return made
 
 
+def _paper(s: int) -> Source:
+    """Llama 3.1 405B in training, as 1024 ranks save it: 3.5 million chunks."""
+    weights = llama(16384 // s, 53248 // s, 1024 // s, 128256 // s, 126)
+    moments = tuple(
+        (f"optim.state.{name}.{kind}", () if kind == "step" else shape)
+        for name, shape in weights
+        for kind in ("step", "exp_avg", "exp_avg_sq")
+    )
+    return Source((*weights, *moments), "bf16", 1024 // s, 0, "paper", moments=True)
+
+
 def _one(name: str, shape: tuple[int, int], ranks: int, dim: int) -> Source:
     return Source(((name, shape), ("model.norm.weight", (shape[1],))), "bf16", ranks, dim)
 
@@ -182,6 +195,7 @@ SOURCES: dict[str, Callable[[int], Source]] = {
         0,
         "hollow",
     ),
+    "405b-1024": _paper,
     "big-col": lambda s: _one("model.embed_tokens.weight", (16384 // s, 32768 // s), 8, 1),
 }
 
@@ -388,11 +402,34 @@ def write_hollow(source: Source, folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(meta.Metadata(listed, storage_data=stored)))
 
 
+def write_paper(source: Source, folder: Path) -> None:
+    """Write what a job would tell that is larger than this machine; see paper.py."""
+    import paper
+
+    paper.write(as_job(source), folder)
+
+
+def as_job(source: Source) -> Any:
+    """The `paper.Job` of a source: its tensors where a training job's state dict has them."""
+    import paper
+
+    names = {"bf16": "bfloat16", "fp32": "float32"}
+    tensors = []
+    for n, (name, shape) in enumerate(source.tensors):
+        path = ("model", name)
+        if name.startswith("optim."):
+            inner, kind = name.removeprefix("optim.state.").rsplit(".", 1)
+            path = ("optim", "state", inner, kind)
+        tensors.append(paper.Tensor(path, names[source.dtype_of(n)], shape))
+    return paper.Job(tuple(tensors), source.ranks)
+
+
 LAYOUTS: dict[str, Callable[[Source, Path], None]] = {
     "dcp": write_dcp,
     "hollow": write_hollow,
     "lightning": write_lightning,
     "olmo": write_olmo,
+    "paper": write_paper,
     "verl": write_verl,
 }
 

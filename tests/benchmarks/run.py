@@ -31,11 +31,10 @@ from lines import (
     BUDGET,
     BUDGET_BYTES,
     CONTENDERS,
-    COVER_BYTES,
-    COVER_SECONDS,
     INSPECT_SECONDS,
     LINES,
     SPREAD,
+    Contender,
     Cover,
     Line,
     Look,
@@ -164,18 +163,18 @@ def look(bench: Bench, line: Look, source: Path) -> Iterator[Outcome]:
 
 
 def cover(bench: Bench, line: Cover, source: Path) -> Iterator[Outcome]:
-    """Run `validate --level cover` under the memory sampler; the median run counts."""
-    argv = [str(bench.ckptcore), "validate", str(source), "--level", "cover"]
+    """Run the command under the memory sampler; the median run counts."""
+    argv = bench.argv(Contender(line.argv), source, source.with_name("planned"))
     runs = [memory.measure(argv, bench.env) for _ in range(bench.runs)]
     failed = next((r for r in runs if r.returncode), None)
     if failed is not None:
         raise CommandError(f"exit {failed.returncode}: {failed.stderr[-600:]}")
     seconds, peaks = [r.seconds for r in runs], [r.peak_bytes for r in runs]
-    fits = statistics.median(seconds) < COVER_SECONDS and max(peaks) < COVER_BYTES
+    fits = statistics.median(seconds) < line.seconds and max(peaks) < line.peak
     yield Outcome(
         line.name,
         f"{_times(seconds)}, {max(peaks) / MIB:.0f} MiB",
-        f"< {COVER_SECONDS:g} s, < {COVER_BYTES / MIB:.0f} MiB",
+        f"< {line.seconds:g} s, < {line.peak / MIB:.0f} MiB",
         fits if bench.judged else None,
         {"seconds": seconds, "peak_bytes": max(peaks)},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import io
 import json
 import os
 import subprocess
@@ -69,6 +70,28 @@ def test_memory_counts_what_a_grandchild_holds() -> None:
     measured = program("memory.py", "--", sys.executable, "-c", child)
     peak_mib = json.loads(measured.stdout)["peak_bytes"] / (1 << 20)
     assert 200 < peak_mib < 260
+
+
+def test_a_job_on_paper_tells_what_torch_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uneven cuts, empty parts, batches and frames among them."""
+    monkeypatch.syspath_prepend(HERE)
+    import paper
+
+    def job(ranks: int, layers: int) -> paper.Job:
+        shapes = {"w": (300, 64), "kv": (8, 64), "norm": (64,), "b": (1001,)}
+        names = {f"layers.{n}.{k}": shape for n in range(layers) for k, shape in shapes.items()}
+        model = [paper.Tensor(("model", k), "bfloat16", shape) for k, shape in names.items()]
+        state = [
+            paper.Tensor(("optim", "state", k, kind), "float32", shape if kind == "exp_avg" else ())
+            for k, shape in names.items()
+            for kind in ("step", "exp_avg")
+        ]
+        return paper.Job((*model, *state), ranks)
+
+    for ranks, layers in ((1, 1), (3, 2), (40, 40), (5, 300)):
+        out = io.BytesIO()
+        paper.emit(job(ranks, layers), out)
+        assert out.getvalue() == paper.as_torch(job(ranks, layers)), (ranks, layers)
 
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
