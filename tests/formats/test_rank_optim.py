@@ -1,0 +1,68 @@
+"""Optimizer state by name, as per-rank files want it by number: what can be told, and what stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptcore.formats._rankoptim import numbers_for
+
+PARAMS = (("a", (3, 2)), ("b", (3,)), ("c", (3,)))
+A, B, C = {"exp_avg": (3, 2)}, {"exp_avg": (3,)}, {"exp_avg": (3,), "step": 1}
+
+
+def shape(value: Any) -> Any:
+    return value if type(value) is tuple else None
+
+
+def numbered(state: Any, groups: Any) -> Any:
+    return numbers_for({"state": state, "param_groups": groups, "kept": 5}, PARAMS, shape)
+
+
+def test_names_become_numbers_in_the_order_of_the_groups() -> None:
+    found = numbered({"c": C, "a": A, "b": B}, [{"params": ["a", "b"], "lr": 1}, {"params": ["c"], "lr": 2}])
+    assert found["state"] == {0: A, 1: B, 2: C}
+    assert [g["params"] for g in found["param_groups"]] == [[0, 1], [2]]
+    assert [g["lr"] for g in found["param_groups"]] == [1, 2]
+    assert found["kept"] == 5
+
+
+def test_an_order_that_shapes_do_not_prove_is_told() -> None:
+    """Two of one shape in the other order than the model's: only the names say which is which."""
+    found = numbered({"c": C, "b": B}, [{"params": ["c", "b"]}])
+    assert found["state"] == {0: C, 1: B}
+    assert found["param_groups"] == [{"params": [0, 1], "param_names": ["c", "b"]}]
+
+
+def test_a_parameter_without_a_state_keeps_its_number() -> None:
+    found = numbered({"c": C}, [{"params": ["a", "b", "c"]}])
+    assert found["state"] == {2: C}
+    assert found["param_groups"][0]["params"] == [0, 1, 2]
+
+
+def test_numbers_stay_numbers() -> None:
+    """A format that knows only names has made text of them."""
+    found = numbered({"0": A, "1": B}, [{"params": [0, 1]}])
+    assert found["state"] == {0: A, 1: B}
+    assert found["param_groups"] == [{"params": [0, 1]}]
+
+
+@pytest.mark.parametrize(
+    ("state", "groups"),
+    [
+        (None, [{"params": ["a"]}]),
+        ({"a": A}, []),
+        ({"a": A}, {"params": ["a"]}),
+        ({"a": A}, [5]),
+        ({"a": A}, [{"lr": 1}]),
+        ({"a": A}, [{"params": [("a",)]}]),
+        ({"a": A}, [{"params": ["a", "a"]}]),
+        ({"a": A, "b": B}, [{"params": ["a"]}]),
+        ({"a": A}, [{"params": ["a", 1]}]),
+    ],
+    ids=["no state", "no groups", "a dict", "numbers", "no names", "tuples", "twice", "one more", "mixed"],
+)  # fmt: skip
+def test_what_does_not_tell_stays_as_it_is(state: Any, groups: Any) -> None:
+    tree = {"state": state, "param_groups": groups}
+    assert numbers_for(tree, PARAMS, shape) is tree
