@@ -161,12 +161,14 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
         where, a = p.sized(offset)
         memoized += a + 4
         out += (head, where, index, number(n), info)
-        if not p.knows((place.path,)):  # its text stands here, and has a number
+        path = p.paths.get(place.path)
+        if path is None:  # its text stands here, unless it was met before
             p.add(b"".join(out), memoized)
             out, memoized = [], 0
             p.text(place.path)
+            p.paths[place.path] = p.known(place.path)
         else:
-            out.append(p.known(place.path))
+            out.append(path)
         out += (offset_of, number(place.start), length_of, number(place.length), b"ub")
     p.add(b"".join(out), memoized)
 
@@ -198,6 +200,7 @@ class _Pickle:
         self._memo: dict[Any, int] = {}
         self._count = 0
         self._sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}
+        self.paths: dict[str, bytes] = {}  # references to the files' names
 
     def finish(self) -> bytes:
         """The whole pickle, in one frame."""

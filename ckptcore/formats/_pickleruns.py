@@ -33,7 +33,8 @@ from ckptcore.formats._picklewindow import Window
 
 _HEAD = 6  # bytes of `_picklewindow`'s head
 _MOST_DIMS = 8
-_FEWEST, _USUAL, _MOST = 64, 2048, 1 << 15  # instances that are decoded at once
+_WORTH = 32  # instances that are quicker decoded at once than one by one
+_FEWEST, _USUAL, _MOST = 64, 2048, 1 << 15  # instances to decode at once
 _PATIENCE = 1 << 12
 # Opcode -> bytes of the whole, and the bits of its number: BININT1, BININT2, BININT.
 _WIDTH = np.zeros(256, np.int64)
@@ -114,7 +115,7 @@ class Runs:
             if rows.broken:
                 break
             self._usual = min(2 * self._usual, _MOST)
-        self._pause = min(2 * self._pause + 16, _PATIENCE) if taken < _FEWEST else 0
+        self._pause = min(2 * self._pause + 16, _PATIENCE) if taken < _WORTH else 0
         self._skip = self._pause
         self._usual = max(_FEWEST, min(taken + (taken >> 3) + 16, _MOST))
         return pieces, at
