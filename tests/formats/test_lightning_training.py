@@ -161,14 +161,18 @@ def test_copies_of_a_hybrid_run_lie_in_its_files(train: Callable[..., Path]) -> 
 def test_a_run_of_another_size_goes_on_from_our_folder(
     verb: str, kind: str, mesh: str, later_kind: str, train: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Saved on two ranks, written for a mesh, resumed on one, two and four."""
+    """Saved on two ranks, written for a mesh, resumed on one, two and four as from the original."""
     folder = train(verb, kind, "adamw")
     ckptcore.convert(str(folder), str(tmp_path / "out"), verb="reshard", to="lightning", mesh=mesh)
-    later = train(verb, later_kind, "adamw", tmp_path / "out", 5)
-    end, begin = load(f"{folder}.truth"), load(f"{later}.start.truth")
-    assert differences(end["model"], begin["model"]) == []
-    assert differences(end["optimizers"], begin["optimizers"]) == []
+    ours, theirs = (train(verb, later_kind, "adamw", start, 5) for start in (tmp_path / "out", folder))
+    for moment in ("start.truth", "truth"):
+        told = differences(load(f"{theirs}.{moment}"), load(f"{ours}.{moment}"))
+        assert [d for d in told if ": keys" not in d] == []  # the order of names is the metadata's
+    begin = load(f"{ours}.start.truth")
     assert begin.get("step", 3) == 3
+    if later_kind != "hybrid":  # whose moments torch's own loader gives other values
+        told = differences(load(f"{folder}.truth")["optimizers"], begin["optimizers"])
+        assert [d for d in told if ": keys" not in d] == []
 
 
 @pytest.mark.parametrize(("verb", "kind"), [("trainer", "fsdp"), ("trainer", "mp"), ("fabric", "fsdp")])
