@@ -155,7 +155,9 @@ def file_of_another_checkpoint(tree: Tree, rng: random.Random) -> Iterator[Cut]:
 
 
 # Files of values that no other file speaks of.
-OBJECTS = re.compile(r"(?:^|/)(?:(?:common|meta|train)\.pt|scheduler\.bin|random_states_\d+\.pkl|train/rank)")
+OBJECTS = re.compile(
+    r"(?:^|/)(?:(?:common|meta|train)\.pt|scheduler\.bin|random_states_\d+\.pkl|train/rank|shard_[\d._]+\.pt)"
+)
 
 
 @TABLE
