@@ -26,6 +26,7 @@ from ckptcore.manifest import TensorSpec
 from ckptcore.objects import Named, TensorRef, decode, tensors_in
 from ckptcore.shown import shown
 
+_RANDOM = "rng_state"
 _MAX_NAME = 255  # bytes of a file name, on every common file system
 
 
@@ -53,11 +54,25 @@ def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
     layouts = tuple(files.ranks(parts.weights))
     told = metadata_pickle(files.stored(parts.weights), files.objects, None)
     return (
-        _torch_file(COMMON_FILE, parts.common, request, parts),
+        _torch_file(COMMON_FILE, _for_ranks(request, parts), request, parts),
         *layouts,
         _literal(METADATA, told),
         _config("torch_dist"),
     )
+
+
+def _for_ranks(request: Arrangement, parts: Parts) -> dict[str, Any]:
+    """The common state; for a mesh without random states, that of a job with ``--no-save-rng``.
+
+    Megatron-LM asks for them where TP and PP are those of ``args`` (megatron/training/checkpointing.py,
+    load_checkpoint), and fails where they are missing.
+    """
+    args = parts.common.get("args")
+    if request.topology is None or not isinstance(args, Named) or args.kind != "namespace":
+        return parts.common
+    if any(key.startswith(f"{_RANDOM}/") for key in parts.shards):
+        return parts.common
+    return {**parts.common, "args": Named(args.kind, {**args.value, "no_save_rng": True})}
 
 
 def arrange_zarr(request: Arrangement) -> tuple[FileLayout, ...]:
