@@ -52,7 +52,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     specs = {t.fqn: (i, t) for i, t in enumerate(request.tensors)}
     params: tuple[tuple[str, tuple[int, ...]], ...] = ()
     layouts: list[FileLayout] = []
-    kinds = _kinds(_rows(request))
+    kinds = _kinds(_rows(request), topology)
     joined = _joined(topology)
     meshes = [Meshes(topology.mesh, rank, joined) for rank in range(world)]
     for kind in kinds:
@@ -120,11 +120,12 @@ def _rows(request: Arrangement) -> list[Row]:
     return [(n, request.paths.get(n) or (n,), trees.get(n, TensorRef(n))) for n in order]
 
 
-def _kinds(rows: Sequence[Row]) -> list[_Kind]:
+def _kinds(rows: Sequence[Row], topology: Topology) -> list[_Kind]:
     """One kind per top-level key where that is a model among others, and all in one otherwise."""
     told = [(name, path if len(path) > 1 else _guessed(name), value) for name, path, value in rows]
     tops = list(dict.fromkeys(str(path[0]) for _, path, _ in told))
-    if _MODEL in tops and {*_OPTIMIZERS, _EXTRA} & set(tops) and all(_is_stem(t) for t in tops):
+    apart = all(_is_stem(t) for t in tops) and all(_has_file(p, v, topology) for _, p, v in told)
+    if _MODEL in tops and {*_OPTIMIZERS, _EXTRA} & set(tops) and apart:
         below = {top: tuple(r for r in told if r[1][0] == top) for top in tops}
         tops.sort(key=lambda t: (t != _MODEL, t not in _OPTIMIZERS))
         return [_Kind(top, tuple((n, p[1:], v) for n, p, v in below[top])) for top in tops]
@@ -140,6 +141,14 @@ def _guessed(name: str) -> Path:
     if top in _OPTIMIZERS and rest.startswith("param_groups.") and rest[13:].isdecimal():
         return (top, "param_groups", int(rest[13:]))
     return (top, rest) if rest else (name,)
+
+
+def _has_file(path: Path, value: Any, topology: Topology) -> bool:
+    """Whether it can stand in files of its top-level key: not in a list, and not as a tensor by itself that
+    some ranks do not have."""
+    if len(path) > 1:
+        return type(path[1]) is str
+    return type(value) is not TensorRef or not topology.layout(value.fqn).at
 
 
 def _is_stem(top: str) -> bool:
