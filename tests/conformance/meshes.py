@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from ckptcore.meshspec import parse_mesh
 from ckptcore.parameters import parameters
 from ckptcore.placing import place
 from ckptcore.request import Settings
+from ckptcore.selection import select
 from ckptcore.sharding import Mesh, boxes
 from ckptcore.shardingfile import Rule
 
@@ -112,15 +113,17 @@ def plain_rules(manifest: Manifest, mesh: Mesh) -> str:
     return _text(rows, list(shapes))
 
 
-def random_rules(manifest: Manifest, mesh: Mesh, rng: Random) -> str:
-    """Rules for these names, every parameter in its own way: any dims, strided, replicated, several axes."""
+def random_rules(manifest: Manifest, mesh: Mesh, rng: Random, out: Collection[str] = ()) -> str:
+    """Rules for these names, every parameter in its own way: any dims, strided, replicated, several axes.
+
+    out: names that the request leaves out."""
     sizes = dict(mesh.axes)
+    rows = [n for n, t in enumerate(manifest.tensors) if t.fqn not in out]
+    manifest = select(manifest, rows, [manifest.tensors[n].fqn for n in rows])
     shapes = parameters(manifest, None)[0]
-    rows = []
-    for name, shape in shapes.items():
-        rows.append((name, _random_rule(shape, mesh, sizes, rng)))
-    rng.shuffle(rows)
-    return _text(rows, list(shapes), rng)
+    told = [(name, _random_rule(shape, mesh, sizes, rng)) for name, shape in shapes.items()]
+    rng.shuffle(told)
+    return _text(told, list(shapes), rng)
 
 
 def _random_rule(shape: tuple[int, ...], mesh: Mesh, sizes: dict[str, int], rng: Random) -> dict[str, Any]:
@@ -130,6 +133,8 @@ def _random_rule(shape: tuple[int, ...], mesh: Mesh, sizes: dict[str, int], rng:
         told: dict[str, Any] = {
             a: rng.choice(dims) for a in ("fsdp", "tp", "ep") if a in sizes and rng.random() < 0.8
         }
+        if told.get("ep") is not None and shape[told["ep"]] % sizes["ep"]:  # experts are never cut
+            continue
         rule = Rule.model_validate({"fqn": "*"} | {a: _place(d) for a, d in told.items()})
         try:
             layout = place("", shape, mesh, rule)

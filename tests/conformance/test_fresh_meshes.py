@@ -91,7 +91,7 @@ def cut_somehow(source: Path, target: Path, name: str, rng: random.Random) -> St
     refused: list[CkptError] = []
     for _ in range(TRIES):
         mesh = random_mesh(rng)
-        rules = random_rules(manifest, parse_mesh(mesh), rng)
+        rules = random_rules(manifest, parse_mesh(mesh), rng, out)
         try:
             return reshard(source, target, writer, mesh, rules, exclude=[glob_of(n) for n in out])
         except (UsageError, UnsupportedFormat) as error:
