@@ -52,8 +52,8 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
     origin: dict[str, Any] = {"parts": [k.role for k in kinds]}
     if world:
         origin["world_size"] = world
-    else:
-        builder.findings += [_unproven(kind) for kind in reader.unproven]
+    named = any(k.world for k in kinds)  # by names that one saver gave to all of its kinds
+    builder.findings += [_unproven(k) for k in reader.unproven if not world or (named and k.world is None)]
     paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     if paths:
         origin["paths"] = paths

@@ -150,6 +150,8 @@ UNDETECTABLE: tuple[Blind, ...] = (
     Blind("header-shape-transposed", "listed", "an index tells no shapes", sometimes=True),
     Blind("header-name-changed", "bare", "the header alone tells names", sometimes=True),
     Blind("header-tensor-left-out", "bare", "the header alone tells names", sometimes=True),
+    Blind("header-metadata-left-out", "bare", "the header alone tells the values beside the tensors",
+          sometimes=True),
     Blind("header-last-row-left-out", "bare", "the header alone tells shapes", sometimes=True),
     Blind("header-last-row-left-out", "untotalled", "an index without a total tells no sizes",
           sometimes=True),

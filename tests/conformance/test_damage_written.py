@@ -1,0 +1,114 @@
+"""Damage to what is written here: is a damaged output of every writer told by our own readers?
+
+The rows and rules are those of `test_damage_formats`; the checkpoints are outputs, whole and for meshes, of
+samples that fill what each format has a place for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from damage_judge import Run
+from damage_sites import Tree
+from meshes import SETTINGS, WRITERS, cut
+from samples import SAMPLES
+from test_damage_formats import (
+    GROUPS,
+    MORE_PLACES,
+    PLACES,
+    chosen,
+    outcome,
+    rows_of,
+    subjects,
+    truth,
+    unexcused,
+)
+from test_fresh import seed_of
+
+import ckptcore
+
+# Name -> (sample, format or writer for a mesh, mesh or nothing).
+OUTPUTS: dict[str, tuple[str, str, str]] = {
+    "safetensors": ("dcp_torchtitan_like_4r", "safetensors", ""),
+    "torch_save": ("dcp_nested_2r", "torch_save", ""),
+    "dcp": ("dcp_nested_2r", "dcp", ""),
+    "torch_ranks": ("lightning_fabric_mp_nested_2r", "torch_ranks", ""),
+    "torch_dist": ("api_torch_dist_0.19.2", "torch_dist", ""),
+    "zarr": ("api_zarr_0.12.3", "zarr", ""),
+    "olmo_core": ("v3_bf16params_ws2", "olmo_core", ""),
+    "olmo_v01": ("v01_fsdp1_fp32_ws2", "olmo_v01", ""),
+    "lightning": ("lightning_fabric_mp_nested_2r", "lightning", ""),
+    "dcp-mesh": ("dcp_torchtitan_like_4r", "dcp", "fsdp=2,tp=2"),
+    "dcp-safetensors-mesh": ("dcp_torchtitan_like_4r", "dcp-safetensors", "fsdp=3"),
+    "torch_ranks-mesh": ("dcp_torchtitan_like_4r", "torch_ranks", "fsdp=2,tp=2"),
+    "torch_dist-mesh": ("api_torch_dist_0.19.2", "torch_dist", "fsdp=1,tp=2"),
+    "olmo_core-mesh": ("v3_bf16params_ws2", "olmo_core", "fsdp=2"),
+    "olmo_v01-mesh": ("v01_dtensor_ws4", "olmo_v01", "fsdp=3"),
+    "lightning-mesh": ("lightning_fabric_mp_nested_2r", "lightning", "fsdp=2"),
+}
+SUFFIXES = {"torch_save": ".pt", "lightning": ".ckpt"}  # of outputs that are one file
+
+
+@pytest.fixture(scope="module")
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tree]:
+    """The outputs, made as they are asked for."""
+    samples = {s.name: s for s in request.config.stash[SAMPLES]}
+
+    class Outputs(dict[str, Tree]):
+        def __missing__(self, name: str) -> Tree:
+            sample, to, mesh = OUTPUTS[name]
+            tree = next(subjects(samples[sample]))
+            # Two levels below, there are no other checkpoints to take files from.
+            (folder := tmp_path_factory.mktemp(name) / "family" / "one").mkdir(parents=True)
+            source = tree.root / (tree.name or "")
+            if mesh:
+                cut(source, folder / "out", WRITERS[to], mesh)
+                self[name] = Tree(folder / "out")
+                return self[name]
+            suffix = SUFFIXES.get(to, "")
+            out = folder / "out" / f"model{suffix}" if suffix else folder / "out"
+            out.parent.mkdir(exist_ok=True)
+            ckptcore.convert(str(source), str(out), to=to, settings=SETTINGS)
+            self[name] = Tree(out.parent, out.name) if suffix else Tree(out)
+            return self[name]
+
+    return Outputs()
+
+
+@pytest.fixture(scope="module")
+def truths() -> dict[Path, Run]:
+    return {}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_damage(name: str, written: dict[str, Tree], truths: dict[Path, Run], tmp_path: Path) -> None:
+    """Each row once."""
+    damaged(written[name], GROUPS, PLACES, 1, truths, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_damage_more(name: str, group: str, written: dict[str, Tree], truths: dict[Path, Run],
+                     tmp_path: Path, request: pytest.FixtureRequest) -> None:  # fmt: skip
+    damaged(written[name], (group,), MORE_PLACES, seed_of(request), truths, tmp_path)
+
+
+def damaged(tree: Tree, groups: tuple[str, ...], places: int, seed: int, truths: dict[Path, Run],
+            tmp_path: Path) -> None:  # fmt: skip
+    good = truth(tree, truths, tmp_path / "good")
+    assert not good.refused, good.refused
+    assert not good.trouble, good.trouble
+    wrong, seen = list[str](), Counter[str]()
+    for row in (r for group in groups for r in rows_of(group)):
+        for cut_ in chosen(tree, row, places, seed):
+            verdict, said = outcome(tree, cut_, good, tmp_path)
+            seen[verdict.outcome] += 1
+            flaw = unexcused(row, cut_, verdict)
+            if flaw:
+                wrong.append(f"{row}: {cut_.where}: {flaw}; said {said}")
+    print(f"--seed {seed}: {dict(seen)}")
+    assert seen["refused"], "nothing was told"
+    assert not wrong, "\n".join(wrong)
