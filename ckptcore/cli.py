@@ -312,8 +312,16 @@ def _request(verb: str, src: str, dst: str | None, to: str, given: dict[str, Any
 def _text_of(path: Path | None) -> str | None:
     if path is None:
         return None
+    from ckptcore.shardingfile import MAX_BYTES
+
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # what is named by mistake is not read to its end
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise UsageError(
+                f"--sharding {path} has more than {MAX_BYTES} bytes", hint="name a file of rules"
+            )
+        return data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--sharding {path} cannot be read: {error}") from error
 

@@ -73,6 +73,13 @@ def compose(request: Request, manifest: Manifest,
     if request.verb == "reshard" and not writer.shards:
         raise UsageError(f"{writer.name} is not written for the ranks of a mesh",
                          hint=f"one of: {', '.join(f.name for f in FORMATS if f.shards)}")  # fmt: skip
+    if request.serialization not in writer.serializations:
+        able = ", ".join(f.name for f in FORMATS if request.serialization in f.serializations)
+        read = ", ".join(writer.serializations)
+        raise UsageError(
+            f"--serialization {request.serialization} is not for {writer.name}, whose loaders read {read}",
+            hint=f"leave it out, or write {able}",
+        )
     if export and writer.place is not None:
         raise UsageError(f"an export holds the model only, which is no {writer.name} checkpoint",
                          hint="consolidate writes it; export writes safetensors or torch_save")  # fmt: skip

@@ -47,7 +47,7 @@ class Result:
     seconds. bytes_in: source bytes read. written: the output's own manifest, as it was read back.
     warnings: findings that did not stop it. fingerprint: of the tensors as they were before any cast, or
     None when not every file was summed; fingerprints: of each of them. renamed: (old, new) names;
-    map_digest: of everything that was done to names.
+    map_digest: of everything that was done to names. dropped: (name, rule) of what was left out.
     """
 
     destination: str
@@ -67,6 +67,7 @@ class Result:
     fingerprints: tuple[Fingerprinted, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     map_digest: str = ""
+    dropped: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
@@ -76,6 +77,7 @@ class Result:
         form["files"] = [r.as_dict() for r in self.files]
         form["tensors"] = len(self.tensors)
         form["warnings"] = [w.as_dict() for w in self.warnings]
+        form["dropped"] = [list(d) for d in self.dropped]
         return form
 
 
@@ -111,7 +113,7 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
         staging.destination, plan.target.format, plan.bytes_out, receipts, written.tensors,
         written.digest, plan.digest, plan.bytes_in, timings, written, staging.plan_uri,
         fingerprint=checkpoint_fingerprint(found) if found is not None else None, fingerprints=found or (),
-        renamed=plan.renamed, map_digest=plan.map_digest,
+        renamed=plan.renamed, map_digest=plan.map_digest, dropped=plan.dropped,
     )  # fmt: skip
 
 

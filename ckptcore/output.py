@@ -249,6 +249,8 @@ def result(value: Result, *, as_json: bool) -> None:
     )
     if value.fingerprint is not None:
         out.print(f"fingerprint {value.fingerprint}", highlight=False, style="dim", soft_wrap=True)
+    for rule, count in Counter(rule for _, rule in value.dropped).items():
+        out.print(f"left out: {count}, {_safe(rule)}", highlight=False, soft_wrap=True)
     _findings(out, value.warnings)
 
 

@@ -15,6 +15,7 @@ from importlib import resources
 from ckptcore.errors import UsageError
 from ckptcore.remap import matches
 from ckptcore.shardingfile import Rule, ShardingFile, Stages, load
+from ckptcore.shown import some
 
 FAMILIES = ("hf", "torchtitan", "olmo", "megatron")
 _EVERYWHERE = "buffers"  # rules that come behind all others
@@ -87,6 +88,7 @@ def _told(names: Sequence[str], needed: bool) -> str | None:
         return found[0] if len(found) == 1 else None
     told = f"fit several families: {', '.join(found)}" if found else f"fit none of: {', '.join(FAMILIES)}"
     raise UsageError(
-        f"the names of the parameters {told}, so nothing tells how this mesh cuts them",
+        f"the names of the {len(names)} parameters {told}, so nothing tells how this mesh cuts them: "
+        f"{some(names)}",
         hint='give rules: --sharding FILE with [[rule]] tables, or with family = "NAME" alone',
     )

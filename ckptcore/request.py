@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptcore.errors import UsageError
 from ckptcore.formats import FORMATS
+from ckptcore.meshspec import parse_mesh
 from ckptcore.store import split_url
 
 VERBS = ("consolidate", "export", "reshard")
@@ -22,6 +23,8 @@ SUFFIX_FORMATS = {
     ".bin": ("torch_save",),
     ".ckpt": ("lightning", "torch_save"),
 }
+# Formats whose folders for a mesh have a suffix, too: a Trainer calls them step=4.ckpt, and looks for that.
+SUFFIX_FOLDERS = {".ckpt": ("lightning",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +75,16 @@ class Request:
             raise UsageError(f"--max-file-size {self.max_file_size} is not a size")
         if (self.verb == "reshard") != bool(self.mesh):
             raise UsageError("reshard takes a mesh, and nothing else does", hint="as in --mesh fsdp=4,tp=2")
+        if self.mesh:
+            parse_mesh(self.mesh)  # a mesh that is none is told before a source is read
+        elif self.sharding is not None:
+            raise UsageError("--sharding is for the ranks of a mesh, and there is none",
+                             hint="as in --mesh fsdp=4,tp=2")  # fmt: skip
         if self.serialization not in SERIALIZATIONS:
             raise UsageError(f"--serialization {self.serialization} is not known",
                              hint=f"one of: {', '.join(SERIALIZATIONS)}")  # fmt: skip
         suffix = _suffix(self.destination)
-        if self.verb == "reshard" and suffix:
+        if self.verb == "reshard" and suffix and self.format not in SUFFIX_FOLDERS.get(suffix, ()):
             raise UsageError(f"the ranks of a mesh do not write one file, {self.destination}",
                              hint="name a folder")  # fmt: skip
         if self.to and suffix and self.to not in SUFFIX_FORMATS[suffix]:

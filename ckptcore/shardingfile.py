@@ -118,6 +118,10 @@ def load(text: str, name: str = "--sharding") -> ShardingFile:
         return ShardingFile.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{name} is no TOML: {error}") from error
+    except RecursionError as error:
+        raise UsageError(
+            f"{name} is nested too deeply", hint="no key of it takes more than lists of pairs"
+        ) from error
     except ValidationError as error:
         told = [f"{_where(row['loc'])}: {row['msg']}" for row in error.errors()[:5]]
         hint = "keys are [mesh], [[rule]], [stages], family and experts"

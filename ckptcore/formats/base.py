@@ -141,8 +141,8 @@ class Format:
     versions: of the format itself, where it counts them; the first is what is written by default.
     single_file: whether what is written is always one file, whatever the destination is called.
     shards: whether it can be written for a mesh. for_mesh: how it is written for one, where that is another
-    layout with another ``place``. nests: whether `arrange` asks where names stand in the
-    tree. place: for a source, the path in the
+    layout with another ``place``. serializations: how its items can be written.
+    nests: whether `arrange` asks where names stand in the tree. place: for a source, the path in the
     output of each of its paths; raises `UnsupportedFormat` when it cannot be written so.
     """
 
@@ -159,6 +159,7 @@ class Format:
     shards: bool = False
     place: Callable[[Manifest], Callable[[Path], Path]] | None = None
     for_mesh: Format | None = None
+    serializations: tuple[str, ...] = ("torch_save",)
 
 
 @dataclass(frozen=True, slots=True)

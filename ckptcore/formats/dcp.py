@@ -63,4 +63,5 @@ FORMAT = Format(
     arrange=arrange,
     nests=True,
     shards=True,
+    serializations=("torch_save", "safetensors"),
 )

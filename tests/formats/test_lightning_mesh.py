@@ -46,6 +46,14 @@ def test_meta_comes_last(tmp_path: Path) -> None:
     assert [f.path for f in plan.files if f.commit] == ["meta.pt"]
 
 
+def test_the_folder_may_be_called_as_a_trainer_calls_it(tmp_path: Path) -> None:
+    """``ckpt_path="last"`` looks for the suffix (Lightning: callbacks/model_checkpoint.py)."""
+    source, out = trainer(tmp_path / "in", "model"), tmp_path / "step=4.ckpt"
+    ckptcore.convert(str(source), str(out), verb="reshard", mesh="fsdp=2")
+    assert ckptcore.open(str(out)).format == "lightning"
+    assert (out / "meta.pt").is_file()
+
+
 def test_a_model_of_fsdp_becomes_one_of_model_parallel(tmp_path: Path) -> None:
     """The strategies differ in one name."""
     source = trainer(tmp_path / "in", "model")

@@ -1,0 +1,66 @@
+"""Reshard on the command line: are wrong words refused before work, and is what stays behind told?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptcore
+from ckptcore.cli import run
+from ckptcore.errors import UsageError
+
+MESH = ("--mesh", "fsdp=2")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file({"w": torch.ones(4, 2), "rng.cpu": torch.zeros(3)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("reshard", "none", "out", "--mesh", "tp=0"), "the axis tp has no ranks"),
+        (("reshard", "none", "out", "--mesh", "zz=2"), "no axis is called zz"),
+        (("reshard", "none", "out.pt", *MESH), "do not write one file"),
+        (("reshard", "none", "out.ckpt", "--to", "dcp", *MESH), "do not write one file"),
+        (("plan", "none", "out", "--sharding", "rules"), "--sharding is for the ranks of a mesh"),
+        (("plan", "none", "out", "--sharding", "large", *MESH), "has more than 1048576 bytes"),
+    ],
+)
+def test_wrong_words_are_told_before_a_source_is_read(
+    words: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules").write_text('family = "hf"')
+    (tmp_path / "large").write_bytes(b"\xff" * 1_048_577)
+    assert run([*words, "--output", "json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert told in error["message"]
+
+
+@pytest.mark.parametrize("to", ["torch_ranks", "olmo_core", "olmo_v01", "torch_dist"])
+def test_items_that_loaders_do_not_read(to: str, source: Path, tmp_path: Path) -> None:
+    options = {"verb": "reshard", "to": to, "mesh": "fsdp=2"}
+    with pytest.raises(UsageError, match=f"safetensors is not for {to}, .* read torch_save") as caught:
+        ckptcore.plan(str(source), str(tmp_path / "out"), serialization="safetensors", **options)
+    assert caught.value.hint == "leave it out, or write dcp"
+    assert ckptcore.plan(str(source), str(tmp_path / "out"), **options)
+
+
+def test_what_stays_behind_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["reshard", str(source), str(tmp_path / "a"), *MESH, "--no-catalog"]
+    assert run(words) == 0
+    assert "left out: 1, random state of a rank that saved it" in capsys.readouterr().out
+    words[2] = str(tmp_path / "b")
+    assert run([*words, "--output", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["dropped"] == [["rng.cpu", "random state of a rank that saved it"]]
