@@ -57,7 +57,7 @@ class _Planner:
         self._copied_inputs = None if manifest.inputs is None else copies_in(manifest.inputs)
         self._overlaps = Overlaps(manifest.chunks)
         self._rank = max((len(t.shape) for t in wanted), default=0)
-        self._wanted = wanted
+        self._fqns = [t.fqn for t in wanted]
         self._full = np.ones((len(wanted), self._rank), np.int64)
         self._ranks = np.array([len(t.shape) for t in wanted], np.int64)
         for n, spec in enumerate(wanted):
@@ -74,9 +74,10 @@ class _Planner:
 
     def plan(self, index: int, layout: FileLayout) -> FilePlan:
         """One file's plan."""
-        manifest = self._manifest
-        boxes = self._boxes(layout)
-        columns, first, op = self._reads(layout.tensors, boxes)
+        manifest, tensors = self._manifest, np.array(layout.tensors, np.int64)
+        boxes, box = _distinct(layout)
+        held, box = self._tensors(layout, tensors, boxes, box)
+        columns, first, op = self._reads(tensors, [*boxes, None], box)
         nodes, specs, spans = derived_in(layout.tensors, manifest)
         if manifest.inputs is not None and self._copied_inputs is not None and nodes:
             columns = behind(columns, manifest.inputs.chunks, spans)
@@ -88,36 +89,26 @@ class _Planner:
         files, items = subset_files(manifest.files, items)
         inputs = tuple(whole(x.fqn, x.dtype, x.shape) for x in specs)
         return FilePlan(
-            index, layout.path, layout.nbytes, layout.commit, manifest.root, self._tensors(layout, boxes),
-            self._literals(layout), Chunks(first, lo, shape, renumbered, view), op, items, number, files,
-            nodes, inputs,
+            index, layout.path, layout.nbytes, layout.commit, manifest.root, held, self._literals(layout),
+            Chunks(first, lo, shape, renumbered, view), op, items, number, files, nodes, inputs,
         )  # fmt: skip
 
-    def _boxes(self, layout: FileLayout) -> list[Box | None]:
-        """What the file holds of each tensor; None for all of it."""
-        if not layout.boxes:
-            return [None] * len(layout.tensors)
-        both = zip(layout.tensors, layout.boxes, strict=True)
-        return [None if b.shape == self._wanted[t].shape else b for t, b in both]
-
-    def _tensors(self, layout: FileLayout, boxes: Sequence[Box | None]) -> Tensors:
-        tensors = np.array(layout.tensors, np.int64)
-        offset, shape = np.zeros((len(tensors), self._rank), np.int64), self._full[tensors]
-        rows: dict[int, list[int]] = {}
-        some: dict[int, Box] = {}
-        for n, box in enumerate(boxes):
-            if box is not None:
-                rows.setdefault(id(box), []).append(n)
-                some[id(box)] = box
-        for key, box in some.items():
-            offset[rows[key], : len(box.offset)] = box.offset
-            shape[rows[key], : len(box.shape)] = box.shape
+    def _tensors(self, layout: FileLayout, tensors: Ints, boxes: Sequence[Box], box: Ints
+                 ) -> tuple[Tensors, Ints]:  # fmt: skip
+        """The tensors' columns, and which box each has: ``len(boxes)`` for those that are whole."""
+        full = self._full[tensors]
+        offset = np.zeros((len(boxes) + 1, self._rank), np.int64)
+        shape = np.ones((len(boxes) + 1, self._rank), np.int64)
+        for n, b in enumerate(boxes):
+            offset[n, : len(b.offset)], shape[n, : len(b.shape)] = b.offset, b.shape
+        shape = np.where((box < len(boxes))[:, None], shape[box], full)
         if self._names[0] != layout.tensors:
-            self._names = layout.tensors, tuple(self._wanted[t].fqn for t in layout.tensors)
-        return Tensors(
+            self._names = layout.tensors, tuple([self._fqns[t] for t in layout.tensors])
+        held = Tensors(
             self._names[1], self._dtypes, self._dtype[tensors], self._source_dtype[tensors],
-            self._start(layout), self._ranks[tensors], offset, shape, self._full[tensors],
+            self._start(layout), self._ranks[tensors], offset[box], shape, full,
         )  # fmt: skip
+        return held, np.where((shape == full).all(axis=1), len(boxes), box)
 
     def _start(self, layout: FileLayout) -> Ints:
         if self._starts[0] != layout.slots:
@@ -131,36 +122,47 @@ class _Planner:
             self._known = layout.literals, Literals.of(layout.literals)
         return self._known[1]
 
-    def _reads(self, tensors: Sequence[int], boxes: Sequence[Box | None]
+    def _reads(self, tensors: Ints, boxes: Sequence[Box | None], box: Ints
                ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:  # fmt: skip
         """Chunk columns (lo, shape, item, view), the first row of each tensor, and what each row is for.
 
         A chunk named twice in the metadata is read once.
         """
-        if self._twins is not None and any(t in self._followers for t in tensors):
-            return self._reads_of_twins(tensors, boxes, self._twins)
-        rows, counts = self._overlaps.rows(tensors, boxes)
-        columns = gather_rows(self._manifest.chunks, [rows], None, [])
-        return columns, _first(counts), self._copies[rows].astype(np.int8)
+        rows, counts = self._overlaps.rows(tensors, boxes, box)
+        op = self._copies[rows].astype(np.int8)
+        if self._twins is not None and any(t in self._followers for t in tensors.tolist()):
+            each = np.split(rows, np.cumsum(counts)[:-1]) if len(counts) else []
+            return self._with_twins(tensors, [boxes[n] for n in box.tolist()], each, self._twins)
+        return gather_rows(self._manifest.chunks, [rows], None, []), _first(counts), op
 
-    def _reads_of_twins(self, tensors: Sequence[int], boxes: Sequence[Box | None], twins: Manifest
-                        ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:  # fmt: skip
-        rows: list[Ints] = []
+    def _with_twins(self, tensors: Ints, boxes: Sequence[Box | None], rows: list[Ints], twins: Manifest
+                    ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:  # fmt: skip
+        """As `_reads`, with the chunks of each tensor's twins behind its own."""
         twin_rows: list[Ints] = []
         ops: list[npt.NDArray[np.int8]] = []
-        for t, box in zip(tensors, boxes, strict=True):
-            span, _ = self._overlaps.rows([t], [box])
+        for t, box, span in zip(tensors.tolist(), boxes, rows, strict=True):
             extra = np.concatenate(
                 [np.zeros(0, np.int64), *(held(twins.chunks, f) for f in self._followers.get(t, ()))]
             )
             if box is not None:
                 extra = overlapping(twins.chunks, extra, box)
-            rows.append(span)
             twin_rows.append(extra)
             ops += [self._copies[span].astype(np.int8), np.full(len(extra), COMPARE, np.int8)]
         columns = gather_rows(self._manifest.chunks, rows, twins.chunks, twin_rows)
         counts = np.array([len(a) + len(b) for a, b in zip(rows, twin_rows, strict=True)], np.int64)
         return columns, _first(counts), np.concatenate(ops)
+
+
+def _distinct(layout: FileLayout) -> tuple[list[Box], Ints]:
+    """The distinct boxes of a file, and which of them each tensor has; their number for those that are whole.
+
+    Boxes are shared between tensors of one shape, and told apart as objects.
+    """
+    if not layout.boxes:
+        return [], np.zeros(len(layout.tensors), np.int64)
+    ids = np.array(list(map(id, layout.boxes)), np.uint64)
+    _, first, box = np.unique(ids, return_index=True, return_inverse=True)
+    return [layout.boxes[n] for n in first.tolist()], box.reshape(-1).astype(np.int64)
 
 
 def _first(counts: Ints) -> Ints:

@@ -111,9 +111,11 @@ class Literals:
     def of(cls, literals: Sequence[Literal]) -> Literals:
         """The columns of literals."""
         known: dict[bytes, int] = {}
-        text = np.array([known.setdefault(x.data, len(known)) for x in literals], np.int64)
+        data = [x.data for x in literals]
+        one = {id(d): known.setdefault(d, len(known)) for d in {id(d): d for d in data}.values()}
+        text = np.array([one[id(d)] for d in data], np.int64)
         start = np.array([x.start for x in literals], np.int64)
-        patches = [(n, at, tensor) for n, x in enumerate(literals) for at, tensor in x.crc_at]
+        patches = [(n, *crc) for n, x in enumerate(literals) if x.crc_at for crc in x.crc_at]
         return cls(tuple(known), text, start, np.array(patches, np.int64).reshape(-1, 3))
 
     def rows(self) -> Iterator[Literal]:

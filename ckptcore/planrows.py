@@ -37,17 +37,14 @@ class Overlaps:
         self._kind = np.full(len(chunks.first) - 1, -1, np.int64)  # how each tensor is cut, where asked
         self._rows: dict[tuple[int, Box | None], Ints] = {}
 
-    def rows(self, tensors: Sequence[int], boxes: Sequence[Box | None]) -> tuple[Ints, Ints]:
+    def rows(self, tensor: Ints, boxes: Sequence[Box | None], box: Ints) -> tuple[Ints, Ints]:
         """The chunk rows that hold something of the boxes, one tensor after the other, and their numbers.
 
-        boxes: of the tensors; None for all of one.
+        boxes: distinct ones; None for all of a tensor. box: int64 [n], which of them each tensor has.
         """
-        tensor = np.array(tensors, np.int64)
         kinds = self._kinds(tensor)
-        distinct: dict[int, int] = {}  # boxes are shared between tensors of one shape: told apart as objects
-        box = np.array([distinct.setdefault(id(b), len(distinct)) for b in boxes], np.int64)
-        pairs, first, pair = np.unique(kinds * len(distinct) + box, return_index=True, return_inverse=True)
-        found = [self._needed(int(tensor[n]), boxes[n]) for n in first.tolist()]
+        pairs, first, pair = np.unique(kinds * len(boxes) + box, return_index=True, return_inverse=True)
+        found = [self._needed(int(tensor[n]), boxes[int(box[n])]) for n in first.tolist()]
         count = np.array([len(f) for f in found], np.int64)
         begin = np.cumsum(count) - count
         counts = count[pair]
@@ -79,8 +76,10 @@ class Overlaps:
 def derived_in(tensors: Sequence[int], manifest: Manifest
                ) -> tuple[dict[int, Derived], list[TensorSpec], list[Ints]]:  # fmt: skip
     """A file's derived tensors by position, what they are computed from, and the chunks of that."""
+    if not manifest.derived or manifest.inputs is None:
+        return {}, [], []
     here = {n: manifest.derived[t] for n, t in enumerate(tensors) if t in manifest.derived}
-    if not here or manifest.inputs is None:
+    if not here:
         return {}, [], []
     used = list(dict.fromkeys(i for node in here.values() for i in node.inputs))
     place = {i: n for n, i in enumerate(used)}

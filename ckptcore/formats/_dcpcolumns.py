@@ -87,7 +87,9 @@ def widened(table: Ints, width: int) -> Ints:
     """The table with columns of zeros behind it."""
     if table.shape[1] == width:
         return table
-    return np.pad(table, ((0, 0), (0, width - table.shape[1])))
+    out = np.zeros((len(table), width), np.int64)
+    out[:, : table.shape[1]] = table
+    return out
 
 
 def _joined(parts: list[Ints], width: int | None) -> Ints:

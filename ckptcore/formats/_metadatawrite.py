@@ -115,10 +115,10 @@ def _chunks_alike(p: _Pickle, chunks: Sequence[tuple[tuple[int, ...], tuple[int,
     head = p.known(META, "ChunkStorageMetadata") + _BEGIN + p.known("offsets")
     between = p.known("sizes")
     out: list[bytes] = []
-    memoized = 2 * len(chunks)
+    memoized, sizes_of = 2 * len(chunks), p.sizes.get
     for offset, sizes, _ in chunks:
-        first, a = p.sized(offset)
-        second, b = p.sized(sizes)
+        first, a = sizes_of(offset) or p.sized(offset)
+        second, b = sizes_of(sizes) or p.sized(sizes)
         out += (head, first, between, second, b"ub")
         memoized += a + b
     p.add(b"".join(out), memoized)
@@ -156,11 +156,11 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     info = b"ub" + p.known(FILES, "_StorageInfo") + _BEGIN + p.known("relative_path")
     offset_of, length_of = p.known("offset"), p.known("length")
     out: list[bytes] = []
-    memoized = 0
+    memoized, sizes_of, numbers = 0, p.sizes.get, p.numbers.get
     for n, (offset, _, place) in enumerate(tensor.chunks[first:] if first else tensor.chunks, first):
-        where, a = p.sized(offset)
+        where, a = sizes_of(offset) or p.sized(offset)
         memoized += a + 4
-        out += (head, where, index, number(n), info)
+        out += (head, where, index, numbers(n) or p.numbered(n), info)
         path = p.paths.get(place.path)
         if path is None:  # its text stands here, unless it was met before
             p.add(b"".join(out), memoized)
@@ -169,7 +169,8 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
             p.paths[place.path] = p.known(place.path)
         else:
             out.append(path)
-        out += (offset_of, number(place.start), length_of, number(place.length), b"ub")
+        length = numbers(place.length) or p.numbered(place.length)
+        out += (offset_of, number(place.start), length_of, length, b"ub")
     p.add(b"".join(out), memoized)
 
 
@@ -199,8 +200,9 @@ class _Pickle:
         self._out = bytearray(_START)
         self._memo: dict[Any, int] = {}
         self._count = 0
-        self._sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}
+        self.sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}
         self.paths: dict[str, bytes] = {}  # references to the files' names
+        self.numbers: dict[int, bytes] = {}  # spellings of those that are common
 
     def finish(self) -> bytes:
         """The whole pickle, in one frame."""
@@ -239,9 +241,14 @@ class _Pickle:
 
     def sized(self, dims: tuple[int, ...]) -> tuple[bytes, int]:
         """What `size` writes once torch.Size is known, and how many values that memoizes."""
-        found = self._sizes.get(dims)
+        found = self.sizes.get(dims)
         if found is None:
-            found = self._sizes[dims] = self.known("torch", "Size") + _size(dims), 3 if dims else 2
+            found = self.sizes[dims] = self.known("torch", "Size") + _size(dims), 3 if dims else 2
+        return found
+
+    def numbered(self, value: int) -> bytes:
+        """How a number is spelled that will be needed again."""
+        found = self.numbers[value] = number(value)
         return found
 
     def integer(self, value: int) -> None:

@@ -116,8 +116,9 @@ class Runs:
                 break
             self._usual = min(2 * self._usual, _MOST)
         self._pause = min(2 * self._pause + 16, _PATIENCE) if taken < _WORTH else 0
-        self._skip = self._pause
-        self._usual = max(_FEWEST, min(taken + (taken >> 3) + 16, _MOST))
+        self._skip = max(self._pause, 1)  # the record behind a run is read by itself
+        if taken:
+            self._usual = max(_FEWEST, min(taken + (taken >> 3) + 16, _MOST))
         return pieces, at
 
 
@@ -166,7 +167,7 @@ class _Rows:
         gap = following - ends
         good &= (gap == 0) | ((gap == len(self._batch)) & self._match(ends, self._batch))
         rows = count if good.all() else int(good.argmin())
-        rows = self._sound_frames(begins, following, rows)
+        rows = self._sound_frames(begins, following, rows) if rows else 0
         if not rows:
             return None
         total = np.cumsum(numbers)
@@ -252,7 +253,7 @@ class _Rows:
             word = self._words[at]
         good &= marked == (rank > 3)
         none = (word & _LOW[5]) == _NO_DIMS
-        some = (word & _LOW[6]) == _SIZE_END[np.clip(rank, 1, 4) - 1]
+        some = (word & _LOW[6]) == _SIZE_END[np.minimum(rank, 4) - 1]
         good &= np.where(rank > 0, some, none)
         table = np.stack(dims, axis=1) if dims else np.zeros((len(at), 0), np.uint64)
         return Sizes(table.astype(np.int64), rank), at + np.where(rank > 0, 6, 5)

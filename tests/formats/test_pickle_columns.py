@@ -88,6 +88,19 @@ def test_columns_hold_what_single_records_hold(
     assert digest(tmp_path / "at", data) == quick
 
 
+@pytest.mark.parametrize(("ranks", "tensors"), [(1, 900), (2, 500), (3, 400), (5, 300), (33, 60), (65, 40)])
+def test_short_lists_between_many_frames(
+    tmp_path: Path, one_by_one: Callable[[], None], ranks: int, tensors: int
+) -> None:
+    """Lists of chunks that are shorter than a run is worth, in a pickle of several frames."""
+    kinds = ((ranks, 4), (ranks,), (), (ranks, 2, 2))
+    shapes = {f"layers.{n}.weight": kinds[n % 4] for n in range(tensors)}
+    data = pickle.dumps(told(ranks, shapes), protocol=4)
+    quick = digest(tmp_path / "at", data)
+    one_by_one()
+    assert digest(tmp_path / "at", data) == quick
+
+
 def test_most_records_are_read_in_runs() -> None:
     data = pickle.dumps(told(300, SHAPES), protocol=4)
     state = loads(data, TABLE, what="it").state
