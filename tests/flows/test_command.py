@@ -110,6 +110,31 @@ def test_killed_between_files_and_restarted(
     assert observe.contents(target) == observe.contents(undisturbed)
 
 
+def test_a_reshard_killed_between_files_writes_the_missing_ones(
+    prefect_api: str, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    target, mesh = tmp_path / "out", "fsdp=4"
+    options = ["--mesh", mesh, "--batch", "1KiB", "--catalog", catalog, "--workers", "1"]
+    env = os.environ | {"PREFECT_API_URL": prefect_api}
+    program = KILLED.replace("flows.convert import convert", "flows.reshard import reshard as convert")
+    killed = run(program, str(source), str(target), *options, env=env)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not target.exists()
+    staged = {path.name: path.stat() for path in (tmp_path / ".out.ckptcore" / "files").glob("*.distcp")}
+    assert len(staged) == 2
+
+    done = run("flows.reshard", str(source), str(target), *options, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("1 of 1 files kept from an earlier run") == 2
+    for name, before in staged.items():
+        after = (target / name).stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), name
+
+    undisturbed = tmp_path / "again"
+    convert(Request(str(source), str(undisturbed), verb="reshard", mesh=mesh), catalog_url=False)
+    assert observe.contents(target) == observe.contents(undisturbed)
+
+
 def test_ctrl_c_ends_the_running_batches_too(
     prefect_api: str, source: Path, tmp_path: Path, catalog: str
 ) -> None:
