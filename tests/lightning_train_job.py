@@ -281,3 +281,6 @@ if __name__ == "__main__":
     verb, kind, optimizers, steps, *paths = sys.argv[1:]
     run = {"trainer": trainer, "fabric": fabric}[verb]
     run(kind, optimizers, int(steps), paths[0], paths[1] if len(paths) > 1 else None)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # gloo aborts a rank whose peer has gone
+        torch.distributed.destroy_process_group()

@@ -154,7 +154,7 @@ def test_copies_of_a_hybrid_run_lie_in_its_files(train: Callable[..., Path]) -> 
         ("trainer", "mp", "fsdp=3", "mp"),
         ("fabric", "fsdp", "fsdp=4", "fsdp4"),
         ("fabric", "fsdp", "fsdp=3", "fsdp_alone"),
-        ("fabric", "mp", "fsdp=4", "mp4"),
+        ("fabric", "mp", "fsdp=4", "mp"),
         ("fabric", "mp", "fsdp=1", "mp"),
     ],
 )
