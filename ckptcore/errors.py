@@ -292,7 +292,7 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "no-checksum": ("info", "the format carries no checksum here: bytes cannot be proven", ""),
     "refused-global": ("warning", "an object names classes that are not on the allow-list; it is kept out",
                        "it cannot be carried over; other objects and tensors are not affected"),
-    "unusual-layout": ("warning", "an array is laid out as its writer never does it, or not as the others are",
+    "unusual-layout": ("warning", "an array is laid out as its writer never does it, or not as others are",
                        "compare what describes it with another copy of the checkpoint"),
     "total-mismatch": ("warning", "the files hold another number of bytes than their index tells",
                        "compare dtypes and shapes with the model's config, and the files with their source"),

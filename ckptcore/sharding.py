@@ -2,8 +2,8 @@
 
 Placements are torch's own in name and meaning (`ckptcore.placements`), and so is the arithmetic: uneven and
 strided shards are cut where torch cuts them (`ckptcore.cuts`), and refused where torch contradicts itself.
-torch's own function is not called: it makes an index of every element. A mesh without axes is a mesh of one: its
-only rank holds everything, which is what consolidating is.
+torch's own function is not called: it makes an index of every element. A mesh without axes is a mesh of
+one: its only rank holds everything, which is what consolidating is.
 """
 
 from __future__ import annotations
