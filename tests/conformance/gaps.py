@@ -84,6 +84,9 @@ SAID_OTHERWISE: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("olmo_core", "train.world_size", ("values",), "a trainer restores random states where it is its own: 0"),
     ("olmo_v01", "optim.*param_groups*", ("only-in-a", "only-in-b", "values"),
      "OLMo-core 0.1 numbers the parameters of its groups and names them beside"),
+    ("olmo_v01", "optim.state_keys.*", ("only-in-b",), "OLMo-core 0.1 tells which states there are"),
+    ("torch_dist", "args.no_save_rng", ("only-in-b", "values"),
+     "random states stay behind, and Megatron-LM is told so by the argument"),
     ("torch_ranks", "*.param_groups.*.param_names.*", ("only-in-b",),
      "optimizers of torch number their states: names are told where order and shapes do not prove them"),
 )  # fmt: skip
