@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptcore.errors import UsageError
 from ckptcore.remap import matches
 from ckptcore.shardingfile import Stages
-from ckptcore.shown import some
+from ckptcore.shown import shown, some
 
 NUMBER = "{n}"
 
@@ -26,7 +26,8 @@ def place_stages(shapes: Mapping[str, tuple[int, ...]], stages: Stages, pp: int
     those.
 
     shapes: of the parameters, by name.
-    Raises `UsageError` for more stages than layers, a split that is none, and names without a stage.
+    Raises `UsageError` for more stages than layers, stacked layers that do not divide, a split that is none,
+    and names without a stage.
     """
     last = pp * stages.virtual - 1
     stacked = {n for n, shape in shapes.items() if shape and matches(n, stages.stacked)}
@@ -37,6 +38,11 @@ def place_stages(shapes: Mapping[str, tuple[int, ...]], stages: Stages, pp: int
         raise UsageError(f"{some(sorted(stacked))}: layers in one tensor are cut evenly",
                          hint="split and virtual are for layers by name")  # fmt: skip
     at = _stage_of_layer(count, last + 1, stages, pp)
+    for name in sorted(stacked):  # torch's chunks would leave the last stages without a layer
+        n = shapes[name][0]
+        if n % pp:
+            raise UsageError(f"{shown(name)}: {n} layers in one tensor do not divide by pp={pp}",
+                             hint=f"a size that divides {n}")  # fmt: skip
     found: dict[str, tuple[int, ...] | None] = {}
     for name in shapes:
         if matches(name, stages.first):

@@ -125,6 +125,10 @@ def test_layers_in_one_tensor_are_cut_by_pp() -> None:
     assert described(lay_out(manifest_of(MEGATRON), "pp=2,ep=2,tp=2"), experts) == "pp:S(0) ep:S(1) tp:S(2)"
     with pytest.raises(UsageError, match=r"5 pipeline stages \(pp=5\) for 4 layers"):
         lay_out(manifest_of(MEGATRON), "pp=5")
+    with pytest.raises(
+        UsageError, match=r"'decoder\.layers\..*': 4 layers in one tensor do not divide by pp=3"
+    ):
+        lay_out(manifest_of(MEGATRON), "pp=3")
     rules = 'family = "megatron"\n[stages]\nstacked = "decoder.layers.*"\nfirst = "*"\nvirtual = 2'
     with pytest.raises(UsageError, match="cut evenly"):
         lay_out(manifest_of(MEGATRON), "pp=2", rules)
