@@ -51,8 +51,9 @@ class Texts:
         hashes = (spelled * _FACTORS[: spelled.shape[1]]).sum(axis=1, dtype=np.uint64)
         hashes += length.astype(np.uint64) * _FACTORS[32]
         found = self._look(spelled, hashes, length)
-        if (found < 0).any() and len(self._hashes) < _QUICK:
-            rows = np.flatnonzero(found < 0)
+        rows = np.flatnonzero(found < 0)
+        # Sorting anew is worth it for many; a few are looked up one by one.
+        if len(self._hashes) >> 3 < len(rows) and len(self._hashes) < _QUICK:
             _, one = np.unique(hashes[rows], return_index=True)
             self._learn(data, begin, length, spelled, hashes, rows[one])
             found[rows] = self._look(spelled[rows], hashes[rows], length[rows])

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 _BYTES = 4 << 20
+_MOST_FRAMES = 1024  # real ones have 64 KiB
 _FRAME, _HEADER = 0x95, 9
 _PADDING = bytes(2048)  # what looks like an instance may be decoded to behind the last byte
 # EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: an instance, and its attributes follow.
@@ -35,7 +36,7 @@ class Window:
         pieces: list[bytes] = []
         at, held = begin, 0
         view = memoryview(pickle)
-        while held < _BYTES and at < len(pickle):
+        while held < _BYTES and at < len(pickle) and len(pieces) < _MOST_FRAMES:
             end = min(frame_end, at + _BYTES - held, len(pickle))
             if end <= at:
                 break
