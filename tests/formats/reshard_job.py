@@ -65,7 +65,11 @@ class Toy(nn.Module):
             self.scale = nn.Parameter(torch.empty(1))
             for name in BUFFERS:
                 self.register_buffer(name, torch.zeros_like(truth[name]))
-        if tied:
+        self.tied = tied
+        self.tie()
+
+    def tie(self) -> None:
+        if self.tied:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -100,6 +104,8 @@ def wrapped(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             "layers.*.down": RowwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate()),
         }  # fmt: skip
         parallelize_module(model, mesh["tp"], plan)
+        if isinstance(model, Toy):
+            model.tie()  # each module has got a tensor of its own
     data = tuple(n for n in ("dp_replicate", "fsdp") if n in names)
     for layer in getattr(model, "layers", nn.ModuleDict()).values():
         fully_shard(layer, mesh=mesh[data])
