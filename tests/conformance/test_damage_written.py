@@ -85,7 +85,8 @@ def truths() -> dict[Path, Run]:
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_damage(name: str, written: dict[str, Tree], truths: dict[Path, Run], tmp_path: Path) -> None:
     """Each row once."""
-    damaged(written[name], GROUPS, PLACES, 1, truths, tmp_path)
+    seen = damaged(written[name], GROUPS, PLACES, 1, truths, tmp_path)
+    assert seen["refused"] > seen["silent"], seen
 
 
 @pytest.mark.soak
@@ -96,8 +97,10 @@ def test_damage_more(name: str, group: str, written: dict[str, Tree], truths: di
     damaged(written[name], (group,), MORE_PLACES, seed_of(request), truths, tmp_path)
 
 
-def damaged(tree: Tree, groups: tuple[str, ...], places: int, seed: int, truths: dict[Path, Run],
-            tmp_path: Path) -> None:  # fmt: skip
+def damaged(
+    tree: Tree, groups: tuple[str, ...], places: int, seed: int, truths: dict[Path, Run], tmp_path: Path
+) -> Counter[str]:
+    """How often each outcome was seen; fails for one that nothing excuses."""
     good = truth(tree, truths, tmp_path / "good")
     assert not good.refused, good.refused
     assert not good.trouble, good.trouble
@@ -110,5 +113,5 @@ def damaged(tree: Tree, groups: tuple[str, ...], places: int, seed: int, truths:
             if flaw:
                 wrong.append(f"{row}: {cut_.where}: {flaw}; said {said}")
     print(f"--seed {seed}: {dict(seen)}")
-    assert seen["refused"], "nothing was told"
     assert not wrong, "\n".join(wrong)
+    return seen

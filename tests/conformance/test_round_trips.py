@@ -118,12 +118,9 @@ def impossible(error: CkptError, writer: Writer, manifest: Manifest) -> bool:
     if isinstance(error, UnsupportedDtype):
         return any(t.dtype in writer.lacks for t in manifest.tensors)
     if isinstance(error, UnsupportedFormat):
-        told = "stands in a list, and not every rank has it" in error.message  # torch_ranks
-        return (
-            told
-            or bool(not writer.objects and manifest.blobs)
-            or (writer.own and manifest.format != writer.to)
-        )
+        told = ("stands in a list, and not every rank has it", "whose optimizers number their parameters")
+        other = writer.own and manifest.format != writer.to
+        return other or any(t in error.message for t in told) or bool(manifest.blobs and not writer.objects)
     return error.exit_code == 2 and bool(re.search(r"[0-9]", error.message))
 
 
