@@ -118,8 +118,16 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def placements(layouts: dict[str, Layout]) -> dict[str, Any]:
-    """What the job is to find: name -> (axes, placements, stages)."""
-    return {n: (a.axes, a.placements, a.at[0][1] if a.at else ()) for n, a in layouts.items()}
+    """What the job is to find: name -> (axes, torch's placements, stages)."""
+    return {n: (a.axes, tuple(map(torchs, a.placements)), a.at[0][1] if a.at else ())
+            for n, a in layouts.items()}  # fmt: skip
+
+
+def torchs(placement: Any) -> Any:
+    """A placement as torch has it."""
+    made = {"Shard": Shard, "_StridedShard": _StridedShard, "Replicate": Replicate}[type(placement).__name__]
+    fields = ("dim", "split_factor")
+    return made(**{f: getattr(placement, f) for f in fields if hasattr(placement, f)})
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +145,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
             torch.save(llama(), here / "builtin" / "truth.pt")
             reshard(here / "builtin" / "truth.pt", here / "builtin" / "ckpt", mesh)
             found = dict(lay_out(ckptcore.open(str(here / "builtin" / "truth.pt")), mesh).layouts)
-            assert _StridedShard(0, split_factor=2) in found["model.layers.1.mlp.up_proj.weight"].placements
+            cut = map(torchs, found["model.layers.1.mlp.up_proj.weight"].placements)
+            assert _StridedShard(0, split_factor=2) in cut
             torch.save(placements(found), here / "builtin" / "placements.pt")
         if mesh in RESUMED:
             torch.save(trained(), here / "trained.pt")
