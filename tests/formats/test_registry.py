@@ -148,4 +148,6 @@ def _env(folder: Path) -> dict[str, str]:
     import os
 
     root = Path(__file__).parents[2]
-    return os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{root}", "PYTHONDONTWRITEBYTECODE": "1"}
+    # What this run of pytest was given is not meant for another one.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return kept | {"PYTHONPATH": f"{folder}{os.pathsep}{root}", "PYTHONDONTWRITEBYTECODE": "1"}
