@@ -158,7 +158,7 @@ class FileWork:
             inside = common.within(chunk)
             if not is_run(part.box.shape, common.shape) or not is_run(chunk.shape, inside.shape):
                 return False
-            payload, kept = self._payload(row, chunk, part)
+            payload, kept = self._payload(row, _place(self.plan, row, chunk.shape, tensor))
             try:
                 if payload.path is None or payload.strides is not None or payload.flags:
                     return False
@@ -269,17 +269,11 @@ class FileWork:
     def _read(self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any] | Placed,
               scratch: Bytes) -> None:  # fmt: skip
         tensor = self._specs[part.tensor]
-        payload, kept = self._payload(row, chunk, part)
+        place = _place(self.plan, row, chunk.shape, tensor)
+        payload, kept = self._payload(row, place)
         try:
-            gather(
-                payload,
-                chunk,
-                common,
-                tensor.source_dtype,
-                tile,
-                scratch,
-                self._records.seen(payload, self._place(row, chunk.shape, tensor)),
-            )
+            seen = self._records.seen(payload, place)
+            gather(payload, chunk, common, tensor.source_dtype, tile, scratch, seen)
         finally:
             if not kept:
                 payload.close()
@@ -302,27 +296,19 @@ class FileWork:
                     findings=(finding("replica-mismatch", "bytes", message, fqn=tensor.name, file=path),),
                 )
 
-    def _payload(self, row: int, chunk: Box, part: TensorPart) -> tuple[Payload, bool]:
+    def _payload(self, row: int, place: Place) -> tuple[Payload, bool]:
         with self._lock:
             found = self._payloads.get(row)
         if found is not None:
             return found, True
-        plan, tensor = self.plan, self._specs[part.tensor]
-        item = plan.items[int(plan.reads.item[row])]
-        payload = self._resolved(row, chunk.shape, tensor)
-        if item.length < _KEEP:
+        payload = place.resolve(self._source, self._scratch)
+        if place.item.length < _KEEP:
             return payload, False
         with self._lock:
             other = self._payloads.setdefault(row, payload)
         if other is not payload:
             payload.close()
         return other, True
-
-    def _resolved(self, row: int, shape: tuple[int, ...], tensor: PlannedTensor) -> Payload:
-        return self._place(row, shape, tensor).resolve(self._source, self._scratch)
-
-    def _place(self, row: int, shape: tuple[int, ...], tensor: PlannedTensor) -> Place:
-        return _place(self.plan, row, shape, tensor)
 
     def _path(self, row: int) -> str:
         return self.plan.files[self.plan.items[int(self.plan.reads.item[row])].file].path

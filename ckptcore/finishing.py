@@ -173,7 +173,7 @@ def _told(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
 
 def _wanted(staging: Staging, plan: Plan) -> list[tuple[str, str, tuple[int, ...]]]:
     plans = (load_file_plan(staging.plan, f.index) for f in plan.files)
-    return sorted({(t.name, t.dtype, t.full) for p in plans for t in p.tensors})
+    return sorted({told for p in plans for told in p.held.told()})
 
 
 def _note_publishing(staging: Staging, plan: Plan, *, single: bool) -> None:
@@ -209,7 +209,7 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     written = reader.read(source)
     report = check(written, None, "cover")
     plans = [load_file_plan(staging.plan, f.index) for f in plan.files]
-    wanted = sorted({(t.name, t.dtype, t.full) for p in plans for t in p.tensors})
+    wanted = sorted({told for p in plans for told in p.held.told()})
     known = _in_literals(written, plans)
     found = sorted((t.fqn, t.dtype, t.shape) for t in written.tensors if t.fqn not in known)
     if not report.ok or found != wanted:
@@ -224,12 +224,11 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
 
 def _in_literals(written: Manifest, plans: Sequence[FilePlan]) -> set[str]:
     """Tensors whose bytes the plan itself holds: arrays that an object brought along."""
-    planned = {t.name for p in plans for t in p.tensors}
-    literals = {p.path: p.literals for p in plans}
+    planned = {name for p in plans for name in p.held.names}
+    more = [(n, spec) for n, spec in enumerate(written.tensors) if spec.fqn not in planned]
+    literals = {p.path: p.literals for p in plans} if more else {}
     found: set[str] = set()
-    for n, spec in enumerate(written.tensors):
-        if spec.fqn in planned:
-            continue
+    for n, spec in more:
         items = [written.items[c.item] for c in written.chunks_of(n) if c.item >= 0]
         if all(
             any(x.start <= i.start and i.start + i.length <= x.start + len(x.data)

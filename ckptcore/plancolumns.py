@@ -79,6 +79,12 @@ class Tensors:
                 tuple(offset[:rank]), tuple(full[:rank]),
             )  # fmt: skip
 
+    def told(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, whole shape) of each tensor."""
+        columns = zip(self.names, self.dtype.tolist(), self.rank.tolist(), self.full.tolist(), strict=True)
+        for name, dtype, rank, full in columns:
+            yield name, self.dtypes[dtype], tuple(full[:rank])
+
     def parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Head and arrays of a frame that holds these columns."""
         arrays: dict[str, Array] = {
