@@ -88,6 +88,7 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
     request = Request.from_dict(json.loads(_read(staging.root, REQUEST)))
     receipts = tuple(receipt_of(staging, plan, f.index) for f in plan.files)
     found = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
+    _require_proven(receipts)
     if progress is not None:
         progress("verify", plan.bytes_out, plan.bytes_out)
     if published_plan(staging) == plan.digest:
@@ -115,6 +116,16 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
         fingerprint=checkpoint_fingerprint(found) if found is not None else None, fingerprints=found or (),
         renamed=plan.renamed, map_digest=plan.map_digest, dropped=plan.dropped,
     )  # fmt: skip
+
+
+def _require_proven(receipts: Sequence[Receipt]) -> None:
+    """A run that was stopped may leave files whose sources' checksums are still to be proven."""
+    left = [r for r in receipts if r.pending]
+    if left:
+        raise UsageError(
+            f"{left[0].path} was written, but {len(left[0].pending)} source records of it are not proven yet",
+            hint="run execute for every file again: what is written is kept",
+        )
 
 
 def published_plan(staging: Staging) -> str | None:
