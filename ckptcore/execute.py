@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ckptcore.crew import work_together
 from ckptcore.device import host_buffer, lane_on
 from ckptcore.errors import BudgetTooSmall, DiskFull
 from ckptcore.filejob import FileWork, expect
@@ -148,20 +149,10 @@ class _Run:
 
     def finish(self) -> dict[int, Receipt]:
         """Runs to the end; raises the first error."""
-        threads = [
-            threading.Thread(target=self._work, name=f"ckptcore-{n}", daemon=True)
-            for n in range(self._settings.threads)
-        ]
-        for t in threads:
-            t.start()
         try:
-            for t in threads:
-                while t.is_alive():
-                    t.join(0.2)  # with a time-out, so that Ctrl-C is seen
-        except BaseException as error:  # also KeyboardInterrupt: stop the workers, then pass it on
+            work_together(self._settings.threads, self._work, self._halt)
+        except BaseException as error:  # also KeyboardInterrupt: the files under way are dropped first
             self._fail(error)
-            for t in threads:
-                t.join()
         for work in self._open.values():
             work.abort()
         if self._error is not None:
@@ -226,8 +217,11 @@ class _Run:
         with self._report:
             if self._error is None:
                 self._error = self._explain(error)
+        self._halt()
+
+    def _halt(self) -> None:
         self._stop.set()
-        self._buffers.put(None)
+        self._buffers.put(None)  # wakes a worker that waits for a buffer, which wakes the next
 
     def _explain(self, error: BaseException) -> BaseException:
         if isinstance(error, DiskFull):

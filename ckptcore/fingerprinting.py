@@ -19,6 +19,7 @@ import numpy as np
 from ckptcore.box import Box
 from ckptcore.boxreader import BoxReader
 from ckptcore.check import require_whole
+from ckptcore.crew import work_together
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import UsageError
 from ckptcore.execute import tile_bytes
@@ -117,17 +118,9 @@ class _Reading:
 
     def run(self) -> Iterator[Fingerprinted]:
         """Runs to the end; raises the first error of any worker."""
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._threads)]
-        for t in threads:
-            t.start()
         try:
-            for t in threads:
-                while t.is_alive():
-                    t.join(0.2)  # with a time-out, so that Ctrl-C is seen
+            work_together(self._threads, self._work, self._stop.set)
         finally:
-            self._stop.set()
-            for t in threads:
-                t.join()
             for each in list(self._open):
                 each.reader.close()
         if self._error is not None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from ckptcore.box import Box, flat_start
 from ckptcore.boxreader import BoxReader
+from ckptcore.crew import work_together
 from ckptcore.difference import VALUES, Element, TensorDifference
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import CkptError
@@ -154,17 +155,9 @@ class _Walk:
 
     def run(self) -> list[TensorDifference]:
         """Runs to the end; raises the first error."""
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._threads)]
-        for t in threads:
-            t.start()
         try:
-            for t in threads:
-                while t.is_alive():
-                    t.join(0.2)  # with a time-out, so that Ctrl-C is seen
+            work_together(self._threads, self._work, self._stop.set)
         finally:
-            self._stop.set()
-            for t in threads:
-                t.join()
             for each in list(self._open):
                 self._close(each)
         if self._error is not None:

@@ -8,8 +8,9 @@ which a loader asks for first, and which is written last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ckptcore.errors import UnsupportedFormat
 from ckptcore.formats._dcpwrite import arrange_folder
@@ -22,18 +23,25 @@ from ckptcore.paths import Path, Paths
 META = "meta.pt"
 
 
-def keeps_its_place(source: Manifest) -> Callable[[Path], Path]:
-    """Where a path of a sharded checkpoint stands in another one: where it stood.
-
-    Raises `UnsupportedFormat` for a source that is none.
-    """
+def told_by(source: Manifest, hint: str) -> Mapping[str, Any]:
+    """What a Lightning checkpoint tells of itself; raises `UnsupportedFormat` for another source."""
     by = source.origin.get("lightning")
     if by is None:
         raise UnsupportedFormat(
             f"{source.root} is no Lightning checkpoint: it is {source.format}, without the {META} that a "
             "Trainer or Fabric writes",
-            hint="--to dcp writes the ranks' files of any source",
+            hint=hint,
         )
+    told: Mapping[str, Any] = by
+    return told
+
+
+def keeps_its_place(source: Manifest) -> Callable[[Path], Path]:
+    """Where a path of a sharded checkpoint stands in another one: where it stood.
+
+    Raises `UnsupportedFormat` for a source that is none.
+    """
+    by = told_by(source, "--to dcp writes the ranks' files of any source")
     if by.get("full"):
         raise UnsupportedFormat(
             f"{source.root} is a full checkpoint, whose optimizers number their parameters",

@@ -21,7 +21,7 @@ from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat, findin
 from ckptcore.formats._dcpread import DATA, read_folder
 from ckptcore.formats._lightningnames import parameter_names
 from ckptcore.formats._lightningtree import VERSION, Contents, contents, read_tree
-from ckptcore.formats._lightningwrite import META, arrange_sharded, keeps_its_place
+from ckptcore.formats._lightningwrite import META, arrange_sharded, keeps_its_place, told_by
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats._torchfile import torch_file
 from ckptcore.formats._torchzip import head_holds, is_zip
@@ -111,13 +111,7 @@ def place(source: Manifest) -> Callable[[Path], Path]:
 
     Raises `UnsupportedFormat` for a source that is none.
     """
-    by = source.origin.get("lightning")
-    if by is None:
-        raise UnsupportedFormat(
-            f"{source.root} is no Lightning checkpoint: it is {source.format}, without the {META} that a "
-            "Trainer or Fabric writes",
-            hint="--to torch_save writes one file of any source",
-        )
+    by = told_by(source, "--to torch_save writes one file of any source")
     if by["by"] == "fabric":
         return lambda path: path
     whole = {b.key for b in source.blobs} if by.get("full") else None

@@ -1,0 +1,25 @@
+"""Crews: threads that share one piece of work, and end together, whatever ends them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+def work_together(count: int, work: Callable[[], None], stop: Callable[[], object]) -> None:
+    """Runs ``work`` in so many threads to its end.
+
+    stop: makes every ``work`` end soon. It is called when this ends, also by Ctrl-C; then the threads are
+    waited for.
+    """
+    threads = [threading.Thread(target=work, name=f"ckptcore-{n}", daemon=True) for n in range(count)]
+    for t in threads:
+        t.start()
+    try:
+        for t in threads:
+            while t.is_alive():
+                t.join(0.2)  # with a time-out, so that Ctrl-C is seen
+    finally:
+        stop()
+        for t in threads:
+            t.join()
