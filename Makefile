@@ -53,7 +53,7 @@ bench: $(stamp)
 	@$(python) tests/benchmarks/run.py
 
 soak: $(stamp)
-	@$(python) -m pytest -m soak
+	@$(python) -m pytest -m soak -n $(JOBS)
 
 INPUTS ?= 1000000
 fuzz: $(stamp)

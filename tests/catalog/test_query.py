@@ -284,7 +284,10 @@ def test_two_thousand_checkpoints_of_five_hundred_tensors(tmp_path, facts):
             "which digest": lambda: catalog.which(b"c77".hex().ljust(64, "0")),
         }
         for name, ask in questions.items():
-            ask()
-            start = time.perf_counter()
-            assert ask(), name
-            assert time.perf_counter() - start < 0.1, name
+            took = []
+            for _ in range(6):
+                start = time.perf_counter()
+                assert ask(), name
+                took.append(time.perf_counter() - start)
+            # The best of six: what else runs on the machine is not what is asked about.
+            assert min(took) < 0.1, name
