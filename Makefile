@@ -17,8 +17,9 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 PYTHON ?= python3
 JOBS ?= 2
-# Debian packages that a test needs, installed by set-up where missing. None so far.
-DEBIAN_PACKAGES :=
+# Debian packages that a test needs, installed by set-up where missing: by root only, and elsewhere
+# these tests are skipped.
+DEBIAN_PACKAGES := postgresql
 
 bin := .venv/bin
 python := $(bin)/python
@@ -73,7 +74,8 @@ $(stamp): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@for package in $(DEBIAN_PACKAGES); do \
-	  dpkg -s "$$package" > /dev/null 2>&1 || apt-get install -y -q --no-install-recommends "$$package"; done
+	  dpkg -s "$$package" > /dev/null 2>&1 || ./.ci/debian "$$package" || \
+	  echo "without the Debian package $$package the tests that need it are skipped" >&2; done
 	@echo "setting up .venv (some minutes the first time)" >&2
 	@$(python) -c pass 2> /dev/null || $(PYTHON) -m venv --clear .venv
 	@$(bin)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' $(torch)

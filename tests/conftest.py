@@ -19,6 +19,7 @@ collect_ignore_glob = ["*_job.py", "**/*_job.py"]
 
 import driver  # noqa: E402
 import gaps  # noqa: E402
+import postgres as postgresql  # noqa: E402
 import samples  # noqa: E402
 
 
@@ -72,3 +73,13 @@ def cli() -> Iterator[driver.Cli]:
     """The command line, each call in a fresh forked process with limits of its own."""
     with driver.Cli() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[postgresql.Server]:
+    """A PostgreSQL server of the session's own."""
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'ckptcore[postgres]'")
+    if postgresql.programs() is None:
+        pytest.skip("no PostgreSQL programs on this machine: apt-get install postgresql")
+    with postgresql.serving() as server:
+        yield server

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, lineage, query
-from ckptcore.catalog.database import READER, translated
+from ckptcore.catalog.database import BEGIN, QUEUE_BEGIN, READER_BEGIN, translated
 from ckptcore.catalog.values import (
     LEVELS,
     CheckpointDetail,
@@ -40,7 +40,8 @@ class Catalog:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._readers = engine.execution_options(**{READER: True})
+        self._readers = engine.execution_options(**{BEGIN: READER_BEGIN})
+        self._queues = engine.execution_options(**{BEGIN: QUEUE_BEGIN})
 
     @property
     def url(self) -> str:
@@ -72,6 +73,12 @@ class Catalog:
     def reading(self) -> Iterator[Connection]:
         """A transaction that sees one moment of the catalog and blocks nobody."""
         with translated(self.url), self._readers.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def queueing(self) -> Iterator[Connection]:
+        """A transaction on the inbox or the outbox: it waits for no other writer of other rows."""
+        with translated(self.url), self._queues.begin() as connection:
             yield connection
 
     def begin(

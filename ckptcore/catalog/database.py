@@ -1,7 +1,7 @@
 """Opening the catalog: which database, with which habits, and is its schema the one we know?
 
 1. `parse` makes a SQLAlchemy URL of what the user gave.
-2. `engine_for` gives SQLite the habits a catalog needs: transactions that hold from the first
+2. `engine_for` gives a database the habits a catalog needs: transactions that hold from the first
    read on, a patient wait for other writers, foreign keys.
 3. `connect` looks at the schema's revision, makes a fresh SQLite database, refuses all others.
 
@@ -30,16 +30,29 @@ from ckptcore.errors import CatalogError, MissingDependency
 REVISIONS = ("0001", "0002")
 HEAD = REVISIONS[-1]
 
+PSYCOPG = "postgresql+psycopg"
+CONNECT_S = 15  # for a server that does not answer
+
 WAIT_MS = 30_000  # for another writer; measured waits of 8 busy writers stay below one second
 
 # What makes a transaction a writer from its first statement on. SQLite's default begins as a
 # reader: two processes read the same row, both write, and one update is lost.
 WRITER_BEGIN = {
     "sqlite": "BEGIN IMMEDIATE",
-    "postgresql": "SELECT pg_advisory_xact_lock(7163384699)",  # any constant: one writer at a time
+    # Any constant: one writer at a time, who waits as long as on SQLite.
+    "postgresql": f"SELECT set_config('lock_timeout', '{WAIT_MS}', true), pg_advisory_xact_lock(7163384699)",
 }
-READER_BEGIN = {"sqlite": "BEGIN"}
-READER = "ckptcore_reader"  # execution option of connections that only read
+# What makes several statements see one moment.
+READER_BEGIN = {
+    "sqlite": "BEGIN",
+    "postgresql": "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY",
+}
+# Queues are taken from by rows: on PostgreSQL nobody waits there for a conversion that is being recorded.
+QUEUE_BEGIN = {
+    "sqlite": "BEGIN IMMEDIATE",
+    "postgresql": f"SET LOCAL lock_timeout = {WAIT_MS}",
+}
+BEGIN = "ckptcore_begin"  # execution option: one of the three tables; a writer's by default
 
 # Write-ahead logging needs memory shared by all users of the file: one machine only.
 SHARED_FILE_SYSTEMS = (
@@ -86,12 +99,14 @@ def parse(url: str) -> URL:
     if "://" not in url:
         return URL.create("sqlite", database=os.path.abspath(os.path.expanduser(url)))
     try:
-        return make_url(url)
+        parsed = make_url(url)
     except (exc.ArgumentError, ValueError) as error:
         raise CatalogError(
             "the catalog's URL cannot be read",  # not shown: it may hold a password
             hint="use a path, sqlite:////absolute/path or postgresql+psycopg://user@host/database",
         ) from error
+    # What other tools write; SQLAlchemy before 2.1 would look for another driver.
+    return parsed.set(drivername=PSYCOPG) if parsed.drivername in ("postgresql", "postgres") else parsed
 
 
 def sqlite_path(url: URL) -> Path | None:
@@ -128,12 +143,15 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
         path = sqlite_path(url)
         pool, options = (StaticPool if path is None else NullPool), {}
         options["connect_args"] = {"check_same_thread": False}
+    elif url.drivername == PSYCOPG:
+        known = {"connect_timeout": CONNECT_S, "application_name": "ckptcore"}
+        options["connect_args"] = {k: v for k, v in known.items() if k not in url.query}
     try:
         engine = create_engine(url, poolclass=pool, **options)
     except (exc.NoSuchModuleError, ModuleNotFoundError) as error:
         raise MissingDependency(
             f"no driver for {url.drivername} is installed: {error}",
-            hint="install it beside ckptcore, for example psycopg for postgresql+psycopg://",
+            hint="for PostgreSQL: pip install 'ckptcore[postgres]'",
         ) from error
     if sqlite:
         journal = "WAL" if path is None else journal_mode(path)
@@ -150,8 +168,8 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        reader = connection.get_execution_options().get(READER, False)
-        statement = (READER_BEGIN if reader else WRITER_BEGIN).get(connection.dialect.name)
+        begin = connection.get_execution_options().get(BEGIN, WRITER_BEGIN)
+        statement = begin.get(connection.dialect.name)
         if statement:
             connection.exec_driver_sql(statement)
 
@@ -213,7 +231,7 @@ def revision(connection: Connection) -> str | None:
 
 
 def _ensure_head(engine: Engine, shown: str, create: bool) -> None:
-    with engine.execution_options(**{READER: True}).begin() as connection:
+    with engine.execution_options(**{BEGIN: READER_BEGIN}).begin() as connection:
         found = revision(connection)
     if found == HEAD:
         return

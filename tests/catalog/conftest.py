@@ -1,13 +1,8 @@
-"""A fresh catalog per test, and checkpoints to put into it.
-
-The behaviour tests run on SQLite. With CKPTCORE_TEST_CATALOG_SERVER set to the URL of a
-PostgreSQL server on which databases can be made, they run there as well.
-"""
+"""A fresh catalog per test, on every database, and checkpoints to put into it."""
 
 import os
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -16,10 +11,18 @@ import sqlalchemy
 from ckptcore.catalog import CheckpointFacts, open_catalog, upgrade
 
 REPO = Path(__file__).resolve().parents[2]
-SERVER = os.environ.get("CKPTCORE_TEST_CATALOG_SERVER")
+DATABASES = ("sqlite", "postgresql")
 
 
-@pytest.fixture(params=["sqlite", *(["postgresql"] if SERVER else [])])
+@pytest.fixture(scope="session")
+def _upgraded(postgres):
+    """The name of a PostgreSQL database that is a catalog: copying it is quicker than migrating."""
+    with postgres.database() as made:
+        upgrade(made)
+        yield sqlalchemy.make_url(made).database
+
+
+@pytest.fixture(params=DATABASES)
 def url(request, tmp_path):
     """The URL of an empty catalog."""
     if request.param == "sqlite":
@@ -27,16 +30,19 @@ def url(request, tmp_path):
         open_catalog(path).close()
         yield path
         return
-    name = f"ckptcore_{uuid.uuid4().hex}"
-    admin = sqlalchemy.create_engine(SERVER, isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.exec_driver_sql(f"CREATE DATABASE {name}")
-    made = sqlalchemy.make_url(SERVER).set(database=name).render_as_string(hide_password=False)
-    upgrade(made)
-    yield made
-    with admin.connect() as connection:
-        connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
-    admin.dispose()
+    template = request.getfixturevalue("_upgraded")
+    with request.getfixturevalue("postgres").database(template) as made:
+        yield made
+
+
+@pytest.fixture(params=DATABASES)
+def bare(request, tmp_path):
+    """The URL of a database without any table."""
+    if request.param == "sqlite":
+        yield str(tmp_path / "bare.sqlite")
+        return
+    with request.getfixturevalue("postgres").database() as made:
+        yield made
 
 
 @pytest.fixture
