@@ -150,7 +150,7 @@ def diff(a: One, b: Other, **given: Any) -> None:
 
 
 @app.command()
-@takes(PART, MEANS, RECORD, ANSWER)
+@takes(PART, MEANS, DEVICE, RECORD, ANSWER)
 def fingerprint(src: Src, **given: Any) -> None:
     """One digest of the numbers: equal for every copy, whatever its format, topology and files."""
     from ckptcore.api import fingerprint as take

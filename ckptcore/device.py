@@ -1,8 +1,8 @@
 """Devices: how does a tile get its elements on an accelerator, through buffers that are reused?
 
 A worker has one `Lane`: a stream, two tiles on the device, and room for what was read. Ranges that were
-read go over as they are and are scattered there; the tile is cast there, and comes back once. The host's
-side of every transfer is pinned memory, so that copies run beside reading and beside other lanes.
+read go over as they are and are scattered there; the tile is summed and cast there, and comes back once. The
+host's side of every transfer is pinned memory, so that copies run beside reading and beside other lanes.
 On "cpu" a lane does the same with torch alone, which is how it is tested where there is no device.
 """
 
@@ -14,12 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptcore.box import Box
 from ckptcore.casting import torch_on
+from ckptcore.devicesums import DeviceSums
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import BudgetTooSmall
+from ckptcore.fingerprint import Sum, box_sum
 from ckptcore.manifest import CONJ, NEG
 
 Bytes = npt.NDArray[np.uint8]
+_WORTH = 512 << 10  # bytes: of fewer, the host knows the sum before a device has begun
 # Bits move as integers of their width, whatever they mean; 16 bytes are one complex number.
 _UNITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
@@ -40,7 +44,8 @@ def host_buffer(nbytes: int, device: str) -> Bytes:
 
 
 class Lane:
-    """One worker's way through a device. nbytes: of a tile; the device holds three of them.
+    """One worker's way through a device. nbytes: of a tile; the device holds three of them, and at most
+    `ckptcore.devicesums.ROOM` bytes more while it sums.
 
     Raises `DeviceUnavailable`, and `BudgetTooSmall` when the device has no room.
     """
@@ -57,6 +62,7 @@ class Lane:
                                  hint="a smaller --memory or fewer --workers") from error  # fmt: skip
         self._stream = torch.cuda.Stream(device) if device != "cpu" else None
         self._copied = torch.cuda.Event() if device != "cpu" else None
+        self._sums: DeviceSums | None = None
 
     def tile(self, shape: tuple[int, ...], dtype: str) -> DeviceTile:
         """A row-major tile on the device; its elements are undefined until they are placed."""
@@ -76,6 +82,30 @@ class Lane:
             cast = self._back[: len(into)]
             cast.view(getattr(torch, target_dtype)).copy_(values)
         self._home(cast, into)
+
+    def sum(self, tile: DeviceTile, dtype: str, shape: tuple[int, ...], box: Box) -> Sum:
+        """What a tile adds to the sum of a tensor of ``shape``, whose elements ``box`` it holds.
+
+        Raises `BudgetTooSmall` when the device has no room for it.
+        """
+        return self._sum(tile.bits.reshape(-1).view(self._torch.uint8), dtype, shape, box)
+
+    def sum_held(self, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes) -> Sum:
+        """The same of elements on the host: they go over, and whatever tile there was is lost."""
+        with self._on():
+            here = self._front[: len(elements)]
+            here.copy_(self._torch.from_numpy(elements), non_blocking=True)
+        return self._sum(here, dtype, shape, box)
+
+    def _sum(self, elements: Any, dtype: str, shape: tuple[int, ...], box: Box) -> Sum:
+        try:
+            with self._on():
+                if self._sums is None:
+                    self._sums = DeviceSums(self._torch, self.device)
+                return self._sums.box_sum(dtype, shape, box, elements)
+        except self._torch.OutOfMemoryError as error:
+            raise BudgetTooSmall(f"{self.device} has no room for sums: {_first_line(error)}",
+                                 hint="a smaller --memory or fewer --workers") from error  # fmt: skip
 
     def values(self, tile: DeviceTile, dtype: str) -> Any:
         """The tile as a torch tensor of its dtype, on the device."""
@@ -117,6 +147,14 @@ class Lane:
 def lane_on(device: str, nbytes: int) -> Lane | None:
     """A worker's lane, or None where tiles stay on the host."""
     return None if device == "cpu" else Lane(device, nbytes)
+
+
+def sum_held(lane: Lane | None, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes,
+             room: Bytes) -> Sum:  # fmt: skip
+    """`ckptcore.fingerprint.box_sum` of elements on the host: through a lane, where that is worth the way."""
+    if lane is not None and len(elements) >= _WORTH:
+        return lane.sum_held(dtype, shape, box, elements)
+    return box_sum(dtype, shape, box, elements, room)
 
 
 class DeviceTile:

@@ -21,11 +21,11 @@ from ckptcore.box import Box, flat_start, is_run
 from ckptcore.casting import cast_into, derive_into
 from ckptcore.crc import Pieces
 from ckptcore.derive import FUNCTIONS
-from ckptcore.device import Lane
+from ckptcore.device import Lane, sum_held
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.fileplan import COMPARE, FilePlan, PlannedTensor
-from ckptcore.fingerprint import ZERO, add, box_sum, pack
+from ckptcore.fingerprint import ZERO, Sum, add, pack
 from ckptcore.gather import Placed, gather, overlaps, sub_tile, tile_view
 from ckptcore.manifest import view_of
 from ckptcore.receipts import Receipt
@@ -174,19 +174,20 @@ class FileWork:
     def _tensor(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes,
                 lane: Lane | None) -> None:  # fmt: skip
         tensor = self.plan.tensors[part.tensor]
-        changes = tensor.dtype != tensor.source_dtype
+        changes, summed = tensor.dtype != tensor.source_dtype, False
         if part.tensor in self.plan.derived:
             self._derive(part, target, scratch, cast)
         elif lane is not None and (changes or self._scatters(part)):
             self._on_device(part, target, scratch, cast, lane)
+            summed = True
         else:
             where = cast if changes else target
             tile = tile_view(where, part.box.shape, tensor.source_dtype)
             self._gather(part, tile, scratch)
             if changes:
                 cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._settings.device)
-        if self._sums is not None:
-            self._sum(part, cast if changes else target, scratch)
+        if self._sums is not None and not summed:
+            self._sum(part, cast if changes else target, scratch, lane)
         if self._patched:
             with self._lock:
                 pieces = self._slot_crc.setdefault(part.tensor, Pieces(tensor.nbytes))
@@ -196,17 +197,20 @@ class FileWork:
                 if whole is not None:
                     self._slot_done[part.tensor] = whole
 
-    def _sum(self, part: TensorPart, held: Bytes, scratch: Bytes) -> None:
-        """Adds a part's elements, as they are before any cast, to the sum of a tensor's box in this file."""
-        assert self._sums is not None  # the caller has looked
+    def _sum(self, part: TensorPart, held: Bytes, scratch: Bytes, lane: Lane | None) -> None:
+        """Sums a part that is on the host, as it is before any cast."""
         tensor = self.plan.tensors[part.tensor]
         elements = held[: part.box.numel * BY_NAME[tensor.source_dtype].itemsize]
-        found = box_sum(tensor.source_dtype, tensor.full, part.box, elements, scratch)
+        self._add(part, sum_held(lane, tensor.source_dtype, tensor.full, part.box, elements, scratch))
+
+    def _add(self, part: TensorPart, found: Sum) -> None:
+        """Adds a part's sum to that of a tensor's box in this file."""
+        assert self._sums is not None  # the caller has looked
         with self._lock:
             self._sums[part.tensor] = add(self._sums[part.tensor], found)
 
     def _on_device(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes, lane: Lane) -> None:
-        """Scatters and casts a part on the device; copies are compared here, before the cast."""
+        """Scatters, sums and casts a part on the device; copies are compared here, before the cast."""
         tensor = self.plan.tensors[part.tensor]
         tile = lane.tile(part.box.shape, tensor.source_dtype)
         copies = []
@@ -217,7 +221,9 @@ class FileWork:
                 self._read(row, part, chunk, common, sub_tile(tile, common, part.box), scratch)
         changes = tensor.dtype != tensor.source_dtype
         here = tile_view(cast, part.box.shape, tensor.source_dtype)
-        if (copies and self._settings.verify) or (changes and self._sums is not None):
+        if self._sums is not None:
+            self._add(part, lane.sum(tile, tensor.source_dtype, tensor.full, part.box))
+        if copies and self._settings.verify:
             lane.fetch(tile, here.reshape(-1).view(np.uint8))
         if self._settings.verify:
             for row, chunk, common in copies:

@@ -1,8 +1,8 @@
 """Fingerprinting: what does a checkpoint that exists hold, read once, in bounded memory?
 
 Workers share the boxes of all tensors, also of one large tensor; a box is read, verified on the way, and
-summed (`ckptcore.fingerprint`). At the end every record with a checksum that was touched is verified as a
-whole, and the files must still be those that were opened.
+summed (`ckptcore.fingerprint`), on a device where one is named. At the end every record with a checksum that
+was touched is verified as a whole, and the files must still be those that were opened.
 
 Peak memory: the interpreter, torch where tensors are computed or turned, and ``Settings.memory``.
 """
@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ckptcore.box import Box
 from ckptcore.boxreader import BoxReader
 from ckptcore.check import require_whole
 from ckptcore.crew import work_together
+from ckptcore.device import Lane, host_buffer, lane_on, sum_held
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import UsageError
 from ckptcore.execute import tile_bytes
@@ -27,7 +26,6 @@ from ckptcore.fingerprint import (
     ZERO,
     Fingerprinted,
     add,
-    box_sum,
     checkpoint_fingerprint,
     map_digest,
     tensor_fingerprint,
@@ -106,7 +104,7 @@ class _Reading:
     """The workers and the shared state of one reading."""
 
     def __init__(self, opened: Opened, settings: Settings, progress: Progress | None) -> None:
-        self._opened, self._threads = opened, settings.threads
+        self._opened, self._threads, self._device = opened, settings.threads, settings.device
         self._tile = tile_bytes(settings)
         self._progress, self._done = progress, 0
         self._stream = self._boxes()
@@ -148,24 +146,25 @@ class _Reading:
 
     def _work(self) -> None:
         try:
-            tile, scratch = (np.empty(self._tile, np.uint8) for _ in range(2))
+            tile, scratch = (host_buffer(self._tile, self._device) for _ in range(2))
+            lane = lane_on(self._device, self._tile)
             while not self._stop.is_set():
                 with self._take:
                     taken = next(self._stream, None)
                 if taken is None:
                     break
-                self._sum(*taken, tile, scratch)
+                self._sum(*taken, tile, scratch, lane)
         except BaseException as error:  # carried to `run`, which raises it
             with self._lock:
                 self._error = self._error or error
             self._stop.set()
 
-    def _sum(self, each: _Open, box: Box, tile: Bytes, scratch: Bytes) -> None:
+    def _sum(self, each: _Open, box: Box, tile: Bytes, scratch: Bytes, lane: Lane | None) -> None:
         spec = each.spec
         elements = tile[: box.numel * BY_NAME[spec.dtype].itemsize]
         with telling(self._opened.label):
             each.reader.read(box, tile_view(tile, box.shape, spec.dtype), scratch)
-        found = box_sum(spec.dtype, spec.shape, box, elements, scratch)
+        found = sum_held(lane, spec.dtype, spec.shape, box, elements, scratch)
         with self._lock:
             each.total = add(each.total, found)
             each.under_way -= 1

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from ckptcore.box import Box
 from ckptcore.errors import OutputMismatch
 from ckptcore.fileplan import FilePlan
-from ckptcore.fingerprint import Fingerprinted, Shape, checkpoint_fingerprint, tensor_fingerprint
+from ckptcore.fingerprint import Fingerprinted, checkpoint_fingerprint, tensor_fingerprint
+from ckptcore.fingerprintrows import Shape
 from ckptcore.manifest import Ints, Manifest
 from ckptcore.receipts import Receipt
 

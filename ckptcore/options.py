@@ -121,7 +121,7 @@ Alias = Annotated[
 ]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Budget for tensor buffers.")]
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads; default by the machine.")]
-Device = Annotated[str, typer.Option("--device", help="Where to cast: cpu, cuda, cuda:1.")]
+Device = Annotated[str, typer.Option("--device", help="Where to cast and sum: cpu, cuda, cuda:1.")]
 Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Keep verified files of an earlier run.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST as a whole.")]
 Verify = Annotated[

@@ -331,17 +331,31 @@ def test_truth_by_numpy(source: Path, state: dict[str, Any]) -> None:
         assert found[fqn] == tensor_fingerprint(dtype, shape, total)
 
 
-def test_tiles_on_a_device_are_summed_before_their_cast(source: Path, tmp_path: Path) -> None:
-    """Every part goes through a lane, which on "cpu" does with torch what it does on a device."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_device_sums_its_own_tiles(device: str, source: Path, tmp_path: Path) -> None:
+    """Scattered, cast, plain and computed tensors: all go through a lane, which on "cpu" does with torch what
+    it does on a device, and the host sums nothing."""
+    import torch
+
     from ckptcore.device import Lane
 
-    with mock.patch("ckptcore.execute.lane_on", lambda _, nbytes: Lane("cpu", nbytes)):
-        result = convert(
-            str(source), str(tmp_path / "cast"), dtype="fp16", settings=replace(ON, memory=1 << 22)
-        )
-        ckpt = FIXTURES / "torch" / "hf_fp8_block" / "ckpt"
-        computed = convert(
-            str(ckpt), str(tmp_path / "fp8"), dtype="bf16", settings=replace(ON, memory=1 << 22)
-        )
-    assert result.fingerprint == taken(source)
-    assert computed.fingerprint == taken(ckpt)
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    ckpt = FIXTURES / "torch" / "hf_fp8_block" / "ckpt"
+    means = replace(ON, memory=1 << 22, workers=2, device=device)
+    wanted = taken(source), taken(ckpt)
+    never = mock.Mock(side_effect=AssertionError("summed on the host"))
+    with (
+        mock.patch("ckptcore.device._WORTH", 0),
+        mock.patch("ckptcore.device.box_sum", never),
+        mock.patch("ckptcore.execute.lane_on", lambda _, nbytes: Lane(device, nbytes)),
+        mock.patch("ckptcore.fingerprinting.lane_on", lambda _, nbytes: Lane(device, nbytes)),
+    ):
+        cast = convert(str(source), str(tmp_path / "cast"), dtype="fp16", settings=means)
+        cut = convert(str(source), str(tmp_path / "cut"), verb="reshard", mesh="fsdp=3", settings=means)
+        again = convert(str(tmp_path / "cut"), str(tmp_path / "whole"), settings=means)
+        computed = convert(str(ckpt), str(tmp_path / "fp8"), dtype="bf16", settings=means)
+        read = taken(source, settings=means), taken(ckpt, settings=means)
+    assert (cast.fingerprint, computed.fingerprint) == wanted
+    assert cut.fingerprint == again.fingerprint == wanted[0]
+    assert read == wanted

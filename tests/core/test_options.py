@@ -28,8 +28,8 @@ OPTIONS = {
         --serialization --sharding --tie --to --verb --workers""",
     "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint
         --no-verify --output --verify --workers""",
-    "fingerprint": """--catalog --exclude --include --keep-quantized --memory --model --model-prefix
-        --no-catalog --output --rename --workers""",
+    "fingerprint": """--catalog --device --exclude --include --keep-quantized --memory --model
+        --model-prefix --no-catalog --output --rename --workers""",
     "which": "--catalog --fingerprint --output",
     "formats": "--output",
 }
