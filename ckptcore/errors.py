@@ -172,6 +172,13 @@ class CatalogError(CkptError):
     default_hint = "run `ckptcore catalog upgrade`, or pass --no-catalog"
 
 
+class Conflict(CkptError):
+    """What was expected to stand in the catalog does not stand there: somebody else was faster."""
+
+    code, exit_code = "conflict", 23
+    default_hint = "look at what stands there now, and decide again"
+
+
 class Busy(CkptError):
     """Another process is writing the same destination now."""
 
@@ -184,6 +191,13 @@ class StorageTrouble(CkptError):
 
     code, exit_code, transient = "storage-trouble", 18, True
     default_hint = "run again: finished files are kept"
+
+
+class WorkerLost(CkptError):
+    """The machines that wrote some files went away, more than once."""
+
+    code, exit_code, transient = "worker-lost", 22, True
+    default_hint = "look at the workers' logs (memory?), then run again: finished files are kept"
 
 
 class OutputMismatch(CkptError):

@@ -1,14 +1,8 @@
-"""Batches: which files go into one task, and how many tasks run at a time?"""
+"""Batches: which files go into one task?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any, TypeVar
-
-from prefect.futures import PrefectFuture, as_completed
-
-T = TypeVar("T")
+from collections.abc import Sequence
 
 MAX_TASKS = 200  # a task costs 3-50 ms and 20 kB of Prefect's database
 BATCH_BYTES = 1 << 30  # seconds of work, so that the cost of a task disappears
@@ -34,20 +28,3 @@ def batches(sizes: Sequence[int], nbytes: int = BATCH_BYTES, most: int = MAX_TAS
             first, held = index, 0
         held += size
     return [*found, range(first, len(sizes))] if sizes else []
-
-
-def a_few_at_a_time(
-    work: Iterable[T], width: int, submit: Callable[[T], PrefectFuture[Any]]
-) -> Iterator[PrefectFuture[Any]]:
-    """Futures as they finish; never more than ``width`` run.
-
-    The runner's own pool is as wide as the machine; the memory budget is cut into ``width`` parts.
-    A consumer that stops early leaves the rest unsubmitted.
-    """
-    waiting = iter(work)
-    running = [submit(item) for item in islice(waiting, width)]
-    while running:
-        done = next(as_completed(running))
-        running.remove(done)
-        yield done
-        running += [submit(item) for item in islice(waiting, 1)]

@@ -3,13 +3,12 @@
 1. A server that the user configured, by environment or profile, is used as it stands.
 2. Without one, Prefect starts an ephemeral server; its database lives in a home of our own, so
    that nobody's ``~/.prefect`` is migrated or filled by a conversion.
-3. Nothing is sent to third parties, and an error that explains itself comes without a traceback.
+3. Nothing is sent to third parties.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import signal
 import subprocess
@@ -20,8 +19,6 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from platformdirs import user_state_path
-
-from ckptcore.errors import CkptError
 
 # Settings that only make a run quieter or more patient; whatever the user has set wins.
 QUIET = {
@@ -78,34 +75,12 @@ def serve_while_alive() -> None:
     atexit.register(watcher.terminate)  # in an orderly end Prefect stops the server itself
 
 
-def listen(level: int = logging.INFO) -> None:
-    """Send the core's log lines to the flow run's log, and take known errors' tracebacks out.
-
-    What ``PREFECT_LOGGING_EXTRA_LOGGERS=ckptcore`` does, for processes too that have imported
-    Prefect before this package (workers, tests); and the level, which that variable leaves alone.
-    """
-    core = logging.getLogger("ckptcore")
-    core.setLevel(level)
-    for handler in logging.getLogger("prefect.extra").handlers:
-        if handler not in core.handlers:
-            core.addHandler(handler)
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_without_known_traceback)
-
-
 def _own_home() -> Path:
     # Prefect makes its home, but not the folders above it.
     try:
         return user_state_path("ckptcore", ensure_exists=True) / "prefect"
     except OSError:  # no home folder, or one that is read-only, as in many containers
         return Path(tempfile.mkdtemp(prefix="ckptcore-prefect-"))
-
-
-def _without_known_traceback(record: logging.LogRecord) -> bool:
-    # A CkptError says what, where and what next; its traceback adds forty lines of Prefect.
-    if record.exc_info and isinstance(record.exc_info[1], CkptError):
-        record.exc_info = None
-    return True
 
 
 def _server_configured(env: MutableMapping[str, str]) -> bool:

@@ -12,10 +12,10 @@ from prefect import State, flow
 from ckptcore.finishing import Result
 from flows._command import main
 from flows._words import run_name
-from flows.convert import RUNNER, convert
+from flows.convert import convert
 
 
-@flow(name="consolidate", flow_run_name=run_name, task_runner=RUNNER)
+@flow(name="consolidate", flow_run_name=run_name)
 def consolidate(
     source: str,
     destination: str = "",
@@ -29,6 +29,7 @@ def consolidate(
     memory: str = "1GiB",
     workers: int | None = None,
     device: str = "cpu",
+    engine: str | None = None,
 ) -> Result | State[Any]:
     """Make one file or folder of a sharded checkpoint, with every tensor under its stored name.
 
@@ -44,6 +45,8 @@ def consolidate(
     memory: budget for tensor buffers.
     workers: threads; by default as the machine has.
     device: torch device for casts.
+    engine: where tasks run: threads, dask, dask=tcp://HOST:8786, ray, ray=HOST:6379; by default
+        CKPTCORE_ENGINE, else threads.
     """
     return convert.fn(
         source,
@@ -59,6 +62,7 @@ def consolidate(
         memory=memory,
         workers=workers,
         device=device,
+        engine=engine,
     )
 
 

@@ -15,48 +15,30 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
-from uuid import UUID
+from typing import Any, Literal
 
 from prefect import State, flow, runtime
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
-from prefect.futures import PrefectFuture
 from prefect.states import Failed
-from prefect.task_runners import ThreadPoolTaskRunner
 
-from ckptcore.convert import Prepared
 from ckptcore.errors import CkptError, Interrupted
 from ckptcore.finishing import Result
 from ckptcore.manifest import Manifest
-from ckptcore.receipts import Receipt
 from ckptcore.register import Registration, fail, start
 from ckptcore.request import Request, Settings
-from ckptcore.sizes import parse_size, show_size
-from flows._batches import a_few_at_a_time, batches
+from ckptcore.sizes import parse_size
 from flows._command import main
-from flows._prefect import listen
+from flows._engine import HERE, Engine
+from flows._engine import engine as parse_engine
 from flows._words import closed, explain, pairs, run_name
+from flows._writing import write_all
 from tasks.check import check
 from tasks.plan import plan
-from tasks.progress import STOP
 from tasks.publish import publish
 from tasks.read import read
 from tasks.record import record
-from tasks.write import write
-
-MAX_WRITERS = 8  # the runner's threads; without a bound it starts one per task
-LEAST_SHARE = 64 << 20  # bytes of the budget that a batch should have, or it writes in crumbs
-# The cast: Prefect's own runner does not fit the type that its decorator asks for.
-RUNNER = cast("Any", ThreadPoolTaskRunner(max_workers=MAX_WRITERS))
-
-listen()
 
 
-@flow(
-    name="convert",
-    flow_run_name=run_name,
-    task_runner=RUNNER,
-)
+@flow(name="convert", flow_run_name=run_name)
 def convert(
     source: str,
     destination: str,
@@ -84,6 +66,7 @@ def convert(
     catalog: str | None = None,
     no_catalog: bool = False,
     batch: str = "1GiB",
+    engine: str | None = None,
 ) -> Result | State[Any]:
     """Turn a sharded checkpoint into a proven and registered one.
 
@@ -113,6 +96,8 @@ def convert(
     catalog: URL of the catalog; by default CKPTCORE_CATALOG_URL, else the user's own.
     no_catalog: do not register the conversion.
     batch: bytes of output in one task.
+    engine: where tasks run: threads, dask, dask=tcp://HOST:8786, ray, ray=HOST:6379; by default
+        CKPTCORE_ENGINE, else threads.
     """
     try:
         request = Request(
@@ -136,20 +121,26 @@ def convert(
         )
         settings = Settings(parse_size(memory), workers, device, verify, digest, fingerprint)
         where: str | Literal[False] | None = False if no_catalog else catalog
-        return steps(request, settings, catalog=where, batch_bytes=parse_size(batch))
+        return steps(request, settings, catalog=where, batch_bytes=parse_size(batch),
+                     on=parse_engine(engine))  # fmt: skip
     except CkptError as error:
         # The message is what a person reads first: the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)
 
 
 def steps(
-    request: Request, settings: Settings, *, catalog: str | Literal[False] | None, batch_bytes: int
+    request: Request,
+    settings: Settings,
+    *,
+    catalog: str | Literal[False] | None,
+    batch_bytes: int,
+    on: Engine = HERE,
 ) -> Result:
     """The job; raises what its tasks raise, after the catalog knows.
 
     catalog: its URL; None is the default one, False is none.
     """
-    return fan_out([request], settings, catalog=catalog, batch_bytes=batch_bytes)[0]
+    return fan_out([request], settings, catalog=catalog, batch_bytes=batch_bytes, on=on)[0]
 
 
 def fan_out(
@@ -158,6 +149,7 @@ def fan_out(
     *,
     catalog: str | Literal[False] | None,
     batch_bytes: int,
+    on: Engine = HERE,
 ) -> list[Result]:
     """Several outputs of one source, which is read and checked once; in the order of the requests.
 
@@ -179,7 +171,7 @@ def fan_out(
     failed: list[Exception] = []
     for request, registration in zip(requests, registrations, strict=True):
         try:
-            done.append(_one(request, settings, manifest, registration, timings, batch_bytes))
+            done.append(_one(request, settings, manifest, registration, timings, batch_bytes, on))
         except BaseException as error:
             fail(registration, _told(error), manifest)
             if not isinstance(error, Exception):  # stopped: the other targets are not begun
@@ -199,12 +191,13 @@ def _one(
     registration: Registration | None,
     timings: dict[str, float],
     batch_bytes: int,
+    on: Engine,
 ) -> Result:
     """One output of a checked source: planned, written, published, recorded."""
     prepared = plan(request, settings, closed(manifest))
     timings = timings | prepared.timings
     began = time.perf_counter()
-    write_all(prepared, settings, batch_bytes)
+    write_all(prepared, settings, batch_bytes, on)
     timings |= {"write": time.perf_counter() - began}
     result = publish(prepared.plan_uri, settings)
     result = replace(result, timings=result.timings | timings, warnings=prepared.warnings)
@@ -213,41 +206,6 @@ def _one(
 
 def _told(error: BaseException) -> BaseException:
     return Interrupted("stopped by the user") if isinstance(error, KeyboardInterrupt) else error
-
-
-def write_all(prepared: Prepared, settings: Settings, batch_bytes: int) -> None:
-    """Every file of the plan, in batches; how far it is, in bytes, is an artifact.
-
-    The budget is cut into as many parts as batches run at a time. After a failure no further batch
-    is submitted; those that run are finished, and kept for the next run.
-    """
-    files, total = prepared.files, prepared.bytes_out
-    work = batches([file.nbytes for file in files], batch_bytes)
-    width = min(settings.threads, MAX_WRITERS, len(work), settings.memory // LEAST_SHARE)
-    width = max(width, 1)
-    share = replace(settings, memory=settings.memory // width, workers=max(1, settings.threads // width))
-
-    def submit(batch: range) -> PrefectFuture[list[Receipt]]:
-        first, last = files[batch[0]].path, files[batch[-1]].path
-        name = first if len(batch) == 1 else f"{first} .. {last}"
-        indices = [files[i].index for i in batch]
-        nbytes = sum(files[i].nbytes for i in batch)
-        return write.submit(name, prepared.plan_uri, indices, nbytes, share)
-
-    told = f"{show_size(total)} in {len(work)} batches"
-    progress = cast("UUID", create_progress_artifact(0.0, "conversion-progress", told))
-    done = 0
-    STOP.clear()
-    try:
-        for future in a_few_at_a_time(work, width, submit):
-            done += sum(receipt.nbytes for receipt in future.result())
-            told = f"{show_size(done)} of {show_size(total)}"
-            update_progress_artifact(progress, min(100.0, 100.0 * done / max(total, 1)), told)
-    except Exception:
-        raise
-    except BaseException:  # Ctrl-C, or a cancellation: the running batches must not be waited for
-        STOP.set()
-        raise
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from ckptcore.finishing import Result
 from ckptcore.request import Request, Settings
 from ckptcore.sizes import parse_size
 from flows._command import main
+from flows._engine import engine as parse_engine
 from flows._words import explain, run_name
-from flows.convert import RUNNER, fan_out
+from flows.convert import fan_out
 
 
 class Target(BaseModel):
@@ -37,7 +38,7 @@ class Target(BaseModel):
     serialization: str = "torch_save"
 
 
-@flow(name="reshard", flow_run_name=run_name, task_runner=RUNNER)
+@flow(name="reshard", flow_run_name=run_name)
 def reshard(
     source: str,
     destination: str = "",
@@ -55,6 +56,7 @@ def reshard(
     device: str = "cpu",
     catalog: str | None = None,
     batch: str = "1GiB",
+    engine: str | None = None,
 ) -> list[Result] | State[Any]:
     """Cut a checkpoint anew for the ranks of a mesh, optimizer and trainer state included.
 
@@ -74,6 +76,8 @@ def reshard(
     device: torch device.
     catalog: URL of the catalog; by default CKPTCORE_CATALOG_URL, else the user's own.
     batch: bytes of output in one task.
+    engine: where tasks run: threads, dask, dask=tcp://HOST:8786, ray, ray=HOST:6379; by default
+        CKPTCORE_ENGINE, else threads.
     """
     try:
         targets = list(also or ())
@@ -103,7 +107,8 @@ def reshard(
             for target in targets
         ]
         settings = Settings(parse_size(memory), workers, device)
-        return fan_out(requests, settings, catalog=catalog, batch_bytes=parse_size(batch))
+        return fan_out(requests, settings, catalog=catalog, batch_bytes=parse_size(batch),
+                       on=parse_engine(engine))  # fmt: skip
     except CkptError as error:
         # The message is what a person reads first: the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)

@@ -10,8 +10,9 @@ from ckptcore.convert import Prepared, prepare
 from ckptcore.manifest import Manifest
 from ckptcore.request import Request, Settings
 from ckptcore.sizes import show_size
+from tasks.logs import log
 from tasks.retry import DELAYS, RETRIES, is_transient
-from tasks.words import count, log, table
+from tasks.words import count, table
 
 
 @task(

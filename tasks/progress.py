@@ -13,7 +13,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from ckptcore.errors import Interrupted
 from ckptcore.sizes import show_size
-from tasks.words import log
+from tasks.logs import log
 
 STOP = threading.Event()  # set when the run is to end now: the core asks between any two tiles
 SECONDS = 2.0  # between two updates; a batch that is done sooner needs none

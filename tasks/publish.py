@@ -11,8 +11,9 @@ from ckptcore.finishing import Result
 from ckptcore.request import Settings
 from ckptcore.sizes import show_size
 from ckptcore.store import local_path
+from tasks.logs import log
 from tasks.retry import DELAYS, RETRIES, is_transient
-from tasks.words import count, log, table
+from tasks.words import count, table
 
 MAX_ROWS = 200  # a browser draws the table; a 405B export has about 190 files
 

@@ -8,8 +8,9 @@ from prefect.cache_policies import NO_CACHE
 from ckptcore.convert import inspect
 from ckptcore.manifest import Manifest
 from ckptcore.sizes import show_size
+from tasks.logs import log
 from tasks.retry import DELAYS, RETRIES, is_transient
-from tasks.words import count, log
+from tasks.words import count
 
 
 @task(

@@ -10,8 +10,8 @@ from ckptcore.finishing import Result
 from ckptcore.manifest import Manifest
 from ckptcore.register import Registration
 from ckptcore.request import Settings
+from tasks.logs import log
 from tasks.retry import DELAYS, RETRIES, is_transient
-from tasks.words import log
 
 
 @task(

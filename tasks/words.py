@@ -1,12 +1,8 @@
-"""Words: how do tasks speak, in artifacts and in the log?"""
+"""Words: how do tasks speak?"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-
-# Below the core's logger, so that both reach the flow run's log the same way.
-log = logging.getLogger("ckptcore.tasks")
 
 
 def count(number: int, noun: str) -> str:

@@ -9,9 +9,9 @@ from ckptcore.convert import execute
 from ckptcore.receipts import Receipt
 from ckptcore.request import Settings
 from ckptcore.sizes import show_size
+from tasks.logs import log
 from tasks.progress import Progress
 from tasks.retry import DELAYS, RETRIES, is_transient
-from tasks.words import log
 
 
 @task(

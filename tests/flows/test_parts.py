@@ -16,7 +16,7 @@ from ckptcore.errors import DamagedCheckpoint, DiskFull, StorageTrouble, finding
 from flows import _prefect
 from flows._batches import MAX_TASKS, batches
 from flows._words import explain
-from tasks import progress, retry
+from tasks import logs, progress, retry
 
 MODULES = ["flows._batches", "flows._command", "flows._words", "tasks.words"]
 
@@ -101,7 +101,7 @@ def test_only_unknown_errors_come_with_a_traceback(error: Exception, shown: bool
     seen: list[logging.LogRecord] = []
     collector = logging.Handler()
     collector.emit = seen.append  # type: ignore[method-assign]
-    _prefect.listen()
+    logs.listen()
     log = logging.getLogger("prefect.task_runs")
     log.addHandler(collector)
     try:

@@ -1,0 +1,171 @@
+"""Engines: the same files, wherever tasks run; a worker that goes away costs nothing but time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import observe
+import pytest
+from prefect import flow, task
+
+from ckptcore.errors import MissingDependency, UsageError, WorkerLost
+from ckptcore.request import Settings
+from flows import _engine, _writing
+from flows._engine import Crew, crew, engine
+from flows.convert import convert
+
+pytestmark = [pytest.mark.xdist_group("prefect"), pytest.mark.timeout(300)]
+
+
+class KilledWorker(Exception):
+    """Named as Dask's own."""
+
+
+@pytest.mark.parametrize("spelled", ["", "processes", "threads=4", "dask:8786"])
+def test_what_is_no_engine_is_refused(spelled: str) -> None:
+    if not spelled:
+        assert engine(None).here
+        return
+    with pytest.raises(UsageError, match="is no engine"):
+        engine(spelled)
+
+
+def test_the_environment_names_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTCORE_ENGINE", "dask=tcp://10.0.0.1:8786")
+    assert engine(None) == _engine.Engine("dask", "tcp://10.0.0.1:8786")
+    assert engine("threads").here
+
+
+@pytest.mark.parametrize("name", ["dask", "ray"])
+def test_an_engine_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, {"dask": "prefect_dask", "ray": "ray"}[name], None)
+    with pytest.raises(MissingDependency, match=name) as caught, crew(engine(name), 1, "cpu"):
+        pass
+    assert f"ckptcore[{name}]" in caught.value.hint
+
+
+def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prefect_dask")
+    monkeypatch.setattr(_engine, "CONNECT_SECONDS", 1.0)
+    found = _engine.Engine("dask", "tcp://127.0.0.1:9")
+    with pytest.raises(UsageError, match=r"no dask cluster at tcp://127\.0\.0\.1:9"), crew(found, 1, "cpu"):
+        pass
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """The address of a Dask scheduler, and its three worker processes."""
+    pytest.importorskip("prefect_dask")
+    folder = tmp_path_factory.mktemp("dask")
+    found = folder / "scheduler.log"
+    running = []
+    here = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": here, "DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "info"}
+
+    def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
+        with log.open("wb") as out:
+            process = subprocess.Popen([sys.executable, "-m", "dask", *arguments], stdout=out, stderr=out,
+                                       cwd=folder, env=environment, start_new_session=True)  # fmt: skip
+        running.append(process)
+        return process
+
+    try:
+        start("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", log=found)
+        address = until(lambda: re.search(r"tcp://127\.0\.0\.1:\d+", found.read_text()), "a scheduler")[0]
+        workers = [
+            start("worker", address, "--nthreads", "1", "--no-dashboard", "--no-nanny", "--host", "127.0.0.1",
+                  log=folder / f"worker-{i}.log")
+            for i in range(3)
+        ]  # fmt: skip
+        for i in range(3):
+            log = folder / f"worker-{i}.log"
+            until(lambda log=log: "Registered to" in log.read_text(), log.name)
+        yield address, workers
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def until(there: Any, what: str, seconds: float = 60.0) -> Any:
+    """What ``there`` gives, once it gives something."""
+    limit = time.monotonic() + seconds
+    while not (found := there()):
+        assert time.monotonic() < limit, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+    return found
+
+
+def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
+    prefect_api: str, source: Path, catalog: str, tmp_path: Path,
+    cluster: tuple[str, list[subprocess.Popen[bytes]]],
+) -> None:  # fmt: skip
+    address, workers = cluster
+    common: dict[str, Any] = {"catalog": catalog, **observe.ONE_FILE_EACH}
+    convert(str(source), str(tmp_path / "threads"), **common)
+    receipts = tmp_path / ".dask.ckptcore" / "receipts"
+    killer = threading.Thread(
+        target=lambda: (
+            until(lambda: receipts.is_dir() and any(receipts.iterdir()), "a file"),
+            workers[0].kill(),
+        )
+    )
+    killer.start()
+    convert(str(source), str(tmp_path / "dask"), engine=f"dask={address}", **common)
+    killer.join()
+    assert workers[0].wait() == -signal.SIGKILL
+    assert observe.contents(tmp_path / "dask") == observe.contents(tmp_path / "threads")
+    assert observe.equal(observe.tensors(tmp_path / "dask"), observe.TENSORS)
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_a_batch_whose_worker_is_lost_is_tried_once_more(
+    prefect_api: str, monkeypatch: pytest.MonkeyPatch, losses: int
+) -> None:
+    seen: list[str] = []
+
+    @task
+    def write(name: str, plan_uri: str, indices: list[int], nbytes: int, settings: Settings) -> list[int]:
+        seen.append(name)
+        if name == "b" and seen.count("b") <= losses:
+            raise KilledWorker(name)
+        return indices
+
+    monkeypatch.setattr(_writing, "write", write)
+
+    class File:
+        def __init__(self, path: str, index: int) -> None:
+            self.path, self.index, self.nbytes = path, index, 1
+
+    class Prepared:
+        files, plan_uri = [File(p, i) for i, p in enumerate("abc")], "p"
+
+    @flow
+    def run() -> list[int]:
+        with crew(engine("threads"), 2, "cpu") as running:
+            work = [range(i, i + 1) for i in range(3)]
+            done = _writing._finished(Prepared, work, Settings(), running)  # type: ignore[arg-type]
+            return sorted(index for indices in done for index in indices)
+
+    if losses == 1:
+        assert run() == [0, 1, 2]
+        assert sorted(seen) == ["a", "b", "b", "c"]
+    else:
+        with pytest.raises(WorkerLost, match="that wrote b went away, 2 times"):
+            run()
+
+
+def test_a_crew_says_how_many_tasks_it_takes() -> None:
+    with crew(engine("threads"), 3, "cpu") as running:
+        assert isinstance(running, Crew)
+        assert running.slots == 3
