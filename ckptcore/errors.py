@@ -314,6 +314,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
                         "compare the index with the files"),
     "refused-tensors": ("error", "an object that is kept out holds tensors",
                         "leave it out by name with --exclude, or save its tensors by themselves"),
+    "unused-rule": ("warning", "a rule of --sharding decides on no parameter",
+                    "mind its globs and its place among the rules, or let it stand for other models"),
     "unmerged-tensor": ("error", "no rule tells how a tensor is cut over the ranks; it is kept rank by rank",
                         "leave it out by name with --exclude"),
     "flat-buffers": ("warning", "optimizer state stays as ranks have it: nothing tells its parameters apart",

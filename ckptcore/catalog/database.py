@@ -27,7 +27,7 @@ from ckptcore.catalog.models import Base
 from ckptcore.errors import CatalogError, MissingDependency
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-REVISIONS = ("0001", "0002")
+REVISIONS = ("0001", "0002", "0003")
 HEAD = REVISIONS[-1]
 
 PSYCOPG = "postgresql+psycopg"

@@ -12,6 +12,7 @@ from sqlalchemy.orm import aliased
 
 from ckptcore.catalog.models import Checkpoint, CheckpointFile, Conversion, ConversionIO, Tensor
 from ckptcore.catalog.query import (
+    begins,
     checkpoint_row,
     checkpoint_rows,
     checkpoints_of,
@@ -59,7 +60,7 @@ def with_fingerprint(conn: Connection, fingerprint: str) -> list[Origin]:
         (Tensor.fingerprint, select(Checkpoint.id).join(Tensor, Tensor.checkpoint_id == Checkpoint.id)),
     ):
         whole = len(wanted) == _DIGEST_LENGTH
-        same = column == wanted if whole else column.startswith(wanted, autoescape=True)
+        same = column == wanted if whole else begins(column, wanted)
         found = dict.fromkeys(conn.execute(rows.where(same).order_by(*current_first())).scalars())
         if found:
             return [_origin(conn, row, None) for row in found]
@@ -91,7 +92,7 @@ def _by_digest(conn: Connection, digest: str) -> list[Origin]:
     same = (
         CheckpointFile.digest == digest
         if len(digest) == _DIGEST_LENGTH
-        else CheckpointFile.digest.startswith(digest, autoescape=True)
+        else begins(CheckpointFile.digest, digest)
     )
     wanted = (
         select(Checkpoint.id, CheckpointFile.path, CheckpointFile.nbytes, CheckpointFile.digest)

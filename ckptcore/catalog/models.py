@@ -201,3 +201,91 @@ class Tag(Base):
     key: Mapped[str] = mapped_column(primary_key=True)
     value: Mapped[str]
     updated_at: Mapped[datetime]
+
+
+class WatchedRoot(Base):
+    """A folder that is swept for new checkpoints. include (globs) and target are JSON."""
+
+    __tablename__ = "watched_roots"
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    uri: Mapped[str] = mapped_column(index=True)
+    include: Mapped[str]
+    target: Mapped[str]
+    enabled: Mapped[bool]
+    created_at: Mapped[datetime]
+    swept_at: Mapped[datetime | None]
+    swept_note: Mapped[str | None]
+
+
+class Inbox(Base):
+    """An event that was accepted and is worked on until it is done or has failed; see `queues.py`."""
+
+    __tablename__ = "inbox"
+    __table_args__ = (UniqueConstraint("source", "event_id"), Index(None, "state", "due_at"))
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    source: Mapped[str]
+    event_id: Mapped[str]
+    type: Mapped[str]
+    uri: Mapped[str] = mapped_column(index=True)
+    run: Mapped[str]
+    step: Mapped[int | None]
+    body: Mapped[str]
+    state: Mapped[str]
+    attempts: Mapped[int]
+    due_at: Mapped[datetime]
+    received_at: Mapped[datetime] = mapped_column(index=True)
+    ended_at: Mapped[datetime | None]
+    flow_run_id: Mapped[str | None] = mapped_column(index=True)
+    error_message: Mapped[str | None]
+
+
+class Outbox(Base):
+    """A message that waits until its endpoint has it; key makes it one of its kind there. body is JSON."""
+
+    __tablename__ = "outbox"
+    __table_args__ = (UniqueConstraint("endpoint", "key"), Index(None, "state", "due_at"))
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    endpoint: Mapped[str]
+    key: Mapped[str]
+    type: Mapped[str]
+    body: Mapped[str]
+    state: Mapped[str]
+    attempts: Mapped[int]
+    due_at: Mapped[datetime]
+    created_at: Mapped[datetime] = mapped_column(index=True)
+    ended_at: Mapped[datetime | None]
+    error_message: Mapped[str | None]
+
+
+class Alias(Base):
+    """A name that stands for one checkpoint at a time; version counts its moves."""
+
+    __tablename__ = "aliases"
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), index=True)
+    version: Mapped[int]
+    updated_at: Mapped[datetime]
+
+
+class Hold(Base):
+    """Why a checkpoint must not be deleted: until it is released, or its time is over."""
+
+    __tablename__ = "holds"
+    __table_args__ = (Index(None, "checkpoint_id", "released_at"),)
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"))
+    reason: Mapped[str]
+    owner: Mapped[str]
+    placed_at: Mapped[datetime]
+    until: Mapped[datetime | None]
+    released_at: Mapped[datetime | None]

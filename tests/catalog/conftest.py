@@ -15,7 +15,7 @@ DATABASES = ("sqlite", "postgresql")
 
 
 @pytest.fixture(scope="session")
-def _upgraded(postgres):
+def upgraded(postgres):
     """The name of a PostgreSQL database that is a catalog: copying it is quicker than migrating."""
     with postgres.database() as made:
         upgrade(made)
@@ -30,7 +30,7 @@ def url(request, tmp_path):
         open_catalog(path).close()
         yield path
         return
-    template = request.getfixturevalue("_upgraded")
+    template = request.getfixturevalue("upgraded")
     with request.getfixturevalue("postgres").database(template) as made:
         yield made
 

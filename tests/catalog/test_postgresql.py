@@ -15,8 +15,8 @@ from ckptcore.errors import CatalogError, MissingDependency
 
 
 @pytest.fixture
-def url(postgres, _upgraded):
-    with postgres.database(_upgraded) as made:
+def url(postgres, upgraded):
+    with postgres.database(upgraded) as made:
         yield made
 
 

@@ -132,4 +132,5 @@ def test_the_question_finds_what_is_there(rows, question):
 def test_the_picture_shows_every_table():
     picture = README.split("```mermaid")[1].split("```")[0]
     named = set(re.findall(r"^    (\w+) +[|}][|o]--[|o][|{] (\w+)", picture, re.MULTILINE))
-    assert {name for pair in named for name in pair} == set(Base.metadata.tables)
+    alone = set(re.findall(r"^    (\w+) \{", picture, re.MULTILINE))
+    assert {name for pair in named for name in pair} | alone == set(Base.metadata.tables)

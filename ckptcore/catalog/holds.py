@@ -1,0 +1,76 @@
+"""Holds: which checkpoints must not be deleted, for how long, and why?
+
+Every function works inside the transaction that it is given, a writer's where it changes something.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import ColumnElement, insert, or_, select, update
+
+from ckptcore.catalog.models import Checkpoint, Hold
+from ckptcore.catalog.query import resolve_checkpoint
+from ckptcore.catalog.text import clean
+from ckptcore.errors import UsageError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRow:
+    """One hold. until: when it ends by itself, or None. released_at: when somebody ended it, or None."""
+
+    id: str
+    checkpoint: str
+    uri: str
+    reason: str
+    owner: str
+    placed_at: datetime
+    until: datetime | None
+    released_at: datetime | None
+
+
+def place(
+    conn: Connection, now: datetime, ref: str, reason: str, *, owner: str = "", until: datetime | None = None
+) -> str:
+    """Holds what `ref` names; the id of the hold. Raises `UsageError`."""
+    if not reason.strip():
+        raise UsageError("a hold needs a reason", hint="say who will need the checkpoint, and what for")
+    if until is not None and until <= now:
+        raise UsageError(f"the hold would be over already: {until.isoformat()}", hint="name a time to come")
+    new = str(uuid.uuid4())
+    conn.execute(
+        insert(Hold).values(uuid=new, checkpoint_id=resolve_checkpoint(conn, ref), reason=clean(reason),
+                            owner=clean(owner), placed_at=now, until=until)
+    )  # fmt: skip
+    return new
+
+
+def release(conn: Connection, now: datetime, hold: str) -> None:
+    """Ends a hold; a second time changes nothing. Raises `UsageError` for an id that is not there."""
+    if conn.execute(select(Hold.id).where(Hold.uuid == hold)).first() is None:
+        raise UsageError(f"there is no hold {hold}", hint="`ckptcore catalog hold list` shows them")
+    conn.execute(update(Hold).where(Hold.uuid == hold, Hold.released_at.is_(None)).values(released_at=now))
+
+
+def held(conn: Connection, now: datetime, ref: str | None = None) -> tuple[HoldRow, ...]:
+    """The holds that are in force, the oldest first: on what `ref` names, or all."""
+    wanted = select(Hold, Checkpoint.uuid.label("checkpoint"), Checkpoint.uri).join(Checkpoint)
+    if ref is not None:
+        wanted = wanted.where(Hold.checkpoint_id == resolve_checkpoint(conn, ref))
+    return tuple(_row(row) for row in conn.execute(wanted.where(*in_force(now)).order_by(Hold.id)))
+
+
+def in_force(now: datetime) -> tuple[ColumnElement[bool], ...]:
+    """The conditions on `Hold` under which it counts at `now`."""
+    return Hold.released_at.is_(None), or_(Hold.until.is_(None), Hold.until > now)
+
+
+def _row(row: Any) -> HoldRow:
+    return HoldRow(row.uuid, row.checkpoint, row.uri, row.reason, row.owner, row.placed_at, row.until,
+                   row.released_at)  # fmt: skip

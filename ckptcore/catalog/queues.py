@@ -1,0 +1,108 @@
+"""Queues: who works on which row, so that none is lost, and none is worked on twice at a time?
+
+A row is *waiting*, then *taken* for as long as its lease runs, then *done* or *failed*. A worker that dies
+says nothing: when the lease is over the row can be taken again. A taken row is known by its number of
+attempts, so that a worker which comes back late cannot settle what somebody else has taken since.
+
+Every function works inside a transaction of `Catalog.queueing`. On PostgreSQL rows that others hold are
+skipped; on SQLite there is one writer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from enum import StrEnum
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import func, select, update
+
+from ckptcore.catalog.models import Inbox, Outbox
+from ckptcore.catalog.text import clean
+from ckptcore.errors import UsageError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Row
+
+Queue = type[Inbox] | type[Outbox]
+LEASE = timedelta(minutes=5)  # how long a worker may be silent
+
+
+class Stage(StrEnum):
+    """Where a row of a queue stands."""
+
+    WAITING = "waiting"
+    TAKEN = "taken"
+    DONE = "done"
+    FAILED = "failed"
+
+
+def put(
+    conn: Connection, queue: Queue, key: tuple[str, str], row: Mapping[str, Any]
+) -> tuple[Row[Any], bool]:
+    """The row of this key, and whether it is new: of several that put one at once, one does.
+
+    key: the two columns that are unique together. row: the columns of a new one.
+    """
+    insert: Any = import_module(f"sqlalchemy.dialects.{conn.dialect.name}").insert
+    columns = [getattr(queue, name) for name in key]
+    made = conn.execute(
+        insert(queue).values(**row).on_conflict_do_nothing(index_elements=columns).returning(queue.id)
+    ).first()
+    same = [column == row[name] for name, column in zip(key, columns, strict=True)]
+    return conn.execute(select(queue.__table__).where(*same)).one(), made is not None
+
+
+def take(
+    conn: Connection, queue: Queue, now: datetime, *, limit: int = 1, lease: timedelta = LEASE
+) -> list[Row[Any]]:
+    """Up to `limit` rows whose time has come, the longest due first; they are the caller's for `lease`."""
+    due = conn.execute(
+        select(queue.id)
+        .where(queue.state.in_((Stage.WAITING.value, Stage.TAKEN.value)), queue.due_at <= now)
+        .order_by(queue.due_at, queue.id)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    ).scalars()
+    mine = queue.id.in_(list(due))
+    conn.execute(
+        update(queue)
+        .where(mine)
+        .values(state=Stage.TAKEN.value, due_at=now + lease, attempts=queue.attempts + 1)
+    )
+    return list(conn.execute(select(queue.__table__).where(mine).order_by(queue.id)))
+
+
+def settle(
+    conn: Connection, queue: Queue, row: int, attempt: int, stage: Stage, *, ended_at: datetime | None,
+    due_at: datetime | None = None, error: str | None = None, **columns: Any,
+) -> bool:  # fmt: skip
+    """How a taken row stands now; False, and nothing changed, when it was taken again since.
+
+    attempt: the row's number of attempts when it was taken. due_at: when it is to be taken again.
+    """
+    values = {"state": stage.value, "ended_at": ended_at, **columns}
+    values["error_message"] = None if error is None else clean(error)
+    if due_at is not None:
+        values["due_at"] = due_at
+    taken = (queue.id == row, queue.attempts == attempt, queue.state == Stage.TAKEN.value)
+    return conn.execute(update(queue).where(*taken).values(values)).rowcount == 1
+
+
+def again(conn: Connection, queue: Queue, public: str, now: datetime) -> None:
+    """Puts a failed row back to the waiting ones. Raises `UsageError`."""
+    failed = (queue.uuid == public, queue.state == Stage.FAILED.value)
+    values = {"state": Stage.WAITING.value, "due_at": now, "ended_at": None}
+    if conn.execute(update(queue).where(*failed).values(values)).rowcount != 1:
+        raise UsageError(
+            f"{public} is no failed row of the {queue.__tablename__}",
+            hint=f"`ckptcore catalog sql 'SELECT uuid, state FROM {queue.__tablename__}'` shows them",
+        )
+
+
+def depth(conn: Connection, queue: Queue) -> dict[str, int]:
+    """How many rows are waiting, taken, done and failed."""
+    counted = select(queue.state, func.count()).group_by(queue.state)
+    found = {row[0]: row[1] for row in conn.execute(counted)}
+    return {stage.value: found.get(stage.value, 0) for stage in Stage}

@@ -1,0 +1,134 @@
+"""Aliases, holds and watched roots: does a name move only for who knows where it stands?"""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from ckptcore.catalog import aliases, holds, roots
+from ckptcore.errors import Conflict, UsageError
+
+NOW = datetime(2026, 3, 1, tzinfo=UTC)
+DAY = timedelta(days=1)
+
+MOVE = """
+import sys
+from datetime import UTC, datetime
+from ckptcore.catalog import aliases, open_catalog
+from ckptcore.errors import Conflict
+checkpoints, moved, refused = sys.argv[2:4], 0, 0
+with open_catalog(sys.argv[1]) as catalog:
+    while moved < 25:
+        with catalog.reading() as conn:
+            seen = aliases.get(conn, "best").checkpoint
+        other = checkpoints[checkpoints[0] == seen]
+        try:
+            with catalog.writing() as conn:
+                aliases.set_alias(conn, datetime.now(UTC), "best", other, expect=seen)
+            moved += 1
+        except Conflict:
+            refused += 1
+print(moved)
+"""
+
+
+@pytest.fixture
+def two(catalog, facts):
+    """The ids of two checkpoints."""
+    return [catalog.record_validation(facts(f"/runs/step-{n}", manifest=f"m{n}")) for n in (1, 2)]
+
+
+@pytest.fixture
+def write(catalog):
+    """Calls a function in a transaction of its own."""
+
+    def call(function, *given, **more):
+        with catalog.writing() as conn:
+            return function(conn, *given, **more)
+
+    return call
+
+
+def test_an_alias_is_set_and_moved(write, two):
+    first = write(aliases.set_alias, NOW, "llama/best", two[0])
+    assert first == aliases.AliasRow("llama/best", two[0], "/runs/step-1", 1, NOW)
+    second = write(aliases.set_alias, NOW + DAY, "llama/best", "/runs/step-2")
+    assert (second.checkpoint, second.version, second.updated_at) == (two[1], 2, NOW + DAY)
+    assert write(aliases.every) == (second,)
+    write(aliases.remove, "llama/best")
+    assert write(aliases.every) == ()
+    with pytest.raises(UsageError, match="no alias llama/best"):
+        write(aliases.remove, "llama/best")
+
+
+def test_an_alias_moves_only_from_what_is_expected(write, two):
+    write(aliases.set_alias, NOW, "best", two[0], expect=aliases.NOTHING)
+    with pytest.raises(Conflict, match=f"best stands for {two[0]} .*not for nothing") as caught:
+        write(aliases.set_alias, NOW, "best", two[1], expect=aliases.NOTHING)
+    assert caught.value.exit_code == 23
+    with pytest.raises(Conflict, match=f"not for {two[1]}"):
+        write(aliases.set_alias, NOW, "best", two[0], expect=two[1])
+    with pytest.raises(Conflict, match="other is not there, not for"):
+        write(aliases.set_alias, NOW, "other", two[0], expect=two[1])
+    assert [row.version for row in write(aliases.every)] == [1]
+    assert write(aliases.set_alias, NOW, "best", two[1], expect=two[0][:8]).checkpoint == two[1]
+    assert write(aliases.set_alias, NOW, "best", two[0], expect="best").version == 3
+
+
+def test_an_alias_answers_for_its_checkpoint(catalog, write, two):
+    write(aliases.set_alias, NOW, "llama@best", two[1])
+    assert catalog.show("llama@best").checkpoint.uri == "/runs/step-2"
+    catalog.tag("llama@best", "eval", "1")
+    assert catalog.show(two[1]).tags == {"eval": "1"}
+
+
+@pytest.mark.parametrize("name", ["", "/a", "s3://b", "abcd", "0123-45", "a b", "a" * 201, "é"])
+def test_names_that_mean_something_else(write, two, name):
+    with pytest.raises(UsageError, match="cannot be an alias"):
+        write(aliases.set_alias, NOW, name, two[0])
+
+
+def test_no_move_is_lost(url, write, two, python, finish):
+    write(aliases.set_alias, NOW, "best", two[0])
+    finish(*[python(MOVE, url, *two) for _ in range(4)])
+    [row] = write(aliases.every)
+    # Every move was seen by the next one: 100 of them from the first checkpoint end there.
+    assert (row.version, row.checkpoint) == (101, two[0])
+
+
+def test_holds(write, two):
+    hold = write(holds.place, NOW, two[0], "paper, table 3", owner="ana")
+    short = write(holds.place, NOW, two[1], "until the evaluation", until=NOW + DAY)
+    assert [(h.id, h.checkpoint, h.reason, h.owner) for h in write(holds.held, NOW)] == [
+        (hold, two[0], "paper, table 3", "ana"), (short, two[1], "until the evaluation", ""),
+    ]  # fmt: skip
+    assert [h.id for h in write(holds.held, NOW + DAY)] == [hold]
+    assert [h.id for h in write(holds.held, NOW, two[1])] == [short]
+    write(holds.release, NOW, hold)
+    write(holds.release, NOW + DAY, hold)
+    assert write(holds.held, NOW, "/runs/step-1") == ()
+    for wrong in (lambda: write(holds.release, NOW, "nobody"), lambda: write(holds.place, NOW, two[0], " "),
+                  lambda: write(holds.place, NOW, two[0], "x", until=NOW)):  # fmt: skip
+        with pytest.raises(UsageError, match=r"no hold nobody|needs a reason|over already"):
+            wrong()
+
+
+def test_watched_roots(write):
+    target = {"to": "hf", "dtype": "bfloat16"}
+    root = write(roots.add, NOW, "llama", "s3://me:secret@b/runs/", include=["step-*"], target=target)
+    assert root == roots.Root("llama", "s3://b/runs", ("step-*",), target, True, NOW, None, None)
+    with pytest.raises(UsageError, match="watched root llama already"):
+        write(roots.add, NOW, "llama", "/elsewhere")
+    other = write(roots.add, NOW, "again", "/runs")
+    assert write(roots.every) == (other, root)
+    assert not write(roots.enable, "again", False).enabled
+    assert write(roots.every, enabled=True) == (root,)
+    write(roots.swept, NOW + DAY, "llama", "2 found")
+    seen = write(roots.get, "llama")
+    assert (seen.swept_at, seen.swept_note) == (NOW + DAY, "2 found")
+    write(roots.remove, "again")
+    assert write(roots.every) == (seen,)
+    for function in (roots.get, roots.remove):
+        with pytest.raises(UsageError, match="no watched root again"):
+            write(function, "again")
+    with pytest.raises(UsageError, match="needs a name"):
+        write(roots.add, NOW, " ", "/runs")

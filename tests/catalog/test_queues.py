@@ -1,0 +1,174 @@
+"""Inbox and outbox: is every row worked on, by one at a time, whatever dies, comes twice or comes late?"""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from ckptcore.catalog import inbox, open_catalog, outbox
+from ckptcore.errors import UsageError
+
+NOW = datetime(2026, 3, 1, tzinfo=UTC)
+LEASE = timedelta(minutes=5)
+PROCESSES = 4
+
+ACCEPT = """
+import sys
+from datetime import UTC, datetime
+from ckptcore.catalog import inbox, open_catalog
+with open_catalog(sys.argv[1]) as catalog:
+    for n in range(25):
+        with catalog.queueing() as conn:
+            event, new = inbox.accept(conn, datetime.now(UTC), "mlflow", f"e{n}", body=sys.argv[2])
+        print(n, event.id, int(new))
+"""
+
+TAKE = """
+import sys
+from datetime import UTC, datetime
+from ckptcore.catalog import inbox, open_catalog
+with open_catalog(sys.argv[1]) as catalog:
+    while True:
+        with catalog.queueing() as conn:
+            taken = inbox.take(conn, datetime.now(UTC), limit=3)
+        if not taken:
+            break
+        for event in taken:
+            print(event.event_id)
+            with catalog.queueing() as conn:
+                assert inbox.done(conn, datetime.now(UTC), event, flow_run_id="f-" + event.event_id)
+"""
+
+
+@pytest.fixture
+def queue(catalog):
+    """Calls a function of `inbox` or `outbox` in a transaction of its own."""
+
+    def call(function, *given, **more):
+        with catalog.queueing() as conn:
+            return function(conn, *given, **more)
+
+    return call
+
+
+def accept(queue, *ids, now=NOW, **more):
+    return [queue(inbox.accept, now, "mlflow", name, **more)[0] for name in ids]
+
+
+def test_an_event_is_accepted_once(queue):
+    given = {"type": "run.done", "uri": "s3://b/run/step-10", "run": "llama", "step": 10, "body": '{"a": 1}'}
+    first, new = queue(inbox.accept, NOW, "mlflow", "e1", **given)
+    assert new
+    second, new = queue(inbox.accept, NOW + LEASE, "mlflow", "e1", body="forged")
+    assert (second, new) == (first, False)
+    assert queue(inbox.accept, NOW, "github", "e1")[1]
+    assert (first.source, first.event_id, first.state, first.attempts) == ("mlflow", "e1", "waiting", 0)
+    assert {name: getattr(first, name) for name in given} == given
+    assert queue(inbox.get, first.id) == first
+
+
+def test_the_longest_due_is_taken_first_and_by_one_only(queue):
+    accept(queue, "later", now=NOW + timedelta(seconds=9))
+    accept(queue, "a", "b")
+    assert [e.event_id for e in queue(inbox.take, NOW, limit=2)] == ["a", "b"]
+    assert queue(inbox.take, NOW) == []
+    assert [e.event_id for e in queue(inbox.take, NOW + timedelta(seconds=9))] == ["later"]
+
+
+def test_what_a_dead_worker_took_is_taken_again(queue):
+    accept(queue, "a")
+    [lost] = queue(inbox.take, NOW, lease=LEASE)
+    assert queue(inbox.take, NOW + LEASE - timedelta(seconds=1)) == []
+    [again] = queue(inbox.take, NOW + LEASE)
+    assert (again.id, again.attempts, lost.attempts) == (lost.id, 2, 1)
+    # It was not dead, only slow: it does not settle what is somebody else's now.
+    assert not queue(inbox.done, NOW + LEASE, lost)
+    assert not queue(inbox.later, lost, NOW + LEASE, "no")
+    assert queue(inbox.get, lost.id).state == "taken"
+    assert queue(inbox.done, NOW + LEASE, again, flow_run_id="f-1")
+    ended = queue(inbox.get, lost.id)
+    assert (ended.state, ended.flow_run_id, ended.ended_at) == ("done", "f-1", NOW + LEASE)
+    assert not queue(inbox.failed, NOW + LEASE, again, "too late")
+
+
+def test_later_and_failed_and_again(queue):
+    accept(queue, "a")
+    [event] = queue(inbox.take, NOW)
+    assert queue(inbox.later, event, NOW + timedelta(hours=1), "not complete: s3://me:secret@b/x")
+    waiting = queue(inbox.get, event.id)
+    assert (waiting.state, waiting.error_message) == ("waiting", "not complete: s3://b/x")
+    assert queue(inbox.take, NOW + timedelta(minutes=59)) == []
+    [event] = queue(inbox.take, NOW + timedelta(hours=1))
+    assert queue(inbox.failed, NOW, event, "three times is enough")
+    assert queue(inbox.take, NOW + timedelta(days=9)) == []
+    assert queue(inbox.depth) == {"waiting": 0, "taken": 0, "done": 0, "failed": 1}
+    queue(inbox.again, NOW, event.id)
+    assert [e.attempts for e in queue(inbox.take, NOW)] == [3]
+    with pytest.raises(UsageError, match="no failed row of the inbox"):
+        queue(inbox.again, NOW, event.id)
+    with pytest.raises(UsageError, match="no event nobody"):
+        queue(inbox.get, "nobody")
+
+
+def test_a_message_is_one_per_endpoint_and_key(queue, catalog):
+    put = {"type": "conversion.succeeded", "body": {"uri": "s3://me:secret@b/out", "n": [1, None]}}
+    first, new = queue(outbox.put, NOW, "team", "c-1", **put)
+    assert new
+    assert first.body == {"uri": "s3://b/out", "n": [1, None]}
+    assert queue(outbox.put, NOW, "team", "c-1", type="other", body={}) == (first, False)
+    assert queue(outbox.put, NOW, "other", "c-1", **put)[1]
+    [one, two] = queue(outbox.take, NOW, limit=9)
+    assert queue(outbox.sent, NOW, one)
+    assert queue(outbox.later, two, NOW + LEASE, "503")
+    [two] = queue(outbox.take, NOW + LEASE)
+    assert queue(outbox.failed, NOW, two, "410")
+    assert queue(outbox.depth) == {"waiting": 0, "taken": 0, "done": 1, "failed": 1}
+    queue(outbox.again, NOW, two.id)
+    assert queue(outbox.depth)["waiting"] == 1
+
+
+def test_what_does_not_happen_is_not_told(catalog):
+    class Stopped(Exception):
+        pass
+
+    def put_and_stop():
+        with catalog.writing() as conn:
+            outbox.put(conn, NOW, "team", "c-1", type="t", body={})
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        put_and_stop()
+    with catalog.queueing() as conn:
+        assert outbox.take(conn, NOW) == []
+
+
+def test_of_several_that_accept_the_same_event_one_is_first(url, python, finish):
+    said = finish(*[python(ACCEPT, url, i) for i in range(PROCESSES)])
+    lines = [line.split() for out in said for line in out.splitlines()]
+    for n in range(25):
+        told = [(public, new) for number, public, new in lines if int(number) == n]
+        assert len({public for public, _ in told}) == 1
+        assert sorted(new for _, new in told) == ["0"] * (PROCESSES - 1) + ["1"]
+
+
+def test_many_workers_take_each_event_once(url, queue, python, finish):
+    accept(queue, *(f"e{n}" for n in range(100)))
+    said = finish(*[python(TAKE, url) for _ in range(PROCESSES)])
+    worked = [line for out in said for line in out.splitlines()]
+    assert sorted(worked) == sorted(f"e{n}" for n in range(100))
+    assert queue(inbox.depth)["done"] == 100
+
+
+def test_rows_that_others_hold_are_skipped(postgres, upgraded):
+    with postgres.database(upgraded) as url, open_catalog(url) as catalog, open_catalog(url) as other:
+        with catalog.queueing() as conn:
+            inbox.accept(conn, NOW, "s", "a")
+            inbox.accept(conn, NOW, "s", "b")
+        with catalog.queueing() as mine, other.queueing() as theirs:
+            theirs.execute(sa.text("SET LOCAL lock_timeout = '2s'"))
+            assert [e.event_id for e in inbox.take(mine, NOW)] == ["a"]
+            assert [e.event_id for e in inbox.take(theirs, NOW, limit=2)] == ["b"]
+        # Nor does a conversion that is being recorded keep a queue waiting.
+        with catalog.writing(), other.queueing() as conn:
+            conn.execute(sa.text("SET LOCAL lock_timeout = '2s'"))
+            assert inbox.accept(conn, NOW, "s", "c")[1]
