@@ -101,6 +101,10 @@ def compose(request: Request, manifest: Manifest,
     topology = None
     if reshard:
         topology = lay_out(mapped.manifest, request.mesh, request.sharding, request.model_prefix)
+        if request.sharding is not None:
+            from ckptcore.ruleuse import unused_rules  # pydantic: only those who have rules wait for it
+
+            warnings += unused_rules(mapped.manifest, request.sharding, request.model_prefix)
     extra = _extra(request, mapped, target, config, manifest)
     plan, files = make_plan(
         mapped.manifest, target, writer, twins=mapped.twins, ties=mapped.ties, renamed=mapped.renamed,
