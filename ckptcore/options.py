@@ -52,7 +52,12 @@ To = Annotated[
     typer.Option("--to", metavar="FORMAT", help="Output format; default by DST's suffix, else safetensors."),
 ]
 MeshOf = Annotated[
-    str, typer.Option("--mesh", metavar="AXES", help="The ranks to write for, as in fsdp=4,tp=2.")
+    str,
+    typer.Option(
+        "--mesh",
+        metavar="AXES",
+        help="The ranks to write for, as in fsdp=4,tp=2; rank files keep the device, too: cuda:fsdp=8.",
+    ),
 ]
 Sharding = Annotated[
     Path | None,
