@@ -27,7 +27,7 @@ stamp := .venv/.stamp
 # One source of truth for the pin: pip needs it on the command line too, so that the resolver
 # does not first fetch the newest torch.
 torch := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
-paths := ckptcore tasks flows alembic tests
+paths := ckptcore tasks flows deployments alembic tests
 
 .PHONY: help demo test check bench soak fuzz docs clean
 
@@ -68,7 +68,7 @@ docs: $(stamp)
 
 clean:
 	@rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	@find ckptcore tasks flows alembic tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find ckptcore tasks flows deployments alembic tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(stamp): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

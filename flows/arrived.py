@@ -1,7 +1,8 @@
 """Arrived: a checkpoint that was announced, converted once, as soon as it is whole.
 
 What webhooks and sweeps start. An announcement is a hint: whether the place is allowed, whether the save has
-finished and whether the work has been done is looked up here, where the files are. A face of `flows.convert`, for deployments.
+finished and whether the work has been done is looked up here, where the files are. A face of
+`flows.convert`, for deployments.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def arrived(
         if root:
             require_inside(source, root)
         looks = delays(wait_minutes)
-        digest = settle.with_options(retries=len(looks), retry_delay_seconds=looks or None)(source)
+        digest = settle.with_options(retries=len(looks), retry_delay_seconds=looks)(source)
         if is_there(destination, source) and made_from(destination, source, digest, catalog):
             return already(destination)
         done = convert.fn(

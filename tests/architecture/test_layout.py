@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOP = ("ckptcore", "tasks", "flows")
+TOP = ("ckptcore", "tasks", "flows", "deployments")
 
 
 def test_layers_are_kept() -> None:

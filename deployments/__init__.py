@@ -1,0 +1,1 @@
+"""Deployments: how flows get started somewhere else than in a terminal."""

@@ -1,0 +1,37 @@
+"""``python -m deployments.receiver CONFIG.toml [--host ADDRESS] [--port NUMBER]``"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from ckptcore.errors import CkptError
+
+
+def main() -> None:
+    """Serve until a signal comes; a second one ends it at once."""
+    parser = argparse.ArgumentParser(prog="python -m deployments.receiver", description="Receive webhooks.")
+    parser.add_argument("config", type=Path, help="TOML file; deployments/receiver/example.toml shows one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; put TLS in front of others"
+    )
+    parser.add_argument("--port", type=int, default=8080, help="0 takes a free one and tells it")
+    parser.add_argument(
+        "--check", action="store_true", help="only look whether the file and secrets are right"
+    )
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to Prefect
+    try:
+        from deployments.receiver.serve import check, serve
+
+        check(given.config) if given.check else serve(given.config, given.host, given.port)
+    except CkptError as error:
+        print(f"{error.code}: {error.message}\nnext: {error.hint}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

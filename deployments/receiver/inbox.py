@@ -1,0 +1,114 @@
+"""Inbox and outbox: what was accepted and is not done, and what others have to be told.
+
+Rows of the catalog. One is written before the sender is answered, and each step of its way is one
+transaction: whatever is stopped, killed or unplugged, the next process goes on from the rows. A row that
+was taken is back when its lease is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from ckptcore.catalog import inbox, open_catalog, outbox, queues
+from ckptcore.catalog.inbox import InboxEvent
+from ckptcore.catalog.models import Inbox
+from ckptcore.catalog.outbox import Message
+from ckptcore.catalog.queues import Stage
+from deployments.receiver.event import Event
+
+LEASE = timedelta(minutes=2)  # a process that took rows and died holds them no longer
+
+__all__ = ["Box", "InboxEvent", "Message", "News"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """A message to put into the outbox. target: a name of the configuration. key: no second one has it
+    there."""
+
+    target: str
+    key: str
+    type: str
+    body: Mapping[str, Any]
+
+
+class Box:
+    """Inbox and outbox of one catalog; see `ckptcore.catalog.open_catalog` for the URL and the errors.
+
+    Every method is one transaction, and raises `CatalogError` when the database is away.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        self._catalog = open_catalog(url)
+
+    def put(self, event: Event, uri: str, body: str, now: datetime) -> tuple[str, bool]:
+        """Keep an event; the id of its row, and whether it is new.
+
+        uri: as it was allowed, which need not be how the event spells it.
+        """
+        with self._catalog.queueing() as conn:
+            row, new = inbox.accept(
+                conn, now, event.source, event.event_id,
+                type=event.type, uri=uri, run=event.run, step=event.step, body=body,
+            )  # fmt: skip
+            return row.id, new
+
+    def take(self, now: datetime, limit: int) -> Sequence[InboxEvent]:
+        """Events to start or to look at; nobody else gets them while the lease runs."""
+        with self._catalog.queueing() as conn:
+            return inbox.take(conn, now, limit=limit, lease=LEASE)
+
+    def later(self, row: InboxEvent, at: datetime, why: str) -> None:
+        """The start failed; try again at a time."""
+        with self._catalog.queueing() as conn:
+            inbox.later(conn, row, at, why)
+
+    def running(self, row: InboxEvent, flow_run_id: str, look_at: datetime) -> None:
+        """A run works on the event; look at it at a time."""
+        with self._catalog.queueing() as conn:
+            queues.settle(
+                conn, Inbox, row.row, row.attempts, Stage.WAITING,
+                ended_at=None, due_at=look_at, flow_run_id=flow_run_id,
+            )  # fmt: skip
+
+    def end(self, row: InboxEvent, now: datetime, failure: str | None, news: Sequence[News]) -> bool:
+        """The event is done, or has failed; with it, in the same transaction, what others are told.
+
+        False, and nothing is told, when somebody else has taken the row since.
+        """
+        with self._catalog.queueing() as conn:
+            good = failure is None
+            mine = inbox.done(conn, now, row) if good else inbox.failed(conn, now, row, failure or "")
+            for one in news if mine else ():
+                outbox.put(conn, now, one.target, one.key, type=one.type, body=one.body)
+            return mine
+
+    def messages(self, now: datetime, limit: int) -> Sequence[Message]:
+        """Messages to send; nobody else gets them while the lease runs."""
+        with self._catalog.queueing() as conn:
+            return outbox.take(conn, now, limit=limit, lease=LEASE)
+
+    def sent(self, message: Message, now: datetime) -> None:
+        """The message has arrived."""
+        with self._catalog.queueing() as conn:
+            outbox.sent(conn, now, message)
+
+    def unsent(self, message: Message, now: datetime, why: str, again: datetime | None) -> None:
+        """It has not; try again at a time, or not by itself."""
+        with self._catalog.queueing() as conn:
+            if again is None:
+                outbox.failed(conn, now, message, why)
+            else:
+                outbox.later(conn, message, again, why)
+
+    def check(self) -> None:
+        """Raise `CatalogError` when the database does not answer or the tables are not there."""
+        with self._catalog.queueing() as conn:
+            inbox.depth(conn)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._catalog.close()

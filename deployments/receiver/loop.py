@@ -1,0 +1,58 @@
+"""Loop: starting, following and notifying, again and again, in one thread beside the requests."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+IDLE = 2.0  # seconds between rounds when nothing is new; another receiver's rows are seen then
+STOP_SECONDS = 15.0
+
+_log = logging.getLogger("deployments.receiver")
+
+
+class Loop:
+    """Rounds of steps until it is stopped. A step that fails is told, and tried again in the next round."""
+
+    def __init__(self, steps: Mapping[str, Callable[[], int]], idle: float = IDLE) -> None:
+        self._steps, self._idle = steps, idle
+        self._news, self._end = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="receiver-loop", daemon=True)
+        self._trouble: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Do a round now."""
+        self._news.set()
+
+    def stop(self) -> None:
+        """End after the step that runs. What is not done then is done by the next process."""
+        self._end.set()
+        self._news.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_SECONDS)
+
+    def trouble(self) -> str:
+        """The steps that failed in their last round, or ""."""
+        return "; ".join(f"{name}: {why}" for name, why in sorted(self._trouble.items()))
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            self._news.clear()
+            busy = False
+            for name, step in self._steps.items():
+                if self._end.is_set():
+                    return
+                try:
+                    busy = step() > 0 or busy
+                    self._trouble.pop(name, None)
+                except Exception as error:  # the thread must outlive whatever the database or Prefect do
+                    if name not in self._trouble:
+                        _log.exception("%s failed; it is tried again", name)
+                    self._trouble[name] = f"{type(error).__name__}: {error}"[:300]
+            if not busy:
+                self._news.wait(self._idle)

@@ -1,0 +1,169 @@
+"""Settings: one TOML file says who may send, with which secrets, about which places.
+
+Secrets stand in the environment; the file names the variables. What does not fit is refused at start, whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ckptcore.errors import UsageError
+from deployments.receiver.dialects import DIALECTS, Dialect
+from deployments.receiver.refusals import Refused
+from deployments.receiver.roots import normal
+from deployments.receiver.verify import key_of
+
+MIN_SECRET = 16  # characters: shorter ones can be tried out
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+FIELDS = re.compile(r"\{([^{}]*)\}")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Source(_Strict):
+    """A sender. Its name in the file is the last part of its URL, ``/hooks/NAME``.
+
+    secrets: names of environment variables, all of them live: put the new one beside the old one, change the
+    sender, take the old one away. header: where a token stands, when not where the kind has it. roots: of
+    this source alone. uri: a template for senders whose events name no place. events: types that announce a
+    checkpoint, in place of the kind's own. destination, deployment, parameters: in place of the general ones.
+    """
+
+    kind: str
+    secrets: list[str] = Field(min_length=1)
+    header: str | None = None
+    roots: list[str] | None = None
+    uri: str | None = None
+    events: list[str] | None = None
+    max_body: int | None = Field(default=None, gt=0)
+    destination: str | None = None
+    deployment: str | None = None
+    parameters: dict[str, Any] = {}
+
+
+class Target(_Strict):
+    """Somebody who is told how a conversion ended. secret: name of the environment variable,
+    ``whsec_...``."""
+
+    url: str = Field(pattern="^https?://")
+    secret: str
+    events: list[Literal["conversion.succeeded", "conversion.failed"]] = [
+        "conversion.succeeded",
+        "conversion.failed",
+    ]
+
+
+class Settings(_Strict):
+    """The file.
+
+    roots: places that events may name, and everything below them. destination: a template with ``{path}``
+    (below the root), ``{run}``, ``{step}``. deployment: the Prefect deployment to run. parameters: more
+    parameters for it. max_body: bytes. catalog: its URL; by default that of `ckptcore.catalog.default_url`.
+    """
+
+    roots: list[str] = Field(min_length=1)
+    destination: str
+    deployment: str = "arrived/arrived"
+    parameters: dict[str, Any] = {}
+    max_body: int = Field(default=256 << 10, gt=0)
+    catalog: str | None = None
+    sources: dict[str, Source] = Field(min_length=1)
+    notify: dict[str, Target] = {}
+
+
+class Sender:
+    """A configured source with what is looked up at every request."""
+
+    def __init__(self, name: str, source: Source, settings: Settings, env: Mapping[str, str]) -> None:
+        self.name, self.source = name, source
+        self.dialect: Dialect = DIALECTS[source.kind]
+        self.header = source.header.lower() if source.header else self.dialect.proof
+        self.secrets = [key_of(env[variable], self.dialect.key) for variable in source.secrets]
+        self.roots = source.roots or settings.roots
+        self.accepts = None if source.events is None else frozenset(source.events)
+        self.max_body = source.max_body or settings.max_body
+        self.destination = source.destination or settings.destination
+        self.deployment = source.deployment or settings.deployment
+        self.parameters = settings.parameters | source.parameters
+
+
+def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[Settings, dict[str, Sender]]:
+    """The settings and the senders by name; raises `UsageError` with everything that is wrong."""
+    try:
+        settings = Settings.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError) as error:
+        raise UsageError(
+            f"{path} cannot be used: {error}", hint="deployments/receiver/example.toml is a whole one"
+        ) from error
+    wrong = [*problems(settings, env)]
+    if wrong:
+        raise UsageError(
+            f"{path} cannot be used: " + "; ".join(wrong), hint="nothing is received before all is right"
+        )
+    return settings, {name: Sender(name, source, settings, env) for name, source in settings.sources.items()}
+
+
+def problems(settings: Settings, env: Mapping[str, str]) -> list[str]:
+    """What pydantic cannot see: names, kinds, roots, templates, and secrets that are not there."""
+    found = []
+    for name, source in settings.sources.items():
+        if not NAME.fullmatch(name):
+            found.append(f"source {name!r}: a name is small letters, digits and hyphens")
+        if source.kind not in DIALECTS:
+            found.append(f"source {name}: kind {source.kind!r} is not one of {', '.join(DIALECTS)}")
+            continue
+        dialect = DIALECTS[source.kind]
+        if not dialect.uri and not source.uri:
+            found.append(f"source {name}: events of {source.kind} name no place; set `uri`")
+        if dialect.signed is not None and source.header:
+            found.append(f"source {name}: the header of a signature is fixed")
+        found += _secrets(f"source {name}", source.secrets, dialect.key, env)
+        found += _template(f"source {name}: uri", source.uri, {"run", "step"})
+        found += _template(f"source {name}: destination", source.destination, {"path", "run", "step"})
+        found += [
+            f"source {name}: root {root!r} is not a plain path or URL"
+            for root in source.roots or ()
+            if not _plain(root)
+        ]
+    for name, target in settings.notify.items():
+        found += _secrets(f"notify {name}", [target.secret], "whsec", env)
+    found += _template("destination", settings.destination, {"path", "run", "step"})
+    found += [f"root {root!r} is not a plain path or URL" for root in settings.roots if not _plain(root)]
+    return found
+
+
+def _secrets(whose: str, names: list[str], kind: str, env: Mapping[str, str]) -> list[str]:
+    found = []
+    for name in names:
+        secret = env.get(name, "")
+        if len(secret) < MIN_SECRET:
+            found.append(
+                f"{whose}: {name} is {'not set' if not secret else f'shorter than {MIN_SECRET} characters'}"
+            )
+            continue
+        try:
+            key_of(secret, kind)
+        except ValueError as error:
+            found.append(f"{whose}: {name}: {error}")
+    return found
+
+
+def _template(what: str, template: str | None, known: set[str]) -> list[str]:
+    unknown = set(FIELDS.findall(template or "")) - known
+    return [f"{what}: {{{name}}} is not one of {', '.join(sorted(known))}" for name in sorted(unknown)]
+
+
+def _plain(root: str) -> bool:
+    try:
+        return bool(normal(root))
+    except Refused:
+        return False

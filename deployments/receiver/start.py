@@ -1,0 +1,153 @@
+"""Start: rows of the inbox become flow runs, and ended runs become messages.
+
+A row is taken, its run is started or looked at, and the row goes back until the next look. Each step can be
+repeated: Prefect gives the run of an idempotency key back instead of making a second one, and a row changes
+in one transaction. So a process that ends between any two steps leaves nothing that the next round, here or
+elsewhere, does not finish.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Protocol
+
+from deployments.receiver.inbox import Box, InboxEvent, News
+from deployments.receiver.orders import order_of
+from deployments.receiver.refusals import Refused
+from deployments.receiver.settings import Sender, Target
+
+LIMIT = 20  # rows of one round
+LOOKS = (2, 5, 10, 20, 30)  # seconds until a run is looked at again
+# Seconds until a start is tried again, then hourly: an event is given up after about two days.
+DELAYS = (2, 5, 15, 60, 300, 900)
+HOURLY = 3600
+MAX_ATTEMPTS = 50
+# A crashed run may be taken up again by an automation; until then it has not failed.
+CRASHED_FOR = timedelta(minutes=30)
+
+_log = logging.getLogger("deployments.receiver")
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """How a run is. kind: Prefect's state type. since: of that state. message: for people."""
+
+    kind: str
+    since: datetime
+    message: str
+
+
+class Runs(Protocol):
+    """What is asked of Prefect; everything raises when it does not answer."""
+
+    def start(
+        self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
+    ) -> str:
+        """The id of the run that has this key, made if there was none."""
+
+    def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
+        """By id; a run that is no longer known is not there."""
+
+
+def work(
+    box: Box,
+    runs: Runs,
+    senders: Mapping[str, Sender],
+    targets: Mapping[str, Target],
+    now: datetime | None = None,
+) -> int:
+    """One round; how many rows were started or ended."""
+    now = now or datetime.now(UTC)
+    rows = box.take(now, LIMIT)
+    fresh = [row for row in rows if row.flow_run_id is None]
+    for row in fresh:
+        _start(box, runs, senders, targets, row, now)
+    going = [row for row in rows if row.flow_run_id is not None]
+    states = runs.states([row.flow_run_id or "" for row in going]) if going else {}
+    over = 0
+    for row in going:
+        assert row.flow_run_id is not None
+        state = states.get(row.flow_run_id)
+        outcome = outcome_of(state, now)
+        if outcome is None:
+            # Attempts are takes; how often one was looked at is near enough to space the looks.
+            box.running(row, row.flow_run_id, now + _after(LOOKS, row.attempts - 2, LOOKS[-1]))
+            continue
+        over += 1
+        why = state.message if state is not None else "Prefect no longer knows the run"
+        _end(box, targets, row, outcome, why, now)
+    return len(fresh) + over
+
+
+def outcome_of(state: RunState | None, now: datetime) -> str | None:
+    """``succeeded`` or ``failed``; None while the run has not ended. state: None when it is not known."""
+    if state is None:
+        return "failed"
+    if state.kind == "CRASHED":
+        return "failed" if now - state.since > CRASHED_FOR else None
+    return {"COMPLETED": "succeeded", "FAILED": "failed", "CANCELLED": "failed"}.get(state.kind)
+
+
+def _start(
+    box: Box,
+    runs: Runs,
+    senders: Mapping[str, Sender],
+    targets: Mapping[str, Target],
+    row: InboxEvent,
+    now: datetime,
+) -> None:
+    if row.source not in senders:
+        _end(box, targets, row, "failed", f"{row.source} is not in the configuration any more", now)
+        return
+    try:
+        order = order_of(senders[row.source], row.uri, row.run, row.step)
+    except Refused as refused:
+        _end(box, targets, row, "failed", refused.told["message"], now)
+        return
+    try:
+        run = runs.start(
+            order.deployment,
+            order.parameters,
+            key=f"ckptcore-inbox:{row.id}",
+            name=f"{row.source} {'/'.join(order.uri.split('/')[-2:])}",
+            tags=["webhook", f"source:{row.source}"],
+        )
+    except Exception as error:  # whatever ails Prefect, the event is kept
+        why = f"{type(error).__name__}: {error}"[:1000]
+        if row.attempts >= MAX_ATTEMPTS:
+            _end(box, targets, row, "failed", f"given up after {row.attempts} tries: {why}", now)
+            return
+        delay = _after(DELAYS, row.attempts - 1, HOURLY)
+        _log.warning("%s: event %s could not be started, again in %s: %s", row.source, row.id, delay, why)
+        box.later(row, now + delay, why)
+    else:
+        box.running(row, run, now + _after(LOOKS, 0, LOOKS[-1]))
+        _log.info("%s: event %s is run %s", row.source, row.id, run)
+
+
+def _end(
+    box: Box, targets: Mapping[str, Target], row: InboxEvent, outcome: str, why: str, now: datetime
+) -> None:
+    type = f"conversion.{outcome}"
+    body = {
+        "type": type,
+        "timestamp": now.isoformat(),
+        "data": {
+            "uri": row.uri, "run": row.run, "step": row.step, "flow_run_id": row.flow_run_id,
+            "event": row.id, "sender": row.source, "message": why[:2000],
+        },
+    }  # fmt: skip
+    news = [
+        News(target=name, key=f"{row.id}:{outcome}", type=type, body=body)
+        for name, target in targets.items()
+        if type in target.events
+    ]
+    if box.end(row, now, why if outcome == "failed" else None, news):
+        _log.info("%s: event %s %s: %s", row.source, row.id, outcome, why)
+
+
+def _after(steps: Sequence[float], index: int, then: float) -> timedelta:
+    return timedelta(seconds=steps[max(index, 0)] if index < len(steps) else then)

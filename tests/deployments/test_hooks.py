@@ -1,0 +1,309 @@
+"""Hooks: each kind of sender is understood, and what is wrong gets its status and leaves no row."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from webhooks import HOOKS, NEW_TOKEN, NOW, TOKEN, URI, Hook, Rows, binary_event, github, standard
+
+KINDS = sorted(HOOKS)
+NAMING = sorted(set(KINDS) - {"determined"})
+SIGNED = sorted(kind for kind in KINDS if HOOKS[kind].signed)
+TIMED = sorted(kind for kind in KINDS if HOOKS[kind].timed)
+NO_EVENTS = [
+    (b"not json", 400),
+    (b"", 400),
+    (b'{"a": NaN}', 400),
+    (b'{"a": 1, "a": 2}', 400),
+    (b"[" * 4000, 400),
+    (b'{"run": "caf\xe9"}', 400),
+    (b"\xff\xfe{\x00}\x00", 400),
+    (b"[]", 422),
+    (b'"text"', 422),
+    (b"null", 422),
+    (b"{}", 422),
+    (b'{"a": ' + b"9" * 4050 + b"}", 422),
+]
+OUTSIDE = [
+    "/elsewhere/step-7",
+    "/runs",
+    "/runs-of-others/step-7",
+    "/runs/../etc/passwd",
+    "/runs/a/../../etc",
+    "/runs/./a",
+    "/runs//a",
+    "/runs/%2e%2e/etc",
+    "/runs/a?b",
+    "/runs/*",
+    "/runs/[a]",
+    "/runs/a\\..\\b",
+    "runs/step-7",
+    "file:///etc/passwd",
+    "s3://other/runs/a",
+    "s3://team/runs",
+    "s3://team/runs/../private",
+    "https://team/runs/a",
+    "simplecache::s3://team/runs/a",
+    "zip://a::/runs/b",
+    "file://host/runs/a",
+]
+
+
+def send(client: TestClient, hook: Hook, **headers: str) -> Any:
+    return client.post(hook.path, content=hook.body, headers=hook.headers | headers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_announcement_is_taken_once(kind: str, client: TestClient, rows: Rows) -> None:
+    hook = HOOKS[kind]
+    first = send(client, hook)
+    assert (first.status_code, first.json()["status"]) == (202, "accepted")
+    again = send(client, hook.but(at=NOW + 60))
+    assert (again.status_code, again.json()) == (202, {"status": "duplicate", "id": first.json()["id"]})
+    ((source, event_id, _, uri, run, step, state),) = rows()
+    determined = kind == "determined"
+    assert (source, state) == (hook.source, "waiting")
+    assert uri == ("/runs/experiment-41" if determined else URI)
+    assert run == ("41" if determined else "llama")
+    assert step == (None if kind in ("determined", "eventbridge") else 7)
+    if hook.source == "cloudevents":
+        assert event_id == "/trainers/7 A 234"
+    else:
+        assert (
+            len(event_id) == 64 if kind in ("wandb", "bearer") else event_id in str(hook.headers | hook.event)
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forged_one_is_refused(kind: str, client: TestClient, rows: Rows) -> None:
+    hook = HOOKS[kind]
+    other = "whsec_" + "QUJD" * 8 if hook.secret.startswith("whsec_") else "a-secret-that-is-none"
+    answers = [send(client, hook.but(secret=other))]
+    bare = {name: v for name, v in hook.headers.items() if hook.secret not in v and "ignature" not in name}
+    answers.append(client.post(hook.path, content=hook.body, headers=bare))
+    assert {a.status_code for a in answers} == {401}
+    # Whatever is wrong, the words are the same.
+    assert len({a.text for a in answers}) == 1
+    assert rows() == []
+
+
+@pytest.mark.parametrize("kind", SIGNED)
+def test_a_changed_body_is_refused(kind: str, client: TestClient, rows: Rows) -> None:
+    hook = HOOKS[kind]
+    for body in (hook.body + b" ", hook.body.replace(b"7", b"8"), b""):
+        assert client.post(hook.path, content=body, headers=hook.headers).status_code == 401
+    assert rows() == []
+
+
+@pytest.mark.parametrize("kind", TIMED)
+@pytest.mark.parametrize("seconds", [-301, 301])
+def test_a_stale_one_is_refused(kind: str, seconds: int, client: TestClient, rows: Rows) -> None:
+    hook = HOOKS[kind]
+    assert send(client, hook.but(at=NOW + seconds)).status_code == 401
+    assert rows() == []
+    assert send(client, hook.but(at=NOW + seconds // 301 * 300)).status_code == 202
+
+
+@pytest.mark.parametrize("kind", TIMED)
+@pytest.mark.parametrize("time", ["", "now", "1e9", "-1", "+1760000000", "1760000000.0", "9" * 400, "\xb9"])
+def test_a_time_that_is_none_is_refused(kind: str, time: str, client: TestClient) -> None:
+    hook = HOOKS[kind]
+    (name,) = (name for name in hook.headers if "imestamp" in name)
+    headers = hook.headers | {name: time.encode("latin-1")}
+    assert client.post(hook.path, content=hook.body, headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_body_is_bounded(kind: str, client: TestClient, rows: Rows) -> None:
+    hook = HOOKS[kind].but(raw=HOOKS[kind].body + b" " * 4096)
+    assert send(client, hook).status_code == 413
+    pieces = (hook.body[start : start + 100] for start in range(0, len(hook.body), 100))
+    assert client.post(hook.path, content=pieces, headers=hook.headers).status_code == 413  # no length told
+    assert rows() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_event(kind: str, client: TestClient, rows: Rows) -> None:
+    for body, status in NO_EVENTS:
+        hook = HOOKS[kind].but(raw=body)
+        assert send(client, hook).status_code == status, body[:40]
+    assert rows() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_type_must_be_one_of_the_kind(kind: str, client: TestClient, rows: Rows) -> None:
+    hook = HOOKS[kind]
+    for media in (
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "application/cloudevents-batch+json",
+        "",
+    ):
+        assert send(client, hook.but(media=media)).status_code == 415
+    assert rows() == []
+
+
+@pytest.mark.parametrize("kind", NAMING)
+def test_a_place_outside_is_refused(kind: str, client: TestClient, rows: Rows) -> None:
+    for uri in OUTSIDE:
+        answer = send(client, HOOKS[kind].naming(uri))
+        assert (answer.status_code, answer.json()["error"]) == (403, "forbidden-root"), uri
+    assert rows() == []
+
+
+@pytest.mark.parametrize("uri", ["file:///runs/llama/step-7/", "file://localhost/runs/llama/step-7"])
+def test_spellings_of_a_place_are_one(uri: str, client: TestClient, rows: Rows) -> None:
+    assert send(client, HOOKS["bearer"].naming(uri)).status_code == 202
+    assert [row[3] for row in rows()] == [URI]
+
+
+def test_determined_names_no_place_and_no_other(client: TestClient) -> None:
+    event: dict[str, Any] = json.loads(json.dumps(HOOKS["determined"].event))
+    for id in ("../../etc", "a/b", "..", "", None):
+        event["event_data"]["experiment"]["id"] = id
+        assert send(client, HOOKS["determined"].but(event=event)).status_code == 422
+    event["event_data"] = {"data": "test"}  # what "Test Webhook" sends
+    assert send(client, HOOKS["determined"].but(event=event)).status_code == 422
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"uri": ""},
+        {"uri": 7.5},
+        {"uri": ["/runs/a"]},
+        {"uri": True},
+        {"uri": "/runs/" + "a" * 2050},
+        {"uri": "/runs/a", "run": "a\x00b"},
+        {"uri": "/runs/a", "run": "\ud800"},
+        {"uri": "/runs/a", "run": "r" * 256},
+        {"uri": "/runs/a", "step": "seven"},
+        {"uri": "/runs/a", "step": -1},
+        {"uri": "/runs/a", "step": 2**70},
+        {"uri": "/runs/a", "step": "1_000"},
+    ],
+)
+def test_what_is_not_understood(data: dict[str, Any], client: TestClient, rows: Rows) -> None:
+    assert send(client, HOOKS["bearer"].but(event=data)).status_code == 422
+    assert rows() == []
+
+
+def test_other_events_are_acknowledged_and_left(client: TestClient, rows: Rows) -> None:
+    ping = HOOKS["github"].but(sign=lambda *given: github(*given) | {"X-GitHub-Event": "ping"})
+    failed = HOOKS["determined"].but(
+        event=HOOKS["determined"].event | {"condition": {"state": "ERRORED"}, "event_id": "e"}
+    )
+    stopped = HOOKS["eventbridge"].but(
+        event=json.loads(json.dumps(HOOKS["eventbridge"].event).replace("Completed", "Stopped"))
+    )
+    tag = HOOKS["mlflow"].but(event=HOOKS["mlflow"].event | {"entity": "model_version_tag", "action": "set"})
+    for hook in (ping, failed, stopped, tag):
+        answer = send(client, hook)
+        assert (answer.status_code, answer.json()["status"]) == (202, "ignored")
+    assert rows() == []
+
+
+def test_unknown_sources_and_methods(client: TestClient) -> None:
+    hook = HOOKS["bearer"]
+    for path in ("/hooks/nobody", "/hooks/SLURM", "/hooks/%2e%2e", "/hooks/a%00b"):
+        assert client.post(path, content=hook.body, headers=hook.headers).status_code == 404
+    assert client.get(hook.path).status_code == 405
+    assert client.post("/hooks/", content=hook.body, headers=hook.headers).status_code in (404, 405)
+
+
+def test_all_secrets_are_live(client: TestClient) -> None:
+    hook = HOOKS["bearer"]
+    for number, secret in enumerate((TOKEN, NEW_TOKEN)):
+        answer = send(client, hook.but(secret=secret), **{"idempotency-key": f"k{number}"})
+        assert (answer.status_code, answer.json()["status"]) == (202, "accepted")
+
+
+def test_one_good_signature_among_several_is_enough(client: TestClient) -> None:
+    hook = HOOKS["standard-webhooks"]
+    good = hook.headers["webhook-signature"]
+    for given, status in (
+        (f"v1,AAAA {good}", 202),
+        (f"v1a,{good[3:]} {good}", 202),
+        (good[3:], 401),
+        (f"v2,{good[3:]}", 401),
+        (good + "=", 401),
+        ("v1,A", 401),
+        ("v1", 401),
+        ("v1,\xe9", 401),
+        (" ".join(["v1,AAAA"] * 8 + [good]), 401),
+    ):
+        headers = hook.headers | {"webhook-signature": given.encode("latin-1")}
+        assert client.post(hook.path, content=hook.body, headers=headers).status_code == status, given
+
+
+def test_an_id_cannot_be_grown_out_of_the_body(client: TestClient) -> None:
+    # id.time.body is signed: a body with ".<time>.{...}" inside could be cut at another place.
+    inner = '{"data":{"uri":"/runs/planted"}}'
+    event = {"note": f"x.{int(NOW)}.", "data": {"uri": URI}}
+    body = json.dumps(event).replace('."', f'.{inner}"').encode()
+    headers = standard(body, int(NOW), HOOKS["standard-webhooks"].secret)
+    front, time, _ = body.decode().rpartition(f".{int(NOW)}.")
+    assert time
+    grown = f"{headers['webhook-id']}.{int(NOW)}.{front}"
+    answer = client.post(
+        "/hooks/standard",
+        content=body.decode().rpartition(f".{int(NOW)}.")[2].encode(),
+        headers=headers | {"webhook-id": grown, "content-type": "application/json"},
+    )
+    assert answer.status_code == 401
+
+
+def test_a_header_given_twice_is_refused(client: TestClient) -> None:
+    hook = HOOKS["standard-webhooks"]
+    twice = [*hook.headers.items(), ("webhook-id", "msg_other")]
+    assert client.post(hook.path, content=hook.body, headers=twice).status_code == 400
+
+
+def test_cloudevents_of_other_versions_and_halves(client: TestClient) -> None:
+    hook = HOOKS["cloudevents-structured"]
+    for change in ({"specversion": "0.3"}, {"id": ""}, {"source": None}, {"type": ""}, {"data": "text"}):
+        assert send(client, hook.but(event=hook.event | change)).status_code == 422
+    bare = HOOKS["cloudevents-binary"].but(
+        sign=lambda *given: {k: v for k, v in binary_event(*given).items() if k != "ce-specversion"}
+    )
+    assert send(client, bare).status_code == 422
+
+
+def test_cloudevents_modes_are_one_event(client: TestClient) -> None:
+    first = send(client, HOOKS["cloudevents-structured"]).json()
+    assert send(client, HOOKS["cloudevents-binary"]).json() == {"status": "duplicate", "id": first["id"]}
+
+
+def test_the_handshake_of_cloudevents(client: TestClient) -> None:
+    answer = client.options("/hooks/cloudevents", headers={"WebHook-Request-Origin": "events.example"})
+    assert answer.status_code == 200
+    assert answer.headers["webhook-allowed-origin"] == "events.example"
+    assert client.options("/hooks/slurm").status_code == 404
+
+
+def test_the_same_id_of_two_sources_is_two_events(client: TestClient, rows: Rows) -> None:
+    key = {"idempotency-key": "72d3162e-cc78-11e3-81ab-4c9367dc0958"}
+    assert send(client, HOOKS["bearer"], **key).json()["status"] == "accepted"
+    assert send(client, HOOKS["github"]).json()["status"] == "accepted"
+    assert len(rows()) == 2
+
+
+def test_without_its_database_it_asks_to_send_again(client: TestClient, rows: Rows) -> None:
+    tmp_path = rows.path.parent
+    assert client.get("/readyz").status_code == 200
+    for side in ("-wal", "-shm"):  # a fresh connection takes what is in them
+        assert not (tmp_path / f"catalog.sqlite{side}").exists()
+    (tmp_path / "catalog.sqlite").rename(tmp_path / "away")
+    (tmp_path / "catalog.sqlite").mkdir()
+    answer = send(client, HOOKS["bearer"])
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert str(tmp_path) not in answer.text
+    assert client.get("/readyz").status_code == 503
+    assert client.get("/healthz").status_code == 200
+    (tmp_path / "catalog.sqlite").rmdir()
+    (tmp_path / "away").rename(tmp_path / "catalog.sqlite")
+    assert send(client, HOOKS["bearer"]).json()["status"] == "accepted"
