@@ -8,9 +8,10 @@ transaction with foreign keys off, and the keys are checked before it commits.
 from alembic import context
 
 from ckptcore.catalog import default_url
-from ckptcore.catalog.database import parse
+from ckptcore.catalog.database import HEAD, parse
 from ckptcore.catalog.migrate import migrating
 from ckptcore.catalog.models import Base, UtcDateTime
+from ckptcore.catalog.views import making
 
 
 def render_item(kind, item, _context):
@@ -38,6 +39,9 @@ if context.is_offline_mode():
     context.configure(url=parse(default_url()), literal_binds=True, **OPTIONS)
     with context.begin_transaction():
         context.run_migrations()
+        if context.get_revision_argument() in ("head", HEAD):
+            for statement in making(context.get_context().dialect.name):
+                context.execute(statement)
 elif given is not None:
     run(given)
 else:

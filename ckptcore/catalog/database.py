@@ -24,10 +24,11 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.pool import NullPool, Pool, StaticPool
 
 from ckptcore.catalog.models import Base
+from ckptcore.catalog.views import make_views
 from ckptcore.errors import CatalogError, MissingDependency
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-REVISIONS = ("0001", "0002", "0003")
+REVISIONS = ("0001", "0002", "0003", "0004")
 HEAD = REVISIONS[-1]
 
 PSYCOPG = "postgresql+psycopg"
@@ -240,6 +241,7 @@ def _ensure_head(engine: Engine, shown: str, create: bool) -> None:
             # Another process may have been faster; the writer's lock is ours only now.
             if revision(connection) is None:
                 Base.metadata.create_all(connection)
+                make_views(connection)
                 connection.exec_driver_sql(_STAMP)
                 connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{HEAD}')")
         return

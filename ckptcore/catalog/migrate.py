@@ -24,6 +24,7 @@ from ckptcore.catalog.database import (
     sqlite_path,
     translated,
 )
+from ckptcore.catalog.views import drop_views, make_views
 from ckptcore.errors import CatalogError
 
 if TYPE_CHECKING:
@@ -56,9 +57,10 @@ def migrate(url: str, target: str) -> tuple[str | None, str]:
 
 @contextmanager
 def migrating(url: str) -> Iterator[Connection]:
-    """A connection in one transaction, fit for migrations: others wait, foreign keys are off.
+    """A connection in one transaction, fit for migrations: others wait, foreign keys are off, views away.
 
-    Leaving it checks the foreign keys and only then commits.
+    Views would keep tables from being changed. Leaving it makes them again where the schema is `HEAD`,
+    checks the foreign keys, and only then commits.
     """
     parsed = parse(url)
     path = sqlite_path(parsed)
@@ -70,7 +72,10 @@ def migrating(url: str) -> Iterator[Connection]:
             translated(parsed.render_as_string(hide_password=True)),
             engine.begin() as connection,
         ):
+            drop_views(connection)
             yield connection
+            if revision(connection) == HEAD:
+                make_views(connection)
             if connection.dialect.name == "sqlite":
                 broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
                 if broken:

@@ -16,6 +16,7 @@ from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog.database import HEAD, REVISIONS
 from ckptcore.catalog.migrate import configuration, migrate, migrating
 from ckptcore.catalog.models import Base
+from ckptcore.catalog.views import VIEWS
 from ckptcore.errors import CatalogError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -46,24 +47,22 @@ def test_a_fresh_catalog_is_what_the_migrations_make(tmp_path):
     # Alembic's own table, written on one line in the one and on several in the other.
     assert made.pop("alembic_version")
     assert migrated.pop("alembic_version")
-    assert len(made) == len(Base.metadata.tables) + sum(
-        len(table.indexes) for table in Base.metadata.tables.values()
-    )
+    indexes = [index for table in Base.metadata.tables.values() for index in table.indexes]
+    assert len(made) == len(Base.metadata.tables) + len(indexes) + len(VIEWS)
     assert made == migrated
 
 
-def test_models_need_no_new_migration(tmp_path, monkeypatch):
-    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
-    open_catalog().close()
+def test_models_need_no_new_migration(bare, monkeypatch):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
+    upgrade(bare)
     command.check(configuration())  # raises when the models and the database differ
 
 
-def test_the_check_above_sees_a_difference(tmp_path, monkeypatch):
-    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
-    open_catalog().close()
-    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
-        connection.execute("ALTER TABLE checkpoint DROP COLUMN dtypes")
-    connection.close()
+def test_the_check_above_sees_a_difference(bare, monkeypatch):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
+    upgrade(bare)
+    with migrating(bare) as connection:
+        connection.exec_driver_sql("ALTER TABLE checkpoint DROP COLUMN dtypes")
     with pytest.raises(Exception, match="New upgrade operations detected"):
         command.check(configuration())
 
@@ -86,6 +85,70 @@ def test_down_to_nothing_and_up_again(tmp_path, monkeypatch):
     assert set(schema(path)) == {"alembic_version"}
     assert upgrade(str(path)) == (None, HEAD)
     assert schema(path) == before
+
+
+# One row of every table, in the words of the schema where the table or its columns came; NOW is a time.
+AT = {
+    "0001": """
+        INSERT INTO training_run VALUES (1, 'llama', NOW);
+        INSERT INTO checkpoint VALUES (1, 'u1', 1, 'source', 'dcp', '/a', 'present', 10, 4, 1, 1, 'float32',
+                                       'm', '', '{}', NOW, NULL, NULL, NULL);
+        INSERT INTO checkpoint_file VALUES (1, 'f', 4, NULL);
+        INSERT INTO tensor VALUES (1, 'w', 'float32', '[1]', 4);
+        INSERT INTO conversion VALUES (1, 'c1', 'export', 'succeeded', '/a', '/b', '{}', 'p', '1', NULL,
+                                       NOW, NOW, 4, 4, NULL, NULL, NULL, '{}');
+        INSERT INTO conversion_io VALUES (1, 1, 'in');
+        INSERT INTO finding VALUES (1, 1, 1, 'hole', 'cover', 'error', 'rows', 'w', NULL, '', NOW, NULL);
+        INSERT INTO tag VALUES (1, 'k', 'v', NOW)""",
+    "0002": """
+        UPDATE checkpoint SET fingerprint = 'f';
+        UPDATE tensor SET fingerprint = 'f';
+        UPDATE conversion SET fingerprint = 'f', map_digest = 'm'""",
+    "0003": """
+        INSERT INTO aliases VALUES (1, 'best', 1, 1, NOW);
+        INSERT INTO holds VALUES (1, 'h1', 1, 'paper', '', NOW, NULL, NULL);
+        INSERT INTO watched_roots VALUES (1, 'r', '/r', '[]', '{}', true, NOW, NULL, NULL);
+        INSERT INTO inbox VALUES (1, 'i1', 's', 'e', '', '', '', NULL, '', 'waiting', 0, NOW, NOW, NULL, NULL,
+                                  NULL);
+        INSERT INTO outbox VALUES (1, 'o1', 's', 'k', '', '{}', 'waiting', 0, NOW, NOW, NULL, NULL)""",
+    "0004": "",
+}
+
+
+def rows(url):
+    """table -> its rows, as columns by name."""
+    with migrating(url) as connection:
+        return {
+            name: [dict(row) for row in connection.exec_driver_sql(f"SELECT * FROM {name}").mappings()]
+            for name in sorted(sa.inspect(connection).get_table_names())
+            if name != "alembic_version"
+        }
+
+
+def test_data_goes_up_and_down(bare, monkeypatch):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
+    assert tuple(AT) == REVISIONS
+    held = {}
+    for revision, statements in AT.items():
+        migrate(bare, revision)
+        with migrating(bare) as connection:
+            for statement in filter(None, statements.split(";")):
+                connection.exec_driver_sql(statement.replace("NOW", "'2026-01-01 00:00:00+00:00'"))
+        held[revision] = rows(bare)
+    assert all(len(found) == 1 for found in held[HEAD].values())
+    assert set(held[HEAD]) == set(Base.metadata.tables)
+    for revision in reversed(REVISIONS[:-1]):
+        command.downgrade(configuration(), revision)
+        assert rows(bare) == held[revision]
+    assert upgrade(bare) == (REVISIONS[0], HEAD)
+    found = rows(bare)
+    assert {name: len(each) for name, each in found.items()} == {
+        name: int(name in held["0001"]) for name in held[HEAD]
+    }
+    first = found["checkpoint"][0]
+    assert first == held[HEAD]["checkpoint"][0] | {"fingerprint": None}
+    with open_catalog(bare) as catalog:
+        assert catalog.show("/a").findings[0].code == "hole"
 
 
 def test_rows_from_before_fingerprints_have_none(tmp_path):
@@ -186,6 +249,7 @@ def test_the_same_scripts_speak_postgresql(python, finish):
         python(script, "upgrade", "head", "--sql", CKPTCORE_CATALOG_URL="postgresql+psycopg://h/d")
     )
     assert sql.count("CREATE TABLE ") == len(Base.metadata.tables) + 1
+    assert sql.count("CREATE VIEW ") == len(VIEWS)
     assert "id BIGSERIAL NOT NULL" in sql
     assert "created_at TIMESTAMP WITH TIME ZONE NOT NULL" in sql
 

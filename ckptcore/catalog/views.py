@@ -1,0 +1,136 @@
+"""Views: the questions that people ask in SQL, answered under names that last.
+
+They hold no data, so they are never altered: a migration drops them first and makes those of its `HEAD`
+last (`migrate.migrating`). A change here needs a revision, or catalogs of today would keep the old ones.
+The README beside this file describes every column.
+"""
+
+from __future__ import annotations
+
+from string import Template
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+# What the two databases spell differently.
+_SPELLINGS = {
+    "sqlite": {
+        "took": "(julianday(v.ended_at) - julianday(v.started_at)) * 86400.0",
+        "days": "julianday('now') - julianday(coalesce(c.verified_at, c.created_at))",
+        "stages": "json_each(v.timings)",
+        "seconds": "t.value",
+    },
+    "postgresql": {
+        "took": "extract(epoch FROM v.ended_at - v.started_at)::double precision",
+        "days": "extract(epoch FROM now() - coalesce(c.verified_at, c.created_at))::double precision / 86400",
+        "stages": "json_each_text(v.timings::json)",
+        "seconds": "t.value::double precision",
+    },
+}
+
+# In the order in which they can be made: later ones may use earlier ones.
+VIEWS = {
+    "latest_exports": """
+SELECT run, step, format, checkpoint, uri, bytes, fingerprint, verified_level, verified_at
+FROM (
+  SELECT r.name AS run, c.step, c.format, c.uuid AS checkpoint, c.uri, c.total_bytes AS bytes, c.fingerprint,
+         c.verified_level, c.verified_at,
+         row_number() OVER (PARTITION BY c.run_id, c.format
+                            ORDER BY coalesce(c.step, -1) DESC, c.id DESC) AS place
+  FROM checkpoint c JOIN training_run r ON r.id = c.run_id
+  WHERE c.kind = 'derived' AND c.state = 'present' AND c.verified_at IS NOT NULL
+) ranked
+WHERE place = 1""",
+    "lineage_steps": """
+SELECT s.uuid AS source, s.uri AS source_uri, v.uuid AS conversion, v.verb, v.ended_at,
+       d.uuid AS derived, d.uri AS derived_uri, s.id AS source_id, d.id AS derived_id
+FROM conversion_io o
+JOIN conversion_io i ON i.conversion_id = o.conversion_id AND i.direction = 'in'
+JOIN conversion v    ON v.id = o.conversion_id
+JOIN checkpoint s    ON s.id = i.checkpoint_id
+JOIN checkpoint d    ON d.id = o.checkpoint_id
+WHERE o.direction = 'out'""",
+    # UNION, not UNION ALL: what was converted onto itself must not go round for ever.
+    "lineage_up": """
+WITH RECURSIVE step (derived_id, source_id) AS (
+  SELECT o.checkpoint_id, i.checkpoint_id
+  FROM conversion_io o
+  JOIN conversion_io i ON i.conversion_id = o.conversion_id AND i.direction = 'in'
+  WHERE o.direction = 'out'
+), made (checkpoint_id, ancestor_id) AS (
+  SELECT derived_id, source_id FROM step
+  UNION
+  SELECT made.checkpoint_id, step.source_id FROM made JOIN step ON step.derived_id = made.ancestor_id
+)
+SELECT c.uuid AS checkpoint, c.uri, c.state, a.uuid AS ancestor, a.uri AS ancestor_uri,
+       a.format AS ancestor_format, a.state AS ancestor_state
+FROM made JOIN checkpoint c ON c.id = made.checkpoint_id JOIN checkpoint a ON a.id = made.ancestor_id""",
+    "lineage_down": """
+SELECT u.ancestor AS checkpoint, u.ancestor_uri AS uri, u.ancestor_state AS state,
+       c.uuid AS descendant, c.uri AS descendant_uri, c.format AS descendant_format,
+       c.state AS descendant_state
+FROM lineage_up u JOIN checkpoint c ON c.uuid = u.checkpoint""",
+    "incomplete": """
+SELECT c.uuid AS checkpoint, c.uri, c.kind, c.state, f.code, f.message, coalesce(f.fqn, f.file) AS place,
+       f.hint, f.found_at
+FROM checkpoint c
+JOIN finding f ON f.checkpoint_id = c.id AND f.resolved_at IS NULL AND f.severity = 'error'
+WHERE c.state IN ('damaged', 'incomplete')""",
+    "unverified": """
+SELECT c.uuid AS checkpoint, c.uri, c.kind, c.state, c.total_bytes AS bytes, c.verified_level, c.verified_at,
+       $days AS days
+FROM checkpoint c
+WHERE c.state <> 'replaced'""",
+    "duplicates": """
+SELECT fingerprint, copies, checkpoint, uri, format, state, bytes
+FROM (
+  SELECT c.fingerprint, count(*) OVER (PARTITION BY c.fingerprint) AS copies, c.uuid AS checkpoint, c.uri,
+         c.format, c.state, c.total_bytes AS bytes
+  FROM checkpoint c
+  WHERE c.fingerprint IS NOT NULL AND c.state <> 'replaced'
+) counted
+WHERE copies > 1""",
+    "storage_by_run": """
+SELECT coalesce(r.name, '-') AS run, c.kind, count(*) AS checkpoints, sum(c.total_bytes) AS bytes,
+       min(c.created_at) AS first_at, max(c.created_at) AS last_at
+FROM checkpoint c LEFT JOIN training_run r ON r.id = c.run_id
+WHERE c.state <> 'replaced'
+GROUP BY r.name, c.kind""",
+    "conversion_throughput": """
+SELECT conversion, verb, source_uri, destination_uri, started_at, ended_at, seconds, bytes_in, bytes_out,
+       CASE WHEN seconds > 0 THEN bytes_out / seconds END AS bytes_per_second, peak_memory, flow_run_id
+FROM (
+  SELECT v.uuid AS conversion, v.verb, v.source_uri, v.destination_uri, v.started_at, v.ended_at,
+         $took AS seconds, v.bytes_in, v.bytes_out, v.peak_memory, v.flow_run_id
+  FROM conversion v
+  WHERE v.state = 'succeeded'
+) timed""",
+    "conversion_stages": """
+SELECT v.uuid AS conversion, v.verb, v.started_at, t.key AS stage, $seconds AS seconds
+FROM conversion v CROSS JOIN $stages t
+WHERE v.state = 'succeeded'""",
+}
+
+
+def dropping() -> list[str]:
+    """The statements that remove every view, whichever are there."""
+    return [f"DROP VIEW IF EXISTS {name}" for name in reversed(VIEWS)]
+
+
+def making(dialect: str) -> list[str]:
+    """The statements that make them. dialect: sqlite or postgresql."""
+    spelled = _SPELLINGS[dialect]
+    return [f"CREATE VIEW {name} AS{Template(query).substitute(spelled)}" for name, query in VIEWS.items()]
+
+
+def drop_views(conn: Connection) -> None:
+    """Removes every view."""
+    for statement in dropping():
+        conn.exec_driver_sql(statement)
+
+
+def make_views(conn: Connection) -> None:
+    """Makes them in a database that has all tables of `HEAD` and no views."""
+    for statement in making(conn.dialect.name):
+        conn.exec_driver_sql(statement)
