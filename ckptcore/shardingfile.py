@@ -17,6 +17,7 @@ fsdp = "shard(0)"                    # the default
 layers = "layers.{n}."               # how the name of a layer's parameter begins
 first = ["tok_embeddings.*"]
 last = ["norm.*", "output.*"]
+every = ["*freqs_cis"]               # what all stages have: rotary tables
 stacked = ["*.all_layers.*"]         # layers in one tensor: pp cuts its dim 0
 split = [[0, 2], [2, 4]]             # layers of each stage, half-open; default: even
 weights = [1, 1]                     # or even with embeddings and head counted as layers
@@ -81,9 +82,9 @@ class Rule(_Form):
 class Stages(_Form):
     """Which parameters lie on which pipeline stage.
 
-    layers: how a layer's names begin, a glob with ``{n}`` for its number. first, last: globs. tied: those of
-    ``first`` that the last stage needs, too, when no name matches ``head``. stacked: globs on tensors whose
-    dim 0 counts layers.
+    layers: how a layer's names begin, a glob with ``{n}`` for its number. first, last: globs. every: globs on
+    what all stages have. tied: those of ``first`` that the last stage needs, too, when no name matches
+    ``head``. stacked: globs on tensors whose dim 0 counts layers.
     split: [first layer, behind the last] of each stage. virtual: stages per rank. weights: as how many layers
     the embeddings and the head count, when layers are split evenly.
     """
@@ -92,6 +93,7 @@ class Stages(_Form):
     stacked: Texts = ()
     first: Texts = ()
     last: Texts = ()
+    every: Texts = ()
     tied: Texts = ()
     head: Texts = ()
     split: tuple[tuple[int, int], ...] | None = None

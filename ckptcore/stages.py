@@ -23,7 +23,7 @@ NUMBER = "{n}"
 def place_stages(shapes: Mapping[str, tuple[int, ...]], stages: Stages, pp: int
                  ) -> dict[str, tuple[int, ...] | None]:  # fmt: skip
     """For each parameter, the coordinates on the pp axis that have it; None for stacked layers: pp cuts
-    those.
+    those. What all stages have is left out.
 
     shapes: of the parameters, by name.
     Raises `UsageError` for more stages than layers, stacked layers that do not divide, a split that is none,
@@ -56,10 +56,10 @@ def place_stages(shapes: Mapping[str, tuple[int, ...]], stages: Stages, pp: int
         else:
             continue
         found[name] = tuple(sorted({s % pp for s in where})) or None
-    lost = [n for n in shapes if n not in found]
+    lost = [n for n in shapes if n not in found and not matches(n, stages.every)]
     if lost:
         raise UsageError(f"no pipeline stage is told for {some(lost)}",
-                         hint="name them in [stages] of --sharding, under first or last")  # fmt: skip
+                         hint="name them in [stages] of --sharding, under first, last or every")  # fmt: skip
     return found
 
 

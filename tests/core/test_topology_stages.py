@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from topologies import described, hf, layer_of, manifest_of, stages_of, with_adam
 
+from ckptcore.box import Box
 from ckptcore.errors import UsageError
 from ckptcore.topology import lay_out
 
@@ -60,6 +61,26 @@ def test_tied_embeddings_are_on_both_ends() -> None:
     assert [rank for rank, _ in topology.owners("model.model.embed_tokens.weight", (16, 8))] == [0]
     untied = lay_out(manifest_of(hf()), "pp=3")
     assert described(untied, "model.embed_tokens.weight") == "@pp[0]"
+
+
+def test_rotary_tables_are_on_every_stage() -> None:
+    table = {
+        "freqs_cis": (64, 4),
+        "layers.0.attention.wq.weight": (8, 8),
+        "layers.1.attention.wq.weight": (8, 8),
+    }
+    titan = table | {"tok_embeddings.weight": (16, 8), "output.weight": (16, 8)}
+    topology = lay_out(manifest_of(titan), "pp=2,fsdp=2")
+    assert topology.held("freqs_cis", (64, 4)) == (Box.whole((64, 4)),) * 4
+    assert [rank for rank, _ in topology.owners("freqs_cis", (64, 4))] == [0]
+    names = hf() | {"model.rotary_emb.inv_freq": (4,)}
+    assert (
+        lay_out(manifest_of(names), "pp=2").held("model.rotary_emb.inv_freq", (4,)) == (Box.whole((4,)),) * 2
+    )
+    with pytest.raises(UsageError, match="no pipeline stage") as caught:
+        lay_out(manifest_of(names), "pp=2", STAGES)
+    assert "every" in str(caught.value.hint)
+    assert lay_out(manifest_of(names), "pp=2", STAGES + 'every = "*rotary_emb.*"')
 
 
 STAGES = """
