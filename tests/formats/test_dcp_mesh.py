@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from driver import Cli
 from reshard_job import BUFFERS, stage_of
 from samples import SAMPLES, Sample
 from torch.distributed.checkpoint import FileSystemReader
@@ -28,6 +29,7 @@ JOB = Path(__file__).with_name("reshard_job.py")
 TOYS = ("dcp_fsdp2_bf16_4r", "dcp_fsdp2_tied_4r", "dcp_fsdp2_tp_uneven_4r", "dcp_hsdp_4r")
 TITAN = "dcp_torchtitan_like_4r"
 Axes = tuple[tuple[str, int], ...]
+Chunks = dict[str, dict[Box, int]]
 FSDP = {n: (("fsdp", n),) for n in (1, 2, 3, 4, 8)}
 TP: Axes = (("fsdp", 2), ("tp", 2))
 HSDP: Axes = (("dp_replicate", 2), ("fsdp", 2))
@@ -76,10 +78,10 @@ def resume(sample: Sample, axes: Axes, tmp_path: Path) -> list[dict[str, Any]]:
     return told
 
 
-def chunks(folder: Path) -> dict[str, dict[Box, int]]:
+def chunks(folder: Path) -> Chunks:
     """Name -> box -> the rank in whose file torch finds it; empty boxes are left out."""
     told = FileSystemReader(folder).read_metadata()
-    found: dict[str, dict[Box, int]] = {}
+    found: Chunks = {}
     assert told.storage_data is not None
     places = {(i.fqn, i.offset): int(s.relative_path.split("_")[2]) for i, s in told.storage_data.items()}
     for name, entry in told.state_dict_metadata.items():
@@ -93,17 +95,23 @@ def chunks(folder: Path) -> dict[str, dict[Box, int]]:
     return found
 
 
-def resumes(sample: Sample, axes: Axes, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
-    topology = reshard(sample.root / "ckpt", tmp_path / "out", axes, patch)
+def loaded(sample: Sample, axes: Axes, tmp_path: Path) -> tuple[Chunks, Chunks]:
+    """Has a job of this mesh load what was written; gives the chunks of that, and of what the job saves."""
     assert validate(ckptcore.open(str(tmp_path / "out")), "bytes").ok
     told = resume(sample, axes, tmp_path)
     assert [row["wrong"] for row in told] == [[]] * len(told)
     for row in told:
         assert row["losses"].get("written") == row["losses"].get("original") == row["losses"].get("load_into")
     assert "pp" in dict(axes) or sample.name == TITAN or all(len(row["losses"]) == 3 for row in told)
-    # As if the job itself had saved: the same parts, each in a file of a rank that has it.
-    ours, theirs = chunks(tmp_path / "out"), chunks(tmp_path / "saved")
+    theirs = chunks(tmp_path / "saved")
     assert theirs
+    return chunks(tmp_path / "out"), theirs
+
+
+def resumes(sample: Sample, axes: Axes, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    topology = reshard(sample.root / "ckpt", tmp_path / "out", axes, patch)
+    ours, theirs = loaded(sample, axes, tmp_path)
+    # As if the job itself had saved: the same parts, each in a file of a rank that has it.
     for name, parts in theirs.items():
         assert ours[name].keys() == parts.keys(), name
         shape = next(t.shape for t in ckptcore.open(str(tmp_path / "out")).tensors if t.fqn == name)
@@ -141,3 +149,19 @@ def test_jobs_of_every_mesh_resume(name: str, axes: Axes, found: dict[str, Sampl
     if "pp" in dict(axes) and "tied" in name:
         pytest.skip("its embeddings are tied across the stages")
     resumes(found[name], axes, tmp_path, monkeypatch)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param(a, marks=() if a == FSDP[4] else pytest.mark.soak) for a in (*FSDP.values(), HSDP)],
+    ids=lambda a: "-".join(f"{k}{n}" for k, n in a),
+)
+def test_torchtitan_s_keys_by_the_built_in_rules(axes: Axes, found: dict[str, Sample], cli: Cli,
+                                                 tmp_path: Path) -> None:  # fmt: skip
+    mesh = ",".join(f"{a}={n}" for a, n in axes)
+    done = cli("reshard", found[TITAN].root / "ckpt", tmp_path / "out", "--to", "dcp", "--mesh", mesh)
+    assert done.code == 0, done
+    ours, theirs = loaded(found[TITAN], axes, tmp_path)
+    buffers = {"plain", "rep"}  # of floats, whose names say nothing: they look like parameters
+    assert {n for n, parts in theirs.items() if ours[n].keys() != parts.keys()} <= buffers
