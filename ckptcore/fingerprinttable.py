@@ -40,7 +40,8 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
             if names.setdefault(name, len(specs)) == len(specs):
                 specs.append((held.dtypes[source], tuple(full[:rank].tolist())))
         tensor = np.array([names[name] for name in held.names], np.int64)
-        rows.append((tensor, held.offset, held.shape))
+        # Copies: the plan's own arrays would keep all of it, of every file at once.
+        rows.append((tensor, held.offset.copy(), held.shape.copy()))
         sums.append(np.frombuffer(receipt.sums or b"", "<u8").reshape(len(held), 2))
         files.append(np.full(len(held), number))
     boxes, added = _columns(rows), np.concatenate(sums)

@@ -19,7 +19,6 @@ from typing import Any
 
 from ckptcore.check import check
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError
-from ckptcore.fileplan import FilePlan
 from ckptcore.fingerprint import Fingerprinted, checkpoint_fingerprint
 from ckptcore.fingerprinttable import fingerprints
 from ckptcore.formats import Source, by_name, open_source, read_manifest
@@ -173,7 +172,7 @@ def _published_output(staging: Staging, plan: Plan, receipts: Sequence[Receipt])
             source.store.size(r.path) == r.nbytes and (r.digest is None or is_intact(source.store, r))
             for r in receipts
         )
-    if not proven or sorted(_told(written)) != _wanted(staging, plan):
+    if not proven or sorted(_told(written)) != _planned(staging, plan)[0]:
         raise DestinationExists(f"{staging.destination} exists, and has changed since it was published")
     return written
 
@@ -182,9 +181,17 @@ def _told(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(t.fqn, t.dtype, t.shape) for t in manifest.tensors]
 
 
-def _wanted(staging: Staging, plan: Plan) -> list[tuple[str, str, tuple[int, ...]]]:
-    plans = (load_file_plan(staging.plan, f.index) for f in plan.files)
-    return sorted({told for p in plans for told in p.held.told()})
+def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[int, ...]]], list[str]]:
+    """(name, dtype, shape of each tensor that is planned; commit files), one file's plan at a time: those of
+    a large job are gigabytes together."""
+    told: set[tuple[str, str, tuple[int, ...]]] = set()
+    commit = []
+    for file in plan.files:
+        one = load_file_plan(staging.plan, file.index)
+        told.update(one.held.told())
+        if one.commit:
+            commit.append(one.path)
+    return sorted(told), commit
 
 
 def _note_publishing(staging: Staging, plan: Plan, *, single: bool) -> None:
@@ -219,10 +226,9 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     assert reader.read is not None  # every format that writes reads
     written = reader.read(source)
     report = check(written, None, "cover")
-    plans = [load_file_plan(staging.plan, f.index) for f in plan.files]
-    wanted = sorted({told for p in plans for told in p.held.told()})
-    known = _in_literals(written, plans)
-    found = sorted((t.fqn, t.dtype, t.shape) for t in written.tensors if t.fqn not in known)
+    wanted, last = _planned(staging, plan)
+    known = _in_literals(staging, plan, written, {name for name, *_ in wanted})
+    found = [told for told in sorted(_told(written)) if told[0] not in known]
     if not report.ok or found != wanted:
         raise OutputMismatch(
             f"the output does not read back as planned ({len(found)} of {len(wanted)} tensors): "
@@ -230,23 +236,23 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
         )
     # config.json makes a folder loadable, too: with the index it comes last.
     commit = [path for path, _ in plan.extra if path == "config.json"]
-    return written, (*commit, *(p.path for p in plans if p.commit))
+    return written, (*commit, *last)
 
 
-def _in_literals(written: Manifest, plans: Sequence[FilePlan]) -> set[str]:
+def _in_literals(staging: Staging, plan: Plan, written: Manifest, planned: set[str]) -> set[str]:
     """Tensors whose bytes the plan itself holds: arrays that an object brought along."""
-    planned = {name for p in plans for name in p.held.names}
-    more = [(n, spec) for n, spec in enumerate(written.tensors) if spec.fqn not in planned]
-    literals = {p.path: p.literals for p in plans} if more else {}
-    found: set[str] = set()
-    for n, spec in more:
-        items = [written.items[c.item] for c in written.chunks_of(n) if c.item >= 0]
-        if all(
-            any(x.start <= i.start and i.start + i.length <= x.start + len(x.data)
-                for x in literals.get(written.files[i.file].path, ()))
-            for i in items
-        ):  # fmt: skip
-            found.add(spec.fqn)
+    found = {t.fqn for t in written.tensors} - planned
+    items: dict[str, list[tuple[str, int, int]]] = {}  # path -> (tensor, first byte, behind the last)
+    for n, spec in enumerate(written.tensors):
+        chunks = written.chunks_of(n) if spec.fqn in found else ()
+        for item in (written.items[c.item] for c in chunks if c.item >= 0):
+            row = spec.fqn, item.start, item.start + item.length
+            items.setdefault(written.files[item.file].path, []).append(row)
+    index = {f.path: f.index for f in plan.files}
+    for path, rows in items.items():
+        one = load_file_plan(staging.plan, index[path]) if path in index else None
+        held = [(x.start, x.start + len(x.data)) for x in (one.literals if one is not None else ())]
+        found -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in held)}
     return found
 
 
