@@ -1,0 +1,271 @@
+"""Start and notify: rows become runs, ended runs become messages, and nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import webhooks
+from standardwebhooks import Webhook
+
+from deployments.receiver.event import Event
+from deployments.receiver.inbox import LEASE, Box
+from deployments.receiver.loop import Loop
+from deployments.receiver.notify import SCHEDULE, send_due
+from deployments.receiver.settings import Sender, Target
+from deployments.receiver.start import MAX_ATTEMPTS, RunState, outcome_of, work
+
+NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
+TARGETS = {
+    "all": Target(url="https://all.example/hook", secret="WHSEC"),
+    "good": Target(url="https://good.example/hook", secret="WHSEC", events=["conversion.succeeded"]),
+}
+
+
+class FakeRuns:
+    """Prefect as far as the receiver knows it; runs by idempotency key."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, str] = {}
+        self.given: list[dict[str, Any]] = []
+        self.now: dict[str, RunState] = {}
+        self.error: Exception | None = None
+
+    def start(
+        self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
+    ) -> str:
+        if self.error is not None:
+            raise self.error
+        self.given.append({"deployment": deployment, "name": name, "tags": list(tags), **parameters})
+        return self.runs.setdefault(key, f"run-{len(self.runs)}")
+
+    def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
+        return {id: self.now.get(id, RunState("RUNNING", NOW, "")) for id in ids}
+
+
+@pytest.fixture
+def runs() -> FakeRuns:
+    return FakeRuns()
+
+
+def event(id: str = "e1", source: str = "slurm") -> Event:
+    return Event(source=source, event_id=id, type="", wanted=True, uri=webhooks.URI, run="llama", step=7)
+
+
+def state(url: str, columns: str = "state, flow_run_id, error_message") -> list[tuple[Any, ...]]:
+    return webhooks.Rows(Path(url.removeprefix("sqlite:///")))(columns)
+
+
+def outbox(url: str) -> list[tuple[str, str]]:
+    connection = sqlite3.connect(url.removeprefix("sqlite:///"))
+    found = connection.execute("SELECT endpoint, state FROM outbox ORDER BY id").fetchall()
+    connection.close()
+    return found
+
+
+def test_an_event_becomes_one_run_and_its_end_two_messages(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    box.put(event(), webhooks.URI, "{}", NOW)
+    assert work(box, runs, senders, TARGETS, NOW) == 1
+    assert runs.given == [{
+        "deployment": "arrived/arrived", "name": "slurm llama/step-7", "tags": ["webhook", "source:slurm"],
+        "source": webhooks.URI, "destination": "/exports/llama/step-7", "root": "/runs",
+        "run": "llama", "step": 7,
+    }]  # fmt: skip
+    assert state(url) == [("waiting", "run-0", None)]
+    assert work(box, runs, senders, TARGETS, NOW + timedelta(seconds=1)) == 0  # not yet time to look
+    later = NOW + timedelta(seconds=10)
+    assert work(box, runs, senders, TARGETS, later) == 0  # looked at: it still runs
+    runs.now["run-0"] = RunState("COMPLETED", later, "all states completed")
+    assert work(box, runs, senders, TARGETS, later + timedelta(seconds=60)) == 1
+    assert state(url) == [("done", "run-0", None)]
+    assert outbox(url) == [("all", "waiting"), ("good", "waiting")]
+    assert work(box, runs, senders, TARGETS, later + timedelta(days=1)) == 0
+    assert len(runs.given) == 1
+
+
+def test_a_failed_run_is_told_to_those_who_want_to_know(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    box.put(event(), webhooks.URI, "{}", NOW)
+    work(box, runs, senders, TARGETS, NOW)
+    runs.now["run-0"] = RunState("FAILED", NOW, "damaged: 3 tensors are short")
+    work(box, runs, senders, TARGETS, NOW + timedelta(minutes=1))
+    assert state(url) == [("failed", "run-0", "damaged: 3 tensors are short")]
+    assert outbox(url) == [("all", "waiting")]
+
+
+@pytest.mark.parametrize("when", ["before the start", "before the row says so"])
+def test_a_process_that_dies_loses_nothing(
+    when: str, box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    box.put(event(), webhooks.URI, "{}", NOW)
+
+    class Killed(BaseException):
+        """What nobody catches."""
+
+    if when == "before the start":
+        runs.error = Killed()  # type: ignore[assignment]
+    else:
+        box.running = lambda *_: (_ for _ in ()).throw(Killed())  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        work(box, runs, senders, TARGETS, NOW)
+    runs.error = None
+
+    other = Box(url)
+    assert work(other, runs, senders, TARGETS, NOW + LEASE / 2) == 0  # the lease of the dead one
+    assert work(other, runs, senders, TARGETS, NOW + LEASE) == 1
+    assert list(runs.runs.values()) == ["run-0"]
+    assert state(url) == [("waiting", "run-0", None)]
+    other.close()
+
+
+def test_while_prefect_is_away_events_wait_and_the_last_try_is_told(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    box.put(event(), webhooks.URI, "{}", NOW)
+    runs.error = ConnectionError("refused")
+    now, waits = NOW, []
+    for _ in range(MAX_ATTEMPTS - 1):
+        assert work(box, runs, senders, TARGETS, now) == 1
+        ((stage, run, why, due),) = state(url, "state, flow_run_id, error_message, due_at")
+        assert (stage, run, why) == ("waiting", None, "ConnectionError: refused")
+        before, now = now, datetime.fromisoformat(due).replace(tzinfo=UTC)
+        waits.append((now - before).total_seconds())
+    assert waits[:7] == [2, 5, 15, 60, 300, 900, 3600]
+    assert sum(waits) > 86400
+    work(box, runs, senders, TARGETS, now)
+    assert state(url)[0][0] == "failed"
+    assert outbox(url) == [("all", "waiting")]
+
+
+def test_a_configuration_that_changed_counts(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    box.put(event("e1", source="gone"), webhooks.URI, "{}", NOW)
+    box.put(event("e2"), "/elsewhere/step-7", "{}", NOW)
+    assert work(box, runs, senders, {}, NOW) == 2
+    assert runs.given == []
+    assert [row[0] for row in state(url)] == ["failed", "failed"]
+    assert "not below an allowed root" in state(url)[1][2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "age", "expected"),
+    [
+        ("COMPLETED", 0, "succeeded"), ("FAILED", 0, "failed"), ("CANCELLED", 0, "failed"),
+        ("CRASHED", 60, None), ("CRASHED", 3600, "failed"), ("RUNNING", 10**6, None), ("SCHEDULED", 0, None),
+    ],
+)  # fmt: skip
+def test_how_a_run_has_ended(kind: str, age: int, expected: str | None) -> None:
+    assert outcome_of(RunState(kind, NOW - timedelta(seconds=age), ""), NOW) == expected
+    assert outcome_of(None, NOW) == "failed"
+
+
+def ended(box: Box, runs: FakeRuns, senders: dict[str, Sender]) -> None:
+    box.put(event(), webhooks.URI, "{}", NOW)
+    work(box, runs, senders, TARGETS, NOW)
+    runs.now["run-0"] = RunState("COMPLETED", NOW, "done")
+    work(box, runs, senders, TARGETS, NOW + timedelta(minutes=1))
+
+
+def test_messages_arrive_signed_and_once(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(box, runs, senders)
+    got: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        got.append(request)
+        return httpx.Response(204)
+
+    now = datetime.now(UTC)
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        assert send_due(box, TARGETS, client, webhooks.SECRETS, now) == 2
+        assert send_due(box, TARGETS, client, webhooks.SECRETS, now + timedelta(days=9)) == 0
+    for request in got:
+        body = Webhook(webhooks.WHSEC).verify(request.content, dict(request.headers))
+        assert body["type"] == "conversion.succeeded"
+        assert body["data"]["uri"] == webhooks.URI
+    assert sorted(request.url.host for request in got) == ["all.example", "good.example"]
+    assert outbox(url) == [("all", "done"), ("good", "done")]
+
+
+def test_what_does_not_arrive_is_sent_again_with_the_same_id(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    ended(box, runs, senders)
+    only = {"all": TARGETS["all"]}
+    ids, now = set(), datetime.now(UTC)
+    answers: list[int | Exception] = [500, httpx.ConnectError("refused"), 302, 429, 200]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        ids.add(request.headers["webhook-id"])
+        one = answers.pop(0)
+        if isinstance(one, Exception):
+            raise one
+        return httpx.Response(one, headers={"location": "https://elsewhere.example"})
+
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        for wait in (0, *SCHEDULE[:4]):
+            now += timedelta(seconds=wait)
+            send_due(box, only, client, webhooks.SECRETS, now)
+    assert answers == []
+    assert len(ids) == 1
+    assert outbox(url) == [("all", "done"), ("good", "failed")]  # a target that is no longer configured
+
+
+@pytest.mark.parametrize(("status", "tries"), [(410, 1), (500, len(SCHEDULE) + 1)])
+def test_messages_are_given_up(
+    status: int, tries: int, box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    ended(box, runs, senders)
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        return httpx.Response(status)
+
+    now = datetime.now(UTC)
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        for _ in range(20):
+            now += timedelta(days=2)
+            send_due(box, TARGETS, client, webhooks.SECRETS, now)
+    assert asked.count("all.example") == tries
+    assert {row[1] for row in outbox(url)} == {"failed"}
+
+
+def test_the_loop_outlives_what_fails_and_says_so() -> None:
+    done = threading.Event()
+    calls: list[int] = []
+
+    def step() -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("database is away")
+        done.set()
+        return 0
+
+    loop = Loop({"start": step}, idle=0.05)
+    loop.start()
+    try:
+        assert done.wait(20)
+        while loop.trouble():
+            pass
+        assert len(calls) >= 2
+    finally:
+        loop.stop()
+
+
+def test_bodies_are_kept_as_they_came(box: Box, url: str) -> None:
+    body = json.dumps({"text": "caf\u00e9 \u0000"})
+    box.put(event(), webhooks.URI, body, NOW)
+    assert state(url, "body") == [(body,)]
