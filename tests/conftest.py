@@ -88,3 +88,11 @@ def postgres() -> Iterator[postgresql.Server]:
         pytest.skip("no PostgreSQL programs on this machine: apt-get install postgresql")
     with postgresql.serving() as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_catalog(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whatever a test runs without naming a catalog: it is not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path_factory.mktemp("catalog") / "catalog.sqlite"))
+        yield

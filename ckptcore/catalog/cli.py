@@ -6,41 +6,20 @@ Errors are `CkptError`s, which the main command maps to words and exit codes.
 
 from __future__ import annotations
 
-import json
 import sys
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ckptcore.catalog import as_dict, default_url, open_catalog, upgrade
+from ckptcore.catalog import default_url, upgrade
+from ckptcore.catalog.clinames import alias_app, hold_app, root_app
+from ckptcore.catalog.clishared import As, Limit, Output, Ref, Where, answer, opened, write_json
 from ckptcore.errors import CatalogError, UsageError
 
-if TYPE_CHECKING:
-    from ckptcore.catalog.catalog import Catalog
-
 app = typer.Typer(no_args_is_help=True, help="What was converted from what, when, and how it went.")
-
-
-class Output(StrEnum):
-    """How an answer is written."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-Where = Annotated[
-    str | None,
-    typer.Option(
-        "--catalog",
-        metavar="URL",
-        envvar="CKPTCORE_CATALOG_URL",
-        help="SQLAlchemy URL, or the path of a SQLite file.",
-    ),
-]
-As = Annotated[Output, typer.Option("--output", help="Tables for people, JSON for programs.")]
-Ref = Annotated[str, typer.Argument(metavar="ID", help="An id, its beginning, or a URI.")]
-Limit = Annotated[int, typer.Option("--limit", min=1, help="How many at most.")]
+app.add_typer(alias_app, name="alias")
+app.add_typer(hold_app, name="hold")
+app.add_typer(root_app, name="root")
 
 
 @app.command("upgrade")
@@ -48,7 +27,7 @@ def upgrade_(catalog: Where = None, output: As = Output.TEXT) -> None:
     """Bring the catalog to the schema of this version; make it where there is none."""
     before, after = upgrade(catalog or default_url())
     if output is Output.JSON:
-        _json({"from": before, "to": after, "changed": before != after})
+        write_json({"from": before, "to": after, "changed": before != after})
     elif before == after:
         print(f"the catalog is up to date (schema {after})")
     else:
@@ -79,7 +58,7 @@ def list_(
         )
     rows: Any = ()
     try:
-        with _opened(catalog) as found:
+        with opened(catalog) as found:
             if conversions:
                 rows = found.conversions(limit, state=state)
             else:
@@ -89,7 +68,7 @@ def list_(
             raise
         # Before the first conversion the list is empty, which is no failure.
         print(error.message, file=sys.stderr)
-    _answer(rows, output)
+    answer(rows, output)
 
 
 @app.command()
@@ -100,9 +79,9 @@ def show(
     output: As = Output.TEXT,
 ) -> None:
     """All about one checkpoint or one conversion."""
-    with _opened(catalog) as found:
+    with opened(catalog) as found:
         detail = found.show(ref, tensors=tensors)
-    _answer(detail, output)
+    answer(detail, output)
 
 
 @app.command()
@@ -114,9 +93,9 @@ def lineage(
     output: As = Output.TEXT,
 ) -> None:
     """What a checkpoint was made from, and what was made from it."""
-    with _opened(catalog) as found:
+    with opened(catalog) as found:
         lines = found.lineage(ref, up=up or not down, down=down or not up)
-    _answer(lines, output)
+    answer(lines, output)
 
 
 @app.command()
@@ -129,9 +108,9 @@ def which(
     output: As = Output.TEXT,
 ) -> None:
     """Where a file comes from: its checkpoint, the conversion that wrote it, and its source."""
-    with _opened(catalog) as found:
+    with opened(catalog) as found:
         origins = found.copies(what) if fingerprint else found.which(what)
-    _answer(origins, output)
+    answer(origins, output)
 
 
 @app.command()
@@ -146,26 +125,22 @@ def tag(
     for key, equals, _ in pairs:
         if not equals or not key:
             raise UsageError(f"{key!r} is not KEY=VALUE", hint="for example: eval.mmlu=71.3")
-    with _opened(catalog) as found:
+    with opened(catalog) as found:
         for key, _, value in pairs:
             found.tag(ref, key, value or None)
         detail = found.show(ref, tensors=False)
-    _answer(detail, output)
+    answer(detail, output)
 
 
-def _opened(url: str | None) -> Catalog:
-    return open_catalog(url or default_url(), create=False)
+@app.command()
+def sql(
+    statement: Annotated[str, typer.Argument(metavar="SELECT", help="One statement that reads.")],
+    limit: Annotated[int, typer.Option("--limit", min=1, help="How many rows at most.")] = 1000,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds until it is stopped.")] = 30,
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Ask in SQL. The database itself refuses everything that is not reading."""
+    from ckptcore.catalog.readonly import ask
 
-
-def _answer(value: Any, output: Output) -> None:
-    if output is Output.JSON:
-        _json(as_dict(value))
-        return
-    from ckptcore.catalog.render import render
-
-    render(value)
-
-
-def _json(value: Any) -> None:
-    json.dump(value, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    answer(ask(catalog or default_url(), statement, limit=limit, seconds=timeout), output)

@@ -14,6 +14,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ckptcore.catalog.aliases import AliasRow
+from ckptcore.catalog.holds import HoldRow
+from ckptcore.catalog.readonly import Answer
+from ckptcore.catalog.roots import Root
 from ckptcore.catalog.values import (
     CheckpointDetail,
     CheckpointRow,
@@ -73,11 +77,51 @@ def _parts(value: Any) -> Iterable[RenderableType]:
         return _conversion(value)
     if isinstance(value, Lineage):
         return _lineage(value)
+    if isinstance(value, Answer):
+        return _rows(value)
     if not value:
         return ["nothing found"]
+    if type(value[0]) in NAMED:
+        return [_table(value, NAMED[type(value[0])])]
     if isinstance(value[0], Origin):
         return [_origin(origin) for origin in value]
     return [_checkpoints(value) if isinstance(value[0], CheckpointRow) else _conversions(value)]
+
+
+NAMED: dict[type, tuple[Column, ...]] = {
+    AliasRow: (
+        ("name", lambda r: r.name),
+        ("checkpoint", lambda r: r.checkpoint[:_ID]),
+        ("version", lambda r: str(r.version)),
+        ("set", lambda r: _when(r.updated_at)),
+        ("uri", lambda r: tail(r.uri, 30)),
+    ),
+    HoldRow: (
+        ("hold", lambda r: r.id),
+        ("checkpoint", lambda r: r.checkpoint[:_ID]),
+        ("until", lambda r: _when(r.until)),
+        ("owner", lambda r: tail(r.owner or "-", 10)),
+        ("reason", lambda r: tail(r.reason, 20)),
+    ),
+    Root: (
+        ("name", lambda r: tail(r.name, 16)),
+        ("on", lambda r: "yes" if r.enabled else "no"),
+        ("include", lambda r: tail(" ".join(r.include) or "*", 16)),
+        ("swept", lambda r: _when(r.swept_at)),
+        ("uri", lambda r: tail(r.uri, 40)),
+    ),
+}
+
+
+def _rows(answer: Answer) -> Iterable[RenderableType]:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in answer.columns:
+        table.add_column(Text(name), overflow="fold")
+    for row in answer.rows:
+        table.add_row(*(Text("-" if value is None else str(value)) for value in row))
+    yield table if answer.rows else "nothing found"
+    if answer.more:
+        yield Text(f"and more; --limit shows more than {len(answer.rows)} rows")
 
 
 def _checkpoints(rows: Iterable[CheckpointRow]) -> Table:

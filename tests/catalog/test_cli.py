@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from ckptcore.catalog import default_url, open_catalog
 from ckptcore.catalog.cli import app
 from ckptcore.catalog.database import HEAD
-from ckptcore.errors import CatalogError, UsageError, finding
+from ckptcore.errors import CatalogError, Conflict, UsageError, finding
 
 LONG = "/data/" + "very-long-folder-name/" * 6
 
@@ -171,3 +171,41 @@ def test_a_catalog_named_on_the_command_line(ask, tmp_path):
     other = str(tmp_path / "other.sqlite")
     ask("upgrade", "--catalog", other)
     assert ask("list", "--catalog", other) == "nothing found\n"
+
+
+def test_alias(ask, filled):
+    said = ask("alias", "set", "best", filled[1], "--expect", "")
+    assert said.splitlines()[1].split()[:3] == ["best", filled[1][:8], "1"]
+    [row] = json.loads(ask("alias", "set", "best", "best", "--expect", filled[1], "--output", "json"))
+    assert (row["name"], row["checkpoint"], row["version"]) == ("best", filled[1], 2)
+    with pytest.raises(Conflict, match=r"not for nothing; it was not changed"):
+        ask("alias", "set", "best", filled[1], "--expect", "")
+    assert filled[1] in ask("show", "best")
+    ask("alias", "remove", "best")
+    assert ask("alias", "list") == "nothing found\n"
+
+
+def test_hold(ask, filled):
+    [row] = json.loads(ask("hold", "place", filled[1], "--reason", "paper", "--owner", "ana",
+                           "--until", "2999-01-01", "--output", "json"))  # fmt: skip
+    assert (row["checkpoint"], row["until"]) == (filled[1], "2999-01-01T00:00:00+00:00")
+    said = ask("hold", "list").splitlines()
+    assert said[1].split()[:2] == [row["id"], filled[1][:8]]
+    assert ask("hold", "list", LONG + "step-1000") == "nothing found\n"
+    ask("hold", "release", row["id"])
+    assert json.loads(ask("hold", "list", "--output", "json")) == []
+
+
+def test_root(ask, filled):
+    ask("root", "add", "llama", "/runs/llama", "--include", "step-*", "--include", "*/iter_*",
+        "--target", '{"verb": "export"}')  # fmt: skip
+    [row] = json.loads(ask("root", "list", "--output", "json"))
+    assert (row["uri"], row["include"], row["target"]) == (
+        "/runs/llama", ["step-*", "*/iter_*"], {"verb": "export"},
+    )  # fmt: skip
+    assert ask("root", "list").splitlines()[1].split()[:2] == ["llama", "yes"]
+    for target in ("[]", "{"):
+        with pytest.raises(UsageError, match="--target is no JSON"):
+            ask("root", "add", "again", "/runs", "--target", target)
+    ask("root", "remove", "llama")
+    assert ask("root", "list") == "nothing found\n"

@@ -1,0 +1,158 @@
+"""SQL of the user's own: is everything that reads answered, and all else refused by the database itself?"""
+
+import json
+import sqlite3
+import time
+
+import pytest
+import sqlalchemy as sa
+from typer.testing import CliRunner
+
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog.cli import app
+from ckptcore.catalog.readonly import ask
+from ckptcore.errors import CatalogError, UsageError
+
+EVERYWHERE = [
+    "DELETE FROM checkpoint",
+    "INSERT INTO training_run (name, created_at) VALUES ('x', '2026-01-01')",
+    "UPDATE checkpoint SET state = 'damaged'",
+    "DROP TABLE tag",
+    "DROP VIEW incomplete",
+    "CREATE TABLE songs (id integer)",
+    "CREATE TEMPORARY TABLE songs (id integer)",
+    "ALTER TABLE checkpoint ADD COLUMN x integer",
+    "SELECT 1; DELETE FROM checkpoint",
+    "COMMIT",
+    "BEGIN",
+    "WITH gone AS (DELETE FROM checkpoint RETURNING id) SELECT * FROM gone",
+    "DELETE FROM checkpoint RETURNING id",
+    "SELECT * FROM nowhere",
+    "",
+    "--",
+]
+SQLITE = [
+    "PRAGMA query_only=OFF", "PRAGMA journal_mode=DELETE", "PRAGMA writable_schema=ON", "VACUUM", "REINDEX",
+    "ATTACH 'other.sqlite' AS other", "ANALYZE", "SELECT load_extension('x')", "SELECT zeroblob(1000000000)",
+    "SAVEPOINT a", "DETACH main",
+]  # fmt: skip
+POSTGRESQL = [
+    "SET default_transaction_read_only = off",
+    "SET TRANSACTION READ WRITE",
+    "COMMIT; DELETE FROM checkpoint; COMMIT",
+    "SELECT 1; COMMIT; BEGIN READ WRITE; DELETE FROM checkpoint; COMMIT",
+    "SELECT set_config('transaction_read_only', 'off', false)",
+    "SELECT nextval('checkpoint_id_seq')",
+    "SELECT * FROM checkpoint FOR UPDATE",
+    "DO $$ BEGIN DELETE FROM checkpoint; END $$",
+    "COPY checkpoint TO '/tmp/stolen'",
+    "COPY (SELECT 1) TO PROGRAM 'cat'",
+    "TRUNCATE checkpoint",
+    "LOCK TABLE checkpoint",
+    "GRANT ALL ON checkpoint TO PUBLIC",
+    "CALL nothing()",
+    "PREPARE p AS DELETE FROM checkpoint",
+]
+SLOW = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
+
+
+@pytest.fixture
+def filled(catalog, facts, url):
+    for n in range(5):
+        catalog.record_validation(facts(f"/runs/step-{n}", step=n))
+    return url
+
+
+def same(url):
+    with open_catalog(url) as catalog:
+        return [(row.id, row.state, row.uri) for row in catalog.list()]
+
+
+def test_rows_and_names(filled):
+    found = ask(filled, "SELECT uri, step FROM checkpoint ORDER BY step DESC;", limit=2)
+    assert found.columns == ("uri", "step")
+    assert found.rows == (("/runs/step-4", 4), ("/runs/step-3", 3))
+    assert found.more
+    assert not ask(filled, "SELECT uri FROM checkpoint", limit=5).more
+    assert ask(filled, "SELECT uri FROM checkpoint WHERE step < 0").rows == ()
+    assert ask(filled, "SELECT '100%' AS a, '?:x' AS b").as_dict()["rows"] == [{"a": "100%", "b": "?:x"}]
+    [row] = ask(filled, "SELECT step, max(created_at), sum(total_bytes), NULL AS none FROM checkpoint"
+                        " GROUP BY step ORDER BY step LIMIT 1").as_dict()["rows"]  # fmt: skip
+    assert row["step"] == 0
+    json.dumps(row)
+    assert ask(filled, "SELECT 1 AS x, 2 AS x").as_dict()["rows"] == [[1, 2]]
+    assert ask(filled, "WITH a AS (SELECT 1 AS x) SELECT x FROM a").rows == ((1,),)
+    assert ask(filled, "VALUES (1), (2)").rows == ((1,), (2,))
+
+
+def test_nothing_else(filled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before, names = same(filled), sorted(tmp_path.iterdir())
+    for statement in (*EVERYWHERE, *(POSTGRESQL if "://" in filled else SQLITE)):
+        with pytest.raises(UsageError, match="did not answer"):
+            print(statement, ask(filled, statement))
+        assert same(filled) == before, statement
+    assert sorted(tmp_path.iterdir()) == names
+
+
+def test_the_database_refuses_what_passes_the_grammar(postgres, upgraded):
+    # A function may write, whatever the statement around it looks like.
+    with postgres.database(upgraded) as url:
+        engine = sa.create_engine(url)
+        with engine.begin() as connection:
+            connection.exec_driver_sql(
+                "CREATE FUNCTION wipe() RETURNS integer LANGUAGE sql AS 'DELETE FROM tensor; SELECT 1'"
+            )
+        engine.dispose()
+        with pytest.raises(UsageError, match="read-only transaction"):
+            ask(url, "SELECT wipe()")
+
+
+def test_time_is_limited(filled):
+    begun = time.monotonic()
+    with pytest.raises(UsageError, match=r"more than 0\.3 s and was stopped"):
+        ask(filled, SLOW, seconds=0.3)
+    assert time.monotonic() - begun < 20
+    assert ask(filled, "SELECT 1 AS x").rows == ((1,),)
+
+
+def test_a_writer_is_not_waited_for(filled, catalog):
+    with catalog.writing():
+        assert ask(filled, "SELECT count(*) AS n FROM checkpoint").rows == ((5,),)
+
+
+def test_no_catalog(tmp_path):
+    with pytest.raises(CatalogError, match="there is no catalog"):
+        ask(str(tmp_path / "none.sqlite"), "SELECT 1")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CatalogError, match="no tables yet"):
+        ask("sqlite://", "SELECT 1")
+    with sqlite3.connect(tmp_path / "other.sqlite") as connection:
+        connection.execute("CREATE TABLE songs (id INTEGER)")
+    connection.close()
+    with pytest.raises(CatalogError, match="not a ckptcore catalog"):
+        ask(str(tmp_path / "other.sqlite"), "SELECT * FROM songs")
+
+
+def test_on_the_command_line(filled):
+    def run(*words):
+        given = ["sql", *words, "--catalog", filled]
+        return CliRunner().invoke(app, given, catch_exceptions=False, standalone_mode=False).stdout
+
+    said = run("SELECT uri, step FROM checkpoint ORDER BY step", "--limit", "2").splitlines()
+    assert [line.split() for line in said[:3]] == [
+        ["uri", "step"],
+        ["/runs/step-0", "0"],
+        ["/runs/step-1", "1"],
+    ]
+    assert said[3].startswith("and more")
+    found = json.loads(run("SELECT uri FROM checkpoint WHERE step = 3", "--output", "json"))
+    assert found == {"columns": ["uri"], "rows": [{"uri": "/runs/step-3"}], "more": False}
+    assert run("SELECT uri FROM checkpoint WHERE step < 0") == "nothing found\n"
+    wide = run(
+        "SELECT 'x' || uri || '"
+        + "y" * 300
+        + "' AS w, uri, message FROM checkpoint, (SELECT '[red]' AS message) m"
+    )
+    assert max(map(len, wide.splitlines())) <= 100
+    assert "[red]" in wide
