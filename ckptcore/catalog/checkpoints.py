@@ -50,16 +50,15 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         same = [row for row in same if row.content_digest == content] or [
             row for row in same if not row.content_digest
         ]
-    run = _run(conn, now, facts.run)
     if same:
         row = same[0]
-        changes: dict[str, Any] = {"replaced_at": None}
-        if row.state == State.REPLACED:
+        changes: dict[str, Any] = {"replaced_at": None, "deleted_at": None}
+        if row.state in (State.REPLACED, State.GONE, State.DELETED):
             changes["state"] = State.PRESENT.value
         if kind is Kind.DERIVED:
             changes["kind"] = kind.value
-        if run is not None and row.run_id is None:
-            changes["run_id"] = run
+        if facts.run is not None and row.run_id is None:
+            changes["run_id"] = _run(conn, now, facts.run)
         if facts.step is not None and row.step is None:
             changes["step"] = facts.step
         if facts.fingerprint is not None:
@@ -77,7 +76,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
             insert(Checkpoint)
             .values(
                 uuid=public,
-                run_id=run,
+                run_id=_run(conn, now, facts.run),
                 kind=kind.value,
                 format=facts.format,
                 uri=uri,
@@ -102,7 +101,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         .where(
             Checkpoint.uri == uri,
             Checkpoint.id != checkpoint,
-            Checkpoint.state != State.REPLACED.value,
+            Checkpoint.state.not_in((State.REPLACED.value, State.DELETED.value)),
         )
         .values(state=State.REPLACED.value, replaced_at=now)
     )

@@ -106,6 +106,8 @@ class Checkpoint(Base):
     verified_level: Mapped[str | None]
     replaced_at: Mapped[datetime | None]
     fingerprint: Mapped[str | None] = mapped_column(index=True)
+    checked_at: Mapped[datetime | None]
+    deleted_at: Mapped[datetime | None]
 
 
 class CheckpointFile(Base):
@@ -217,6 +219,50 @@ class WatchedRoot(Base):
     created_at: Mapped[datetime]
     swept_at: Mapped[datetime | None]
     swept_note: Mapped[str | None]
+
+
+class Sighting(Base):
+    """What a sweep saw at a place, and what it took that for; findings is JSON.
+
+    stamp changes when a file there is written again. source_digest stands for the content that was whole.
+    """
+
+    __tablename__ = "sightings"
+    __table_args__ = (Index(None, "root", "state"),)
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uri: Mapped[str] = mapped_column(unique=True)
+    root: Mapped[str]
+    step: Mapped[int | None]
+    state: Mapped[str]
+    stamp: Mapped[str]
+    source_digest: Mapped[str | None]
+    manifest_digest: Mapped[str | None]
+    findings: Mapped[str]
+    first_seen_at: Mapped[datetime]
+    last_seen_at: Mapped[datetime]
+    changed_at: Mapped[datetime]
+
+
+class Claim(Base):
+    """Who makes one thing of one content, or has made it; see `claims.py`."""
+
+    __tablename__ = "claims"
+    __table_args__ = (UniqueConstraint("source_digest", "destination_uri", "options_digest"),)
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    source_digest: Mapped[str]
+    destination_uri: Mapped[str] = mapped_column(index=True)
+    options_digest: Mapped[str]
+    source_uri: Mapped[str] = mapped_column(index=True)
+    state: Mapped[str]
+    owner: Mapped[str]
+    attempts: Mapped[int]
+    taken_at: Mapped[datetime]
+    due_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+    error_code: Mapped[str | None]
+    error_message: Mapped[str | None]
 
 
 class Inbox(Base):

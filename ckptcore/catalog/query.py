@@ -158,6 +158,7 @@ def checkpoint_row(row: Any) -> CheckpointRow:
         verified_level=row.verified_level,
         replaced_at=row.replaced_at,
         fingerprint=row.fingerprint,
+        deleted_at=row.deleted_at,
     )
 
 

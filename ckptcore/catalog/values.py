@@ -30,13 +30,16 @@ class State(StrEnum):
 
     present: nothing is known against it. damaged: its open findings include an error.
     incomplete: it is still being written, or its save was aborted.
-    replaced: something else stands at its URI now.
+    replaced: something else stands at its URI now. gone: nothing was there when it was last looked for.
+    deleted: it was deleted on purpose, by `ckptcore retire`.
     """
 
     PRESENT = "present"
     DAMAGED = "damaged"
     INCOMPLETE = "incomplete"
     REPLACED = "replaced"
+    GONE = "gone"
+    DELETED = "deleted"
 
 
 class Outcome(StrEnum):
@@ -97,6 +100,7 @@ class CheckpointRow:
     content_digest: digest over its files' digests; None where not every file has one.
     fingerprint: of the numbers it holds, whatever its format and topology; None where nobody has taken it.
     verified_at, verified_level: when, and to which check level, it was last proven whole.
+    deleted_at: when it was deleted on purpose.
     """
 
     id: str
@@ -118,6 +122,7 @@ class CheckpointRow:
     verified_level: str | None
     replaced_at: datetime | None
     fingerprint: str | None = None
+    deleted_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,21 +81,21 @@ WHERE c.state IN ('damaged', 'incomplete')""",
 SELECT c.uuid AS checkpoint, c.uri, c.kind, c.state, c.total_bytes AS bytes, c.verified_level, c.verified_at,
        $days AS days
 FROM checkpoint c
-WHERE c.state <> 'replaced'""",
+WHERE c.state NOT IN ('replaced', 'gone', 'deleted')""",
     "duplicates": """
 SELECT fingerprint, copies, checkpoint, uri, format, state, bytes
 FROM (
   SELECT c.fingerprint, count(*) OVER (PARTITION BY c.fingerprint) AS copies, c.uuid AS checkpoint, c.uri,
          c.format, c.state, c.total_bytes AS bytes
   FROM checkpoint c
-  WHERE c.fingerprint IS NOT NULL AND c.state <> 'replaced'
+  WHERE c.fingerprint IS NOT NULL AND c.state NOT IN ('replaced', 'gone', 'deleted')
 ) counted
 WHERE copies > 1""",
     "storage_by_run": """
 SELECT coalesce(r.name, '-') AS run, c.kind, count(*) AS checkpoints, sum(c.total_bytes) AS bytes,
        min(c.created_at) AS first_at, max(c.created_at) AS last_at
 FROM checkpoint c LEFT JOIN training_run r ON r.id = c.run_id
-WHERE c.state <> 'replaced'
+WHERE c.state NOT IN ('replaced', 'gone', 'deleted')
 GROUP BY r.name, c.kind""",
     "conversion_throughput": """
 SELECT conversion, verb, source_uri, destination_uri, started_at, ended_at, seconds, bytes_in, bytes_out,

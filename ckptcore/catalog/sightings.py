@@ -1,0 +1,95 @@
+"""Sightings: what did a sweep see at a place, when did that change, and what was it taken for?
+
+Every function works inside the transaction that it is given, a writer's where it changes something.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import insert, or_, select, update
+
+from ckptcore.catalog.models import Checkpoint, Conversion, Sighting
+from ckptcore.catalog.text import clean_json, normal_uri
+from ckptcore.catalog.values import Kind
+from ckptcore.errors import Finding
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Connection
+
+
+class Seen(StrEnum):
+    """What a place was taken for.
+
+    whole: a complete checkpoint at rest. writing: its files changed not long ago. broken: it lies still, and
+    is not complete. unread: it could not be looked at.
+    """
+
+    WHOLE = "whole"
+    WRITING = "writing"
+    BROKEN = "broken"
+    UNREAD = "unread"
+
+
+@dataclass(frozen=True, slots=True)
+class SightingRow:
+    """One place. stamp: of its files. source_digest, manifest_digest: of what was whole there."""
+
+    uri: str
+    root: str
+    step: int | None
+    state: str
+    stamp: str
+    source_digest: str | None
+    manifest_digest: str | None
+    findings: tuple[Finding, ...]
+    first_seen_at: datetime
+    last_seen_at: datetime
+    changed_at: datetime
+
+
+def note(
+    conn: Connection, now: datetime, uri: str, *, root: str, step: int | None, state: Seen, stamp: str,
+    changed_at: datetime, source_digest: str | None = None, manifest_digest: str | None = None,
+    findings: Sequence[Finding] = (),
+) -> None:  # fmt: skip
+    """What was seen at a place; the newest word counts."""
+    values = {
+        "root": normal_uri(root), "step": step, "state": state.value, "stamp": stamp,
+        "source_digest": source_digest, "manifest_digest": manifest_digest,
+        "findings": clean_json([asdict(f) for f in findings]), "last_seen_at": now, "changed_at": changed_at,
+    }  # fmt: skip
+    here = Sighting.uri == normal_uri(uri)
+    if conn.execute(update(Sighting).where(here).values(values)).rowcount == 0:
+        conn.execute(insert(Sighting).values(uri=normal_uri(uri), first_seen_at=now, **values))
+
+
+def below(conn: Connection, root: str) -> dict[str, SightingRow]:
+    """What was seen below a root, by place."""
+    wanted = select(Sighting.__table__).where(_inside(Sighting.uri, normal_uri(root)))
+    return {row.uri: _row(row) for row in conn.execute(wanted)}
+
+
+def outputs_below(conn: Connection, root: str) -> frozenset[str]:
+    """The places below a root where conversions write, or have written."""
+    top = normal_uri(root)
+    begun = select(Conversion.destination_uri).where(_inside(Conversion.destination_uri, top))
+    known = select(Checkpoint.uri).where(_inside(Checkpoint.uri, top), Checkpoint.kind == Kind.DERIVED.value)
+    return frozenset([*conn.execute(begun).scalars(), *conn.execute(known).scalars()])
+
+
+def _inside(column: Any, root: str) -> ColumnElement[bool]:
+    above = root.rstrip("/") + "/"
+    return or_(column == root, column.startswith(above, autoescape=True))
+
+
+def _row(row: Any) -> SightingRow:
+    findings = tuple(Finding(**form) for form in json.loads(row.findings))
+    return SightingRow(row.uri, row.root, row.step, row.state, row.stamp, row.source_digest,
+                       row.manifest_digest, findings, row.first_seen_at, row.last_seen_at,
+                       row.changed_at)  # fmt: skip

@@ -1,0 +1,107 @@
+"""Claims and sightings: is one thing made of one content once, whoever asks, dies or comes late?"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from ckptcore.catalog import claims, sightings
+from ckptcore.catalog.claims import Key
+from ckptcore.catalog.sightings import Seen
+from ckptcore.errors import finding
+
+NOW = datetime(2026, 3, 1, tzinfo=UTC)
+KEY = Key("d", "/out/step-1", "o")
+PROCESSES = 4
+
+TAKE = """
+import sys
+from datetime import UTC, datetime
+from ckptcore.catalog import claims, open_catalog
+with open_catalog(sys.argv[1]) as catalog:
+    for n in range(25):
+        with catalog.writing() as conn:
+            found = claims.take(conn, datetime.now(UTC), claims.Key(f"d{n}", "/out", "o"), "/s", sys.argv[2])
+        if found.mine:
+            print(n)
+            with catalog.writing() as conn:
+                assert claims.done(conn, datetime.now(UTC), found)
+"""
+
+
+@pytest.fixture
+def claim(catalog):
+    """Calls a function of `claims` in a transaction of its own."""
+
+    def call(function, *given, **more):
+        with catalog.writing() as conn:
+            return function(conn, *given, **more)
+
+    return call
+
+
+def test_one_takes_it_and_what_is_done_stays_done(claim):
+    first = claim(claims.take, NOW, KEY, "/runs/step-1", "a")
+    other = claim(claims.take, NOW, KEY, "/runs/step-1", "b")
+    assert (first.mine, first.attempts) == (True, 1)
+    assert (other.mine, other.owner, other.state) == (False, "a", "taken")
+    assert claim(claims.take, NOW, Key("d", "/out/step-1", "other"), "/runs/step-1", "b").mine
+    assert claim(claims.take, NOW, Key("other", "/out/step-1", "o"), "/runs/step-1", "b").mine
+    assert claim(claims.done, NOW, first)
+    assert not claim(claims.done, NOW, first)
+    later = claim(claims.take, NOW + timedelta(days=9), KEY, "/runs/step-1", "b")
+    assert (later.mine, later.state) == (False, "done")
+    assert claim(claims.take, NOW, KEY, "/runs/step-1", "b", again=True).mine
+
+
+def test_a_lease_that_is_over_goes_to_the_next_and_the_first_settles_nothing(claim):
+    first = claim(claims.take, NOW, KEY, "/s", "a")
+    assert claim(claims.renew, NOW + timedelta(minutes=4), first)
+    assert not claim(claims.take, NOW + timedelta(minutes=8), KEY, "/s", "b").mine
+    second = claim(claims.take, NOW + timedelta(minutes=9), KEY, "/s", "b")
+    assert (second.mine, second.attempts, second.owner) == (True, 2, "b")
+    for settle in (claims.renew, claims.done):
+        assert not claim(settle, NOW, first)
+    assert not claim(claims.failed, NOW, first, "busy", "late")
+    assert claim(claims.failed, NOW, second, "disk-full", "no room")
+    assert claim(claims.standing, KEY).error == "no room"
+    third = claim(claims.take, NOW, KEY, "/s", "c")
+    assert (third.mine, third.error_code) == (True, None)
+    assert [c.owner for c in claim(claims.of_destination, KEY.destination)] == ["c"]
+
+
+def test_the_same_owner_goes_on_at_once(claim):
+    claim(claims.take, NOW, KEY, "/s", "flow run 1")
+    again = claim(claims.take, NOW, KEY, "/s", "flow run 1")
+    assert (again.mine, again.attempts) == (True, 2)
+
+
+def test_processes_that_race_take_each_claim_once(catalog, url, python, finish):
+    said = finish(*[python(TAKE, url, f"p{n}") for n in range(PROCESSES)])
+    assert sorted(int(line) for text in said for line in text.split()) == list(range(25))
+
+
+def test_sightings_are_one_per_place_and_keep_when_it_was_first_seen(catalog):
+    given = {"root": "/runs", "step": 1, "stamp": "s1", "changed_at": NOW}
+    with catalog.writing() as conn:
+        sightings.note(conn, NOW, "/runs/step-1", state=Seen.WRITING, **given)
+        sightings.note(conn, NOW, "/runs-of-others/step-1", state=Seen.WRITING, **given)
+        later = given | {"findings": [finding("missing-file", "files", "gone", file="a")], "stamp": "s2"}
+        sightings.note(conn, NOW + timedelta(hours=1), "/runs/step-1/", state=Seen.BROKEN, **later)
+    with catalog.reading() as conn:
+        found = sightings.below(conn, "/runs")
+    assert list(found) == ["/runs/step-1"]
+    row = found["/runs/step-1"]
+    assert (row.state, row.stamp, row.first_seen_at) == ("broken", "s2", NOW)
+    assert row.last_seen_at == NOW + timedelta(hours=1)
+    assert [f.code for f in row.findings] == ["missing-file"]
+
+
+def test_outputs_below_a_root_are_those_of_its_conversions(catalog, convert, facts):
+    convert(facts("/runs/step-1"), facts("/runs/exports/step-1", content="c"))
+    catalog.begin({}, source_uri="/runs/step-2", destination_uri="/runs/exports/step-2", verb="export",
+                  tool_version="1")  # fmt: skip
+    with catalog.reading() as conn:
+        assert sightings.outputs_below(conn, "/runs") == {"/runs/exports/step-1", "/runs/exports/step-2"}
+        assert sightings.outputs_below(conn, "/runs/exp") == frozenset()
