@@ -9,6 +9,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
 from ckptcore.errors import UsageError
@@ -30,7 +31,10 @@ class PrefectRuns:
     ) -> str:
         """The id of the run that has this key, made if there was none."""
         with get_client(sync_client=True) as client:
-            found = client.read_deployment_by_name(deployment)
+            try:
+                found = client.read_deployment_by_name(deployment)
+            except ObjectNotFound as error:
+                raise UsageError(f"the Prefect server has no deployment {deployment}") from error
             run = client.create_flow_run_from_deployment(
                 found.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
             )

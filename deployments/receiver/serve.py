@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import httpx
 import uvicorn
 
 import flows  # noqa: F401  # settles Prefect's environment
+from ckptcore.errors import UsageError
 from deployments.receiver.app import make_app
 from deployments.receiver.inbox import Box
 from deployments.receiver.loop import Loop
@@ -25,23 +27,34 @@ def check(config: Path) -> None:
 
 
 def serve(config: Path, host: str, port: int) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT; says where, on stdout, when it listens."""
     from deployments.receiver.prefect_runs import PrefectRuns
 
     settings, senders = load(config)
     runs = PrefectRuns()
-    # Two engines: requests never wait for the loop's transactions in a pool of connections.
+    # Two of them: requests never wait for the loop's transactions in a pool of connections.
     box, rows = Box(settings.catalog), Box(settings.catalog)
-    with httpx.Client() as client:
+    with _listening(host, port) as listener, httpx.Client() as client:
         loop = Loop(
             {
                 "start": lambda: work(rows, runs, senders, settings.notify),
                 "notify": lambda: send_due(rows, settings.notify, client),
             }
         )
-        app = make_app(senders, box, loop)
-        uvicorn.run(
-            app, host=host, port=port, log_level="warning", access_log=False, server_header=False,
-            timeout_graceful_shutdown=GRACE, h11_max_incomplete_event_size=64 << 10,
+        server = uvicorn.Server(
+            uvicorn.Config(
+                make_app(senders, box, loop), log_level="warning", access_log=False, server_header=False,
+                timeout_graceful_shutdown=GRACE, h11_max_incomplete_event_size=64 << 10,
+            )
         )  # fmt: skip
+        print(f"listening at http://{host}:{listener.getsockname()[1]}", flush=True)
+        server.run(sockets=[listener])
     rows.close()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise UsageError(f"cannot listen at {host}:{port}: {error.strerror}") from error

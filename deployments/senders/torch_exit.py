@@ -1,0 +1,44 @@
+"""Announce the last checkpoint of a plain torch job when it ends; needs send.py beside it.
+
+    import torch_exit
+    torch_exit.install(run="llama")
+    ...
+    dcp.save(state, checkpoint_id=path)      # or wait for the future of dcp.async_save
+    torch_exit.saved(path, step)             # on every rank: only rank 0 speaks
+
+It speaks at exit, also when the job ends with an exception: what was saved before is whole. A job that is
+killed says nothing; the scheduled sweep finds its checkpoints.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+from send import announce
+
+_last: dict[str, int | None] = {}
+_run = ""
+
+
+def install(run: str = "") -> None:
+    """Speak at exit, on rank 0."""
+    global _run
+    _run = run
+    if int(os.environ.get("RANK", "0")) == 0:
+        atexit.register(_speak)
+
+
+def saved(path: str | os.PathLike[str], step: int | None = None) -> None:
+    """A checkpoint is whole: every rank has written its part."""
+    _last.clear()
+    _last[os.path.abspath(path) if "://" not in str(path) else str(path)] = step
+
+
+def _speak() -> None:
+    for uri, step in _last.items():
+        try:
+            print(f"{uri} is announced: {announce(uri, _run, step)}", file=sys.stderr)
+        except (OSError, KeyError, ValueError) as error:
+            print(f"{uri} was not announced: {error}", file=sys.stderr)

@@ -1,0 +1,163 @@
+"""Arrived: an announced checkpoint is waited for, converted once, and only from where it may lie."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import observe
+import pytest
+from observe import TENSORS
+
+from ckptcore.catalog import open_catalog
+from ckptcore.errors import Busy, DamagedCheckpoint, NotComplete, UnsafeContent, UsageError
+
+pytestmark = [
+    pytest.mark.usefixtures("prefect_api"),
+    pytest.mark.xdist_group("prefect"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def arrived(tmp_path: Path, catalog: str) -> Any:
+    """Runs the flow on a source; its final state. Looks again after a tenth of a second."""
+    from flows.arrived import arrived
+    from tasks import settle
+
+    def run(source: Path, **options: Any) -> Any:
+        given = {"destination": str(tmp_path / "out"), "root": str(tmp_path), "verb": "consolidate"}
+        return arrived(str(source), catalog=catalog, return_state=True, **(given | options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settle, "STEPS", (0.1,))
+        patch.setattr(settle, "QUIET", 1.0)
+        yield run
+
+
+def test_a_checkpoint_that_is_still_being_written_is_waited_for(
+    arrived: Any, source: Path, tmp_path: Path
+) -> None:
+    late = tmp_path / "late"
+
+    def arrive() -> None:
+        # As a slow copy does it: a folder, half a file, the whole one, the metadata last.
+        late.mkdir()
+        for path in sorted(source.iterdir(), key=lambda p: p.name == ".metadata"):
+            data = path.read_bytes()
+            for size in (len(data) // 2, len(data)):
+                time.sleep(0.3)
+                (late / path.name).write_bytes(data[:size])
+
+    writer = threading.Timer(0.5, arrive)
+    writer.start()
+    state = arrived(late, wait_minutes=0.5)
+    writer.join()
+    assert state.is_completed(), state.message
+    assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
+
+
+def test_what_never_becomes_whole_is_told_in_its_own_words(
+    arrived: Any, source: Path, tmp_path: Path
+) -> None:
+    (source / ".metadata").unlink()
+    state = arrived(source, wait_minutes=0.005)
+    assert state.is_failed()
+    assert isinstance(state.result(raise_on_failure=False), NotComplete)
+    assert state.message.startswith("not-complete: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_will_not_get_better_is_not_waited_for(arrived: Any, source: Path) -> None:
+    meta = source / ".metadata"
+    meta.write_bytes(meta.read_bytes()[:-10])
+    began = time.monotonic()
+    state = arrived(source, wait_minutes=10)
+    assert time.monotonic() - began < 30
+    assert isinstance(state.result(raise_on_failure=False), DamagedCheckpoint)
+
+
+@pytest.mark.parametrize("how", ["link", "dots", "elsewhere"])
+def test_a_place_that_leads_out_of_its_root_is_refused(
+    how: str, arrived: Any, source: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "allowed"
+    root.mkdir()
+    (root / "link").symlink_to(source)
+    given = {"link": root / "link", "dots": root / ".." / "run" / "step-7", "elsewhere": source}[how]
+    state = arrived(given, root=str(root))
+    assert isinstance(state.result(raise_on_failure=False), UnsafeContent)
+    assert not (tmp_path / "out").exists()
+
+
+def test_announced_twice_it_is_converted_once(
+    arrived: Any, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    assert arrived(source).is_completed()
+    before = observe.contents(tmp_path / "out")
+    again = arrived(source)
+    assert (again.is_completed(), again.name) == (True, "Already")
+    assert observe.contents(tmp_path / "out") == before
+    with open_catalog(catalog) as known:
+        assert len(known.conversions()) == 1
+
+    # Another save at the same place is not what was converted.
+    other = tmp_path / "run" / "step-8"
+    shutil.copytree(source, other)
+    refused = arrived(other)
+    assert refused.is_failed()
+    assert refused.message.startswith("destination-exists")
+
+
+def test_a_run_that_meets_another_waits_for_it(
+    arrived: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.states import Failed
+
+    from flows import arrived as module
+    from flows.convert import convert
+
+    looks: list[int] = []
+
+    def busy(*_: Any, **__: Any) -> Any:
+        error = Busy("another process is at work")
+        return Failed(message=error.message, data=error)
+
+    def made(*_: Any) -> bool:
+        looks.append(1)
+        return len(looks) > 2
+
+    monkeypatch.setattr(convert, "fn", busy)
+    monkeypatch.setattr(module, "made_from", made)
+    state = arrived(source, wait_minutes=0.1)
+    assert (state.is_completed(), state.name, len(looks)) == (True, "Already", 3)
+
+
+def test_a_deployment_is_run_once_per_key(source: Path, tmp_path: Path, catalog: str) -> None:
+    from prefect.client.orchestration import get_client
+
+    from deployments.receiver.prefect_runs import PrefectRuns
+    from flows.arrived import arrived
+
+    with get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("arrived")
+        client.create_deployment(
+            flow, name="arrived", parameter_openapi_schema=arrived.parameters.model_dump()
+        )
+    runs = PrefectRuns()
+    given = {"source": str(source), "destination": str(tmp_path / "out"), "root": str(tmp_path), "step": 7}
+    first = runs.start("arrived/arrived", given, key="e1", name="slurm run/step-7", tags=["webhook"])
+    assert runs.start("arrived/arrived", given, key="e1", name="slurm run/step-7", tags=["webhook"]) == first
+    other = runs.start("arrived/arrived", given, key="e2", name="slurm run/step-7", tags=["webhook"])
+    assert other != first
+    states = runs.states([first, other, "3d6a2f0e-5c8b-4f0e-9d0a-5a3f6f1f3c11"])
+    assert {id: state.kind for id, state in states.items()} == {first: "SCHEDULED", other: "SCHEDULED"}
+    with get_client(sync_client=True) as client:
+        run = client.read_flow_run(first)
+        assert (run.name, json.loads(json.dumps(run.parameters))["step"]) == ("slurm run/step-7", 7)
+    with pytest.raises(UsageError, match="nowhere"):
+        runs.start("arrived/nowhere", given, key="e3", name="x", tags=[])
