@@ -59,6 +59,14 @@ class _Axis:
     group: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What only one rank has in its mesh of some axes: that attribute of it."""
+
+    axes: tuple[str, ...]
+    field: str
+
+
 class Meshes:
     """The device meshes of one rank: all of the mesh, and slices of it.
 
@@ -84,6 +92,16 @@ class Meshes:
             self._known[axes] = self._mesh(axes, self._root)
         return self._known[axes]
 
+    def own(self, value: _Own) -> Any:
+        """What this rank has in a place where others have something else."""
+        axes = [self._axes[name] for name in value.axes]
+        own = {
+            "_dim_group_names": [a.group for a in axes],
+            "_rank": self._rank,
+            "_coordinate_on_dim": tuple(a.at for a in axes),
+        }
+        return own[value.field]
+
     def _mesh(self, names: tuple[str, ...], root: _Made | None) -> _Made:
         axes = [self._axes[name] for name in names]
         state = {
@@ -95,9 +113,9 @@ class Meshes:
             "_flatten_rank_map": tuple(range(self._world)),
             "_thread_id": None,
             "_flatten_mapping": {},
-            "_dim_group_names": [a.group for a in axes],
-            "_rank": self._rank,
-            "_coordinate_on_dim": tuple(a.at for a in axes),
+            "_dim_group_names": _Own(names, "_dim_group_names"),
+            "_rank": _Own(names, "_rank"),
+            "_coordinate_on_dim": _Own(names, "_coordinate_on_dim"),
             "_hash": None,  # each process hashes text differently
         }
         return _Made("torch.distributed.device_mesh", "DeviceMesh", (), state, f"mesh {names}")
@@ -121,8 +139,32 @@ def _flat_layout(axis: _Axis) -> _Made:
     return _Made(_LAYOUT, "_FlatLayout", (), state)
 
 
+@dataclass(frozen=True, slots=True)
+class RankPickle:
+    """The pickle of a rank's file, for that rank and all others that have boxes of the same shapes.
+
+    parts: bytes that their pickles have in common. own: what stands between the parts, one fewer.
+    """
+
+    parts: tuple[bytes, ...]
+    own: tuple[_Own, ...]
+
+    def of(self, meshes: Meshes) -> bytes:
+        """The pickle of the rank of these meshes."""
+        made = Pickled(_no_tensor)
+        made.out = bytearray(self.parts[0])
+        for own, part in zip(self.own, self.parts[1:], strict=True):
+            made.value(meshes.own(own))
+            made.out += part
+        return bytes(made.out)
+
+
+def _no_tensor(fqn: str) -> tuple[str, TensorSpec]:
+    raise KeyError(fqn)
+
+
 class RankPickled(Pickled):
-    """Builds the pickle of one rank's file."""
+    """Builds the pickle of one rank's file, and with it that of others."""
 
     def __init__(self, tensor: Callable[[str], tuple[str, TensorSpec]],
                  distributed: Mapping[str, tuple[TensorSpec, Layout]], meshes: Meshes) -> None:  # fmt: skip
@@ -133,6 +175,14 @@ class RankPickled(Pickled):
         super().__init__(tensor)
         self._distributed, self._meshes = distributed, meshes
         self._alike: dict[Any, tuple[bytes, bytes]] = {}
+        self._own: list[tuple[int, int, _Own]] = []  # where it stands: begin, end
+
+    def shared(self) -> RankPickle:
+        """The whole pickle, as far as other ranks have it too."""
+        ends = [0, *(end for _, end, _ in self._own)]
+        begins = [*(begin for begin, _, _ in self._own), len(self.out)]
+        parts = [bytes(self.out[a:b]) for a, b in zip(ends, begins, strict=True)]
+        return RankPickle((*parts[:-1], parts[-1] + b"."), tuple(own for *_, own in self._own))
 
     def value(self, value: Any) -> None:
         kind = type(value)
@@ -140,6 +190,10 @@ class RankPickled(Pickled):
             self._once(value.key, lambda: self._make(value))
         elif kind is _Global:
             self.name(value.module, value.name)
+        elif kind is _Own:
+            begin = len(self.out)
+            super().value(self._meshes.own(value))
+            self._own.append((begin, len(self.out), value))
         elif kind is str and value in _REPEATED:
             self._once(f"text {value}", lambda: Pickled.value(self, value))
         elif kind is TensorRef and value.fqn in self._distributed:

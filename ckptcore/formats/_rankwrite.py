@@ -9,7 +9,7 @@ per top-level key, any other as one kind; either is read back under the same nam
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,10 @@ import numpy as np
 
 from ckptcore.box import Box
 from ckptcore.errors import UnsupportedFormat
-from ckptcore.formats._dtensorwrite import RANKS, Meshes, RankPickled
+from ckptcore.formats._dtensorwrite import RANKS, Meshes, RankPickle, RankPickled
 from ckptcore.formats._rankfiles import RankFiles, is_rank_file
 from ckptcore.formats._rankoptim import numbers_for
-from ckptcore.formats._torchfile import Inline, arrays_as_tensors, torch_file
+from ckptcore.formats._torchfile import Around, Inline, arrays_as_tensors, data_of, lookup
 from ckptcore.formats._trees import built
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, natural
 from ckptcore.manifest import TensorSpec
@@ -30,6 +30,7 @@ from ckptcore.sharding import MESH_OF_ONE, Layout, Topology
 
 _MODEL, _OPTIMIZERS, _EXTRA = "model", ("optim", "optimizer"), "extra_state"
 _CONFIG = "fsdp_config.json"
+_KEPT = 16  # files that others may be like
 Row = tuple[str, Path, Any]  # name, where it stands in its file, value
 
 
@@ -41,8 +42,10 @@ class _Kind:
     rows: tuple[Row, ...]
 
 
-def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+def arrange(request: Arrangement) -> Iterator[FileLayout]:
     """The files of all ranks, kind by kind, and verl's small file about them, which comes last.
+
+    One at a time: the pickles and directories of hundreds of ranks are hundreds of megabytes.
 
     A rank's file holds all that the rank has: replicas too. Raises `NameMismatch` for names that do
     not nest, and `UnsupportedFormat` for a list of which a rank has only a part.
@@ -51,7 +54,6 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     world = topology.mesh.size
     specs = {t.fqn: (i, t) for i, t in enumerate(request.tensors)}
     params: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    layouts: list[FileLayout] = []
     kinds = _kinds(_rows(request), topology)
     joined = _joined(topology)
     meshes = [Meshes(topology.mesh, rank, joined) for rank in range(world)]
@@ -69,43 +71,84 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         files = _Files(topology, specs, tree, inline)
         for rank in range(world):
             path = f"{kind.stem}_world_size_{world}_rank_{rank}.pt"
-            layouts.append(files.of(rank, path, meshes[rank]))
+            yield files.of(rank, path, meshes[rank])
     config = json.dumps({"FSDP_version": 2, "world_size": world}, indent=4).encode()
-    return (*layouts, FileLayout(_CONFIG, len(config), (), (), (Literal(0, config),), commit=True))
+    yield FileLayout(_CONFIG, len(config), (), (), (Literal(0, config),), commit=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """What the files of ranks have in common that hold boxes of the same shapes.
+
+    tensors: their positions. kinds: which of a rank's boxes each has. sizes: bytes of each. inline: bytes of
+    further storages. pickle: the tree.
+    """
+
+    tensors: tuple[int, ...]
+    kinds: tuple[int, ...]
+    sizes: tuple[int, ...]
+    inline: tuple[bytes, ...]
+    pickle: RankPickle
 
 
 class _Files:
-    """The files of one kind: all hold one tree, and of its tensors what each rank has."""
+    """The files of one kind: all hold one tree, and of its tensors what each rank has.
+
+    Tensors of one shape and layout are of one kind; a rank has one box of them all. Ranks with boxes of the
+    same shapes have files that differ in what meshes tell of their own rank.
+    """
 
     def __init__(self, topology: Topology, specs: Mapping[str, tuple[int, TensorSpec]], tree: Any,
                  inline: Mapping[str, Inline]) -> None:  # fmt: skip
-        self._topology, self._specs, self._tree, self._inline = topology, specs, tree, inline
+        self._specs, self._tree, self._inline = specs, tree, inline
         self._names = [n for n in tensors_in(tree) if n in specs]
         self._distributed: dict[str, tuple[TensorSpec, Layout]] = {}
+        number: dict[tuple[tuple[int, ...], Layout], int] = {}
+        self._kind: dict[str, int] = {}
+        self._held: list[tuple[Box | None, ...]] = []  # of each kind, the boxes of all ranks
         for name in self._names:
-            layout = topology.layout(name)
+            layout, spec = topology.layout(name), specs[name][1]
             if layout.axes:
-                self._distributed[name] = specs[name][1], layout
+                self._distributed[name] = spec, layout
+            self._kind[name] = number.setdefault((spec.shape, layout), len(number))
+            if len(number) > len(self._held):
+                self._held.append(topology.held(name, spec.shape))
         # Only where a tensor lies on some of the ranks does the tree differ between them.
         self._staged = any(topology.layout(n).at for n in self._names)
-        self._ranks = np.arange(topology.mesh.size, dtype="<i4").tobytes()
+        ranks = np.arange(topology.mesh.size, dtype="<i4").tobytes()
+        self._ranks = TensorSpec(RANKS, "int32", (topology.mesh.size,)), ranks
+        self._known: dict[tuple[Any, ...], _Alike] = {}
+        self._around = Around()
 
     def of(self, rank: int, path: str, meshes: Meshes) -> FileLayout:
         """The file of one rank."""
-        held: list[tuple[int, TensorSpec, Box]] = []
+        boxes = [held[rank] for held in self._held]
+        key = tuple(None if box is None else box.shape for box in boxes)
+        if key not in self._known:
+            while len(self._known) >= _KEPT:
+                del self._known[next(iter(self._known))]
+            self._known[key] = self._alike(key, meshes)
+        alike = self._known[key]
+        made = self._around.of(path, alike.pickle.of(meshes), alike.tensors, alike.sizes, alike.inline)
+        return replace(made, boxes=tuple([box for n in alike.kinds if (box := boxes[n]) is not None]))
+
+    def _alike(self, shapes: tuple[tuple[int, ...] | None, ...], meshes: Meshes) -> _Alike:
+        """shapes: of a rank's box of each kind, None where it has none. meshes: of any such rank."""
+        held: dict[str, TensorSpec] = {}
         for name in self._names:
-            at, spec = self._specs[name]
-            box = self._topology.held(name, spec.shape)[rank]
-            if box is not None:
-                held.append((at, replace(spec, shape=box.shape), box))
-        here = {spec.fqn for _, spec, _ in held}
-        tree = _without(self._tree, set(self._names) - here) if self._staged else self._tree
+            shape = shapes[self._kind[name]]
+            if shape is not None:
+                held[name] = replace(self._specs[name][1], shape=shape)
+        tree = _without(self._tree, self._kind.keys() - held.keys()) if self._staged else self._tree
         inline = dict(self._inline)
-        if here & self._distributed.keys():
-            inline[RANKS] = TensorSpec(RANKS, "int32", (self._topology.mesh.size,)), self._ranks
-        made = torch_file(path, tree, [s for _, s, _ in held], range(len(held)), inline=inline,
-                          pickled=lambda tensor: RankPickled(tensor, self._distributed, meshes))  # fmt: skip
-        return replace(made, tensors=tuple(at for at, *_ in held), boxes=tuple(box for *_, box in held))
+        if held.keys() & self._distributed.keys():
+            inline[RANKS] = self._ranks
+        made = RankPickled(lookup(list(held.values()), inline).__getitem__, self._distributed, meshes)
+        made.value(tree)
+        return _Alike(
+            tuple(self._specs[name][0] for name in held), tuple(self._kind[name] for name in held),
+            tuple(spec.nbytes for spec in held.values()), data_of(inline), made.shared(),
+        )  # fmt: skip
 
 
 def _rows(request: Arrangement) -> list[Row]:

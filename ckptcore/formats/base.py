@@ -8,7 +8,7 @@ make up each file. Moving bytes is `ckptcore.execute`'s job alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,7 +152,7 @@ class Format:
     abilities: Abilities
     detect: Callable[[Source], Evidence | None]
     read: Callable[[Source], Manifest] | None = None
-    arrange: Callable[[Arrangement], tuple[FileLayout, ...]] | None = None
+    arrange: Callable[[Arrangement], Iterable[FileLayout]] | None = None
     versions: tuple[str, ...] = ("1",)
     single_file: bool = False
     nests: bool = False

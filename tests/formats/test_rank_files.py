@@ -245,7 +245,7 @@ def test_a_part_of_a_list_is_refused(tmp_path: Path) -> None:
     layouts = {f"w.{n}": Layout(at=(("pp", (n,)),)) for n in (0, 1)}
     paths = {f"w.{n}": ("w", n) for n in (0, 1)}
     with pytest.raises(UnsupportedFormat, match=r"w\.1 stands in a list"):
-        arrange(Arrangement(spec, paths=paths, topology=Topology(Mesh((("pp", 2),)), layouts)))
+        list(arrange(Arrangement(spec, paths=paths, topology=Topology(Mesh((("pp", 2),)), layouts))))
 
 
 @pytest.mark.xdist_group("rank_files")

@@ -1,0 +1,86 @@
+"""Rank files that share what they have in common: are they, to the byte, what each would be by itself?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from ckptcore.formats import _rankwrite, _torchfile
+from ckptcore.formats._rankwrite import arrange
+from ckptcore.formats.base import Arrangement, FileLayout
+from ckptcore.manifest import TensorSpec
+from ckptcore.meshspec import parse_mesh
+from ckptcore.placements import Replicate, Shard, _StridedShard
+from ckptcore.sharding import Layout, Topology
+
+# What every rank's file was when each was built by itself.
+KNOWN = {
+    "fsdp=1": "a58a9af2e8a85b30",
+    "fsdp=3": "fa1f344d45ff5e56",
+    "fsdp=4,tp=2": "43c5b36ded36db2d",
+    "dp_replicate=2,fsdp=2": "e607edfafd30b330",
+    "pp=2,fsdp=3": "0dc751610d6783fe",
+    "cuda:fsdp=300": "bb272280895e8cf3",
+}
+
+
+ROWS = (("w", "bfloat16", (24, 5)), ("odd", "float32", (7, 3)), ("up", "float32", (16, 2)),
+        ("buffer", "int64", (3,)), ("f8", "float8_e8m0fnu", (8,)))  # fmt: skip
+
+
+def request(mesh: str) -> Arrangement:
+    """A model and its states: even and uneven tensors, plain ones, objects, and stages where there are some."""
+    whole = parse_mesh(mesh)
+    axes = tuple(a for a, n in whole.axes if a != "pp")
+    cut = {"dp_replicate": Replicate(), "fsdp": Shard(0), "tp": Shard(0)}
+    tp = dict(whole.axes).get("tp", 1)
+    strided = cut | {"fsdp": _StridedShard(0, split_factor=tp)} if tp > 1 else cut
+    tensors: list[TensorSpec] = []
+    layouts: dict[str, Layout] = {}
+    for n in range(4):
+        at = (("pp", (n // 2,)),) if "pp" in dict(whole.axes) else ()
+        for name, dtype, shape in ROWS:
+            for fqn in (f"model.layers.{n}.{name}", f"optim.state.layers.{n}.{name}.exp_avg"):
+                tensors.append(TensorSpec(fqn, dtype, shape))
+                places = strided if name == "up" else cut | {"tp": Replicate()}
+                layout = Layout(axes, tuple(places[a] for a in axes), at)
+                layouts[fqn] = Layout((), (), at) if name == "buffer" else layout
+    objects: dict[str, Any] = {
+        "optim.param_groups": [{"lr": 0.1, "betas": [0.9, 0.95]}],
+        "extra_state": {"step": 7},
+    }
+    return Arrangement(tensors, objects, topology=Topology(whole, layouts))
+
+
+def digest(layouts: Iterator[FileLayout]) -> str:
+    told = [
+        (x.path, x.nbytes, x.tensors, [(s.tensor, s.start) for s in x.slots],
+         [(y.start, y.data, y.crc_at) for y in x.literals], x.commit, [(b.offset, b.shape) for b in x.boxes])
+        for x in layouts
+    ]  # fmt: skip
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("mesh", KNOWN)
+def test_bytes_around_tensors_stay(mesh: str) -> None:
+    assert digest(arrange(request(mesh))) == KNOWN[mesh]
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_what_was_forgotten_is_built_again(kept: int) -> None:
+    with mock.patch.object(_rankwrite, "_KEPT", kept), mock.patch.object(_torchfile, "_KEPT", kept):
+        assert digest(arrange(request("pp=2,fsdp=3"))) == KNOWN["pp=2,fsdp=3"]
+
+
+def test_ranks_that_are_alike_are_built_once() -> None:
+    made = mock.Mock(wraps=_rankwrite.RankPickled)
+    behind = mock.Mock(wraps=_torchfile._behind)
+    with mock.patch.object(_rankwrite, "RankPickled", made), mock.patch.object(_torchfile, "_behind", behind):
+        files = list(arrange(request("fsdp=8,tp=2")))
+    assert len(files) == 49
+    assert made.call_count <= 6  # two shapes of what is uneven, in three kinds of files
+    assert behind.call_count <= 12
