@@ -33,7 +33,7 @@ ROWS = (("w", "bfloat16", (24, 5)), ("odd", "float32", (7, 3)), ("up", "float32"
 
 
 def request(mesh: str) -> Arrangement:
-    """A model and its states: even and uneven tensors, plain ones, objects, and stages where there are some."""
+    """A model and its states: even and uneven tensors, plain ones, objects, stages where there are some."""
     whole = parse_mesh(mesh)
     axes = tuple(a for a, n in whole.axes if a != "pp")
     cut = {"dp_replicate": Replicate(), "fsdp": Shard(0), "tp": Shard(0)}
