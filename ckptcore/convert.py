@@ -2,6 +2,7 @@
 
     prepare   read, check, plan; claim the destination            -> Prepared
     execute   write some or all files of the plan                 -> Receipts
+              (or `execute_part` and `join`, for a file that several machines write)
     finish    verify what was written, and publish it             -> Result
     register  tell the catalog; `settle` removes the staging folder
 
@@ -39,7 +40,9 @@ from ckptcore.finishing import (
 )
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.frame import canonical_json
+from ckptcore.joining import join_parts
 from ckptcore.manifest import Manifest
+from ckptcore.parts import Part, cut
 from ckptcore.plan import Plan, PlannedFile, load_file_plan, load_head, save_plan
 from ckptcore.receipts import Receipt, read_receipt
 from ckptcore.register import Registration, fail, start, succeed
@@ -52,8 +55,8 @@ from ckptcore.stamps import take as take_stamps
 from ckptcore.store import open_store
 
 __all__ = [
-    "Prepared", "Progress", "Receipt", "Result", "convert", "execute", "finish", "inspect", "peak_memory",
-    "prepare", "register", "settle", "validate",
+    "Part", "Prepared", "Progress", "Receipt", "Result", "convert", "execute", "execute_part", "finish",
+    "inspect", "join", "parts", "peak_memory", "prepare", "register", "settle", "validate",
 ]  # fmt: skip
 Progress = Callable[[str, int, int], None]
 _log = logging.getLogger("ckptcore")
@@ -131,6 +134,40 @@ def execute(plan_uri: str, indices: Sequence[int] | None = None, settings: Setti
     staging = Staging.of_plan(plan_uri)
     with staging.lock(shared=True):
         return _execute(staging, indices, settings or Settings(), progress)
+
+
+def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[Part, ...]:
+    """One output file as parts of about ``nbytes``, for `execute_part` under the same settings. None at all
+    where a file can only be written as a whole: on an object store, or when it is finished."""
+    staging = Staging.of_plan(plan_uri)
+    plan = load_head(staging.plan)
+    done = published_plan(staging) == plan.digest or read_receipt(staging.receipts, plan.digest, index)
+    if staging.files.local is None or done:
+        return ()
+    settings = settings.of(plan.target.mesh)
+    return cut(load_file_plan(staging.plan, index), nbytes, tile_bytes(settings), settings.threads)
+
+
+def execute_part(plan_uri: str, part: Part, settings: Settings, progress: Progress | None = None) -> Receipt:
+    """Writes one part of a file; one that is there and hashes to its receipt is kept. `join` ends the file.
+
+    Raises `DamagedCheckpoint` when bytes fail their checksum.
+    """
+    staging = Staging.of_plan(plan_uri)
+    with staging.lock(shared=True):
+        return _execute(staging, [part.index], settings, progress, part)[0]
+
+
+def join(plan_uri: str, index: int) -> Receipt:
+    """Makes one file of its parts, proven byte for byte; a file that is finished is left alone.
+
+    Raises `OutputMismatch` when what lies there is not what its parts' writers wrote, `UsageError` when one
+    is missing.
+    """
+    staging = Staging.of_plan(plan_uri)
+    with staging.lock(shared=True), closing(staging.files):
+        plan = load_head(staging.plan)
+        return join_parts(load_file_plan(staging.plan, index), plan.digest, staging.files, staging.receipts)
 
 
 def finish(plan_uri: str, settings: Settings | None = None, progress: Progress | None = None) -> Result:
@@ -279,7 +316,7 @@ def _save(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -
 
 
 def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings,
-             progress: Progress | None) -> tuple[Receipt, ...]:  # fmt: skip
+             progress: Progress | None, part: Part | None = None) -> tuple[Receipt, ...]:  # fmt: skip
     plan = load_head(staging.plan)
     wanted = [f.index for f in plan.files] if indices is None else list(indices)
     if published_plan(staging) == plan.digest:
@@ -293,7 +330,7 @@ def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings
             lambda i: load_file_plan(staging.plan, i), wanted, plan_digest=plan.digest, source=source,
             files=staging.files, receipts=staging.receipts, settings=settings, scratch=scratch,
             items=plan.items, progress=progress, total=plan.bytes_out,
-            unchanged=lambda paths: require_same(noted, source, paths),
+            unchanged=lambda paths: require_same(noted, source, paths), part=part,
         )  # fmt: skip
 
 

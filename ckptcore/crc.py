@@ -6,6 +6,7 @@ Joining two CRCs multiplies by a power of x in GF(2)[x] modulo the CRC polynomia
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 _POLY = 0xEDB88320  # reflected, as in zlib
@@ -52,6 +53,41 @@ class Pieces:
                 return None
             whole, at = combine(whole, step[1], step[0]), at + step[0]
         return whole
+
+
+class Runs:
+    """The CRC-32s of what has come of a record, each byte once, in any order.
+
+    Neighbours are joined at once, so that only gaps cost memory.
+    """
+
+    __slots__ = ("_ends", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: dict[int, tuple[int, int]] = {}  # first byte -> (length, crc)
+        self._ends: dict[int, int] = {}  # byte behind the last -> first byte
+
+    def add(self, start: int, length: int, crc: int) -> None:
+        """Adds the CRC-32 of bytes ``[start, start + length)``, of which none has come before."""
+        end = start + length
+        before = self._ends.pop(start, None)
+        if before is not None:
+            held, known = self._starts.pop(before)
+            start, length, crc = before, held + length, combine(known, crc, length)
+        behind = self._starts.pop(end, None)
+        if behind is not None:
+            end, length, crc = end + behind[0], length + behind[0], combine(crc, behind[1], behind[0])
+        self._starts[start] = (length, crc)
+        self._ends[end] = start
+
+    def whole(self, length: int) -> int | None:
+        """The CRC-32 of the record, once all ``length`` bytes have come."""
+        found = self._starts.get(0)
+        return found[1] if found is not None and found[0] == length else None
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """(first byte, length, CRC-32) of every run, in order."""
+        return ((start, *self._starts[start]) for start in sorted(self._starts))
 
 
 def _multiply(a: int, b: int) -> int:

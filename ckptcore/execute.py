@@ -27,6 +27,8 @@ from ckptcore.device import host_buffer, lane_on
 from ckptcore.errors import BudgetTooSmall, DiskFull
 from ckptcore.filejob import FileWork, expect
 from ckptcore.fileplan import FilePlan
+from ckptcore.partjob import PartWork, proven
+from ckptcore.parts import Part, jobs_of
 from ckptcore.receipts import Receipt, is_intact, read_receipt, write_receipt
 from ckptcore.records import Records
 from ckptcore.request import Settings
@@ -43,20 +45,22 @@ _MAX_TILE = 256 << 20
 def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, plan_digest: str, source: Store,
                   files: Store, receipts: Store, settings: Settings, unchanged: Unchanged,
                   items: int, scratch: str | None = None, progress: Progress | None = None,
-                  total: int = 0) -> tuple[Receipt, ...]:  # fmt: skip
+                  total: int = 0, part: Part | None = None) -> tuple[Receipt, ...]:  # fmt: skip
     """Writes the output files ``indices`` of a plan into ``files``; gives their receipts in order.
 
     load: gives the plan of a file by index. receipts: where finished files are recorded.
     unchanged: raises `SourceChanged` when one of these source files is not as it was planned. items: how many
     the source has.
-    scratch: folder for decoded items. total: bytes of the whole plan, for progress.
+    scratch: folder for decoded items. total: bytes of the whole plan, for progress. part: only this part of
+    the one file that is named (`ckptcore.parts`); the receipt is the part's.
     Raises the first error of any worker; finished files and receipts stay.
     """
     done: dict[int, Receipt] = {}
     moved = 0
     records = Records(source, items, settings.verify, scratch)
+    bounds = (part.begin, part.end) if part is not None else None
     for index in indices:
-        old = read_receipt(receipts, plan_digest, index)
+        old = read_receipt(receipts, plan_digest, index, bounds)
         # A file from before fingerprints were wanted is written again: only its elements give its sums.
         summed = old is None or old.sums is not None or not settings.fingerprint
         if old is not None and summed and is_intact(files, old):
@@ -82,14 +86,16 @@ def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, pl
             total,
             unchanged,
             records,
+            part,
         )
         done |= run.finish()
     records.finish(settings.threads)
     for index, receipt in done.items():
         if receipt.pending:  # what other files had to be waited for is proven now
-            proven = sum(map(records.verified, receipt.pending))
-            done[index] = replace(receipt, verified=receipt.verified + proven, pending=(),
-                                  unverified=receipt.unverified - proven)  # fmt: skip
+            more = sum(map(records.verified, receipt.pending))
+            bits = receipt.proven if part is None else proven(load(index), records)
+            done[index] = replace(receipt, verified=receipt.verified + more, pending=(),
+                                  unverified=receipt.unverified - more, proven=bits)  # fmt: skip
             write_receipt(receipts, plan_digest, done[index])
     return tuple(done[i] for i in indices)
 
@@ -124,7 +130,9 @@ class _Run:
         total: int,
         unchanged: Unchanged,
         records: Records,
+        part: Part | None,
     ) -> None:
+        self._part = part
         self._settings, self._source, self._files, self._receipts = (
             settings,
             source,
@@ -163,10 +171,12 @@ class _Run:
         for index in todo:
             plan = load(index)
             self._unchanged([f.path for f in plan.files])
-            work = FileWork(plan, self._source, self._files, self._settings, self._records, self._scratch)
+            means = (plan, self._source, self._files, self._settings, self._records, self._scratch)
+            work = FileWork(*means) if self._part is None else PartWork(*means, self._part)
             self._open[index] = work
             pending = None
-            for job in jobs(plan, self._tile, self._settings.threads):
+            cut = (plan, self._tile, self._settings.threads)
+            for job in jobs(*cut) if self._part is None else jobs_of(self._part, *cut):
                 if pending is not None:
                     yield work, pending
                 pending = job

@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from ckptcore.box import Box, flat_start, is_run
 from ckptcore.casting import cast_into, derive_into
-from ckptcore.crc import Pieces
+from ckptcore.crc import Runs
 from ckptcore.derive import FUNCTIONS
 from ckptcore.device import Lane, sum_held
 from ckptcore.dtype import BY_NAME
@@ -32,7 +32,7 @@ from ckptcore.receipts import Receipt
 from ckptcore.records import Place, Records
 from ckptcore.request import Settings
 from ckptcore.resolve import Payload
-from ckptcore.store import Store
+from ckptcore.store import Store, Writer
 from ckptcore.tiles import Job, LiteralPart, TensorPart
 
 Bytes = npt.NDArray[np.uint8]
@@ -48,7 +48,7 @@ class FileWork:
         self.plan = plan
         self._source, self._settings, self._scratch = source, settings, scratch
         self._records = records
-        self._writer = files.writer(plan.path, plan.nbytes)
+        self._writer = self._open(files)
         self._began = time.perf_counter()
         self._patched = any(x.crc_at for x in plan.literals)
         self._digest = blake3() if settings.digest else None
@@ -61,11 +61,13 @@ class FileWork:
         self._next, self._settling, self._closed = 0, False, False
         self._last: int | None = None
         self._payloads: dict[int, Payload] = {}
-        self._slot_crc: dict[int, Pieces] = {}
-        self._slot_done: dict[int, int] = {}
+        self._slots: dict[int, Runs] = {}
         self._by_tensor = self._index()
         # What is read: the tensors, and behind them what derived ones are computed from.
         self._specs = (*plan.tensors, *plan.inputs)
+
+    def _open(self, files: Store) -> Writer:
+        return files.writer(self.plan.path, self.plan.nbytes)
 
     def _index(self) -> list[tuple[int, int]]:
         first = self.plan.reads.first.tolist()
@@ -189,13 +191,9 @@ class FileWork:
         if self._sums is not None and not summed:
             self._sum(part, cast if changes else target, scratch, lane)
         if self._patched:
-            with self._lock:
-                pieces = self._slot_crc.setdefault(part.tensor, Pieces(tensor.nbytes))
             crc = zlib.crc32(target.data)
             with self._lock:
-                whole = pieces.add(part.offset, part.nbytes, crc)
-                if whole is not None:
-                    self._slot_done[part.tensor] = whole
+                self._slots.setdefault(part.tensor, Runs()).add(part.offset, part.nbytes, crc)
 
     def _sum(self, part: TensorPart, held: Bytes, scratch: Bytes, lane: Lane | None) -> None:
         """Sums a part that is on the host, as it is before any cast."""
@@ -321,14 +319,17 @@ class FileWork:
 
     def _pass_on(self, job: Job, buffer: Bytes) -> None:
         if self._patched:
-            for part in job.parts:
-                if isinstance(part, LiteralPart) and self.plan.literals[part.literal].crc_at:
-                    self._patch(part, job, buffer)
+            self._patch_all(job, buffer)
         view = buffer[: job.nbytes].data
         if self._writer.sequential and job.nbytes:
             self._writer.write(job.start, view)
         if self._digest is not None:
             self._digest.update(view)
+
+    def _patch_all(self, job: Job, buffer: Bytes) -> None:
+        for part in job.parts:
+            if isinstance(part, LiteralPart) and self.plan.literals[part.literal].crc_at:
+                self._patch(part, job, buffer)
 
     def _patch(self, part: LiteralPart, job: Job, buffer: Bytes) -> None:
         literal = self.plan.literals[part.literal]
@@ -343,7 +344,10 @@ class FileWork:
     def _crc(self, slot: int) -> int:
         if not self.plan.tensors[slot].nbytes:
             return 0
-        return self._slot_done[slot]
+        with self._lock:
+            found = self._slots[slot].whole(self.plan.tensors[slot].nbytes)
+        assert found is not None  # a literal with a checksum stands behind what it is of
+        return found
 
 
 def expect(plan: FilePlan, pending: Sequence[int], records: Records) -> None:

@@ -24,7 +24,7 @@ from ckptcore.errors import (
     UsageError,
 )
 from ckptcore.store import Store, join_url, local_path, open_store, split_url
-from ckptcore.store.local import sync_folder
+from ckptcore.store.localwrite import sync_folder
 
 PUBLISHING = "publishing.json"  # written right before the move: names the plan that is published
 _RENAME_EXCHANGE = 2

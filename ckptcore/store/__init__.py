@@ -38,6 +38,13 @@ class Writer(Protocol):
         """Drops what was written."""
 
 
+class Joint(Writer, Protocol):
+    """A file that several processes write ranges of, at the same time."""
+
+    def name(self, path: str) -> None:
+        """Gives the file, which must be committed, its final name in the store."""
+
+
 class Readable(Protocol):
     """A folder of files to read from. Safe to use from several threads.
 
@@ -72,6 +79,11 @@ class Store(Readable, Protocol):
 
     def writer(self, path: str, nbytes: int) -> Writer:
         """A new file of ``nbytes``; raises `DiskFull`, `DestinationUnwritable`."""
+
+    def joint(self, path: str, nbytes: int) -> Joint | None:
+        """A file of ``nbytes`` that several processes write ranges of, under this very name, from the first
+        byte that one of them writes; committing makes durable what this one wrote. None when the store
+        cannot do that."""
 
     def put(self, path: str, data: bytes) -> None:
         """A small file, whole or not at all."""

@@ -21,7 +21,7 @@ from ckptcore.errors import (
     StorageTrouble,
     UsageError,
 )
-from ckptcore.store import Buffer, Store, Writer
+from ckptcore.store import Buffer, Joint, Store, Writer
 
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
 # What file systems call the thing that changes with a file's content, best first.
@@ -105,6 +105,9 @@ class FsspecStore:
 
     def writer(self, path: str, nbytes: int) -> Writer:
         return FsspecWriter(self._fs, self._full(path), f"{self.url}/{path}")
+
+    def joint(self, path: str, nbytes: int) -> Joint | None:
+        return None  # objects are written from their first byte to their last, by one writer
 
     def put(self, path: str, data: bytes) -> None:
         _retrying(f"{self.url}/{path}", lambda: self._fs.pipe_file(self._full(path), data), writing=True)

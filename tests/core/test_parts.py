@@ -1,0 +1,154 @@
+"""Parts: one file, written by several, in any order, is the file that one writes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore import crc
+from ckptcore.convert import Part, convert, execute_part, finish, join, parts, prepare
+from ckptcore.errors import OutputMismatch, UsageError
+from ckptcore.request import Request, Settings
+
+TENSORS: dict[str, Any] = {
+    "a": torch.arange(300_000, dtype=torch.float32).reshape(3, 100_000),
+    "b.empty": torch.zeros(0, 7),
+    "c": torch.arange(90_000, dtype=torch.int16).reshape(300, 300),
+    "d": torch.tensor(2.5, dtype=torch.float64),
+    "e": torch.arange(400_000, dtype=torch.float32).reshape(500, 800).t(),
+}
+SETTINGS = Settings(memory=1 << 20, workers=2, fingerprint=True)
+FORMS = {"safetensors": "out.safetensors", "torch_save": "out.pt"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "step-1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(TENSORS), checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def prepared(source: Path, destination: Path, settings: Settings = SETTINGS, **more: Any) -> str:
+    return prepare(Request(str(source), str(destination), **more), settings).plan_uri
+
+
+@pytest.mark.parametrize("name", FORMS.values())
+@pytest.mark.parametrize("nbytes", [1, 300_000, 1 << 40])
+def test_parts_in_any_order_are_the_file(source: Path, tmp_path: Path, name: str, nbytes: int) -> None:
+    whole = convert(Request(str(source), str(tmp_path / name)), SETTINGS, catalog_url=False)
+    plan = prepared(source, tmp_path / f"other-{name}")
+    found = list(parts(plan, 0, nbytes, SETTINGS))
+    size = whole.files[0].nbytes
+    assert [p.begin for p in found] == [0, *(p.end for p in found[:-1])]
+    assert found[-1].end == size
+    assert len(found) == 1 if nbytes > size else len(found) > 3
+    random.Random(nbytes).shuffle(found)
+    for part in found:
+        execute_part(plan, part, SETTINGS)
+    joined = join(plan, 0)
+    assert join(plan, 0) == joined
+    written = finish(plan)
+    assert (tmp_path / f"other-{name}").read_bytes() == (tmp_path / name).read_bytes()
+    assert replace(joined, path="", seconds=0) == replace(whole.files[0], path="", seconds=0)
+    assert written.fingerprint == whole.fingerprint is not None
+    assert not list((tmp_path / f".other-{name}.ckptcore" / "receipts").glob("*-*-*"))
+
+
+def test_finished_parts_are_kept_and_damaged_ones_are_not(source: Path, tmp_path: Path) -> None:
+    plan = prepared(source, tmp_path / "out.pt")
+    found = parts(plan, 0, 500_000, SETTINGS)
+    for part in found:
+        assert not execute_part(plan, part, SETTINGS).reused
+    assert execute_part(plan, found[1], SETTINGS).reused
+    joint = tmp_path / ".out.pt.ckptcore" / "files" / ".out.pt.joint"
+    data = bytearray(joint.read_bytes())
+    data[found[1].begin + 7] ^= 1
+    joint.write_bytes(data)
+    with pytest.raises(OutputMismatch, match=f"bytes {found[1].begin} to {found[1].end}"):
+        join(plan, 0)
+    assert not execute_part(plan, found[1], SETTINGS).reused
+    join(plan, 0)
+    finish(plan)
+    assert torch.equal(torch.load(tmp_path / "out.pt")["e"], TENSORS["e"])
+
+
+def test_a_part_that_is_missing_is_named(source: Path, tmp_path: Path) -> None:
+    plan = prepared(source, tmp_path / "out.safetensors")
+    found = parts(plan, 0, 500_000, SETTINGS)
+    for part in found[:1] + found[2:]:
+        execute_part(plan, part, SETTINGS)
+    with pytest.raises(UsageError, match=f"begins at byte {found[1].begin} "):
+        join(plan, 0)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_part_of_other_settings_is_refused(source: Path, tmp_path: Path) -> None:
+    plan = prepared(source, tmp_path / "out.safetensors")
+    found = parts(plan, 0, 1, SETTINGS)
+    with pytest.raises(UsageError, match="no part under these settings"):
+        execute_part(plan, replace(found[1], end=found[1].end + 1), SETTINGS)
+
+
+def test_what_is_finished_or_cannot_be_shared_has_no_parts(source: Path, tmp_path: Path) -> None:
+    plan = prepared(source, tmp_path / "out.safetensors")
+    execute_part(plan, parts(plan, 0, 1 << 40, SETTINGS)[0], SETTINGS)
+    join(plan, 0)
+    assert parts(plan, 0, 1, SETTINGS) == ()
+    remote = prepare(Request(str(source), "memory://parts/out.safetensors"), SETTINGS).plan_uri
+    assert parts(remote, 0, 1, SETTINGS) == ()
+    with pytest.raises(UsageError, match="does not let several processes"):
+        execute_part(remote, Part(0, 0, 10), SETTINGS)
+
+
+def test_a_killed_joining_is_begun_again(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    plan = prepared(source, tmp_path / "out.pt")
+    found = parts(plan, 0, 500_000, SETTINGS)
+    for part in found:
+        execute_part(plan, part, SETTINGS)
+    with monkeypatch.context() as patched:
+
+        def die(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr("ckptcore.joining.write_receipt", die)
+        with pytest.raises(KeyboardInterrupt):
+            join(plan, 0)
+    # It had its name, and no receipt: nothing proves it any more.
+    for part in parts(plan, 0, 500_000, SETTINGS):
+        execute_part(plan, part, SETTINGS)
+    join(plan, 0)
+    finish(plan)
+    assert torch.equal(torch.load(tmp_path / "out.pt")["a"], TENSORS["a"])
+
+
+def test_very_many_tiles_of_one_tensor(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Checksums behind the data do not depend on how many pieces a tensor came in."""
+    monkeypatch.setattr(crc, "_MAX_PIECES", 4)
+    convert(Request(str(source), str(tmp_path / "out.pt")), SETTINGS, catalog_url=False)
+    assert torch.equal(torch.load(tmp_path / "out.pt")["a"], TENSORS["a"])
+
+
+@given(st.binary(max_size=60), st.data())
+def test_runs_come_in_any_order(data: bytes, draw: Any) -> None:
+    bounds = sorted({0, len(data), *draw.draw(st.lists(st.integers(0, len(data))))})
+    pieces = [(a, b - a) for a, b in itertools.pairwise(bounds)]
+    runs = crc.Runs()
+    for start, length in draw.draw(st.permutations(pieces)):
+        runs.add(start, length, zlib.crc32(data[start : start + length]))
+    if data:
+        assert list(runs) == [(0, len(data), zlib.crc32(data))]
+        assert runs.whole(len(data)) == zlib.crc32(data)
+    assert runs.whole(len(data) + 1) is None
