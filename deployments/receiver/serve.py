@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 
@@ -48,6 +49,9 @@ def serve(config: Path, host: str, port: int) -> None:
             )
         )  # fmt: skip
         print(f"listening at http://{host}:{listener.getsockname()[1]}", flush=True)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # uvicorn raises the signal again when it has ended in order; that is no reason to die of it.
+            signal.signal(number, lambda *_: None)
         server.run(sockets=[listener])
     rows.close()
 
