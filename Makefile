@@ -2,6 +2,9 @@
 #
 #   make demo    train a small model under FSDP2, convert its checkpoint, open the result
 #                (make demo SRC=checkpoint DST=folder [CONFIG=folder] converts your own)
+#   make up      start PostgreSQL, Prefect, a worker and the webhook receiver on this machine
+#                (make up UP="--prefect-port 4300 --root /runs --exports /models")
+#   make down    end them; a run that does not end in a minute goes on after the next `make up`
 #   make test    `make check`, then the tests
 #   make check   format, lint, types, layers, migrations, generated tables
 #   make bench   measure against the peers, print the table
@@ -29,13 +32,19 @@ stamp := .venv/.stamp
 torch := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 paths := ckptcore tasks flows deployments alembic tests
 
-.PHONY: help demo test check bench soak fuzz docs clean
+.PHONY: help demo up down test check bench soak fuzz docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(stamp)
 	@$(python) -m flows.demo $(if $(SRC),--src "$(SRC)") $(if $(DST),--dst "$(DST)")
+
+up: $(stamp)
+	@$(python) -m deployments.local up $(UP)
+
+down: $(stamp)
+	@$(python) -m deployments.local down $(DOWN)
 
 test: check
 	@$(python) -m pytest -n $(JOBS)

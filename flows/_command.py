@@ -61,12 +61,11 @@ def parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:
     >>> parser(paint, "paint").parse_args(["north", "--colours", "red", "--colours", "blue"])
     Namespace(wall='north', colours=['red', 'blue'], coats=2)
     """
-    text = inspect.getdoc(function) or ""
-    meanings = dict(re.findall(r"^(\w+): (.*(?:\n    .*)*)", text, re.MULTILINE))
+    text, told = inspect.getdoc(function) or "", meanings(function)
     types = typing.get_type_hints(function)
     found = argparse.ArgumentParser(prog=prog, description=text.split("\n\n")[0])
     for name, parameter in inspect.signature(function).parameters.items():
-        help, default = " ".join(meanings[name].split()), parameter.default
+        help, default = told[name], parameter.default
         if default is parameter.empty:
             found.add_argument(name, help=help)
         elif name in ENDS:
@@ -75,6 +74,12 @@ def parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:
             how = _options(types[name], default)
             found.add_argument(f"--{name.replace('_', '-')}", default=default, help=help, **how)
     return found
+
+
+def meanings(function: Callable[..., Any]) -> dict[str, str]:
+    """What a flow's docstring says about each of its parameters, one line each."""
+    found = re.findall(r"^(\w+): (.*(?:\n    .*)*)", inspect.getdoc(function) or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def _is_news(record: logging.LogRecord) -> bool:

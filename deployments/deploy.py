@@ -1,0 +1,137 @@
+"""Deploy: the work pool, the deployments and the automations, made or brought up to date at a Prefect server.
+
+``python -m deployments.deploy`` may be run any number of times; compose, Kubernetes and `make up` do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+import flows  # noqa: F401  # settles Prefect's environment
+from ckptcore.errors import CkptError, UsageError
+from flows._command import meanings
+
+FILES = Path(__file__).parent
+POOL = "ckptcore"
+
+
+def deploy(wait: float = 120.0) -> None:
+    """Make everything of prefect.yaml and automations.yaml at the configured server.
+
+    wait: seconds for the server to answer. Raises `UsageError`.
+    """
+    _await_server(wait)
+    _make_pool()
+    # Where the command runs does not matter: entrypoints are modules.
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file"]
+        done = subprocess.run(
+            [*command, str(FILES / "prefect.yaml")], cwd=folder, capture_output=True, text=True, check=False
+        )
+    # The command says what it could not deploy, and exits with 0.
+    if done.returncode or "Error" in done.stdout or "error" in done.stderr.lower():
+        raise UsageError(f"prefect deploy failed: {done.stdout[-2000:]} {done.stderr[-2000:]}".strip())
+    _describe(_read("prefect.yaml")["deployments"])
+    _automate(_read("automations.yaml")["automations"])
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((FILES / name).read_text())
+    return found
+
+
+def _await_server(wait: float) -> None:
+    from prefect.settings import get_current_settings
+
+    url = get_current_settings().api.url
+    if url is None:
+        raise UsageError("no Prefect server is configured", hint="set PREFECT_API_URL")
+    until = time.monotonic() + wait
+    while True:
+        try:
+            answer = httpx.get(f"{url}/ready", timeout=5)
+            if answer.status_code == 200:
+                return
+            told = f"HTTP {answer.status_code}"
+        except httpx.HTTPError as error:
+            told = str(error)
+        if time.monotonic() > until:
+            raise UsageError(f"Prefect at {url} is not ready: {told}", hint="start its server")
+        time.sleep(0.5)
+
+
+def _make_pool() -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.workers.process import ProcessWorker
+
+    template = ProcessWorker.get_default_base_job_template()
+    with get_client(sync_client=True) as client:
+        try:
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
+        except ObjectAlreadyExists:
+            return  # whatever somebody has set on it stays
+
+
+def _describe(deployments: list[dict[str, Any]]) -> None:
+    """Words for every parameter in the form that starts a run; Prefect reads other docstrings than ours."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import DeploymentUpdate
+    from prefect.utilities.importtools import import_object
+
+    with get_client(sync_client=True) as client:
+        for one in deployments:
+            flow = import_object(one["entrypoint"])
+            known = client.read_deployment_by_name(f"{flow.name}/{one['name']}")
+            schema = known.parameter_openapi_schema or {}
+            told = meanings(flow.fn)
+            for name, of_one in schema.get("properties", {}).items():
+                of_one["description"] = told[name]
+            update = DeploymentUpdate(
+                parameter_openapi_schema=schema, description=(flow.fn.__doc__ or "").split("\n")[0]
+            )
+            client.update_deployment(known.id, update)
+
+
+def _automate(wanted: list[dict[str, Any]]) -> None:
+    import asyncio
+
+    from prefect.client.orchestration import get_client
+    from prefect.events.schemas.automations import AutomationCore
+
+    async def apply() -> None:
+        async with get_client() as client:
+            for one in wanted:
+                automation = AutomationCore.model_validate(one)
+                known = await client.read_automations_by_name(automation.name)
+                if known:
+                    await client.update_automation(known[0].id, automation)
+                else:
+                    await client.create_automation(automation)
+
+    asyncio.run(apply())
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m deployments.deploy", description=__doc__)
+    parser.add_argument("--wait", type=float, default=120.0, help="seconds for the server to answer")
+    try:
+        deploy(parser.parse_args().wait)
+    except CkptError as error:
+        print(f"{error.code}: {error.message}\nnext: {error.hint}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Services: the table of processes, in the order in which they need each other."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from deployments.local import postgres
+from deployments.local.state import State
+
+WORKER = "local"  # its name at the server
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """name: of its log and pid file. command, env: how it is started. how: more arguments of `Popen`.
+
+    is_ready: whether it does its work. after: done once it does, every time. patience: seconds that it has
+    to end by itself.
+    """
+
+    name: str
+    command: Callable[[State], Sequence[str]]
+    env: Callable[[State], Mapping[str, str]]
+    is_ready: Callable[[State], bool]
+    how: Callable[[], dict[str, Any]] = dict
+    after: Callable[[State], None] = lambda state: None
+    patience: float = 15.0
+
+
+def client_env(state: State) -> dict[str, str]:
+    """The environment of everything that speaks to Prefect's server and to the catalog."""
+    return _inherited() | {
+        "PREFECT_HOME": str(state.folder / "prefect"),
+        "PREFECT_API_URL": state.api,
+        "PREFECT_API_AUTH_STRING": f"admin:{state.secrets['PREFECT_PASSWORD']}",
+        "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",  # a wrong address must fail, not start a server
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "ckptcore",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+        "CKPTCORE_CATALOG_URL": state.catalog,
+        "DO_NOT_TRACK": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def server_env(state: State) -> dict[str, str]:
+    """The environment of Prefect's server."""
+    return client_env(state) | {
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": state.database("postgresql+asyncpg", "prefect"),
+        "PREFECT_SERVER_API_AUTH_STRING": f"admin:{state.secrets['PREFECT_PASSWORD']}",
+        # Without it the UI asks port 4200 whatever the server's port is.
+        "PREFECT_SERVER_UI_API_URL": state.api,
+        # The newer UI asks a third party for its settings, even where nothing may be told.
+        "PREFECT_SERVER_UI_V2_ENABLED": "false",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # Leases in memory would be lost with the server, and their slots never freed.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    }
+
+
+def worker_env(state: State) -> dict[str, str]:
+    """The environment of the worker, and of the runs that it starts."""
+    return client_env(state) | {
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "PREFECT_WORKER_WEBSERVER_HOST": "127.0.0.1",
+        "PREFECT_WORKER_WEBSERVER_PORT": str(state.choices.ports.worker),
+    }
+
+
+def receiver_env(state: State) -> dict[str, str]:
+    """The environment of the receiver: its secrets too."""
+    hooks = {name: value for name, value in state.secrets.items() if name.startswith("CKPTCORE_HOOK_")}
+    return client_env(state) | hooks
+
+
+def receiver_config(state: State) -> str:
+    """The receiver's configuration, TOML."""
+    return f"""# Written by `make up`; edit deployments/receiver/example.toml for a receiver of your own.
+roots = [{_quoted(state.root)}]
+destination = {_quoted(state.exports.rstrip("/") + "/{path}")}
+
+[sources.trainer] # POST /hooks/trainer, a Standard Webhooks signature
+kind = "standard-webhooks"
+secrets = ["CKPTCORE_HOOK_SECRET"]
+
+[sources.curl] # POST /hooks/curl, a bearer token
+kind = "bearer"
+secrets = ["CKPTCORE_HOOK_TOKEN"]
+"""
+
+
+def user_env(state: State) -> str:
+    """What a shell needs to speak to all of it: lines for `.`"""
+    env = client_env(state)
+    shown = {
+        name: env[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "CKPTCORE_CATALOG_URL")
+    }
+    hooks = {name: value for name, value in state.secrets.items() if name.startswith("CKPTCORE_HOOK_")}
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in (shown | hooks).items())
+
+
+def _inherited() -> dict[str, str]:
+    # Settings of somebody else's server must not leak in, nor what says nothing about this machine.
+    kept = ("HOME", "PATH", "LANG", "TZ", "TMPDIR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    cloud = ("AWS_", "FSSPEC_", "GOOGLE_", "AZURE_", "SSL_", "LC_")
+    return {k: v for k, v in os.environ.items() if k in kept or k.startswith(cloud)}
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _prefect(state: State) -> list[str]:
+    port = str(state.choices.ports.prefect)
+    return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", port]
+
+
+def _worker(state: State) -> list[str]:
+    return [sys.executable, "-m", "prefect", "worker", "start", "--pool", "ckptcore", "--type", "process",
+            "--name", WORKER, "--limit", str(state.choices.limit), "--with-healthcheck"]  # fmt: skip
+
+
+def _receiver(state: State) -> list[str]:
+    return [sys.executable, "-m", "deployments.receiver", str(state.folder / "receiver.toml"),
+            "--port", str(state.choices.ports.receiver)]  # fmt: skip
+
+
+SERVICES = (
+    Service(
+        "postgres",
+        command=lambda state: postgres.command(state, postgres.prepare(state)),
+        env=lambda state: postgres.ENVIRONMENT,
+        is_ready=postgres.is_ready,
+        how=lambda: postgres.unprivileged() | {"cwd": "/"},
+        after=postgres.make_databases,
+        patience=30.0,
+    ),
+    Service("prefect", _prefect, server_env, lambda state: _answers(f"{state.api}/ready")),
+    Service(
+        "worker",
+        _worker,
+        worker_env,
+        lambda state: _answers(f"http://127.0.0.1:{state.choices.ports.worker}/health"),
+    ),
+    Service("receiver", _receiver, receiver_env, lambda state: _answers(f"{state.receiver}/readyz")),
+)

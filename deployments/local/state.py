@@ -1,0 +1,182 @@
+"""State: the folder of a local installation, its ports, its secrets, its addresses.
+
+Made once; what stands in it wins over defaults, so that a second `up` finds what the first made.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from urllib.parse import quote
+
+from platformdirs import user_state_path
+
+from ckptcore.errors import UsageError
+
+VARIABLE = "CKPTCORE_STATE"
+# PostgreSQL will not run as root, and other users see nothing of root's home.
+ROOT_STATE = Path("/var/lib/ckptcore/up")
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """TCP ports on the loopback address; 0 takes a free one, once."""
+
+    prefect: int = 4200
+    receiver: int = 8080
+    postgres: int = 5440
+    worker: int = 8090  # its health alone
+
+    def settled(self) -> Ports:
+        """The same with free ports for those that are 0."""
+        probes = {f.name: socket.socket() for f in fields(self) if getattr(self, f.name) == 0}
+        for probe in probes.values():  # all at once, or one port would be given twice
+            probe.bind(("127.0.0.1", 0))
+        found = replace(self, **{name: probe.getsockname()[1] for name, probe in probes.items()})
+        for probe in probes.values():
+            probe.close()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the user may choose.
+
+    root: where checkpoints are announced. exports: where they are converted to. limit: runs at a time.
+    """
+
+    ports: Ports = Ports()
+    root: str = ""
+    exports: str = ""
+    limit: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """folder: absolute. secrets: by the names of environment variables."""
+
+    folder: Path
+    choices: Choices
+    secrets: Mapping[str, str]
+
+    @property
+    def api(self) -> str:
+        """Prefect's API."""
+        return f"http://127.0.0.1:{self.choices.ports.prefect}/api"
+
+    @property
+    def receiver(self) -> str:
+        """The receiver's address."""
+        return f"http://127.0.0.1:{self.choices.ports.receiver}"
+
+    @property
+    def root(self) -> str:
+        """Where checkpoints are announced."""
+        return self.choices.root or str(self.folder / "checkpoints")
+
+    @property
+    def exports(self) -> str:
+        """Where they are converted to."""
+        return self.choices.exports or str(self.folder / "exports")
+
+    @property
+    def catalog(self) -> str:
+        """The catalog's URL, password included."""
+        return self.database("postgresql+psycopg", "ckptcore")
+
+    def database(self, driver: str, name: str) -> str:
+        """The URL of a database of our PostgreSQL."""
+        password = quote(self.secrets["POSTGRES_PASSWORD"], safe="")
+        return f"{driver}://postgres:{password}@127.0.0.1:{self.choices.ports.postgres}/{name}"
+
+
+def folder() -> Path:
+    """Where the state is: ``CKPTCORE_STATE``, or below the user's state folder."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given).expanduser().absolute()
+    return ROOT_STATE if os.geteuid() == 0 else user_state_path("ckptcore") / "up"
+
+
+def settle(at: Path, wanted: Choices | None) -> State:
+    """The state in a folder, made where there is none. wanted: None keeps the choices made before.
+
+    Raises `UsageError` when the folder cannot be used.
+    """
+    try:
+        at.mkdir(parents=True, exist_ok=True)
+        at.chmod(0o711 if os.geteuid() == 0 else 0o700)
+        (at / "log").mkdir(exist_ok=True)
+        (at / "run").mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{at} cannot be the state folder: {error.strerror}", hint=f"set {VARIABLE}"
+        ) from error
+    found = load(at)
+    if found is None:
+        found = State(at, Choices(), _new_secrets())
+        _write(at / "secrets.json", found.secrets)
+    if wanted is not None or not (at / "choices.json").exists():
+        chosen = wanted or found.choices
+        found = replace(found, choices=replace(chosen, ports=chosen.ports.settled()))
+        _write(at / "choices.json", asdict(found.choices))
+    return found
+
+
+def load(at: Path) -> State | None:
+    """The state in a folder; None where nothing was ever up."""
+    try:
+        known = json.loads((at / "secrets.json").read_text())
+        chosen = json.loads((at / "choices.json").read_text()) if (at / "choices.json").exists() else {}
+        ports = Ports(**chosen.pop("ports", {}))
+        return State(at, Choices(ports=ports, **chosen), known)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"the state in {at} cannot be read: {error}", hint="set it aside and begin anew"
+        ) from error
+
+
+@contextmanager
+def locked(at: Path) -> Iterator[None]:
+    """One `up` or `down` at a time."""
+    with (at / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another `up` or `down` of this state", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _new_secrets() -> dict[str, str]:
+    return {
+        "POSTGRES_PASSWORD": secrets.token_urlsafe(24),
+        "PREFECT_PASSWORD": secrets.token_urlsafe(24),
+        "CKPTCORE_HOOK_TOKEN": secrets.token_urlsafe(24),
+        "CKPTCORE_HOOK_SECRET": "whsec_" + base64.b64encode(secrets.token_bytes(24)).decode(),
+    }
+
+
+def _write(path: Path, value: object) -> None:
+    write_private(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_private(path: Path, text: str) -> None:
+    """A file that nobody else may read at any moment, and that is never seen half-written."""
+    new = path.with_suffix(".new")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

@@ -1,0 +1,50 @@
+"""Resume: a run whose process or machine went away, taken up again.
+
+The deployment `resume` starts it when a run crashes. The run itself goes on: its id, name and parameters
+stay, and files that it had finished are recognised by their receipts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+from prefect import State, flow, runtime
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.states import AwaitingRetry, Completed
+
+from tasks.logs import log
+
+
+def run_name() -> str:
+    """``resume 2f6c1b1e``: the first part of the run's id."""
+    return f"resume {str(runtime.flow_run.parameters.get('flow_run_id', ''))[:8]}"
+
+
+@flow(name="resume", flow_run_name=run_name)
+def resume(flow_run_id: str, most: int = 5) -> State[Any]:
+    """Let a crashed run go on where it stopped.
+
+    flow_run_id: the run, as Prefect names it.
+    most: how often a run may begin in all; one that kills its process again and again stays crashed.
+    """
+    told = _resumed(UUID(flow_run_id), most)
+    log.info("%s", told)
+    return Completed(message=told)
+
+
+def _resumed(run_id: UUID, most: int) -> str:
+    with get_client(sync_client=True) as client:
+        try:
+            run = client.read_flow_run(run_id)
+        except ObjectNotFound:
+            return f"run {run_id} is gone"
+        # A run that somebody has taken up, cancelled or deleted meanwhile is left alone.
+        if run.state is None or not run.state.is_crashed():
+            return f"{run.name} is not crashed"
+        if run.run_count >= most:
+            return f"{run.name} has begun {run.run_count} times: it stays crashed"
+        again: State[Any] = AwaitingRetry(message=f"resumed after: {run.state.message or 'a crash'}"[:500])
+        client.set_flow_run_state(run_id, again, force=True)
+        return f"{run.name} goes on, for the {run.run_count + 1}. time"

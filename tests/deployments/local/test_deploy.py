@@ -1,0 +1,114 @@
+"""Deployments: does a real server know every flow, how to limit it, when to start it, what to ask for?"""
+
+from __future__ import annotations
+
+import ast
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from stack import ROOT, Stack, eventually
+
+pytestmark = [pytest.mark.xdist_group("stack")]
+
+
+def flows() -> set[str]:
+    """The modules that hold a flow."""
+    found = set()
+    for path in (ROOT / "flows").glob("[!_]*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                isinstance(d, ast.Call) and isinstance(d.func, ast.Name) and d.func.id == "flow"
+                for d in node.decorator_list
+            ):
+                found.add(path.stem)
+    return found
+
+
+@pytest.fixture(scope="module")
+def deployments(stack: Stack) -> dict[str, Any]:
+    """By name."""
+    return {found["name"]: found for found in stack.post("/deployments/filter", {})}
+
+
+def test_every_flow_is_deployed(deployments: dict[str, Any]) -> None:
+    assert deployments.keys() == flows()
+    for name, found in deployments.items():
+        assert found["entrypoint"] == f"flows.{name}.{name}"
+        assert found["pull_steps"] in ([], None)
+        assert found["work_pool_name"] == "ckptcore"
+        assert not found["paused"]
+
+
+def test_runs_are_limited(deployments: dict[str, Any]) -> None:
+    for name, found in deployments.items():
+        strategy = found["concurrency_options"]["collision_strategy"]
+        alone = bool(found["schedules"])
+        assert strategy == ("CANCEL_NEW" if alone else "ENQUEUE"), name
+        limit = found["global_concurrency_limit"]["limit"]
+        assert limit == 1 if alone else limit > 1, name
+
+
+def test_the_form_says_what_every_parameter_means(deployments: dict[str, Any]) -> None:
+    for name, found in deployments.items():
+        assert found["description"]
+        assert "\n" not in found["description"]
+        schema = found["parameter_openapi_schema"]
+        assert schema["properties"]
+        for parameter, of_one in schema["properties"].items():
+            assert all(of_one[word] for word in ("title", "description")), (name, parameter)
+    arrived = deployments["arrived"]["parameter_openapi_schema"]
+    assert set(arrived["required"]) == {"source", "destination"}
+    assert arrived["properties"]["verb"]["enum"] == ["consolidate", "export"]
+    assert arrived["properties"]["source"]["description"] == "the checkpoint, a path or URL."
+
+
+def test_events_and_schedules_start_them(stack: Stack, deployments: dict[str, Any]) -> None:
+    for name, found in deployments.items():
+        related = stack.get(f"/automations/related-to/prefect.deployment.{found['id']}")
+        schedules = [s["schedule"]["cron"] for s in found["schedules"] if s["active"]]
+        assert related or schedules, name
+        for automation in related:
+            assert automation["enabled"]
+            (expected,) = automation["trigger"]["expect"]
+            assert expected in (
+                "prefect.flow-run.Crashed",
+                "ckptcore.checkpoint.saved",
+                f"ckptcore.{name}.requested",
+            )
+
+
+def test_deployed_again_nothing_is_doubled(stack: Stack) -> None:
+    before = len(stack.post("/automations/filter", {}))
+    stack.up()
+    after = stack.post("/automations/filter", {})
+    assert len(after) == before
+    (zombies,) = [one for one in after if one["name"] == "ckptcore-crash-zombies"]
+    assert zombies["trigger"]["within"] == 90
+    assert zombies["trigger"]["posture"] == "Proactive"
+
+
+def test_an_event_starts_a_run(stack: Stack, checkpoint: Path) -> None:
+    target = stack.exports / "by-event"
+    event = {
+        "id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat(),
+        "event": "ckptcore.consolidate.requested",
+        "resource": {"prefect.resource.id": "ckptcore.checkpoint.by-event"},
+        "payload": {"source": str(checkpoint), "destination": str(target)},
+    }  # fmt: skip
+    stack.post("/events", [event])
+    assert eventually(lambda: bool(stack.runs("consolidate"))), "no run"
+    (run,) = stack.runs("consolidate")
+    assert stack.ended(run["id"])["state_type"] == "COMPLETED", stack.told(run["id"])
+    with safe_open(target / "model.safetensors", "pt") as file:
+        assert len(list(file.keys())) == 60
+
+
+def test_the_server_wants_a_password(stack: Stack) -> None:
+    import httpx
+
+    assert httpx.post(f"{stack.env['PREFECT_API_URL']}/deployments/filter", json={}).status_code == 401
+    assert httpx.get(f"{stack.env['PREFECT_API_URL']}/health").status_code == 200
