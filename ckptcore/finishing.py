@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.check import check
@@ -225,6 +225,10 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     reader = by_name(plan.target.format)
     assert reader.read is not None  # every format that writes reads
     written = reader.read(source)
+    # As anybody will find it who opens the destination: one content, one digest.
+    seen = reader.detect(source)
+    told_by = {"evidence": list(seen.because) if seen else [], "file": source.name}
+    written = replace(written, origin={**written.origin, **told_by})
     report = check(written, None, "cover")
     wanted, last = _planned(staging, plan)
     known = _in_literals(staging, plan, written, {name for name, *_ in wanted})

@@ -7,7 +7,6 @@ succeeded, with source, output and lineage, or as failed, with its error.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from ckptcore.fingerprint import Fingerprinted
 from ckptcore.fingerprinttable import held_by
 from ckptcore.manifest import Manifest
 from ckptcore.request import Request
+from ckptcore.steps import step_of
 from ckptcore.store import local_path, split_url
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
     from ckptcore.check import Report
 
-_STEP = re.compile(r"^(?:step|iter|checkpoint|global_step|epoch)?[-_=]?(\d+)(?:[-_.].*)?$")
 _MOST = (1 << 63) - 1  # a lying shape can claim more than a database integer holds
 Prints = tuple[str | None, Mapping[str, str]]
 _log = logging.getLogger("ckptcore")
@@ -53,6 +52,7 @@ def start(
         request.as_dict(), source_uri=request.source, destination_uri=request.destination, verb=request.verb,
         tool_version=__version__, flow_run_id=flow_run_id,
     )  # fmt: skip
+    catalog.close()  # connections are not held while files are written; the next use opens one
     return Registration(catalog, found, request)
 
 
@@ -63,13 +63,13 @@ def succeed(
     digests = {r.path: r.digest for r in result.files}
     numbers = result.fingerprints
     old = dict(result.renamed)
+    read = facts(source, registration.request.source, verified="cover", prints=held_by(source, numbers, old))
+    made = facts(derived, result.destination, digests, verified="cover", prints=held_by(derived, numbers, {}))
     try:
         registration.catalog.succeed(
             registration.id,
-            source=facts(source, registration.request.source, verified="cover",
-                         prints=held_by(source, numbers, old)),
-            derived=facts(derived, result.destination, digests, verified="cover",
-                          prints=held_by(derived, numbers, {})),
+            source=read,
+            derived=made,
             map_digest=result.map_digest or None, fingerprint=result.fingerprint,
             plan_digest=result.plan_digest, bytes_in=result.bytes_in, bytes_out=result.nbytes,
             peak_memory=peak_memory, timings=result.timings, findings=result.warnings,
@@ -78,6 +78,8 @@ def succeed(
         raise CatalogError(
             f"{result.destination} is published, but not registered: {error.message}"
         ) from error
+    finally:
+        registration.catalog.close()
 
 
 def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:
@@ -92,6 +94,8 @@ def fail(registration: Registration | None, error: BaseException, source: Manife
                                   findings=tuple(findings), source=known)  # fmt: skip
     except CkptError as second:
         _log.warning("the failure could not be registered: %s", second.message)
+    finally:
+        registration.catalog.close()
 
 
 def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str | None) -> None:
@@ -99,9 +103,10 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
     from ckptcore.catalog import open_catalog
 
     verified = report.level if report.ok else None
-    open_catalog(catalog_url).record_validation(
-        facts(manifest, uri, verified=verified), report.findings, level=report.level
-    )
+    with open_catalog(catalog_url) as catalog:
+        catalog.record_validation(
+            facts(manifest, uri, verified=verified), report.findings, level=report.level
+        )
 
 
 def record_fingerprint(manifest: Manifest, uri: str, found: Sequence[Fingerprinted], names: Mapping[str, str],
@@ -112,7 +117,8 @@ def record_fingerprint(manifest: Manifest, uri: str, found: Sequence[Fingerprint
     prints = held_by(manifest, found, names)
     warnings = [f for f in manifest.findings if f.severity == "warning"]
     known = facts(manifest, uri, verified="cover", prints=prints)
-    open_catalog(catalog_url).record_validation(known, warnings, level="cover")
+    with open_catalog(catalog_url) as catalog:
+        catalog.record_validation(known, warnings, level="cover")
 
 
 def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = None, *,
@@ -140,8 +146,8 @@ def _step_and_run(uri: str) -> tuple[int | None, str | None]:
     """
     path = local_path(uri)
     parent, name = split_url(str(path.absolute()) if path is not None else uri)
-    found = _STEP.match(name)
-    if not found:
+    step = step_of(name)
+    if step is None:
         return None, None
     run = split_url(parent)[1]
-    return int(found[1]), run or None
+    return step, run or None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,9 @@ def succeed(
     if row.state == Outcome.SUCCEEDED:
         return _output_of(conn, row.id)
     source_id, _ = put_checkpoint(conn, now, source, Kind.SOURCE)
-    derived_id, derived_uuid = put_checkpoint(conn, now, derived, Kind.DERIVED)
+    derived_id, derived_uuid = put_checkpoint(
+        conn, now, _of_the_same_run(conn, source_id, derived), Kind.DERIVED
+    )
     _link(conn, row.id, {(source_id, Direction.IN), (derived_id, Direction.OUT)})
     note_findings(conn, now, findings, checkpoint=source_id, conversion=row.id, level=source.verified)
     note_findings(conn, now, (), checkpoint=derived_id, conversion=row.id, level=derived.verified)
@@ -161,8 +164,14 @@ def _output_of(conn: Connection, conversion: int) -> str:
     ).scalar_one()
 
 
+def _of_the_same_run(conn: Connection, source: int, derived: CheckpointFacts) -> CheckpointFacts:
+    """What is made from a step of a run belongs to it: a destination's name is only a guess."""
+    known = conn.execute(select(Checkpoint.run_id).where(Checkpoint.id == source)).scalar()
+    return derived if known is None else replace(derived, run=None, step=None)
+
+
 def _inherit(conn: Connection, source: int, derived: int) -> None:
-    """What is made from a step of a run belongs to it, unless it says otherwise."""
+    """The run and step of the source, where the derived one has none."""
     made_from = select(Checkpoint).where(Checkpoint.id == source).subquery()
     conn.execute(
         update(Checkpoint)
