@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptcore import clitend
 from ckptcore import output as show
 from ckptcore.catalog.cli import app as catalog_app
 from ckptcore.catalog.cli import which as catalog_which
@@ -57,6 +58,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.add_typer(catalog_app, name="catalog")
 app.command("which")(catalog_which)
+app.command()(clitend.sweep)
 
 
 @app.callback()

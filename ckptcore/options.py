@@ -144,6 +144,19 @@ Catalog = Annotated[
     str | None,
     typer.Option("--catalog", metavar="URL", envvar="CKPTCORE_CATALOG_URL", help="Where to register."),
 ]
+KnownBy = Annotated[
+    str | None,
+    typer.Option("--catalog", metavar="URL", envvar="CKPTCORE_CATALOG_URL", help="The catalog to go by."),
+]
+RootNames = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ROOT]...", help="Names of watched roots; default: all that are not paused."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+Settle = Annotated[
+    str, typer.Option("--settle", metavar="TIME", help="Leave alone what changed within this time.")
+]
+Again = Annotated[bool, typer.Option("--again", help="Also what failed a short time ago.")]
 NoCatalog = Annotated[bool, typer.Option("--no-catalog", help="Do not register.")]
 Save = Annotated[
     Path | None, typer.Option("--save", metavar="DIR", help="Keep the plan for `ckptcore apply`.")
@@ -183,6 +196,8 @@ PROOF: Table = {
     "catalog": (Catalog, None), "no_catalog": (NoCatalog, False),
 }  # fmt: skip
 SAVE: Table = {"save": (Save, None)}
+# For what is done in the catalog's name, and needs one.
+KNOWN: Table = {"catalog": (KnownBy, None)}
 ANSWER: Table = {"output": (As, Output.TEXT)}
 
 

@@ -109,18 +109,48 @@ def add_root(
     include: Annotated[
         list[str] | None, typer.Option("--include", metavar="GLOB", help="Only what matches; repeatable.")
     ] = None,
+    destination: Annotated[
+        str | None,
+        typer.Option(
+            "--destination",
+            metavar="TEMPLATE",
+            help="Where it goes, of {root}, {run}, {step}, {name}, {path}; "
+            "default: {root}/../exports/{run}/{name}",
+        ),
+    ] = None,
+    verb: Annotated[str | None, typer.Option("--verb", help="consolidate, export or reshard.")] = None,
+    to: Annotated[str | None, typer.Option("--to", metavar="FORMAT", help="Output format.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="AXES", help="For reshard: fsdp=4,tp=2.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Cast floating-point tensors.")] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="DIR", help="For export: config.json.")
+    ] = None,
     target: Annotated[
         str,
-        typer.Option("--target", metavar="JSON", help="What to make of what is found: options of a flow."),
+        typer.Option("--target", metavar="JSON", help="More of what to make: fields of a request."),
     ] = "{}",
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Watch a folder."""
-    from ckptcore.catalog import roots
+    """Watch a folder: what is complete below it is converted by `ckptcore sweep`."""
+    from ckptcore.catalog import open_catalog, roots
+    from ckptcore.target import target_of
 
-    with opened(catalog) as found, found.writing() as conn:
-        row = roots.add(conn, _now(), name, uri, include=include or (), target=_object(target))
+    given = {
+        "destination": destination,
+        "verb": verb,
+        "to": to,
+        "mesh": mesh,
+        "dtype": dtype,
+        "config": config,
+    }
+    if mesh is not None and verb is None:
+        given["verb"] = "reshard"
+    checked = target_of(_object(target) | {k: v for k, v in given.items() if v is not None})
+    with open_catalog(catalog) as found, found.writing() as conn:
+        row = roots.add(conn, _now(), name, uri, include=include or (), target=checked.as_dict())
     answer((row,), output)
 
 
@@ -134,6 +164,18 @@ def list_roots(catalog: Where = None, output: As = Output.TEXT) -> None:
     answer(rows, output)
 
 
+@root_app.command("pause")
+def pause_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
+    """Leave a folder alone until `resume`."""
+    _enable(name, False, catalog, output)
+
+
+@root_app.command("resume")
+def resume_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
+    """Go on watching a folder."""
+    _enable(name, True, catalog, output)
+
+
 @root_app.command("remove")
 def remove_root(name: Name, catalog: Where = None) -> None:
     """Watch a folder no more."""
@@ -143,13 +185,21 @@ def remove_root(name: Name, catalog: Where = None) -> None:
         roots.remove(conn, name)
 
 
+def _enable(name: str, enabled: bool, catalog: str | None, output: Output) -> None:
+    from ckptcore.catalog import roots
+
+    with opened(catalog) as found, found.writing() as conn:
+        row = roots.enable(conn, name, enabled)
+    answer((row,), output)
+
+
 def _object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"--target is no JSON: {error}", hint='for example {"to": "hf"}') from error
+        raise UsageError(f"--target is no JSON: {error}", hint='for example {"to": "safetensors"}') from error
     if not isinstance(found, dict):
-        raise UsageError("--target is no JSON object", hint='for example {"to": "hf"}')
+        raise UsageError("--target is no JSON object", hint='for example {"to": "safetensors"}')
     return found
 
 

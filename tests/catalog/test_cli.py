@@ -201,7 +201,8 @@ def test_root(ask, filled):
         "--target", '{"verb": "export"}')  # fmt: skip
     [row] = json.loads(ask("root", "list", "--output", "json"))
     assert (row["uri"], row["include"], row["target"]) == (
-        "/runs/llama", ["step-*", "*/iter_*"], {"verb": "export"},
+        "/runs/llama", ["step-*", "*/iter_*"],
+        {"verb": "export", "destination": "{root}/../exports/{run}/{name}"},
     )  # fmt: skip
     assert ask("root", "list").splitlines()[1].split()[:2] == ["llama", "yes"]
     for target in ("[]", "{"):

@@ -32,6 +32,7 @@ OPTIONS = {
         --model-prefix --no-catalog --output --rename --workers""",
     "which": "--catalog --fingerprint --output",
     "formats": "--output",
+    "sweep": "--again --catalog --device --dry-run --fingerprint --memory --output --settle --workers",
 }
 
 

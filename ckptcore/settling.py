@@ -1,0 +1,99 @@
+"""Settling: is a place a whole checkpoint, one that is still being written, or a broken one?
+
+Nothing that changed a moment ago is opened: some savers write their last file first, and nothing in a save of
+rank files tells that it is finished. What lies still is checked, and what is not complete then is broken. It
+is looked at again when its files change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from ckptcore.catalog.sightings import Seen, SightingRow
+from ckptcore.claiming import source_digest
+from ckptcore.convert import inspect, validate
+from ckptcore.errors import (
+    CkptError,
+    DamagedCheckpoint,
+    Finding,
+    NotComplete,
+    SourceUnreadable,
+    UnknownFormat,
+    UnsafeContent,
+    UnsupportedDtype,
+    UnsupportedFormat,
+)
+from ckptcore.manifest import Manifest
+from ckptcore.store.survey import Seen as File
+from ckptcore.store.survey import newest, stamp_of
+
+SETTLE_S = 120.0
+# What is wrong with the checkpoint itself; anything else is wrong with the way to it.
+_ITS_OWN = (DamagedCheckpoint, NotComplete, UnknownFormat, UnsupportedFormat, UnsafeContent, UnsupportedDtype,
+            SourceUnreadable)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at a place gave. stamp, changed_at: of its files. message: why it is not whole.
+
+    manifest: what was read just now, if anything. source_digest, manifest_digest: of what is whole.
+    """
+
+    state: Seen
+    stamp: str
+    changed_at: datetime
+    message: str = ""
+    findings: tuple[Finding, ...] = ()
+    source_digest: str | None = None
+    manifest_digest: str | None = None
+    manifest: Manifest | None = None
+
+
+def look(uri: str, files: Mapping[str, File], before: SightingRow | None, now: datetime, *,
+         settle_s: float = SETTLE_S, recover: bool = False) -> Look:  # fmt: skip
+    """What is at a place now.
+
+    files: what a survey found there. before: what was seen there last. settle_s: seconds in which nothing
+    must have changed. Never raises for what is wrong with the checkpoint.
+    """
+    stamp = stamp_of(files)
+    changed = _changed_at(files, stamp, before, now)
+    if before is not None and before.stamp == stamp and before.state in (Seen.WHOLE, Seen.BROKEN):
+        told = before.findings[0].message if before.findings else ""
+        return Look(Seen(before.state), stamp, changed, told, before.findings, before.source_digest,
+                    before.manifest_digest)  # fmt: skip
+    quiet = now - changed
+    if quiet < timedelta(seconds=settle_s):
+        told = (
+            f"changed {quiet.total_seconds():.0f} s ago; looked at when nothing changed for {settle_s:.0f} s"
+        )
+        return Look(Seen.WRITING, stamp, changed, told)
+    return _read(uri, stamp, changed, recover)
+
+
+def _read(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
+    manifest: Manifest | None = None
+    try:
+        manifest = inspect(uri, recover)
+        report = validate(manifest, "cover")
+        if report.ok:
+            return Look(
+                Seen.WHOLE, stamp, changed, "", (), source_digest(manifest), manifest.digest, manifest
+            )
+        errors = tuple(f for f in report.findings if f.severity == "error")
+        return Look(Seen.BROKEN, stamp, changed, errors[0].message, errors, None, manifest.digest, manifest)
+    except CkptError as error:
+        state = Seen.BROKEN if isinstance(error, _ITS_OWN) and not error.transient else Seen.UNREAD
+        own = tuple(error.values.get("findings", ()))
+        findings = own or (Finding(error.code, "files", error.message, hint=error.hint),)
+        return Look(state, stamp, changed, error.message, findings, None, None, manifest)
+
+
+def _changed_at(files: Mapping[str, File], stamp: str, before: SightingRow | None, now: datetime) -> datetime:
+    if before is not None and before.stamp == stamp:
+        return before.changed_at  # also where a file server's clock runs ahead
+    last = newest(files)
+    return now if last is None else min(now, datetime.fromtimestamp(last, UTC))

@@ -1,0 +1,34 @@
+"""Steps: which training step does a name tell?"""
+
+from __future__ import annotations
+
+import re
+
+# Trainers write step-300, step300-unsharded, iter_0000300, global_step_300, checkpoint-300, 300, and
+# Lightning epoch=1-step=300.ckpt.
+_WORD = re.compile(
+    r"(?:^|[^a-z])(?:global_?)?(?:step|iter|iteration|checkpoint|ckpt)[-_=]?(\d+)", re.IGNORECASE
+)
+_PLAIN = re.compile(r"^(?:epoch)?[-_=]?(\d+)(?:[-_.].*)?$")
+_MOST = 1 << 62  # a name can tell more digits than a database column holds
+
+
+def step_of(name: str) -> int | None:
+    """The step that a file's or folder's name tells, or None.
+
+    >>> [step_of(n) for n in ("step-300", "iter_0000300", "epoch=1-step=300.ckpt", "300", "model")]
+    [300, 300, 300, 300, None]
+    """
+    found = _WORD.search(name) or _PLAIN.match(name)
+    if not found or len(found[1]) > 19 or int(found[1]) > _MOST:
+        return None
+    return int(found[1])
+
+
+def says_step(name: str) -> bool:
+    """Whether a name has a word for a step beside its number: a file that is one save of several.
+
+    >>> says_step("last-step=300.ckpt"), says_step("model-00001-of-00002.safetensors")
+    (True, False)
+    """
+    return _WORD.search(name) is not None and step_of(name) is not None

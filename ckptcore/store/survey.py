@@ -1,0 +1,120 @@
+"""Survey: which files lie below a folder, and when did each change? One listing, no file is opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from blake3 import blake3
+
+from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
+from ckptcore.store import local_path
+
+MAX_FILES = 2_000_000
+# What fsspec file systems call the time and the version of a file's content.
+_TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
+_VERSIONS = ("ETag", "etag", "md5Hash", *_TIMES)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One file. nbytes: its size. stamp: changes when it is written again. at: when it last changed, seconds
+    since 1970, or None where the store does not tell."""
+
+    nbytes: int
+    stamp: str
+    at: float | None
+
+
+def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, Seen]:
+    """Every file below a folder by its relative path, sorted; links to folders are not followed.
+
+    Raises `SourceUnreadable`, `StorageTrouble`, and `UsageError` for more than ``max_files``.
+    """
+    path = local_path(url)
+    found: dict[str, Seen] = {}
+    for name, seen in _local(os.fspath(path)) if path is not None else _remote(url):
+        found[name] = seen
+        if len(found) > max_files:
+            raise UsageError(
+                f"{url} holds more than {max_files} files", hint="watch folders below it instead"
+            )
+    return dict(sorted(found.items()))
+
+
+def stamp_of(files: Mapping[str, Seen]) -> str:
+    """One digest of names, sizes and stamps."""
+    whole = blake3()
+    for name in sorted(files):
+        told = f"{name}\0{files[name].nbytes}\0{files[name].stamp}\n"
+        whole.update(told.encode("utf-8", "surrogateescape"))
+    return whole.hexdigest()
+
+
+def newest(files: Mapping[str, Seen]) -> float | None:
+    """When the last of the files changed, or None where nothing tells."""
+    return max((f.at for f in files.values() if f.at is not None), default=None)
+
+
+def _local(root: str) -> Iterator[tuple[str, Seen]]:
+    if not os.path.isdir(root):
+        raise SourceUnreadable(f"{root} does not exist, or is no folder", hint="check the path")
+    todo = [root]
+    while todo:
+        folder = todo.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except OSError as error:
+            raise SourceUnreadable(f"cannot list {folder}: {error.strerror}") from error
+        for entry in entries:
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append(entry.path)
+                    continue
+                if not entry.is_file():
+                    continue
+                told = entry.stat()
+            except OSError:
+                continue  # removed meanwhile, or a link to nothing
+            # What was copied keeps the old mtime; the ctime tells when it came.
+            yield (
+                os.path.relpath(entry.path, root),
+                Seen(told.st_size, f"{told.st_mtime_ns} {told.st_ino}", max(told.st_mtime, told.st_ctime)),
+            )
+
+
+def _remote(url: str) -> Iterator[tuple[str, Seen]]:
+    import fsspec
+
+    try:
+        fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
+        root = root.rstrip("/")
+        fs.invalidate_cache()
+        found: dict[str, Any] = fs.find(root, detail=True)
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"cannot open {url!r}: {error}") from error
+    except FileNotFoundError as error:
+        raise SourceUnreadable(f"{url} does not exist") from error
+    except Exception as error:
+        raise StorageTrouble(f"cannot list {url}: {error or type(error).__name__}") from error
+    for name, info in found.items():
+        if name != root and info.get("type", "file") == "file":
+            version = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
+            at = next((info[k] for k in _TIMES if info.get(k)), None)
+            yield name[len(root) :].lstrip("/"), Seen(int(info["size"] or 0), str(version), _seconds(at))
+
+
+def _seconds(at: Any) -> float | None:
+    if isinstance(at, datetime):
+        return at.timestamp()
+    if isinstance(at, int | float):
+        return float(at)
+    try:
+        return datetime.fromisoformat(str(at)).timestamp() if at else None
+    except ValueError:
+        return None

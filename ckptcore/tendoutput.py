@@ -1,0 +1,48 @@
+"""Faces of sweep, scrub and retire: a line for every checkpoint while they go on, then the answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptcore.sweep import Item, Swept
+
+
+def told(as_json: bool) -> Callable[[Item], None]:
+    """Tells each item of a sweep on standard error while the sweep goes on, where the answer is JSON."""
+
+    def line(item: Item) -> None:
+        print(_item(item), file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    return line
+
+
+def swept(value: Swept, *, as_json: bool) -> None:
+    """The answer of `sweep`; in words, its items have been told."""
+    if as_json:
+        _json(value.as_dict())
+        return
+    print(("nothing was converted: " if value.dry_run else "") + _counts(value.counts))
+
+
+def _item(item: Item) -> str:
+    to = f" -> {item.destination}" if item.standing in ("ready", "made") else ""
+    why = f": {item.why}" if item.why else ""
+    return _plain(f"{item.standing:<9} {item.source}{to}{why}")
+
+
+def _plain(text: str) -> str:
+    """Names from a disk cannot steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "no checkpoint was found"
+
+
+def _json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=2)
+    sys.stdout.write("\n")

@@ -1,0 +1,76 @@
+"""Fixtures of sweep, scrub and retire: a catalog on either database, and a root to watch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Under `--import-mode=importlib` pytest adds nothing to `sys.path`.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from datetime import UTC, datetime
+
+import pytest
+
+from ckptcore.catalog import open_catalog, roots, upgrade
+from ckptcore.convert import convert
+from ckptcore.request import Settings
+from ckptcore.sweep import sweep
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def either(request, tmp_path):
+    """The URL of an empty catalog, on each database."""
+    if request.param == "sqlite":
+        yield str(tmp_path / "catalog.sqlite")
+        return
+    with request.getfixturevalue("postgres").database() as made:
+        upgrade(made)
+        yield made
+
+
+@pytest.fixture
+def url(tmp_path):
+    """The URL of an empty catalog, on SQLite."""
+    return str(tmp_path / "catalog.sqlite")
+
+
+@pytest.fixture
+def catalog(url):
+    with open_catalog(url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A folder of checkpoints."""
+    (tmp_path / "runs" / "llama").mkdir(parents=True)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def watch(catalog, runs):
+    """Watches `runs`: (target fields) -> the root."""
+
+    def add(name="r", include=(), **target):
+        with catalog.writing() as conn:
+            return roots.add(conn, datetime.now(UTC), name, str(runs), include=include, target=target)
+
+    return add
+
+
+@pytest.fixture
+def swept(catalog, url):
+    """Sweeps with nothing to wait for; (items by the last part of their path, calls of convert)."""
+
+    def run(**more):
+        made = []
+
+        def one(request):
+            made.append(request)
+            return convert(request, Settings(memory=32 << 20, workers=1), None, url)
+
+        found = sweep(catalog, one, **({"settle_s": 0.0} | more))
+        return {item.source.rsplit("/", 1)[-1]: item for item in found.items}, made
+
+    return run

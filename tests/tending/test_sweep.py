@@ -1,0 +1,201 @@
+"""Sweep: is what is complete converted once, what is not left alone, and what is broken told?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from datetime import UTC, datetime
+
+from checkpoints import save
+from safetensors.torch import load_file
+
+from ckptcore.catalog import claims, roots, sightings
+from ckptcore.claiming import key_of
+from ckptcore.cli import run
+from ckptcore.errors import DiskFull
+from ckptcore.sweep import sweep
+
+
+def test_what_is_complete_is_converted_oldest_first_and_only_once(runs, watch, swept, tmp_path):
+    for step in (10, 2):
+        save(runs / "llama" / f"step-{step}", step)
+    watch(destination="{root}/../exports/{run}/step-{step}")
+    items, made = swept()
+    assert [i.standing for i in items.values()] == ["made", "made"]
+    assert [r.destination.rsplit("/", 1)[-1] for r in made] == ["step-2", "step-10"]
+    out = load_file(tmp_path / "exports/llama/step-10/model.safetensors")
+    assert float(out["scale"]) == 10
+    items, made = swept()
+    assert ([i.standing for i in items.values()], made) == (["converted", "converted"], [])
+    save(runs / "llama" / "step-20")
+    assert len(swept()[1]) == 1
+
+
+def test_a_dry_run_changes_nothing(runs, watch, swept, catalog, tmp_path):
+    save(runs / "llama" / "step-1")
+    watch()
+    items, made = swept(dry_run=True)
+    assert (items["step-1"].standing, made) == ("ready", [])
+    assert items["step-1"].destination == str(tmp_path / "exports/llama/step-1")
+    with catalog.reading() as conn:
+        assert sightings.below(conn, str(runs)) == {}
+        assert roots.get(conn, "r").swept_at is None
+    assert not (tmp_path / "exports").exists()
+
+
+def test_what_is_being_written_is_not_broken_until_it_lies_still(runs, watch, swept, catalog):
+    source = save(runs / "llama" / "step-1")
+    metadata = (source / ".metadata").read_bytes()
+    (source / ".metadata").unlink()
+    watch()
+    items, _ = swept(settle_s=60)
+    assert items["step-1"].standing == "writing"
+    assert "s ago" in items["step-1"].why
+    items, made = swept()  # it has lain still for long enough
+    assert (items["step-1"].standing, made) == ("broken", [])
+    assert [f.code for f in items["step-1"].findings] == ["not-complete"]
+    with catalog.reading() as conn:
+        seen = sightings.below(conn, str(runs))[str(source)]
+    assert (seen.state, seen.findings[0].code, seen.step) == ("broken", "not-complete", 1)
+    (source / ".metadata").write_bytes(metadata)  # it was not dead, only slow
+    assert swept(settle_s=60)[0]["step-1"].standing == "writing"
+    assert swept()[0]["step-1"].standing == "made"
+
+
+def test_what_lies_still_is_not_opened_again(runs, watch, swept, monkeypatch):
+    from ckptcore import settling
+
+    save(runs / "llama" / "step-1")
+    (save(runs / "llama" / "step-2") / ".metadata").unlink()
+    watch()
+    swept()
+    opened = []
+    monkeypatch.setattr(settling, "inspect", lambda *a: opened.append(a))
+    items, _ = swept()
+    assert [i.standing for i in items.values()] == ["converted", "broken"]
+    assert opened == []
+
+
+def test_a_broken_one_is_among_the_damaged_checkpoints(runs, watch, swept, catalog):
+    source = save(runs / "llama" / "step-1")
+    data = next(source.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])
+    watch()
+    assert swept()[0]["step-1"].standing == "broken"
+    [row] = catalog.list(state="damaged")
+    assert (row.uri, row.run, row.step) == (str(source), "llama", 1)
+    assert "truncated-file" in {f.code for f in catalog.show(row.id).findings}
+
+
+def test_written_again_it_is_outdated_and_replaced_only_when_asked(runs, watch, swept, catalog, tmp_path):
+    source = save(runs / "llama" / "step-1", 1)
+    watch()
+    swept()
+    shutil.rmtree(source)
+    save(source, 2)
+    items, made = swept()
+    assert (items["step-1"].standing, made) == ("outdated", [])
+    with catalog.writing() as conn:
+        roots.remove(conn, "r")
+    watch(overwrite=True)
+    items, made = swept()
+    assert (items["step-1"].standing, len(made)) == ("made", 1)
+    assert float(load_file(tmp_path / "exports/llama/step-1/model.safetensors")["scale"]) == 2
+    assert swept()[0]["step-1"].standing == "converted"
+
+
+def test_outputs_below_the_root_are_not_swept(runs, watch, swept):
+    save(runs / "llama" / "step-1")
+    watch(destination="{root}/out/{run}/{name}")
+    assert set(swept()[0]) == {"step-1"}
+    items, made = swept()
+    assert (len(items), made) == (1, [])
+
+
+def test_two_that_would_collide_are_refused(runs, watch, swept):
+    save(runs / "a" / "step-1")
+    save(runs / "b" / "step-1")
+    save(runs / "b" / "step-2")
+    watch(destination="/nowhere/{step}")
+    items, made = swept(dry_run=True)
+    assert items["step-2"].standing == "ready"
+    assert (items["step-1"].standing, made) == ("refused", [])
+    assert "two checkpoints" in items["step-1"].why
+
+
+def test_a_failure_stops_nothing_else_and_is_tried_again_later(runs, watch, swept, catalog, url):
+    for step in (1, 2):
+        save(runs / "llama" / f"step-{step}")
+    watch()
+    tried = []
+
+    def full(request):
+        tried.append(request.source)
+        if request.source.endswith("1"):
+            raise DiskFull("no room")
+
+    found = sweep(catalog, full, settle_s=0)
+    assert [i.standing for i in found.items] == ["failed", "made"]
+    assert found.exit_code == 1
+    assert "disk-full: no room" in found.items[0].why
+    found = sweep(catalog, full, settle_s=0)
+    assert ([i.standing for i in found.items], len(tried)) == (["failed", "converted"], 2)
+    assert "tried again after" in found.items[0].why
+    sweep(catalog, full, settle_s=0, again=True)
+    assert len(tried) == 3
+
+
+def test_a_claim_in_other_hands_is_left_alone(runs, watch, swept, catalog):
+    save(runs / "llama" / "step-1")
+    watch()
+    item = swept(dry_run=True)[0]["step-1"]
+    key = key_of(item.request, item.source_digest)
+    with catalog.writing() as conn:
+        taken = claims.take(conn, datetime.now(UTC), key, item.source, "a webhook's flow")
+    items, made = swept()
+    assert (items["step-1"].standing, made) == ("claimed", [])
+    with catalog.writing() as conn:
+        claims.done(conn, datetime.now(UTC), taken)
+    assert swept()[0]["step-1"].standing == "converted"
+
+
+def test_paused_roots_are_swept_by_name_only(runs, watch, swept, catalog):
+    save(runs / "llama" / "step-1")
+    watch()
+    with catalog.writing() as conn:
+        roots.enable(conn, "r", False)
+    assert swept() == ({}, [])
+    assert swept(names=["r"])[0]["step-1"].standing == "made"
+
+
+def test_a_root_that_cannot_be_read_is_told_and_others_are_swept(runs, watch, swept, catalog, tmp_path):
+    save(runs / "llama" / "step-1")
+    watch("z")
+    with catalog.writing() as conn:
+        roots.add(conn, datetime.now(UTC), "a", str(tmp_path / "nowhere"))
+    items, _ = swept()
+    assert {k: i.standing for k, i in items.items()} == {"nowhere": "unread", "step-1": "made"}
+
+
+def test_the_command_line(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
+    (save(runs / "llama" / "step-1") / ".metadata").unlink()
+    save(runs / "llama" / "step-2")
+    assert run(["catalog", "root", "add", "r", str(runs), "--to", "safetensors", "--dtype", "bfloat16"]) == 0
+    assert run(["sweep", "--dry-run"]) == 3
+    assert capsys.readouterr().out.count("writing") == 3
+    old = time.time() - 3600
+    for path in runs.rglob("*"):
+        os.utime(path, (old, old))
+    assert run(["sweep", "--settle", "0s", "--output", "json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["counts"] == {"broken": 1, "made": 1}
+    assert told["items"][0]["findings"][0]["code"] == "not-complete"
+    assert run(["catalog", "root", "pause", "r"]) == 0
+    assert run(["sweep"]) == 0
+    assert "no checkpoint was found" in capsys.readouterr().out
+    assert run(["catalog", "root", "resume", "r"]) == 0
+    assert run(["catalog", "root", "add", "s", str(runs), "--verb", "paint"]) == 2
+    assert run(["sweep", "nobody"]) == 2

@@ -1,0 +1,87 @@
+"""Targets: are they checked by the request's own code, and can two sources never meet at one place?"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore.errors import UsageError
+from ckptcore.request import Request
+from ckptcore.target import Place, colliding, options_digest, target_of
+
+PLACE = Place("/runs", "llama", 300, "step-300", "llama/step-300")
+
+
+def test_the_default_goes_beside_the_root():
+    assert target_of({}).fill(PLACE) == "/exports/llama/step-300"
+    request = target_of({"verb": "export", "dtype": "bfloat16"}).request("/runs/llama/step-300", PLACE)
+    assert request == Request("/runs/llama/step-300", "/exports/llama/step-300", "export", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("template", "place", "filled"),
+    [
+        ("{root}/../exports/{run}/step-{step}", PLACE, "/exports/llama/step-300"),
+        ("/out/{step:08d}", PLACE, "/out/00000300"),
+        ("s3://b/{path}", PLACE, "s3://b/llama/step-300"),
+        ("{root}/../out/{name}", Place("s3://b/runs", "r", 1, "s=1.ckpt", "r/s=1.ckpt"), "s3://b/out/s=1"),
+    ],
+)
+def test_templates(template, place, filled):
+    assert target_of({"destination": template}).fill(place) == filled
+
+
+@pytest.mark.parametrize(
+    ("form", "word"),
+    [
+        ({"destination": "/out/{host}/{step}"}, "host"),
+        ({"destination": "/out/{step.real}"}, "step.real"),
+        ({"destination": "/out/{step!r}"}, "step"),
+        ({"destination": "/out/{name:>9}"}, "formats"),
+        ({"destination": "/out/{step"}, "no template"),
+        ({"destination": "/out/{run}"}, "same for every checkpoint"),
+        ({"source": "/elsewhere"}, "source"),
+        ({"colour": "red"}, "colour"),
+        ({"verb": "reshard"}, "mesh"),
+        ({"verb": "reshard", "mesh": "nonsense"}, "nonsense"),
+        ({"verb": "paint"}, "paint"),
+        ({"to": "no-such-format"}, "no-such-format"),
+        ({"max_file_size": "much"}, "cannot be used"),
+        ({"destination": "{path}.safetensors", "to": "dcp"}, "does not fit"),
+    ],
+)
+def test_what_can_make_nothing_is_refused_when_it_is_told(form, word):
+    with pytest.raises(UsageError, match=word):
+        target_of(form)
+
+
+def test_a_step_that_nothing_tells():
+    with pytest.raises(UsageError, match="tells a step"):
+        target_of({"destination": "/out/{step}"}).fill(Place("/runs", "llama", None, "final", "llama/final"))
+
+
+def test_the_digest_is_of_what_decides_the_bytes():
+    one = Request("/a", "/b", "export", dtype="bfloat16")
+    same = Request("/other", "/elsewhere", "export", "safetensors", dtype="bfloat16", overwrite=True)
+    assert options_digest(one) == options_digest(same)
+    assert options_digest(one) != options_digest(Request("/a", "/b", "export"))
+    assert options_digest(one) != options_digest(Request("/a", "/b", dtype="bfloat16"))
+
+
+names = st.text("ab/", min_size=1, max_size=5).map(lambda s: "/" + s.strip("/"))
+
+
+@given(st.lists(names, max_size=6))
+def test_what_is_named_twice_or_lies_inside_collides(places):
+    found = colliding(places)
+    for at, each in enumerate(places):
+        others = places[:at] + places[at + 1 :]
+        meets = any(
+            each == o
+            or (len(o) > 1 and each.startswith(o + "/"))
+            or (len(each) > 1 and o.startswith(each + "/"))
+            for o in others
+        )
+        if "//" not in "".join(places):
+            assert (each in found) == meets
