@@ -21,7 +21,7 @@ from ckptcore.check import check
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError
 from ckptcore.fingerprint import Fingerprinted, checkpoint_fingerprint
 from ckptcore.fingerprinttable import fingerprints
-from ckptcore.formats import Source, by_name, open_source, read_manifest
+from ckptcore.formats import Format, Source, by_name, open_source, read_manifest
 from ckptcore.frame import canonical_json
 from ckptcore.manifest import Manifest, TensorSpec
 from ckptcore.plan import Plan, load_file_plan, load_head
@@ -225,10 +225,6 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     reader = by_name(plan.target.format)
     assert reader.read is not None  # every format that writes reads
     written = reader.read(source)
-    # As anybody will find it who opens the destination: one content, one digest.
-    seen = reader.detect(source)
-    told_by = {"evidence": list(seen.because) if seen else [], "file": source.name}
-    written = replace(written, origin={**written.origin, **told_by})
     report = check(written, None, "cover")
     wanted, last = _planned(staging, plan)
     known = _in_literals(staging, plan, written, {name for name, *_ in wanted})
@@ -240,7 +236,16 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
         )
     # config.json makes a folder loadable, too: with the index it comes last.
     commit = [path for path, _ in plan.extra if path == "config.json"]
-    return written, (*commit, *last)
+    return _as_found(written, source, reader), (*commit, *last)
+
+
+def _as_found(written: Manifest, source: Source, reader: Format) -> Manifest:
+    """What was written as anybody finds it who opens the destination: one content, one digest."""
+    seen = reader.detect(source)
+    if seen is None:  # a file may bear no mark of its format: Fabric's one file is any torch.save to a reader
+        return read_manifest(source)
+    told_by = {"evidence": list(seen.because), "file": source.name}
+    return replace(written, origin={**written.origin, **told_by})
 
 
 def _in_literals(staging: Staging, plan: Plan, written: Manifest, planned: set[str]) -> set[str]:

@@ -9,9 +9,11 @@ import pytest
 
 from ckptcore import api
 from ckptcore.catalog import open_catalog
+from ckptcore.cli import run
 from ckptcore.errors import CkptError
 from ckptcore.formats import FORMATS
 
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 SUFFIX = {"torch_save": ".pt"}
 WRITTEN = [f.name for f in FORMATS if f.arrange is not None]
 
@@ -43,6 +45,19 @@ def test_what_was_written_is_what_is_read(name: str, source: Path, tmp_path: Pat
     except CkptError as error:
         pytest.skip(f"not from this source: {error.message}")
     assert result.manifest_digest == api.open(str(target)).digest
+
+
+def test_a_file_without_a_mark_is_what_anybody_takes_it_for(tmp_path: Path) -> None:
+    """Fabric's one file names no writer: it is registered once, as the torch.save file that readers see."""
+    ckpt = FIXTURES / "torch" / "lightning_fabric_mp_nested_2r" / "ckpt"
+    url, target = str(tmp_path / "catalog.sqlite"), tmp_path / "out.ckpt"
+    result = api.convert(str(ckpt), str(target), to="lightning", catalog=url)
+    found = api.open(str(target))
+    assert (result.format, found.format) == ("lightning", "torch_save")
+    assert result.manifest_digest == found.digest
+    assert run(["validate", str(target), "--catalog", url]) == 0
+    with open_catalog(url) as catalog:
+        assert [row.uri for row in catalog.list()].count(str(target)) == 1
 
 
 def test_a_chain_of_conversions_is_one_line(source: Path, tmp_path: Path) -> None:
