@@ -14,6 +14,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterId,
 )
 from safetensors import safe_open
 
@@ -82,3 +84,10 @@ def name(flow_run_id: UUID) -> str:
     """What a run is called."""
     with get_client(sync_client=True) as client:
         return client.read_flow_run(flow_run_id).name
+
+
+def tasks(flow_run_id: UUID) -> list[str]:
+    """What the tasks of a run are called."""
+    with get_client(sync_client=True) as client:
+        only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        return sorted(task.name for task in client.read_task_runs(flow_run_filter=only))

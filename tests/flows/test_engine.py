@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import observe
@@ -128,6 +129,21 @@ def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
     assert observe.equal(observe.tensors(tmp_path / "dask"), observe.TENSORS)
 
 
+def test_a_large_file_is_written_in_parts_by_several_workers(
+    prefect_api: str, source: Path, catalog: str, tmp_path: Path,
+    cluster: tuple[str, list[subprocess.Popen[bytes]]],
+) -> None:  # fmt: skip
+    common: dict[str, Any] = {"catalog": catalog, "memory": "1MiB", "workers": 2, "batch": "40KiB"}
+    convert(str(source), str(tmp_path / "threads.pt"), **common)
+    state: Any = convert(
+        str(source), str(tmp_path / "dask.pt"), engine=f"dask={cluster[0]}", return_state=True, **common
+    )
+    assert (tmp_path / "dask.pt").read_bytes() == (tmp_path / "threads.pt").read_bytes()
+    run = state.state_details.flow_run_id
+    assert observe.eventually(lambda: "join dask.pt" in observe.tasks(run))
+    assert sum(name.startswith("write dask.pt, part ") for name in observe.tasks(run)) > 1
+
+
 @pytest.mark.parametrize("losses", [1, 2])
 def test_a_batch_whose_worker_is_lost_is_tried_once_more(
     prefect_api: str, monkeypatch: pytest.MonkeyPatch, losses: int
@@ -143,22 +159,19 @@ def test_a_batch_whose_worker_is_lost_is_tried_once_more(
 
     monkeypatch.setattr(_writing, "write", write)
 
-    class File:
-        def __init__(self, path: str, index: int) -> None:
-            self.path, self.index, self.nbytes = path, index, 1
-
-    class Prepared:
-        files, plan_uri = [File(p, i) for i, p in enumerate("abc")], "p"
+    prepared: Any = SimpleNamespace(
+        files=[SimpleNamespace(path=path, index=i, nbytes=10**i) for i, path in enumerate("abc")],
+        plan_uri="p",
+    )
 
     @flow
     def run() -> list[int]:
         with crew(engine("threads"), 2, "cpu") as running:
-            work = [range(i, i + 1) for i in range(3)]
-            done = _writing._finished(Prepared, work, Settings(), running)  # type: ignore[arg-type]
-            return sorted(index for indices in done for index in indices)
+            work = _writing._work(prepared, Settings(), 1, large=False)
+            return sorted(_writing._finished(prepared, work, running))
 
     if losses == 1:
-        assert run() == [0, 1, 2]
+        assert run() == [1, 10, 100]
         assert sorted(seen) == ["a", "b", "b", "c"]
     else:
         with pytest.raises(WorkerLost, match="that wrote b went away, 2 times"):

@@ -1,0 +1,33 @@
+"""Write part: some bytes of a file that other tasks write too."""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from ckptcore.convert import Part, execute_part
+from ckptcore.receipts import Receipt
+from ckptcore.request import Settings
+from ckptcore.sizes import show_size
+from tasks.logs import log
+from tasks.progress import Progress
+from tasks.retry import DELAYS, RETRIES, is_transient
+
+
+@task(
+    task_run_name="write {name}",
+    tags=["ckptcore"],
+    retries=RETRIES,
+    retry_delay_seconds=DELAYS,
+    retry_condition_fn=is_transient,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def write_part(name: str, plan_uri: str, part: Part, settings: Settings) -> Receipt:
+    """The receipt of one part; one that is there already, and verified, is kept.
+
+    name: what the run is called.
+    """
+    receipt = execute_part(plan_uri, part, settings, Progress(name, part.nbytes))
+    log.info("%s: %s%s", name, show_size(part.nbytes), ", kept from an earlier run" if receipt.reused else "")
+    return receipt
