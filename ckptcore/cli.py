@@ -18,6 +18,7 @@ from ckptcore import clitend
 from ckptcore import output as show
 from ckptcore.catalog.cli import app as catalog_app
 from ckptcore.catalog.cli import which as catalog_which
+from ckptcore.clirebuild import rebuild as catalog_rebuild
 from ckptcore.errors import CkptError, InternalError, Interrupted, UsageError
 from ckptcore.options import (
     ANSWER,
@@ -56,6 +57,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Sharded training checkpoints made whole: validated, consolidated and exported in bounded memory.",
 )  # fmt: skip
+catalog_app.command("rebuild")(catalog_rebuild)
 app.add_typer(catalog_app, name="catalog")
 app.command("which")(catalog_which)
 app.command()(clitend.sweep)

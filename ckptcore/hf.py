@@ -41,6 +41,12 @@ _BESIDE = (
     "USE_POLICY*",
 )
 _MAX_BESIDE = 64 << 20
+_PROVENANCE = re.compile(
+    r"^- source: `(?P<source>[^`\n]{1,4096})` \(.*\)\n"
+    r"- source manifest \(BLAKE3\): `(?P<digest>[0-9a-f]{64})`\n"
+    r"- exported by: ckptcore (?P<version>[\w.+-]{1,64})$",
+    re.MULTILINE,
+)
 _TIMEOUT = 600  # seconds; building a model on the meta device takes a few
 
 
@@ -180,6 +186,12 @@ def model_card(request: Request, mapped: Mapped, manifest: Manifest, *, has_conf
         "",
     ]
     return "\n".join(lines).encode(errors="backslashreplace")
+
+
+def provenance(card: str) -> tuple[str, str, str] | None:
+    """What such a README tells: (source, digest of its manifest, version); None where it is not ours."""
+    found = _PROVENANCE.search(card)
+    return (found["source"], found["digest"], found["version"]) if found else None
 
 
 def _ask(config: ConfigFolder) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from sqlalchemy import func, insert, select, update
 
 from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
-from ckptcore.catalog.text import clean, clean_json, normal_uri
+from ckptcore.catalog.query import current_first
+from ckptcore.catalog.text import clean, clean_json, hex_digest, normal_uri
 from ckptcore.catalog.values import CheckpointFacts, Direction, Kind, Outcome
 from ckptcore.errors import CatalogError, Finding, UsageError
 
@@ -140,6 +141,43 @@ def record_validation(
     checkpoint, public = put_checkpoint(conn, now, facts, Kind.SOURCE)
     note_findings(conn, now, findings, checkpoint=checkpoint, conversion=None, level=level)
     return public
+
+
+def adopt(
+    conn: Connection, now: datetime, derived: str, *, source_uri: str, source_digest: str, tool_version: str
+) -> str | None:
+    """A conversion that the output itself tells of, without its times and sizes; the source's URI.
+
+    None, and nothing changed, when a conversion of that output is known, or no checkpoint has that manifest.
+    """
+    made = conn.execute(select(Checkpoint.id, Checkpoint.uri).where(Checkpoint.uuid == derived)).one()
+    known = select(ConversionIO.conversion_id).where(
+        ConversionIO.checkpoint_id == made.id, ConversionIO.direction == Direction.OUT.value
+    )
+    same = Checkpoint.manifest_digest == hex_digest(source_digest)
+    there = Checkpoint.uri == normal_uri(source_uri)
+    source = conn.execute(
+        select(Checkpoint.id, Checkpoint.uri)
+        .where(same, Checkpoint.id != made.id)
+        .order_by(there.desc(), *current_first())
+    ).first()
+    if source is None or conn.execute(known).first() is not None:
+        return None
+    public = begin_conversion(
+        conn, now, {"rebuilt": True}, source_uri=source.uri, destination_uri=made.uri, verb="export",
+        tool_version=tool_version, flow_run_id=None,
+    )  # fmt: skip
+    row = _conversion(conn, public)
+    _link(conn, row.id, {(source.id, Direction.IN), (made.id, Direction.OUT)})
+    ended = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
+    conn.execute(update(Conversion).where(Conversion.id == row.id).values(ended))
+    run = select(Checkpoint.run_id).where(Checkpoint.id == source.id)
+    of_its_own: dict[str, Any] = {"kind": Kind.DERIVED.value}
+    if conn.execute(run).scalar() is not None:  # a destination's name is only a guess
+        of_its_own |= {"run_id": None, "step": None}
+    conn.execute(update(Checkpoint).where(Checkpoint.id == made.id).values(of_its_own))
+    _inherit(conn, source.id, made.id)
+    return str(source.uri)
 
 
 def _conversion(conn: Connection, conversion: str) -> Any:

@@ -1,0 +1,33 @@
+"""`ckptcore catalog rebuild`: the rows of a lost catalog, from the data. Parse, call, show."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ckptcore.catalog.clishared import As, Output, Where, write_json
+
+
+def rebuild(
+    roots: Annotated[list[str], typer.Argument(metavar="ROOT...", help="Folders, or checkpoints.")],
+    digests: Annotated[
+        bool, typer.Option("--digests", help="Read every byte, to know each file by its digest again.")
+    ] = False,
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Record every checkpoint that lies below folders, read from its own metadata."""
+    from ckptcore.catalog import default_url, open_catalog
+    from ckptcore.rebuild import rebuild as run
+
+    with open_catalog(catalog or default_url()) as found:
+        done = run(found, roots, digests=digests, told=lambda line: print(line, file=sys.stderr))
+    if output is Output.JSON:
+        write_json(done.as_dict())
+        return
+    linked = sum(r.made_from is not None for r in done.recorded)
+    print(f"{len(done.recorded)} checkpoints recorded, {linked} of them with the source they were made from")
+    if done.left_out:
+        print(f"{len(done.left_out)} places left out; `--output json` tells each with its reason")

@@ -1,0 +1,148 @@
+"""Rebuilding: which rows of a lost catalog does the data itself tell?
+
+Every checkpoint below a folder is read by its format, checked by its metadata and recorded as a validation
+would record it; what an export's model card says of its source becomes lineage where that source is known. It
+adds, and never takes away: a second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from ckptcore.convert import validate
+from ckptcore.discover import discover
+from ckptcore.errors import CkptError
+from ckptcore.formats import Source, detect, open_source, read_manifest
+from ckptcore.formats._roots import located
+from ckptcore.hf import provenance
+from ckptcore.manifest import Manifest
+from ckptcore.register import facts
+from ckptcore.store import Store, open_store
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
+_CARD = "README.md"
+_MAX_CARD = 1 << 20
+_BLOCK = 4 << 20  # bytes read at a time for a digest
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A checkpoint that is in the catalog now. made_from: the source that its model card names, or None."""
+
+    id: str
+    uri: str
+    format: str
+    state: str
+    made_from: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What came of it. left_out: (place, error code, message) of what could not be read."""
+
+    recorded: tuple[Recorded, ...]
+    left_out: tuple[tuple[str, str, str], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON face."""
+        names = ("id", "uri", "format", "state", "made_from")
+        return {
+            "recorded": [{name: getattr(r, name) for name in names} for r in self.recorded],
+            "left_out": [dict(zip(("uri", "code", "message"), row, strict=True)) for row in self.left_out],
+        }
+
+
+def rebuild(
+    catalog: Catalog, roots: Sequence[str], *, digests: bool = False, told: Told = lambda line: None
+) -> Rebuilt:
+    """Records what lies at or below `roots`: folders to look through, or checkpoints.
+
+    digests: read every byte, so that each file is known by its BLAKE3 digest again. told: gets a line for
+        each place.
+
+    What is wrong with a checkpoint is recorded or left out, and told. Raises `SourceUnreadable` for a root
+    that is not there, and `CatalogError`.
+    """
+    found: dict[str, tuple[str, Manifest]] = {}
+    left_out = []
+    for uri in dict.fromkeys(uri for root in roots for uri in _places(root)):
+        try:
+            manifest = read_manifest(open_source(uri))
+            report = validate(manifest)
+            files = _digests(manifest) if digests else None
+        except CkptError as error:
+            left_out.append((uri, error.code, error.message))
+            told(f"left out  {uri}: {error.message}")
+            continue
+        known = facts(manifest, uri, files, verified="cover" if report.ok else None)
+        found[catalog.record_validation(known, report.findings, level="cover")] = uri, manifest
+        told(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
+    # Behind all of them: a source may be found after what was made from it.
+    origins = {public: _adopted(catalog, public, uri) for public, (uri, _) in found.items()}
+    recorded = [
+        Recorded(public, uri, manifest.format, catalog.show(public, tensors=False).checkpoint.state,  # type: ignore[union-attr]
+                 origins[public])
+        for public, (uri, manifest) in found.items()
+    ]  # fmt: skip
+    return Rebuilt(tuple(recorded), tuple(left_out))
+
+
+def _places(root: str) -> Iterator[str]:
+    """The root itself where it is a checkpoint, else what is below it."""
+    source = open_source(root)
+    if _is_one(source):
+        yield root
+    else:
+        below = [candidate.uri for candidate in discover(root)] if source.name is None else []
+        yield from below or [root]  # whatever is the matter with it will be told
+
+
+def _is_one(source: Source) -> bool:
+    """Whether a source is a checkpoint, and not a folder that names the newest of several."""
+    try:
+        if located(source)[1]:
+            return False
+        detect(source)
+    except CkptError:
+        return False
+    return True
+
+
+def _digests(manifest: Manifest) -> dict[str, str | None]:
+    with closing(open_store(manifest.root)) as store:
+        return {file.path: _digest(store, file.path) for file in manifest.files}
+
+
+def _digest(store: Store, path: str) -> str | None:
+    size = store.size(path)
+    if size is None:
+        return None
+    digest = blake3()
+    for at in range(0, size, _BLOCK):
+        digest.update(store.read(path, at, min(_BLOCK, size - at)))
+    return digest.hexdigest()
+
+
+def _adopted(catalog: Catalog, public: str, uri: str) -> str | None:
+    """The source that the model card of an export names, once it stands in the catalog as such."""
+    from ckptcore.catalog.conversions import adopt
+
+    with closing(open_source(uri).store) as store:
+        size = store.size(_CARD)
+        card = store.read(_CARD, 0, min(size, _MAX_CARD)) if size else b""
+    told = provenance(card.decode(errors="replace"))
+    if told is None:
+        return None
+    source, digest, version = told
+    with catalog.writing() as conn:
+        return adopt(conn, datetime.now(UTC), public, source_uri=source, source_digest=digest,
+                     tool_version=version)  # fmt: skip

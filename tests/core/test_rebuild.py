@@ -1,0 +1,131 @@
+"""Rebuild: does a lost catalog come back as far as the data tells, and no further?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptcore import Settings, api
+from ckptcore.catalog import open_catalog
+from ckptcore.errors import SourceUnreadable
+from ckptcore.hf import provenance
+from ckptcore.rebuild import rebuild
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training run of three steps, one of them damaged, two exports of it, and what is no checkpoint."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    root = tmp_path_factory.mktemp("world").resolve()
+    url = str(root / "catalog.sqlite")
+    for step in (10, 20, 30):
+        state = {"embed.weight": torch.randn(6, 4), "layers.0.weight": torch.randn(4, 4)}
+        dcp.save(state, checkpoint_id=root / "llama" / f"step-{step}", no_dist=True)
+    for step in (10, 20):
+        source, target = root / f"llama/step-{step}", root / f"exports/{step}"
+        api.convert(str(source), str(target), verb="export", catalog=url,
+                    settings=Settings(fingerprint=True))  # fmt: skip
+    (data,) = (root / "llama" / "step-30").glob("*.distcp")
+    with data.open("r+b") as file:
+        file.truncate(100)
+    (root / "llama" / "notes").mkdir()
+    (root / "llama" / "notes" / "README.md").write_text("nothing")
+    return root
+
+
+def told(url: str) -> dict[str, Any]:
+    """All that can come back of a catalog, by URI."""
+    with open_catalog(url) as catalog:
+        return {
+            row.uri: (
+                row.kind, row.format, row.state, row.run, row.step, row.manifest_digest, row.content_digest,
+                [s.source.uri for s in catalog.lineage(row.id).ancestors],
+                [(t.fqn, t.dtype, t.shape) for t in catalog.show(row.id).tensors],  # type: ignore[union-attr]
+            )
+            for row in catalog.list(limit=None)
+        }  # fmt: skip
+
+
+def test_what_was_there_comes_back(world: Path, tmp_path: Path) -> None:
+    url = str(tmp_path / "new.sqlite")
+    lines: list[str] = []
+    with open_catalog(url) as catalog:
+        found = rebuild(catalog, [str(world)], digests=True, told=lines.append)
+    assert found.left_out == ()
+    made_from = {r.uri: r.made_from for r in found.recorded}
+    assert made_from == {
+        **{str(world / f"llama/step-{n}"): None for n in (10, 20, 30)},
+        **{str(world / f"exports/{n}"): str(world / f"llama/step-{n}") for n in (10, 20)},
+    }
+    before, after = told(str(world / "catalog.sqlite")), told(url)
+    for uri, row in before.items():
+        again = after[uri]
+        assert again[:6] == row[:6]
+        assert again[7:] == row[7:]
+        # Sources have digests now, and outputs the same ones as before.
+        assert again[6] == row[6] if row[0] == "derived" else again[6] is not None
+    assert set(after) - set(before) == {str(world / "llama/step-30")}
+    assert after[str(world / "llama/step-30")][2] == "damaged"
+    assert len(lines) == 5
+
+
+def test_a_second_run_changes_nothing(world: Path, tmp_path: Path) -> None:
+    url = str(tmp_path / "new.sqlite")
+    with open_catalog(url) as catalog:
+        first = rebuild(catalog, [str(world / "llama"), str(world / "exports")])
+        before = told(url), len(catalog.conversions())
+        again = rebuild(catalog, [str(world)])
+        assert {r.id for r in again.recorded} == {r.id for r in first.recorded}
+        assert all(r.made_from is None for r in again.recorded)  # known already
+        assert (told(url), len(catalog.conversions())) == before
+        assert len(catalog.conversions()) == 2
+
+
+def test_over_a_catalog_that_is_not_lost(world: Path, tmp_path: Path) -> None:
+    url = str(tmp_path / "kept.sqlite")
+    shutil.copy(world / "catalog.sqlite", url)
+    before = told(url)
+    with open_catalog(url) as catalog:
+        catalog.tag(str(world / "exports/10"), "eval", "1")
+        rebuild(catalog, [str(world)])
+        assert catalog.show(str(world / "exports/10")).tags == {"eval": "1"}  # type: ignore[union-attr]
+        assert len(catalog.conversions()) == 2
+    after = told(url)
+    assert {uri: after[uri] for uri in before} == before
+
+
+def test_a_source_that_is_not_known_is_not_invented(world: Path, tmp_path: Path) -> None:
+    with open_catalog(str(tmp_path / "new.sqlite")) as catalog:
+        found = rebuild(catalog, [str(world / "exports")])
+        assert [(r.made_from, r.state) for r in found.recorded] == [(None, "present")] * 2
+        assert catalog.conversions() == ()
+
+
+def test_one_checkpoint_and_places_that_are_none(world: Path, tmp_path: Path) -> None:
+    with open_catalog(str(tmp_path / "new.sqlite")) as catalog:
+        found = rebuild(catalog, [str(world / "llama" / "step-20"), str(world / "llama" / "notes")])
+        assert [r.uri for r in found.recorded] == [str(world / "llama" / "step-20")]
+        assert [row[:2] for row in found.left_out] == [(str(world / "llama" / "notes"), "unknown-format")]
+        with pytest.raises(SourceUnreadable, match="does not exist"):
+            rebuild(catalog, [str(world / "nowhere")])
+
+
+@pytest.mark.parametrize("card", ["", "# x\n\n- source: `/a` (dcp)\n", "- source: `a`\n" * 1000])
+def test_other_cards_tell_nothing(card: str) -> None:
+    assert provenance(card) is None
+
+
+def test_on_the_command_line(world: Path, tmp_path: Path, cli: Any) -> None:
+    where = ["--catalog", str(tmp_path / "new.sqlite")]
+    done = cli("catalog", "rebuild", str(world), *where)
+    assert done.code == 0
+    assert done.stdout == "5 checkpoints recorded, 2 of them with the source they were made from\n"
+    form = json.loads(cli("catalog", "rebuild", str(world), "--output", "json", *where).stdout)
+    assert len(form["recorded"]) == 5
+    assert form["left_out"] == []
