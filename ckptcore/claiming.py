@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from ckptcore.catalog import claims
 from ckptcore.catalog.claims import ClaimRow, Key
+from ckptcore.catalog.text import normal_uri
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.manifest import Manifest
 from ckptcore.request import Request
@@ -58,8 +59,6 @@ def owner() -> str:
 
 def made_from(catalog: Catalog, destination: str, source: str, digest: str) -> bool:
     """Whether the catalog knows a destination as made from this source. digest: of the source's manifest."""
-    from ckptcore.catalog.text import normal_uri
-
     try:
         origins = catalog.which(destination)
     except UsageError:  # the catalog does not know it
@@ -67,6 +66,16 @@ def made_from(catalog: Catalog, destination: str, source: str, digest: str) -> b
     wanted = normal_uri(source)
     return any(
         row.uri == wanted and row.manifest_digest == digest for origin in origins for row in origin.sources
+    )
+
+
+def rewritten(catalog: Catalog, key: Key, source: str) -> bool:
+    """Whether the key's destination was made from this very source when other content lay there."""
+    with catalog.reading() as conn:
+        there = claims.of_destination(conn, key.destination)
+    return any(
+        c.state == claims.DONE and c.source == normal_uri(source) and c.key.source_digest != key.source_digest
+        for c in there
     )
 
 

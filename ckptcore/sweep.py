@@ -21,7 +21,7 @@ from ckptcore.catalog.claims import DONE, FAILED, ClaimRow
 from ckptcore.catalog.roots import Root
 from ckptcore.catalog.sightings import Seen, SightingRow
 from ckptcore.catalog.text import normal_uri
-from ckptcore.claiming import claimed, key_of, made_from, owner
+from ckptcore.claiming import claimed, key_of, made_from, owner, rewritten
 from ckptcore.discover import Candidate, discover
 from ckptcore.errors import CkptError, Finding, NotComplete
 from ckptcore.register import facts
@@ -233,14 +233,8 @@ def _towards(catalog: Catalog, item: Item, request: Request, now: datetime, agai
 
 
 def _outdated(catalog: Catalog, item: Item) -> bool:
-    """Whether the destination was made from another content of this very source."""
     assert item.request is not None
-    with catalog.reading() as conn:
-        there = claims.of_destination(conn, item.request.destination)
-    return any(
-        c.state == DONE and c.source == item.source and c.key.source_digest != item.source_digest
-        for c in there
-    )
+    return rewritten(catalog, key_of(item.request, item.source_digest), item.source)
 
 
 def _stands(item: Item, claim: ClaimRow) -> Item:

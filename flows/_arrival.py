@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from ckptcore import claiming
 from ckptcore.catalog import open_catalog
-from ckptcore.errors import DestinationExists, UnsafeContent, UsageError
+from ckptcore.catalog.catalog import Catalog
+from ckptcore.catalog.claims import DONE, Key
+from ckptcore.convert import inspect
+from ckptcore.errors import Busy, DestinationExists, UnsafeContent
+from ckptcore.request import Request
 from ckptcore.staging import refuse_existing
 from ckptcore.store import local_path
 
@@ -34,15 +42,44 @@ def is_there(destination: str, source: str) -> bool:
 
 
 def made_from(destination: str, source: str, digest: str, catalog: str | None) -> bool:
-    """Whether the catalog knows a destination as made from exactly this content of a source.
+    """Whether the catalog knows a destination as made from this source.
 
     digest: of the source's manifest.
     """
     with open_catalog(catalog) as known:
-        try:
-            origins = known.which(destination)
-        except UsageError:  # the catalog does not know it
-            return False
-    return any(
-        row.uri == source and row.manifest_digest == digest for origin in origins for row in origin.sources
+        return claiming.made_from(known, destination, source, digest)
+
+
+@contextmanager
+def alone(
+    request: Request, digest: str, run: str, looks: Sequence[float], catalog: str | None
+) -> Iterator[bool]:
+    """Whether the conversion is to be made here; while the block runs nobody else makes it.
+
+    digest: of the source's manifest. run: id of the flow run, which takes up its own work at once when it is
+    resumed. looks: seconds to wait between looks while somebody else is at work; then raises `Busy`.
+    """
+    with open_catalog(catalog) as known:
+        key = claiming.key_of(request, claiming.source_digest(inspect(request.source, request.recover)))
+        for pause in (0.0, *looks):
+            time.sleep(pause)
+            for again in (False, True):  # what was made, and taken away since, is made again
+                with claiming.claimed(known, key, request.source, run, again=again) as claim:
+                    if claim.mine:
+                        yield not _is_made(known, key, request, digest)
+                        return
+                if claim.state != DONE:
+                    break
+                if is_there(request.destination, request.source):
+                    yield False
+                    return
+        raise Busy(f"{claim.owner} converts {request.source}")
+
+
+def _is_made(known: Catalog, key: Key, request: Request, digest: str) -> bool:
+    """Whether it was made before anybody kept claims."""
+    return (
+        is_there(request.destination, request.source)
+        and not claiming.rewritten(known, key, request.source)
+        and claiming.made_from(known, request.destination, request.source, digest)
     )

@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from prefect import State, flow
+from prefect import State, flow, runtime
 from prefect.states import Completed, Failed
 
 from ckptcore.errors import Busy, CkptError, DestinationExists
 from ckptcore.finishing import Result
-from flows._arrival import is_there, made_from, require_inside
+from ckptcore.request import Request
+from ckptcore.sizes import parse_size
+from flows._arrival import alone, made_from, require_inside
 from flows._words import explain, run_name
 from flows.convert import convert
 from tasks.settle import delays, settle
@@ -66,9 +68,7 @@ def arrived(
             require_inside(source, root)
         looks = delays(wait_minutes)
         digest = settle.with_options(retries=len(looks), retry_delay_seconds=looks)(source)
-        if is_there(destination, source) and made_from(destination, source, digest, catalog):
-            return already(destination)
-        done = convert.fn(
+        request = Request(
             source,
             destination,
             verb,
@@ -76,21 +76,37 @@ def arrived(
             dtype=dtype,
             config=config,
             model_prefix=model_prefix,
-            max_file_size=max_file_size,
-            memory=memory,
-            workers=workers,
-            device=device,
-            fingerprint=fingerprint,
-            catalog=catalog,
+            max_file_size=parse_size(max_file_size),
         )
-        error = done.result(raise_on_failure=False) if isinstance(done, State) else None
-        # Announced twice, by two senders or by a webhook and a sweep: the other run does the work.
-        for pause in (0.0, *looks) if isinstance(error, Busy | DestinationExists) else ():
-            time.sleep(pause)
-            if made_from(destination, source, digest, catalog):
+        # Announced twice, by two senders or by a webhook and a sweep: one run does the work.
+        with alone(request, digest, str(runtime.flow_run.id), looks, catalog) as mine:
+            if not mine:
                 return already(destination)
-            if isinstance(error, DestinationExists):
-                break
+            done = convert.fn(
+                source,
+                destination,
+                verb,
+                to,
+                dtype=dtype,
+                config=config,
+                model_prefix=model_prefix,
+                max_file_size=max_file_size,
+                memory=memory,
+                workers=workers,
+                device=device,
+                fingerprint=fingerprint,
+                catalog=catalog,
+            )
+            error = done.result(raise_on_failure=False) if isinstance(done, State) else None
+            # Somebody without a claim, at a terminal say, was faster.
+            for pause in (0.0, *looks) if isinstance(error, Busy | DestinationExists) else ():
+                time.sleep(pause)
+                if made_from(destination, source, digest, catalog):
+                    return already(destination)
+                if isinstance(error, DestinationExists):
+                    break
+            if isinstance(error, CkptError):
+                raise error
     except CkptError as error:
         # The message is what a person reads first: the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)

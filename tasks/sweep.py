@@ -1,0 +1,47 @@
+"""Sweep: which checkpoints lie below a watched root, and how does each stand?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog.roots import Root
+from ckptcore.sweep import Item, look_through, note_swept
+from tasks.logs import log
+from tasks.words import count
+
+MAX_ROWS = 500
+
+
+@task(task_run_name="look through {name}", tags=["ckptcore"], cache_policy=NO_CACHE, persist_result=False)
+def look(
+    name: str, root: Root, catalog: str | None, dry_run: bool, settle_s: float, again: bool
+) -> list[Item]:
+    """The checkpoints below a root. name: what the run is called."""
+    with open_catalog(catalog) as known:
+        items = list(look_through(known, root, dry_run=dry_run, settle_s=settle_s, again=again))
+    ready = sum(item.standing == "ready" for item in items)
+    log.info("%s: %s, %d to convert", name, count(len(items), "checkpoint"), ready)
+    return items
+
+
+@task(task_run_name="note {name}", tags=["ckptcore"], cache_policy=NO_CACHE, persist_result=False)
+def note(name: str, root: Root, items: Sequence[Item], catalog: str | None, dry_run: bool) -> None:
+    """What came of a root, as an artifact and in the catalog."""
+    rows = [
+        {"standing": i.standing.value, "step": i.step, "checkpoint": i.source, "why": i.why or i.destination}
+        for i in items[:MAX_ROWS]
+    ]
+    if rows:
+        told = f"`{root.uri}`: {count(len(items), 'checkpoint')}"
+        create_table_artifact(rows, key="sweep", description=told)
+    for item in items:
+        if item.why and item.standing not in ("converted", "claimed"):
+            log.warning("%s is %s: %s", item.source, item.standing.value, item.why)
+    if not dry_run:
+        with open_catalog(catalog) as known:
+            note_swept(known, root, items)

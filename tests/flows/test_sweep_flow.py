@@ -1,0 +1,104 @@
+"""Sweep as a flow: what the command does, and never what a webhook's flow does at the same time."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import observe
+import pytest
+from observe import TENSORS
+
+from ckptcore.catalog import open_catalog, roots
+
+pytestmark = [
+    pytest.mark.usefixtures("prefect_api"),
+    pytest.mark.xdist_group("prefect"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+DESTINATION = "{root}/../out/{run}/{name}"
+
+
+@pytest.fixture
+def watched(source: Path, catalog: str) -> Path:
+    """The folder above a checkpoint, watched."""
+    root = source.parent
+    with open_catalog(catalog) as known, known.writing() as conn:
+        target = {"destination": DESTINATION}
+        roots.add(conn, datetime.now(UTC), "r", str(root), target=target)
+    return root
+
+
+def conversions(catalog: str) -> list[str]:
+    with open_catalog(catalog) as known:
+        return [c.state for c in known.conversions(None)]
+
+
+def test_what_is_complete_is_converted_once(watched: Path, catalog: str, tmp_path: Path) -> None:
+    from flows.sweep import sweep
+
+    shutil.copytree(watched / "step-7", watched / "step-8")
+    (watched / "step-8" / ".metadata").unlink()
+    dry = sweep(catalog=catalog, settle="0s", dry_run=True, return_state=True)
+    assert (dry.is_completed(), conversions(catalog)) == (True, [])
+    state = sweep(catalog=catalog, settle="0s", return_state=True)
+    assert state.is_completed(), state.message
+    assert state.message == "1 broken, 1 made"
+    assert observe.equal(observe.tensors(tmp_path / "out/run/step-7"), TENSORS)
+    state = sweep(catalog=catalog, settle="0s", return_state=True)
+    assert (state.message, conversions(catalog)) == ("1 broken, 1 converted", ["succeeded"])
+    with open_catalog(catalog) as known, known.reading() as conn:
+        assert roots.get(conn, "r").swept_note == "1 broken, 1 converted"
+
+
+def test_a_conversion_that_fails_fails_the_run_and_says_why(watched: Path, catalog: str) -> None:
+    from flows.sweep import sweep
+
+    (watched.parent / "out").write_text("a file where a folder should be")
+    state = sweep(catalog=catalog, settle="0s", return_state=True)
+    assert state.is_failed()
+    assert "step-7" in state.message
+    assert "destination-unwritable" in state.message
+
+
+def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
+    """A webhook's flow and a sweep meet at one new checkpoint, so many times."""
+    from flows.arrived import arrived
+    from flows.sweep import sweep
+    from tasks import settle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settle, "STEPS", (0.2,))
+        for n in range(times):
+            if n:
+                shutil.copytree(watched / "step-7", watched / f"step-{7 + n}")
+            source = watched / f"step-{7 + n}"
+            gate = threading.Barrier(2)
+            found: dict[str, Any] = {}
+
+            def webhook(source: Path = source, gate: Any = gate, found: dict[str, Any] = found) -> None:
+                gate.wait()
+                found["webhook"] = arrived(
+                    str(source), str(tmp_path / "out/run" / source.name), root=str(watched), wait_minutes=0.5,
+                    verb="consolidate", catalog=catalog, return_state=True,
+                )  # fmt: skip
+
+            thread = threading.Thread(target=webhook)
+            thread.start()
+            gate.wait()
+            found["sweep"] = sweep(catalog=catalog, settle="0s", return_state=True)
+            thread.join()
+            assert all(state.is_completed() for state in found.values()), found
+            assert conversions(catalog) == ["succeeded"] * (n + 1)
+
+
+def test_a_webhook_and_a_sweep_race(watched: Path, catalog: str, tmp_path: Path) -> None:
+    race(watched, catalog, tmp_path, 3)
+
+
+@pytest.mark.soak
+def test_a_webhook_and_a_sweep_race_a_hundred_times(watched: Path, catalog: str, tmp_path: Path) -> None:
+    race(watched, catalog, tmp_path, 100)
