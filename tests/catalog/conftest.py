@@ -11,6 +11,7 @@ import sqlalchemy
 from ckptcore.catalog import CheckpointFacts, open_catalog, upgrade
 
 REPO = Path(__file__).resolve().parents[2]
+sys.path.append(str(Path(__file__).parent))  # `--import-mode=importlib` does not: test helpers lie here
 DATABASES = ("sqlite", "postgresql")
 
 

@@ -26,7 +26,7 @@ from sqlalchemy import select, update
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.models import Tag
 with open_catalog(sys.argv[1]) as catalog:
-    for _ in range(50):
+    for _ in range(100):
         with catalog.writing() as conn:
             count = int(conn.execute(select(Tag.value).where(Tag.key == "count")).scalar_one())
             conn.execute(update(Tag).where(Tag.key == "count").values(value=str(count + 1)))
@@ -67,7 +67,7 @@ def test_no_update_is_lost(catalog, url, facts, python, finish):
     checkpoint = catalog.record_validation(facts("/runs/step-1"))
     catalog.tag(checkpoint, "count", "0")
     finish(*[python(COUNT, url) for _ in range(PROCESSES)])
-    assert catalog.show(checkpoint).tags == {"count": str(PROCESSES * 50)}
+    assert catalog.show(checkpoint).tags == {"count": str(PROCESSES * 100)}
 
 
 def test_one_of_many_publishers_is_the_current_one(catalog, url, python, finish):
