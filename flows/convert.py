@@ -31,6 +31,7 @@ from flows._engine import HERE, Engine
 from flows._engine import engine as parse_engine
 from flows._words import closed, explain, pairs, run_name
 from flows._writing import write_all
+from tasks.assets import asset_keys
 from tasks.check import check
 from tasks.plan import plan
 from tasks.publish import publish
@@ -201,7 +202,8 @@ def _one(
     timings |= {"write": time.perf_counter() - began}
     result = publish(prepared.plan_uri, settings)
     result = replace(result, timings=result.timings | timings, warnings=prepared.warnings)
-    return record(closed(registration), closed(result), closed(manifest), settings)
+    noted = record.with_options(assets=asset_keys(request.destination), asset_deps=asset_keys(request.source))
+    return noted(closed(registration), closed(result), closed(manifest), settings)
 
 
 def _told(error: BaseException) -> BaseException:

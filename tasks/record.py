@@ -1,20 +1,59 @@
-"""Record: what does the catalog keep of a conversion?"""
+"""Record: what does the catalog keep of a conversion, and where is it found again?"""
 
 from __future__ import annotations
 
-from prefect import task
+import shlex
+
+from prefect.artifacts import create_markdown_artifact
+from prefect.assets import add_asset_metadata
 from prefect.cache_policies import NO_CACHE
+from prefect.tasks import MaterializingTask
 
 from ckptcore.convert import register, settle
 from ckptcore.finishing import Result
 from ckptcore.manifest import Manifest
 from ckptcore.register import Registration
 from ckptcore.request import Settings
+from tasks.assets import asset_keys
 from tasks.logs import log
 from tasks.retry import DELAYS, RETRIES, is_transient
 
 
-@task(
+def _record(
+    registration: Registration | None, result: Result, manifest: Manifest, settings: Settings
+) -> Result:
+    """The result with its id in the catalog; then nothing needs the staging folder any more."""
+    known = register(registration, result, manifest, settings)
+    settle(result.plan_uri)
+    for key in asset_keys(result.destination):
+        add_asset_metadata(
+            key, {"format": result.format, "bytes": result.nbytes, "conversion": known.conversion}
+        )
+    if known.conversion is not None:
+        create_markdown_artifact(
+            FOUND_AGAIN.format(id=known.conversion, uri=shlex.quote(result.destination)),
+            key="conversion-catalog",
+            description=f"conversion {known.conversion} in the catalog",
+        )
+        log.info("conversion %s is in the catalog", known.conversion)
+    return known
+
+
+FOUND_AGAIN = """# In the catalog
+
+```
+ckptcore catalog show {id}
+ckptcore catalog lineage {uri}
+ckptcore catalog sql "SELECT * FROM conversion WHERE uuid = '{id}'"
+```
+"""
+
+# With the assets of a run: `record.with_options(assets=..., asset_deps=...)`.
+record = MaterializingTask(
+    fn=_record,
+    name="record",
+    assets=[],
+    materialized_by="ckptcore",
     task_run_name="register",
     tags=["ckptcore"],
     retries=RETRIES,
@@ -23,12 +62,3 @@ from tasks.retry import DELAYS, RETRIES, is_transient
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def record(
-    registration: Registration | None, result: Result, manifest: Manifest, settings: Settings
-) -> Result:
-    """The result with its id in the catalog; then nothing needs the staging folder any more."""
-    known = register(registration, result, manifest, settings)
-    settle(result.plan_uri)
-    if known.conversion is not None:
-        log.info("conversion %s is in the catalog", known.conversion)
-    return known

@@ -1,7 +1,7 @@
 """Drain: a pool that takes no new runs, and runs that go on another time.
 
-``pause=SECONDS``  no new runs; wait for those that run
-``requeue``        those that did not end are due again, as soon as somebody works
+``pause=SECONDS``  no new runs; wait for those that run, and print the ids of those that still do
+``requeue=IDS``    these and others that have not ended are due again, as soon as somebody works
 ``resume``         the deployments are made or brought up to date, and the pool takes runs again
 
 A worker that is told to end does so at once, and leaves its runs "Running" for ever
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
+from uuid import UUID
 
 from prefect import State
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -33,24 +35,30 @@ from deployments.deploy import POOL, deploy
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
-def pause(seconds: float) -> None:
-    """No new runs; returns when none runs any more, or after a while."""
+def pause(seconds: float) -> list[UUID]:
+    """No new runs; the runs that still run when all have ended, or after a while."""
     with get_client(sync_client=True) as client:
         try:
             client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))
         except ObjectNotFound:
-            return
+            return []
         until = time.monotonic() + seconds
-        while _active(client) and time.monotonic() < until:
+        while (left := _active(client)) and time.monotonic() < until:
             time.sleep(1.0)
+    return [run.id for run in left]
 
 
-def requeue() -> None:
-    """Runs whose worker is gone are due again. Call it when no worker of the pool is left."""
+def requeue(ids: Iterable[UUID]) -> None:
+    """Runs whose worker is gone are due again. Call it when no worker of the pool is left.
+
+    ids: of runs that were stopped: some say of themselves, with their last words, that they crashed.
+    """
     with get_client(sync_client=True) as client:
-        for run in _active(client):
-            again: State[Any] = AwaitingRetry(message="its worker was stopped; it goes on where it was")
-            client.set_flow_run_state(run.id, again, force=True)
+        stopped = {id: client.read_flow_run(id) for id in ids} | {run.id: run for run in _active(client)}
+        for run in stopped.values():
+            if run.state is None or run.state.is_crashed() or not run.state.is_final():
+                again: State[Any] = AwaitingRetry(message="its worker was stopped; it goes on where it was")
+                client.set_flow_run_state(run.id, again, force=True)
 
 
 def resume() -> None:
@@ -69,8 +77,10 @@ def _active(client: SyncPrefectClient) -> list[FlowRun]:
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        verb, _, seconds = argument.partition("=")
+        verb, _, value = argument.partition("=")
         if verb == "pause":
-            pause(float(seconds))
+            print(",".join(map(str, pause(float(value)))))
+        elif verb == "requeue":
+            requeue(UUID(id) for id in value.split(",") if id)
         else:
-            {"requeue": requeue, "resume": resume}[verb]()
+            resume()

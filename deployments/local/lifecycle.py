@@ -58,15 +58,14 @@ def down(folder: Path, patience: float, say: Say) -> None:
         say(f"nothing was ever up in {folder}")
         return
     with locked(folder):
-        drained = False
+        stopped: str | None = None
         by_name = {service.name: service for service in SERVICES}
         if process.known("prefect", folder) and by_name["prefect"].is_ready(state):
             # Without a worker nobody ends a run.
-            _run_drainer(state, f"pause={patience if process.known('worker', folder) else 0}")
-            drained = True
+            stopped = _run_drainer(state, f"pause={patience if process.known('worker', folder) else 0}")
         for service in reversed(SERVICES):
-            if service.name == "prefect" and drained:
-                _run_drainer(state, "requeue")
+            if service.name == "prefect" and stopped is not None:
+                _run_drainer(state, f"requeue={stopped}")
             was = process.known(service.name, folder) is not None
             gently = process.end(
                 service.name, folder, service.patience, HOW.get(service.name, signal.SIGTERM)
@@ -103,9 +102,10 @@ def _bring_up(service: Service, state: State, say: Say) -> None:
     service.after(state)
 
 
-def _run_drainer(state: State, *arguments: str) -> None:
+def _run_drainer(state: State, *arguments: str) -> str:
     # A process of its own: Prefect reads its settings once, and these are not ours.
     command = [sys.executable, "-m", "deployments.local.drain", *arguments]
     done = subprocess.run(command, env=client_env(state), capture_output=True, text=True, check=False)
     if done.returncode:
         raise UsageError(f"`{' '.join(arguments)}` failed: {done.stderr.strip()[-1500:]}")
+    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""

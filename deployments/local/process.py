@@ -1,6 +1,7 @@
 """Process: one of our processes, started in a session of its own, found again by its pid file, ended.
 
-A pid file says which process it was, by its time of start too: numbers are given again.
+A pid file says which process it was, by its time of start too: numbers are given again. What a process starts
+inherits its mark, a variable of the environment: runs of a worker have sessions of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MARK = "CKPTCORE_UP_SERVICE"
 STEP = 0.1  # seconds between two looks
 TIDY_SECONDS = 5.0  # for what a process leaves behind
 
@@ -36,9 +38,10 @@ def start(
 
     how: further arguments of `subprocess.Popen`, as user and group.
     """
+    own = dict(env) | {MARK: _mark(name, folder)}
     with (folder / "log" / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
-            command, env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True, cwd=how.pop("cwd", folder), **how,
         )  # fmt: skip
     record = {"pid": process.pid, "started": _stat(process.pid)[1], "made": made_of(command, env)}
@@ -61,7 +64,7 @@ def known(name: str, folder: Path) -> Known | None:
 def is_alive(one: Known) -> bool:
     """Whether it is still that process, and no mere entry of one that ended."""
     try:
-        state, started, _ = _stat(one.pid)
+        state, started = _stat(one.pid)
     except OSError:
         return False
     return state not in "ZX" and started == one.started
@@ -76,31 +79,28 @@ def end(name: str, folder: Path, patience: float, how: signal.Signals = signal.S
     if one is not None and is_alive(one):
         os.kill(one.pid, how)
         by_itself = _gone(one, patience)
-    # What it started is in its session, also when it did not live to tidy up. A session's number is not
-    # given again before its last process is gone.
-    if one is not None and _is_own(one):
-        for group_signal in (signal.SIGTERM, signal.SIGKILL):
-            for pid in members(one.pid):
-                _kill(pid, group_signal)
-            until = time.monotonic() + TIDY_SECONDS
-            while members(one.pid) and time.monotonic() < until:
-                time.sleep(STEP)
+    # What it started, also when it did not live to tidy up.
+    for group_signal in (signal.SIGTERM, signal.SIGKILL):
+        for pid in marked(name, folder):
+            _kill(pid, group_signal)
+        until = time.monotonic() + TIDY_SECONDS
+        while marked(name, folder) and time.monotonic() < until:
+            time.sleep(STEP)
     _pid_file(name, folder).unlink(missing_ok=True)
     return by_itself
 
 
-def members(session: int) -> list[int]:
-    """Living processes of a session."""
-    found = []
+def marked(name: str, folder: Path) -> list[int]:
+    """Living processes that a service is, or has started."""
+    mark, found = f"{MARK}={_mark(name, folder)}".encode(), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                state, _, of = _stat(int(entry))
-            except OSError:
+                if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                    found.append(int(entry))
+            except OSError:  # it has ended, or is not ours to look at
                 continue
-            if of == session and state not in "ZX":
-                found.append(int(entry))
-    return found
+    return found  # one that has ended and waits for its parent has no environment any more
 
 
 def tail(name: str, folder: Path, lines: int = 15) -> str:
@@ -119,14 +119,6 @@ def _read(name: str, folder: Path) -> Known | None:
         return None
 
 
-def _is_own(one: Known) -> bool:
-    """Whether nobody else has its number, so that the session of that number is its session."""
-    try:
-        return _stat(one.pid)[1] == one.started
-    except OSError:
-        return True
-
-
 def _gone(one: Known, patience: float) -> bool:
     until = time.monotonic() + patience
     while is_alive(one):
@@ -143,10 +135,14 @@ def _kill(pid: int, how: signal.Signals) -> None:
         return
 
 
-def _stat(pid: int) -> tuple[str, int, int]:
-    """State, time of start and session of a process: proc(5). The name before them may hold anything."""
+def _stat(pid: int) -> tuple[str, int]:
+    """State and time of start of a process: proc(5). The name before them may hold anything."""
     rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return rest[0], int(rest[19]), int(rest[3])
+    return rest[0], int(rest[19])
+
+
+def _mark(name: str, folder: Path) -> str:
+    return f"{folder}:{name}"
 
 
 def _pid_file(name: str, folder: Path) -> Path:

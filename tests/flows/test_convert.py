@@ -61,6 +61,7 @@ def test_the_run_tells_a_person_what_it_did(
         "conversion-progress": "progress",
         "conversion-result": "markdown",
         "conversion-destination": "markdown",
+        "conversion-catalog": "markdown",
     }
     assert found["conversion-progress"].data == 100
     assert (tmp_path / "out").as_uri() in found["conversion-destination"].data

@@ -1,0 +1,29 @@
+"""Assets: what are source and output called, where Prefect follows what was made from what?
+
+`prefect.asset.materialization.succeeded` names the source as upstream, and can start a deployment. Pages that
+draw lineage are Prefect Cloud's; the catalog has it in any case.
+"""
+
+from __future__ import annotations
+
+from prefect.assets import Asset
+from prefect.types.names import MAX_ASSET_KEY_LENGTH, RESTRICTED_ASSET_CHARACTERS
+
+from ckptcore.store import local_path
+
+
+def asset_keys(*places: str) -> list[Asset | str]:
+    """Keys for paths and URLs; places that Prefect could not name are left out.
+
+    >>> asset_keys("s3://team/run/step-7", "/models/llama", "/models/a b", "s3://team/" + 600 * "x")
+    ['s3://team/run/step-7', 'file:///models/llama', 'file:///models/a_b']
+    """
+    found: list[Asset | str] = []
+    for place in places:
+        path = local_path(place)
+        key = f"file://{path.absolute()}" if path is not None else place
+        for character in RESTRICTED_ASSET_CHARACTERS:
+            key = key.replace(character, "_")
+        if len(key) <= MAX_ASSET_KEY_LENGTH:
+            found.append(key)
+    return found
