@@ -76,6 +76,12 @@ class Catalog:
             yield connection
 
     @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Keep one idle connection: SQLite folds its log into the file whenever the last one is closed."""
+        with translated(self.url), self._engine.connect():
+            yield
+
+    @contextmanager
     def queueing(self) -> Iterator[Connection]:
         """A transaction on the inbox or the outbox: it waits for no other writer of other rows."""
         with translated(self.url), self._queues.begin() as connection:

@@ -171,6 +171,9 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
     def _begin(connection: Connection) -> None:
         begin = connection.get_execution_options().get(BEGIN, WRITER_BEGIN)
         statement = begin.get(connection.dialect.name)
+        if begin is QUEUE_BEGIN and sqlite:
+            # Whoever was told that an event is kept does not send it again: not even a power cut may take it.
+            connection.exec_driver_sql("PRAGMA synchronous=FULL")
         if statement:
             connection.exec_driver_sql(statement)
 

@@ -15,9 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -25,16 +23,15 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from ckptcore.errors import CkptError
-from deployments.receiver.event import Event, read_event
+from deployments.receiver.event import read_event
 from deployments.receiver.inbox import Box
+from deployments.receiver.keeper import Keeper
 from deployments.receiver.orders import order_of
 from deployments.receiver.refusals import REFUSALS, Refused
 from deployments.receiver.settings import Sender
 from deployments.receiver.verify import verify
 
 BODY_SECONDS = 10.0  # for a body to arrive
-PUT_SECONDS = 5.0  # for the inbox to take an event; senders wait 10 to 30 s
-MAX_WAITING = 512  # requests between verification and inbox; more is answered 503 at once
 RETRY_AFTER = {"retry-after": "5"}
 
 _log = logging.getLogger("deployments.receiver")
@@ -63,27 +60,7 @@ def make_app(
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The application. clock: seconds since 1970."""
-    # One writer: several would only wait for each other in the database, and less fairly than in a queue.
-    writer = ThreadPoolExecutor(1, "inbox")
-    waiting = 0
-
-    async def keep(event: Event, uri: str, body: bytes) -> tuple[str, bool]:
-        nonlocal waiting
-        if waiting >= MAX_WAITING:
-            raise Refused("unavailable", "too many events are waiting for the inbox")
-        waiting += 1
-        now = datetime.fromtimestamp(clock(), UTC)
-        work = asyncio.get_running_loop().run_in_executor(writer, box.put, event, uri, body.decode(), now)
-        try:
-            # Shielded: what was handed to the database is written or not, but never half answered.
-            return await asyncio.wait_for(asyncio.shield(work), PUT_SECONDS)
-        except TimeoutError as error:
-            work.add_done_callback(_told)
-            raise Refused("unavailable", f"the inbox did not answer in {PUT_SECONDS:.0f} s") from error
-        except CkptError as error:
-            raise Refused("unavailable", error.message) from error
-        finally:
-            waiting -= 1
+    keeper = Keeper(box, clock)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -92,8 +69,7 @@ def make_app(
         yield
         if background is not None:
             await asyncio.to_thread(background.stop)
-        writer.shutdown()
-        box.close()
+        keeper.close()
 
     # No pages of documentation: they load scripts from elsewhere.
     app = FastAPI(title="ckptcore webhook receiver", docs_url=None, redoc_url=None, lifespan=life)
@@ -112,7 +88,7 @@ def make_app(
                 _log.info("%s: %s is not an announcement, left", source, event.type)
                 return JSONResponse({"status": "ignored", "type": event.type}, 202)
             order = order_of(sender, event.uri, event.run, event.step)
-            id, new = await keep(event, order.uri, body)
+            id, new = await keeper.keep(event, order.uri, body)
         except Refused as refused:
             _log.warning("%s: %d %s %s", source[:80], refused.status, refused.name, refused.why)
             return JSONResponse(
@@ -142,8 +118,7 @@ def make_app(
         """Whether an event would be taken, and whether taken ones are being started."""
         state = {"inbox": "ok", "starting": "ok"}
         try:
-            work = asyncio.get_running_loop().run_in_executor(writer, box.check)
-            await asyncio.wait_for(asyncio.shield(work), PUT_SECONDS)
+            await keeper.check()
         except (CkptError, TimeoutError) as error:
             state["inbox"] = getattr(error, "message", "no answer")
         state["starting"] = (background.trouble() if background is not None else "") or "ok"
@@ -194,11 +169,6 @@ async def _body(request: Request, headers: Mapping[str, str], most: int) -> byte
     except ClientDisconnect as error:
         raise Refused("malformed", "the sender went away") from error
     return b"".join(parts)
-
-
-def _told(work: asyncio.Future[tuple[str, bool]]) -> None:
-    if not work.cancelled() and work.exception() is not None:
-        _log.error("the inbox did not take an event that was answered 503: %s", work.exception())
 
 
 ONCE = frozenset({"authorization", "content-type", "content-length", "idempotency-key"})

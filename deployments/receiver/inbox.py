@@ -8,6 +8,7 @@ was taken is back when its lease is over.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -43,18 +44,23 @@ class Box:
 
     def __init__(self, url: str | None = None) -> None:
         self._catalog = open_catalog(url)
+        self._open = ExitStack()
+        self._open.enter_context(self._catalog.kept_open())
 
-    def put(self, event: Event, uri: str, body: str, now: datetime) -> tuple[str, bool]:
-        """Keep an event; the id of its row, and whether it is new.
+    def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> list[tuple[str, bool]]:
+        """Keep events, given with URI and body; of each the id of its row, and whether it is new.
 
-        uri: as it was allowed, which need not be how the event spells it.
+        The URI is as it was allowed, which need not be how the event spells it; the body is as it came.
         """
+        found = []
         with self._catalog.queueing() as conn:
-            row, new = inbox.accept(
-                conn, now, event.source, event.event_id,
-                type=event.type, uri=uri, run=event.run, step=event.step, body=body,
-            )  # fmt: skip
-            return row.id, new
+            for event, uri, body in events:
+                row, new = inbox.accept(
+                    conn, now, event.source, event.event_id,
+                    type=event.type, uri=uri, run=event.run, step=event.step, body=body,
+                )  # fmt: skip
+                found.append((row.id, new))
+        return found
 
     def take(self, now: datetime, limit: int) -> Sequence[InboxEvent]:
         """Events to start or to look at; nobody else gets them while the lease runs."""
@@ -111,4 +117,5 @@ class Box:
 
     def close(self) -> None:
         """Give the connections back."""
+        self._open.close()
         self._catalog.close()

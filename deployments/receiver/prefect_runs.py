@@ -17,7 +17,7 @@ from deployments.receiver.start import RunState
 
 
 class PrefectRuns:
-    """See `deployments.receiver.start.Runs`. For one thread."""
+    """See `deployments.receiver.start.Runs`. One client for all: making one takes longer than a call."""
 
     def __init__(self) -> None:
         if get_current_settings().api.url is None:
@@ -25,31 +25,34 @@ class PrefectRuns:
                 "no Prefect server is configured",
                 hint="set PREFECT_API_URL, as in http://127.0.0.1:4200/api",
             )
+        self._client = get_client(sync_client=True)
+        self._client.__enter__()
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._client.__exit__(None, None, None)
 
     def start(
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
     ) -> str:
         """The id of the run that has this key, made if there was none."""
-        with get_client(sync_client=True) as client:
-            try:
-                found = client.read_deployment_by_name(deployment)
-            except ObjectNotFound as error:
-                raise UsageError(f"the Prefect server has no deployment {deployment}") from error
-            run = client.create_flow_run_from_deployment(
-                found.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
-            )
-            return str(run.id)
+        try:
+            found = self._client.read_deployment_by_name(deployment)
+        except ObjectNotFound as error:
+            raise UsageError(f"the Prefect server has no deployment {deployment}") from error
+        run = self._client.create_flow_run_from_deployment(
+            found.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
+        )
+        return str(run.id)
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
         """By id; a run that is no longer known is not there."""
         wanted = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(id) for id in ids]))
-        with get_client(sync_client=True) as client:
-            found = client.read_flow_runs(flow_run_filter=wanted, limit=len(ids))
-        return {
-            str(run.id): RunState(
-                run.state.type.value, run.state.timestamp.astimezone(UTC), run.state.message or ""
-            )
-            if run.state is not None
-            else RunState("PENDING", datetime.now(UTC), "")
-            for run in found
-        }
+        found = self._client.read_flow_runs(flow_run_filter=wanted, limit=len(ids))
+        return {str(run.id): _state(run.state) for run in found}
+
+
+def _state(state: Any) -> RunState:
+    if state is None:
+        return RunState("PENDING", datetime.now(UTC), "")
+    return RunState(state.type.value, state.timestamp.astimezone(UTC), state.message or "")

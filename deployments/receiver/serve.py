@@ -54,6 +54,7 @@ def serve(config: Path, host: str, port: int) -> None:
             signal.signal(number, lambda *_: None)
         server.run(sockets=[listener])
     rows.close()
+    runs.close()
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -21,8 +21,8 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     with live.receiver(tmp_path) as running:
         command = [
             sys.executable, "-m", "schemathesis.cli", "run", f"{running.url}/openapi.json",
-            "--checks", CHECKS, "--max-examples", os.environ.get("CKPTCORE_EXAMPLES", "1000"), "--seed", "1", "--no-color",
-            "--generation-database", "none",
+            "--checks", CHECKS, "--max-examples", os.environ.get("CKPTCORE_EXAMPLES", "1000"), "--seed", "1",
+            "--no-color", "--generation-database", "none",
         ]  # fmt: skip
         env = os.environ | {"SCHEMATHESIS_HOOKS": "schemathesis_job", "PYTHONPATH": str(HERE)}
         done = subprocess.run(

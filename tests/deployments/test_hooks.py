@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 from webhooks import HOOKS, NEW_TOKEN, NOW, TOKEN, URI, Hook, Rows, binary_event, github, standard
+
+from deployments.receiver import keeper
 
 KINDS = sorted(HOOKS)
 NAMING = sorted(set(KINDS) - {"determined"})
@@ -293,17 +296,28 @@ def test_the_same_id_of_two_sources_is_two_events(client: TestClient, rows: Rows
 
 
 def test_without_its_database_it_asks_to_send_again(client: TestClient, rows: Rows) -> None:
-    tmp_path = rows.path.parent
     assert client.get("/readyz").status_code == 200
-    for side in ("-wal", "-shm"):  # a fresh connection takes what is in them
-        assert not (tmp_path / f"catalog.sqlite{side}").exists()
-    (tmp_path / "catalog.sqlite").rename(tmp_path / "away")
-    (tmp_path / "catalog.sqlite").mkdir()
-    answer = send(client, HOOKS["bearer"])
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-    assert str(tmp_path) not in answer.text
-    assert client.get("/readyz").status_code == 503
-    assert client.get("/healthz").status_code == 200
-    (tmp_path / "catalog.sqlite").rmdir()
-    (tmp_path / "away").rename(tmp_path / "catalog.sqlite")
+    rows.change("ALTER TABLE inbox RENAME TO away")
+    try:
+        answer = send(client, HOOKS["bearer"])
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert "inbox" not in answer.json()["message"].replace("the inbox cannot be written now", "")
+        assert client.get("/readyz").status_code == 503
+        assert client.get("/healthz").status_code == 200
+    finally:
+        rows.change("ALTER TABLE away RENAME TO inbox")
     assert send(client, HOOKS["bearer"]).json()["status"] == "accepted"
+
+
+def test_a_database_that_does_not_answer_is_not_waited_for(
+    client: TestClient, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "SECONDS", 0.3)
+    with rows.locked():
+        assert send(client, HOOKS["bearer"]).status_code == 503
+    end = time.monotonic() + 30
+    while not rows() and time.monotonic() < end:
+        time.sleep(0.05)
+    # It was written after all. The sender comes again, and is told that it is known.
+    assert send(client, HOOKS["bearer"]).json()["status"] == "duplicate"
+    assert len(rows()) == 1

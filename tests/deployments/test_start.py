@@ -73,7 +73,7 @@ def outbox(url: str) -> list[tuple[str, str]]:
 def test_an_event_becomes_one_run_and_its_end_two_messages(
     box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
-    box.put(event(), webhooks.URI, "{}", NOW)
+    box.put([(event(), webhooks.URI, "{}")], NOW)
     assert work(box, runs, senders, TARGETS, NOW) == 1
     assert runs.given == [{
         "deployment": "arrived/arrived", "name": "slurm llama/step-7", "tags": ["webhook", "source:slurm"],
@@ -95,7 +95,7 @@ def test_an_event_becomes_one_run_and_its_end_two_messages(
 def test_a_failed_run_is_told_to_those_who_want_to_know(
     box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
-    box.put(event(), webhooks.URI, "{}", NOW)
+    box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)
     runs.now["run-0"] = RunState("FAILED", NOW, "damaged: 3 tensors are short")
     work(box, runs, senders, TARGETS, NOW + timedelta(minutes=1))
@@ -107,7 +107,7 @@ def test_a_failed_run_is_told_to_those_who_want_to_know(
 def test_a_process_that_dies_loses_nothing(
     when: str, box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
-    box.put(event(), webhooks.URI, "{}", NOW)
+    box.put([(event(), webhooks.URI, "{}")], NOW)
 
     class Killed(BaseException):
         """What nobody catches."""
@@ -131,7 +131,7 @@ def test_a_process_that_dies_loses_nothing(
 def test_while_prefect_is_away_events_wait_and_the_last_try_is_told(
     box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
-    box.put(event(), webhooks.URI, "{}", NOW)
+    box.put([(event(), webhooks.URI, "{}")], NOW)
     runs.error = ConnectionError("refused")
     now, waits = NOW, []
     for _ in range(MAX_ATTEMPTS - 1):
@@ -150,8 +150,8 @@ def test_while_prefect_is_away_events_wait_and_the_last_try_is_told(
 def test_a_configuration_that_changed_counts(
     box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
-    box.put(event("e1", source="gone"), webhooks.URI, "{}", NOW)
-    box.put(event("e2"), "/elsewhere/step-7", "{}", NOW)
+    box.put([(event("e1", source="gone"), webhooks.URI, "{}")], NOW)
+    box.put([(event("e2"), "/elsewhere/step-7", "{}")], NOW)
     assert work(box, runs, senders, {}, NOW) == 2
     assert runs.given == []
     assert [row[0] for row in state(url)] == ["failed", "failed"]
@@ -171,7 +171,7 @@ def test_how_a_run_has_ended(kind: str, age: int, expected: str | None) -> None:
 
 
 def ended(box: Box, runs: FakeRuns, senders: dict[str, Sender]) -> None:
-    box.put(event(), webhooks.URI, "{}", NOW)
+    box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)
     runs.now["run-0"] = RunState("COMPLETED", NOW, "done")
     work(box, runs, senders, TARGETS, NOW + timedelta(minutes=1))
@@ -267,5 +267,5 @@ def test_the_loop_outlives_what_fails_and_says_so() -> None:
 
 def test_bodies_are_kept_as_they_came(box: Box, url: str) -> None:
     body = json.dumps({"text": "caf\u00e9 \u0000"})
-    box.put(event(), webhooks.URI, body, NOW)
+    box.put([(event(), webhooks.URI, body)], NOW)
     assert state(url, "body") == [(body,)]

@@ -7,7 +7,8 @@ import hashlib
 import hmac
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -216,10 +217,24 @@ class Rows:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def change(self, statement: str) -> None:
+        """Change the database behind the receiver's back."""
+        connection = sqlite3.connect(self.path, timeout=30)
+        with connection:
+            connection.execute(statement)
+        connection.close()
+
     def clear(self) -> None:
         """Take all rows out."""
-        with sqlite3.connect(self.path, timeout=30) as connection:
-            connection.execute("DELETE FROM inbox")
+        self.change("DELETE FROM inbox")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else can write."""
+        connection = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
         connection.close()
 
     def __call__(

@@ -161,3 +161,4 @@ def test_a_deployment_is_run_once_per_key(source: Path, tmp_path: Path, catalog:
         assert (run.name, json.loads(json.dumps(run.parameters))["step"]) == ("slurm run/step-7", 7)
     with pytest.raises(UsageError, match="nowhere"):
         runs.start("arrived/nowhere", given, key="e3", name="x", tags=[])
+    runs.close()
