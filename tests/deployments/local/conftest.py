@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
@@ -39,7 +40,7 @@ def stack() -> Iterator[Stack]:
 @pytest.fixture
 def checkpoint(stack: Stack, request: pytest.FixtureRequest) -> Path:
     """A real DCP checkpoint of `TENSORS`, where checkpoints are announced."""
-    place = stack.root / request.node.name / "step-7"
+    place = stack.root / re.sub(r"\W+", "-", request.node.name).strip("-") / "step-7"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "assuming the intent is to save in a single process": it is
         dcp.save(dict(TENSORS), checkpoint_id=place, no_dist=True)

@@ -77,18 +77,16 @@ class Stack:
         return int(json.loads((self.folder / "run" / f"{name}.json").read_text())["pid"])
 
     def flow_processes(self) -> list[int]:
-        """The processes that run flows: what the worker started."""
-        worker = self.process("worker")
+        """The processes that run flows now."""
+        ours = f"{self.folder}:worker".encode()
         found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != worker:
-                try:
-                    words = (entry / "cmdline").read_bytes()
-                    session = (entry / "stat").read_text().rpartition(")")[2].split()[3]
-                except OSError:
-                    continue
-                if int(session) == worker and b"python" in words:
-                    found.append(int(entry.name))
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                line, env = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
+            except OSError:  # it has ended, or is not ours to look at
+                continue
+            if b"prefect.engine" in line and ours in env:
+                found.append(int(entry.name))
         return found
 
     def post(self, path: str, body: object) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import signal
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,9 +83,13 @@ def test_events_and_schedules_start_them(stack: Stack, deployments: dict[str, An
             )
 
 
-def test_deployed_again_nothing_is_doubled(stack: Stack) -> None:
+def test_up_again_mends_what_died_and_doubles_nothing(stack: Stack) -> None:
     before = len(stack.post("/automations/filter", {}))
-    stack.up()
+    os.kill(stack.process("receiver"), signal.SIGKILL)
+    told = stack.up()
+    assert "receiver: started" in told
+    assert all(f"{name}: runs already" in told for name in ("postgres", "prefect", "worker")), told
+    assert stack.receiver.get("/readyz").status_code == 200
     after = stack.post("/automations/filter", {})
     assert len(after) == before
     (zombies,) = [one for one in after if one["name"] == "ckptcore-crash-zombies"]

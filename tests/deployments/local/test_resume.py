@@ -1,0 +1,88 @@
+"""Resume: a run whose process is killed between two files goes on, from the deployment, where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from stack import TENSORS, Stack, eventually
+
+pytestmark = [pytest.mark.xdist_group("stack")]
+ONE_FILE_EACH = {"max_file_size": "16KiB", "batch": "1KiB", "workers": 1}
+
+
+def finished(staging: Path) -> dict[str, os.stat_result]:
+    """Files that are whole: those with a receipt."""
+    receipts = (json.loads(path.read_text()) for path in (staging / "receipts").glob("file-*.json"))
+    return {receipt["path"]: (staging / "files" / receipt["path"]).stat() for receipt in receipts}
+
+
+def test_a_killed_run_goes_on_behind_its_last_file(stack: Stack, checkpoint: Path) -> None:
+    target = stack.exports / "killed"
+    staging = target.parent / ".killed.ckptcore"
+    id = stack.start(
+        "convert/convert", {"source": str(checkpoint), "destination": str(target), **ONE_FILE_EACH}
+    )
+    assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.told(id)
+    (process,) = stack.flow_processes()
+    os.kill(process, signal.SIGKILL)
+    before = finished(staging)
+    assert 3 <= len(before) < len(TENSORS), "it was killed in the middle"
+
+    assert eventually(lambda: stack.run(id)["state_type"] == "COMPLETED"), stack.told(id)
+    assert stack.run(id)["run_count"] == 2
+    kept = {name: (target / name).stat() for name in before}
+    assert {n: (s.st_ino, s.st_mtime_ns) for n, s in kept.items()} == {
+        n: (s.st_ino, s.st_mtime_ns) for n, s in before.items()
+    }
+    found = {}
+    for path in target.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+    assert not staging.exists()
+    states = [state["name"] for state in stack.get(f"/flow_run_states/?flow_run_id={id}")]
+    assert states.index("Crashed") < states.index("AwaitingRetry")
+
+
+def test_down_lets_go_on_what_it_stops(stack: Stack, checkpoint: Path) -> None:
+    target = stack.exports / "stopped"
+    staging = target.parent / ".stopped.ckptcore"
+    id = stack.start(
+        "convert/convert", {"source": str(checkpoint), "destination": str(target), **ONE_FILE_EACH}
+    )
+    assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.told(id)
+    told = stack.down("--patience", "0")
+    assert all(f"{name}: stopped" in told for name in ("receiver", "worker", "prefect", "postgres")), told
+    assert not any(stack.running().values())
+    assert not target.exists()
+    before = {name: (s.st_ino, s.st_mtime_ns) for name, s in finished(staging).items()}
+    stack.up()
+    assert all(stack.running().values())
+    assert stack.ended(id)["state_type"] == "COMPLETED", stack.told(id)
+    assert {n: ((target / n).stat().st_ino, (target / n).stat().st_mtime_ns) for n in before} == before
+
+
+@pytest.mark.soak
+def test_a_machine_that_goes_away_is_noticed_by_its_silence(stack: Stack, checkpoint: Path) -> None:
+    target = stack.exports / "silent"
+    staging = target.parent / ".silent.ckptcore"
+    id = stack.start(
+        "convert/convert", {"source": str(checkpoint), "destination": str(target), **ONE_FILE_EACH}
+    )
+    assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.told(id)
+    for process in (stack.process("worker"), *stack.flow_processes()):
+        os.kill(process, signal.SIGKILL)
+    assert stack.run(id)["state_type"] == "RUNNING"
+    run = stack.ended(id, 300)
+    assert (run["state_type"], run["state"]["message"]) == ("CRASHED", "no heartbeat for 90 s")
+    before = {name: (s.st_ino, s.st_mtime_ns) for name, s in finished(staging).items()}
+    stack.up()
+    assert eventually(lambda: stack.run(id)["state_type"] == "COMPLETED"), stack.told(id)
+    assert {n: ((target / n).stat().st_ino, (target / n).stat().st_mtime_ns) for n in before} == before
