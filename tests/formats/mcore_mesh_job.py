@@ -4,9 +4,10 @@
 
 FOLDERS: JSON, checkpoint folder -> safetensors files with its whole tensors. Every rank asks for its
 layers, its rows or columns, and the two halves of its SwiGLU weights, with the offsets that Megatron-LM's
-layers have (megatron/core/transformer/mlp.py, tensor_parallel/layers.py). OUT: where rank 0 puts the
-JSON of, per folder, the names that differ on any rank, how many each rank asked for, and the names of the
-common state.
+layers have (megatron/core/transformer/mlp.py, tensor_parallel/layers.py). Where TP does not divide the
+vocabulary it is padded, as Megatron-LM does it; what else TP does not divide no such model has.
+OUT: where rank 0 puts the JSON of, per folder, the names that differ on any rank, how many each rank asked
+for, and the names of the common state.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from mcore_job import stand_in
 warnings.filterwarnings("ignore")
 ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight")
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+CUT = (*ROWS, "linear_fc1.weight")
 STACKED = "decoder.layers."
 
 
@@ -47,6 +50,11 @@ class Asked:
 
     def _cut(self, key: str, whole: torch.Tensor, name: str, before: tuple[Any, ...]) -> None:
         n = len(before)
+        if key.endswith(VOCABULARY):
+            whole = torch.cat([whole, whole.new_zeros(-len(whole) % self.tp, *whole.shape[1:])])
+        cut = whole.shape[int(key.endswith(COLUMNS))] if key.endswith((*CUT, *COLUMNS)) else 0
+        if cut % self.tp:
+            return
         if key.endswith("linear_fc1.weight"):  # gate of all ranks, then up of all ranks
             for half in (0, 1):
                 k = half * self.tp + self.place
@@ -67,7 +75,7 @@ class Asked:
         self.wanted[name] = part.contiguous()
         self.state[name] = ShardedTensor.from_rank_offsets(
             key, torch.zeros_like(self.wanted[name]), *offsets, prepend_axis_num=stacked,
-            replica_id=(0, replica, 0),
+            replica_id=(0, replica, 0), allow_shape_mismatch=key.endswith(VOCABULARY),
         )  # fmt: skip
 
 
