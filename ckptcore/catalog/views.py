@@ -52,25 +52,27 @@ JOIN checkpoint s    ON s.id = i.checkpoint_id
 JOIN checkpoint d    ON d.id = o.checkpoint_id
 WHERE o.direction = 'out'""",
     # UNION, not UNION ALL: what was converted onto itself must not go round for ever.
-    "lineage_up": """
-WITH RECURSIVE step (derived_id, source_id) AS (
+    "lineage_pairs": """
+WITH RECURSIVE made (checkpoint_id, ancestor_id) AS (
   SELECT o.checkpoint_id, i.checkpoint_id
   FROM conversion_io o
   JOIN conversion_io i ON i.conversion_id = o.conversion_id AND i.direction = 'in'
   WHERE o.direction = 'out'
-), made (checkpoint_id, ancestor_id) AS (
-  SELECT derived_id, source_id FROM step
   UNION
-  SELECT made.checkpoint_id, step.source_id FROM made JOIN step ON step.derived_id = made.ancestor_id
+  SELECT made.checkpoint_id, i.checkpoint_id
+  FROM made
+  JOIN conversion_io o ON o.checkpoint_id = made.ancestor_id AND o.direction = 'out'
+  JOIN conversion_io i ON i.conversion_id = o.conversion_id AND i.direction = 'in'
 )
+SELECT checkpoint_id, ancestor_id FROM made""",
+    "lineage_up": """
 SELECT c.uuid AS checkpoint, c.uri, c.state, a.uuid AS ancestor, a.uri AS ancestor_uri,
        a.format AS ancestor_format, a.state AS ancestor_state
-FROM made JOIN checkpoint c ON c.id = made.checkpoint_id JOIN checkpoint a ON a.id = made.ancestor_id""",
+FROM lineage_pairs p JOIN checkpoint c ON c.id = p.checkpoint_id JOIN checkpoint a ON a.id = p.ancestor_id""",
     "lineage_down": """
-SELECT u.ancestor AS checkpoint, u.ancestor_uri AS uri, u.ancestor_state AS state,
-       c.uuid AS descendant, c.uri AS descendant_uri, c.format AS descendant_format,
-       c.state AS descendant_state
-FROM lineage_up u JOIN checkpoint c ON c.uuid = u.checkpoint""",
+SELECT a.uuid AS checkpoint, a.uri, a.state, c.uuid AS descendant, c.uri AS descendant_uri,
+       c.format AS descendant_format, c.state AS descendant_state
+FROM lineage_pairs p JOIN checkpoint c ON c.id = p.checkpoint_id JOIN checkpoint a ON a.id = p.ancestor_id""",
     "incomplete": """
 SELECT c.uuid AS checkpoint, c.uri, c.kind, c.state, f.code, f.message, coalesce(f.fqn, f.file) AS place,
        f.hint, f.found_at
