@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from ckptcore.catalog import inbox, open_catalog, outbox, queues
+from ckptcore.catalog import inbox, open_catalog, outbox, queues, roots
 from ckptcore.catalog.inbox import InboxEvent
 from ckptcore.catalog.models import Inbox
 from ckptcore.catalog.outbox import Message
@@ -109,6 +109,11 @@ class Box:
                 outbox.failed(conn, now, message, why)
             else:
                 outbox.later(conn, message, again, why)
+
+    def watched(self) -> list[str]:
+        """The roots that are swept for new checkpoints."""
+        with self._catalog.reading() as conn:
+            return [root.uri for root in roots.every(conn, enabled=True)]
 
     def check(self) -> None:
         """Raise `CatalogError` when the database does not answer or the tables are not there."""

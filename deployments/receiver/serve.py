@@ -17,6 +17,7 @@ from deployments.receiver.loop import Loop
 from deployments.receiver.notify import send_due
 from deployments.receiver.settings import load
 from deployments.receiver.start import work
+from deployments.receiver.watched import Watched
 
 GRACE = 10  # seconds that open requests get when the process is told to end
 
@@ -36,8 +37,11 @@ def serve(config: Path, host: str, port: int) -> None:
     # Two of them: requests never wait for the loop's transactions in a pool of connections.
     box, rows = Box(settings.catalog), Box(settings.catalog)
     with _listening(host, port) as listener, httpx.Client() as client:
+        watched = Watched(rows, senders)
+        watched.refresh()
         loop = Loop(
             {
+                "roots": watched.refresh,
                 "start": lambda: work(rows, runs, senders, settings.notify),
                 "notify": lambda: send_due(rows, settings.notify, client),
             }

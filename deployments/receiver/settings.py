@@ -65,12 +65,14 @@ class Target(_Strict):
 class Settings(_Strict):
     """The file.
 
-    roots: places that events may name, and everything below them. destination: a template with ``{path}``
+    roots: places that events may name, and everything below them. watched_roots: so are those
+    that the catalog watches. destination: a template with ``{path}``
     (below the root), ``{run}``, ``{step}``. deployment: the Prefect deployment to run. parameters: more
     parameters for it. max_body: bytes. catalog: its URL; by default that of `ckptcore.catalog.default_url`.
     """
 
-    roots: list[str] = Field(min_length=1)
+    roots: list[str] = []
+    watched_roots: bool = False
     destination: str
     deployment: str = "arrived/arrived"
     parameters: dict[str, Any] = {}
@@ -88,12 +90,19 @@ class Sender:
         self.dialect: Dialect = DIALECTS[source.kind]
         self.header = source.header.lower() if source.header else self.dialect.proof
         self.secrets = [key_of(env[variable], self.dialect.key) for variable in source.secrets]
-        self.roots = source.roots or settings.roots
+        self._roots = source.roots or settings.roots
+        self.watches = settings.watched_roots and not source.roots
+        self.watched: tuple[str, ...] = ()
         self.accepts = None if source.events is None else frozenset(source.events)
         self.max_body = source.max_body or settings.max_body
         self.destination = source.destination or settings.destination
         self.deployment = source.deployment or settings.deployment
         self.parameters = settings.parameters | source.parameters
+
+    @property
+    def roots(self) -> list[str]:
+        """What its events may name, and everything below."""
+        return [*self._roots, *self.watched]
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[Settings, dict[str, Sender]]:
@@ -132,12 +141,15 @@ def problems(settings: Settings, env: Mapping[str, str]) -> list[str]:
         found += [
             f"source {name}: root {root!r} is not a plain path or URL"
             for root in source.roots or ()
-            if not _plain(root)
+            if not is_plain(root)
         ]
     for name, target in settings.notify.items():
         found += _secrets(f"notify {name}", [target.secret], "whsec", env)
+    if not settings.roots and not settings.watched_roots:
+        bare = [name for name, source in settings.sources.items() if not source.roots]
+        found += [f"source {name}: no roots, so nothing could be announced" for name in bare]
     found += _template("destination", settings.destination, {"path", "run", "step"})
-    found += [f"root {root!r} is not a plain path or URL" for root in settings.roots if not _plain(root)]
+    found += [f"root {root!r} is not a plain path or URL" for root in settings.roots if not is_plain(root)]
     return found
 
 
@@ -162,7 +174,8 @@ def _template(what: str, template: str | None, known: set[str]) -> list[str]:
     return [f"{what}: {{{name}}} is not one of {', '.join(sorted(known))}" for name in sorted(unknown)]
 
 
-def _plain(root: str) -> bool:
+def is_plain(root: str) -> bool:
+    """Whether a root can be compared with what events name."""
     try:
         return bool(normal(root))
     except Refused:

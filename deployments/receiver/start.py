@@ -51,6 +51,9 @@ class Runs(Protocol):
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
         """By id; a run that is no longer known is not there."""
 
+    def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
+        """Make an event of Prefect, about a checkpoint, that automations can be triggered by."""
+
 
 def work(
     box: Box,
@@ -78,7 +81,7 @@ def work(
             continue
         over += 1
         why = state.message if state is not None else "Prefect no longer knows the run"
-        _end(box, targets, row, outcome, why, now)
+        _end(box, runs, targets, row, outcome, why, now)
     return len(fresh) + over
 
 
@@ -100,12 +103,12 @@ def _start(
     now: datetime,
 ) -> None:
     if row.source not in senders:
-        _end(box, targets, row, "failed", f"{row.source} is not in the configuration any more", now)
+        _end(box, runs, targets, row, "failed", f"{row.source} is not in the configuration any more", now)
         return
     try:
         order = order_of(senders[row.source], row.uri, row.run, row.step)
     except Refused as refused:
-        _end(box, targets, row, "failed", refused.told["message"], now)
+        _end(box, runs, targets, row, "failed", refused.told["message"], now)
         return
     try:
         run = runs.start(
@@ -118,7 +121,7 @@ def _start(
     except Exception as error:  # whatever ails Prefect, the event is kept
         why = f"{type(error).__name__}: {error}"[:1000]
         if row.attempts >= MAX_ATTEMPTS:
-            _end(box, targets, row, "failed", f"given up after {row.attempts} tries: {why}", now)
+            _end(box, runs, targets, row, "failed", f"given up after {row.attempts} tries: {why}", now)
             return
         delay = _after(DELAYS, row.attempts - 1, HOURLY)
         _log.warning("%s: event %s could not be started, again in %s: %s", row.source, row.id, delay, why)
@@ -126,20 +129,24 @@ def _start(
     else:
         box.running(row, run, now + _after(LOOKS, 0, LOOKS[-1]))
         _log.info("%s: event %s is run %s", row.source, row.id, run)
+        _tell(runs, "ckptcore.checkpoint.announced", row, {"flow_run_id": run, **order.parameters})
 
 
 def _end(
-    box: Box, targets: Mapping[str, Target], row: InboxEvent, outcome: str, why: str, now: datetime
+    box: Box,
+    runs: Runs,
+    targets: Mapping[str, Target],
+    row: InboxEvent,
+    outcome: str,
+    why: str,
+    now: datetime,
 ) -> None:
     type = f"conversion.{outcome}"
-    body = {
-        "type": type,
-        "timestamp": now.isoformat(),
-        "data": {
-            "uri": row.uri, "run": row.run, "step": row.step, "flow_run_id": row.flow_run_id,
-            "event": row.id, "sender": row.source, "message": why[:2000],
-        },
+    data = {
+        "uri": row.uri, "run": row.run, "step": row.step, "flow_run_id": row.flow_run_id,
+        "event": row.id, "sender": row.source, "message": why[:2000],
     }  # fmt: skip
+    body = {"type": type, "timestamp": now.isoformat(), "data": data}
     news = [
         News(target=name, key=f"{row.id}:{outcome}", type=type, body=body)
         for name, target in targets.items()
@@ -147,6 +154,15 @@ def _end(
     ]
     if box.end(row, now, why if outcome == "failed" else None, news):
         _log.info("%s: event %s %s: %s", row.source, row.id, outcome, why)
+        _tell(runs, f"ckptcore.{type}", row, data)
+
+
+def _tell(runs: Runs, event: str, row: InboxEvent, payload: Mapping[str, Any]) -> None:
+    # At most once: who must not miss an end is a target of the outbox.
+    try:
+        runs.tell(event, row.uri, payload)
+    except Exception as error:
+        _log.warning("%s: no event %s at Prefect: %s", row.source, event, error)
 
 
 def _after(steps: Sequence[float], index: int, then: float) -> timedelta:

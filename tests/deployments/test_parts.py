@@ -46,7 +46,7 @@ def test_the_example_is_a_whole_one_of_every_kind() -> None:
         ('roots = ["runs"]', "not a plain path"),
         ('roots = ["/"]', "not a plain path"),
         ('roots = ["/runs/../etc"]', "not a plain path"),
-        ("roots = []", "roots"),
+        ("roots = []", "source slurm: no roots"),
         ('destination = "/out/{step}/{name}"', "{name} is not one of"),
         ("colour = 3", "colour"),
         ('sources.Big = { kind = "bearer", secrets = ["TOKEN"] }', "small letters"),

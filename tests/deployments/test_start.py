@@ -15,12 +15,16 @@ import pytest
 import webhooks
 from standardwebhooks import Webhook
 
+from ckptcore.catalog import open_catalog, roots
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import LEASE, Box
 from deployments.receiver.loop import Loop
 from deployments.receiver.notify import SCHEDULE, send_due
-from deployments.receiver.settings import Sender, Target
+from deployments.receiver.orders import order_of
+from deployments.receiver.refusals import Refused
+from deployments.receiver.settings import Sender, Target, load
 from deployments.receiver.start import MAX_ATTEMPTS, RunState, outcome_of, work
+from deployments.receiver.watched import Watched
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
 TARGETS = {
@@ -37,6 +41,7 @@ class FakeRuns:
         self.given: list[dict[str, Any]] = []
         self.now: dict[str, RunState] = {}
         self.error: Exception | None = None
+        self.told: list[str] = []
 
     def start(
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
@@ -45,6 +50,11 @@ class FakeRuns:
             raise self.error
         self.given.append({"deployment": deployment, "name": name, "tags": list(tags), **parameters})
         return self.runs.setdefault(key, f"run-{len(self.runs)}")
+
+    def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
+        assert uri == webhooks.URI or uri.startswith("/elsewhere")
+        self.told.append(event)
+        raise ConnectionError("events are away")  # which must not trouble anything else
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
         return {id: self.now.get(id, RunState("RUNNING", NOW, "")) for id in ids}
@@ -90,6 +100,7 @@ def test_an_event_becomes_one_run_and_its_end_two_messages(
     assert outbox(url) == [("all", "waiting"), ("good", "waiting")]
     assert work(box, runs, senders, TARGETS, later + timedelta(days=1)) == 0
     assert len(runs.given) == 1
+    assert runs.told == ["ckptcore.checkpoint.announced", "ckptcore.conversion.succeeded"]
 
 
 def test_a_failed_run_is_told_to_those_who_want_to_know(
@@ -241,6 +252,32 @@ def test_messages_are_given_up(
             send_due(box, TARGETS, client, webhooks.SECRETS, now)
     assert asked.count("all.example") == tries
     assert {row[1] for row in outbox(url)} == {"failed"}
+
+
+def test_roots_that_are_watched_are_allowed(box: Box, url: str, tmp_path: Path) -> None:
+    config = tmp_path / "receiver.toml"
+    config.write_text("watched_roots = true\n" + webhooks.CONFIG.replace('["/runs", "s3://team/runs"]', "[]"))
+    senders = load(config, webhooks.SECRETS)[1]
+    watched = Watched(box, senders)
+    with pytest.raises(Refused):
+        order_of(senders["slurm"], webhooks.URI, "", None)
+    with open_catalog(url) as catalog, catalog.writing() as conn:
+        roots.add(conn, NOW, "llama", "/runs")
+        roots.add(conn, NOW, "odd", "/odd%2froot")
+        roots.add(conn, NOW, "paused", "/paused")
+        roots.enable(conn, "paused", False)
+    assert watched.refresh() == 0
+    assert order_of(senders["slurm"], webhooks.URI, "", None).parameters["root"] == "/runs"
+    for uri in ("/paused/a", "/odd%2froot/a", "/elsewhere"):
+        with pytest.raises(Refused):
+            order_of(senders["slurm"], uri, "", None)
+    with open_catalog(url) as catalog, catalog.writing() as conn:
+        roots.remove(conn, "llama")
+    watched.refresh()
+    assert senders["slurm"].roots == ["/runs"]  # looked at a moment ago
+    watched._next = 0.0
+    watched.refresh()
+    assert senders["slurm"].roots == []
 
 
 def test_the_loop_outlives_what_fails_and_says_so() -> None:

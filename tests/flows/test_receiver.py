@@ -107,6 +107,19 @@ def test_an_event_survives_its_receiver_and_its_end_is_told(
             ]
             client.set_flow_run_state(made.id, Completed(message="published"), force=True)
         (message,) = until(lambda: messages)
+    with get_client(sync_client=True) as client:
+        ours = {
+            "filter": {
+                "event": {"prefix": ["ckptcore."]},
+                "any_resource": {"id_prefix": ["ckptcore.announced"]},
+            }
+        }
+
+        def events() -> set[str]:
+            found = client._client.post("/events/filter", json=ours).json()["events"]
+            return {one["event"] for one in found if one["payload"]["flow_run_id"] == run}
+
+        until(lambda: events() == {"ckptcore.checkpoint.announced", "ckptcore.conversion.succeeded"})
     assert running.rows("state") == [("done",)]
     assert message["type"] == "conversion.succeeded"
     data = json.loads(json.dumps(message["data"]))
