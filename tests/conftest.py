@@ -51,6 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What repeats for long may take long, also on a machine that does other work."""
+    for item in items:
+        if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 def unpacked(config: pytest.Config) -> list[Path]:
     """Where the archived samples lie unpacked: the cache folder, once per archive."""
     cache = Path(str(config.rootpath)) / ".pytest_cache" / "samples"
