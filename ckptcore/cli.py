@@ -61,6 +61,8 @@ catalog_app.command("rebuild")(catalog_rebuild)
 app.add_typer(catalog_app, name="catalog")
 app.command("which")(catalog_which)
 app.command()(clitend.sweep)
+app.command()(clitend.scrub)
+app.command()(clitend.retire)
 
 
 @app.callback()

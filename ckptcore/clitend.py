@@ -43,3 +43,67 @@ def sweep(
         )  # fmt: skip
     show.swept(found, as_json=as_json)
     raise typer.Exit(found.exit_code)
+
+
+@takes(KNOWN, ANSWER)
+def scrub(
+    share: Annotated[float, typer.Option("--share", help="Of what the catalog knows, above 0 to 1.")] = 0.05,
+    budget: Annotated[str, typer.Option("--budget", metavar="TIME", help="Stop after this time.")] = "10m",
+    **given: Any,
+) -> None:
+    """Is what the catalog knows still there, byte for byte? The longest unproven first."""
+    from ckptcore import tendoutput as show
+    from ckptcore.catalog import default_url, open_catalog
+    from ckptcore.durations import parse_duration
+    from ckptcore.scrub import scrub as run
+
+    as_json = given["output"] is Output.JSON
+    with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
+        found = run(catalog, share, parse_duration(budget), told=show.looked(as_json))
+    show.scrubbed(found, as_json=as_json)
+    raise typer.Exit(found.exit_code)
+
+
+@takes(MEANS, DEVICE, KNOWN, ANSWER)
+def retire(
+    scope: Annotated[
+        str | None, typer.Argument(metavar="[ROOT|RUN]", help="A watched root or a run; default: all roots.")
+    ] = None,
+    keep_last: Annotated[
+        int, typer.Option("--keep-last", metavar="N", help="The newest N steps of every run.")
+    ] = 3,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", metavar="K", help="And every step that K divides.")
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes/--dry-run", help="Delete; without it nothing is changed.")
+    ] = False,
+    fingerprint: Annotated[
+        bool, typer.Option("--fingerprint", help="Read sources and children to take their fingerprints.")
+    ] = False,
+    accept_cast: Annotated[
+        bool, typer.Option("--accept-cast", help="A child with cast tensors stands for its source, too.")
+    ] = False,
+    accept_loss: Annotated[
+        list[str] | None,
+        typer.Option("--accept-loss", metavar="GLOB", help="Objects and files that may go (repeatable)."),
+    ] = None,
+    **given: Any,
+) -> None:
+    """Deletes sources that a verified child proves to hold, but for the last ones and those people hold."""
+    from ckptcore import tendoutput as show
+    from ckptcore.catalog import default_url, open_catalog
+    from ckptcore.replaceable import Allowed
+    from ckptcore.request import Settings
+    from ckptcore.retention import Policy
+    from ckptcore.retire import retire as run
+    from ckptcore.sizes import parse_size
+
+    settings = Settings(parse_size(given["memory"]), given["workers"], given["device"])
+    as_json = given["output"] is Output.JSON
+    with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
+        found = run(
+            catalog, Policy(keep_last, keep_every), scope, yes=yes, take=settings if fingerprint else None,
+            allowed=Allowed(accept_cast, tuple(accept_loss or ())), told=show.fate(as_json),
+        )  # fmt: skip
+    show.retired(found, as_json=as_json)

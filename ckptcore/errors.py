@@ -299,7 +299,7 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "malformed-metadata": ("error", "the metadata file cannot be parsed", "copy the file again"),
     "crc-mismatch": ("error", "stored bytes do not match their stored CRC-32",
                      "copy the file again from where it was written"),
-    "digest-mismatch": ("error", "a file's SHA-256 is not the one that the checkpoint tells",
+    "digest-mismatch": ("error", "a file's digest is not the one that the checkpoint, or the catalog, tells",
                         "copy the file again from where it was written"),
     "replica-mismatch": ("error", "two copies of the same elements differ",
                          "find out which copy is right; nothing in the checkpoint says"),

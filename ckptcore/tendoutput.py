@@ -7,7 +7,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckptcore.sizes import show_size
+
 if TYPE_CHECKING:
+    from ckptcore.retire import Retired, Retirement
+    from ckptcore.scrub import Looked, Scrubbed
     from ckptcore.sweep import Item, Swept
 
 
@@ -26,6 +30,44 @@ def swept(value: Swept, *, as_json: bool) -> None:
         _json(value.as_dict())
         return
     print(("nothing was converted: " if value.dry_run else "") + _counts(value.counts))
+
+
+def looked(as_json: bool) -> Callable[[Looked], None]:
+    """Tells each checkpoint of a scrub."""
+
+    def line(each: Looked) -> None:
+        why = f": {each.proven.message}" if each.proven.message else ""
+        told = _plain(f"{each.proven.proof:<9} {each.checkpoint.uri}{why}")
+        print(told, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    return line
+
+
+def scrubbed(value: Scrubbed, *, as_json: bool) -> None:
+    """The answer of `scrub`."""
+    if as_json:
+        _json(value.as_dict())
+        return
+    print(f"{_counts(value.counts)}; {len(value.looked)} of {value.due} due, of {value.known} known")
+
+
+def fate(as_json: bool) -> Callable[[Retired], None]:
+    """Tells what becomes of each source."""
+
+    def line(each: Retired) -> None:
+        told = _plain(f"{each.fate:<9} {each.source.uri}: {'; '.join(each.why)}")
+        print(told, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    return line
+
+
+def retired(value: Retirement, *, as_json: bool) -> None:
+    """The answer of `retire`."""
+    if as_json:
+        _json(value.as_dict())
+        return
+    told = f"{_counts(value.counts)}, {show_size(value.nbytes)}"
+    print(told if value.done else f"{told}; nothing was deleted, --yes does it")
 
 
 def _item(item: Item) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog.models import Alias, Checkpoint
-from ckptcore.catalog.query import PREFIX, resolve_checkpoint
+from ckptcore.catalog.query import PREFIX, require_kept, resolve_checkpoint
 from ckptcore.errors import Conflict, UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str 
     Raises `Conflict` when it stands for something else, and then changes nothing.
     """
     _require_name(name)
-    wanted = resolve_checkpoint(conn, ref)
+    wanted = require_kept(conn, ref)
     here = Alias.name == name
     row = conn.execute(select(Alias.checkpoint_id, Alias.version).where(here).with_for_update()).first()
     if expect is not None:

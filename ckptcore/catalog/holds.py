@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import ColumnElement, insert, or_, select, update
 
 from ckptcore.catalog.models import Checkpoint, Hold
-from ckptcore.catalog.query import resolve_checkpoint
+from ckptcore.catalog.query import require_kept, resolve_checkpoint
 from ckptcore.catalog.text import clean
 from ckptcore.errors import UsageError
 
@@ -45,7 +45,7 @@ def place(
         raise UsageError(f"the hold would be over already: {until.isoformat()}", hint="name a time to come")
     new = str(uuid.uuid4())
     conn.execute(
-        insert(Hold).values(uuid=new, checkpoint_id=resolve_checkpoint(conn, ref), reason=clean(reason),
+        insert(Hold).values(uuid=new, checkpoint_id=require_kept(conn, ref), reason=clean(reason),
                             owner=clean(owner), placed_at=now, until=until)
     )  # fmt: skip
     return new

@@ -32,7 +32,7 @@ from ckptcore.catalog.values import (
     State,
     TensorRow,
 )
-from ckptcore.errors import Finding, UsageError
+from ckptcore.errors import Conflict, Finding, UsageError
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
@@ -81,6 +81,15 @@ def resolve_checkpoint(conn: Connection, ref: str) -> int:
             hint=f"`ckptcore catalog show {ref}` names its checkpoints",
         )
     return row_id
+
+
+def require_kept(conn: Connection, ref: str) -> int:
+    """The row id of a checkpoint that was not deleted on purpose. Raises `UsageError`, `Conflict`."""
+    row = resolve_checkpoint(conn, ref)
+    told = conn.execute(select(Checkpoint.deleted_at).where(Checkpoint.id == row)).scalar()
+    if told is not None:
+        raise Conflict(f"{ref} was deleted on {told:%Y-%m-%d %H:%M} UTC", hint="name another checkpoint")
+    return row
 
 
 def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], int]:

@@ -32,6 +32,9 @@ OPTIONS = {
         --model-prefix --no-catalog --output --rename --workers""",
     "which": "--catalog --fingerprint --output",
     "formats": "--output",
+    "scrub": "--budget --catalog --output --share",
+    "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every --keep-last
+        --memory --output --workers --yes""",
     "sweep": "--again --catalog --device --dry-run --fingerprint --memory --output --settle --workers",
 }
 

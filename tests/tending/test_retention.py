@@ -1,0 +1,76 @@
+"""Retention: is nothing let go that the policy, or somebody, keeps, and nothing kept without a reason?"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore.errors import UsageError
+from ckptcore.retention import Entry, Policy, decide
+
+words = st.lists(st.sampled_from(["a", "b"]), max_size=1).map(tuple)
+entries = st.lists(
+    st.builds(
+        Entry, id=st.uuids().map(str), run=st.sampled_from(["r", "s"]),
+        step=st.none() | st.integers(0, 60), tags=words, aliases=words, holds=words,
+    ),
+    max_size=20,
+)  # fmt: skip
+policies = st.builds(Policy, st.integers(1, 5), st.none() | st.integers(1, 20))
+
+
+@given(entries, policies)
+def test_every_verdict_follows_from_its_reasons(found, policy):
+    verdicts = decide(found, policy)
+    assert [v.entry for v in verdicts] == found
+    steps = defaultdict(set)
+    for entry in found:
+        if entry.step is not None:
+            steps[entry.run].add(entry.step)
+    for verdict in verdicts:
+        entry = verdict.entry
+        assert verdict.why
+        newer = {s for s in steps[entry.run] if entry.step is not None and s > entry.step}
+        keep = (
+            entry.step is None
+            or len(newer) < policy.keep_last
+            or (policy.keep_every is not None and entry.step % policy.keep_every == 0)
+            or bool(entry.tags or entry.aliases or entry.holds)
+        )
+        assert verdict.keep == keep
+
+
+@given(entries, policies)
+def test_the_newest_of_every_run_stays(found, policy):
+    kept = {(v.entry.run, v.entry.step) for v in decide(found, policy) if v.keep}
+    for run in {e.run for e in found if e.step is not None}:
+        newest = max(e.step for e in found if e.run == run and e.step is not None)
+        assert (run, newest) in kept
+
+
+@given(entries, policies, policies)
+def test_a_stricter_policy_keeps_no_more(found, policy, other):
+    strict = Policy(min(policy.keep_last, other.keep_last), policy.keep_every)
+    kept = {v.entry.id for v in decide(found, policy) if v.keep}
+    assert {v.entry.id for v in decide(found, strict) if v.keep} <= kept
+
+
+@given(entries, policies)
+def test_letting_go_once_more_lets_nothing_else_go(found, policy):
+    kept = [v.entry for v in decide(found, policy) if v.keep]
+    assert all(v.keep for v in decide(kept, policy))
+
+
+@pytest.mark.parametrize("given", [(0, None), (-1, None), (1, 0)])
+def test_policies_that_make_no_sense(given):
+    with pytest.raises(UsageError):
+        Policy(*given)
+
+
+def test_reasons_in_words():
+    found = [Entry("1", "r", 1), Entry("2", "r", 2, ("best",)), Entry("3", "r", 3)]
+    whys = [v.why for v in decide(found, Policy(1, 10))]
+    assert whys == [("not one of the last 1, not of every 10",), ("tagged best",), ("one of the last 1",)]

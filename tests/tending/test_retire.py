@@ -1,0 +1,287 @@
+"""Retire: is a source deleted only when something verified proves to hold all of it, and nobody holds it?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+import pytest
+from checkpoints import save
+from torch import arange, ones
+from torch import save as torch_save
+
+from ckptcore import retire as module
+from ckptcore.catalog import aliases, holds, open_catalog, roots
+from ckptcore.catalog.catalog import Catalog
+from ckptcore.cli import run
+from ckptcore.convert import convert, inspect
+from ckptcore.errors import CatalogError, Conflict
+from ckptcore.register import facts
+from ckptcore.replaceable import Allowed
+from ckptcore.request import Request, Settings
+from ckptcore.retention import Policy
+from ckptcore.retire import retire
+
+MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
+
+
+@pytest.fixture
+def made(runs, url, watch, tmp_path):
+    """Three steps, watched and converted with fingerprints; step -> source."""
+    watch()
+    sources = {n: save(runs / "llama" / f"step-{n}", n) for n in (1, 2, 3)}
+    for n, source in sources.items():
+        convert(Request(str(source), str(tmp_path / f"out/step-{n}")), MEANS, None, url)
+    return sources
+
+
+@pytest.fixture
+def retired(catalog):
+    """Applies keep-last 1: (options) -> fate and reasons by step."""
+
+    def go(yes=True, last=1, **more):
+        found = retire(catalog, Policy(last), yes=yes, **more)
+        return {i.source.step: (i.fate.value, i.why) for i in found.items}
+
+    return go
+
+
+def fates(found):
+    return {step: fate for step, (fate, _) in found.items()}
+
+
+def test_nothing_is_deleted_unless_told_to(made, retired):
+    assert fates(retired(yes=False)) == {1: "let go", 2: "let go", 3: "kept"}
+    assert all(source.exists() for source in made.values())
+
+
+def test_what_a_verified_child_holds_is_deleted_and_stays_known(made, retired, catalog, tmp_path):
+    before = datetime.now(UTC)
+    assert fates(retired()) == {1: "deleted", 2: "deleted", 3: "kept"}
+    assert sorted(p.name for p in made[1].parent.iterdir()) == ["step-3"]
+    row = catalog.show(str(made[1])).checkpoint
+    assert row.state == "deleted"
+    assert row.deleted_at >= before
+    lines = catalog.lineage(str(tmp_path / "out/step-1"))
+    assert lines.ancestors[0].source.uri == str(made[1])
+    assert fates(retired()) == {3: "kept"}
+    save(made[1], 1)  # the same bytes come back: they are there again
+    catalog_validate(catalog, made[1])
+    again = catalog.show(str(made[1])).checkpoint
+    assert (again.state, again.deleted_at) == ("present", None)
+
+
+def catalog_validate(catalog, source):
+    catalog.record_validation(facts(inspect(str(source)), str(source)), ())
+
+
+def test_tags_aliases_and_holds_keep(made, retired, catalog):
+    catalog.tag(str(made[1]), "paper", "yes")
+    with catalog.writing() as conn:
+        aliases.set_alias(conn, datetime.now(UTC), "best", str(made[2]))
+    found = retired()
+    assert found[1] == ("kept", ("tagged paper",))
+    assert found[2] == ("kept", ("alias best",))
+    with catalog.writing() as conn:
+        aliases.remove(conn, "best")
+        holds.place(conn, datetime.now(UTC), str(made[2]), "audit")
+    assert retired()[2] == ("kept", ("held: audit",))
+
+
+@pytest.mark.parametrize("ruin", ["altered", "missing", "gone"])
+def test_a_child_that_is_not_whole_any_more_stands_for_nothing(ruin, made, retired, tmp_path):
+    out = tmp_path / "out/step-1"
+    if ruin == "altered":
+        data = bytearray((out / "model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (out / "model.safetensors").write_bytes(data)
+    elif ruin == "missing":
+        (out / "model.safetensors").unlink()
+    else:
+        shutil.rmtree(out)
+    found = retired()
+    assert found[1][0] == "unsafe"
+    assert made[1].exists()
+    assert found[2][0] == "deleted"
+
+
+def test_what_was_never_converted_or_has_no_fingerprint_stays(runs, url, watch, retired, catalog, tmp_path):
+    watch()
+    for n in (1, 2, 3):
+        save(runs / "llama" / f"step-{n}", n)
+        catalog_validate(catalog, runs / "llama" / f"step-{n}")
+    without = Settings(memory=32 << 20, workers=1)
+    convert(Request(str(runs / "llama/step-2"), str(tmp_path / "out/step-2")), without, None, url)
+    found = retired()
+    assert found[1] == ("unsafe", ("nothing was made of it",))
+    assert "--fingerprint" in found[2][1][0]
+    assert fates(retired(take=MEANS)) == {1: "unsafe", 2: "deleted", 3: "kept"}
+
+
+def test_a_child_that_holds_less_stands_for_nothing(runs, url, watch, retired, tmp_path):
+    watch()
+    for n in (1, 2):
+        save(runs / "llama" / f"step-{n}", n)
+        request = Request(str(runs / f"llama/step-{n}"), str(tmp_path / f"out/step-{n}"), exclude=("scale",))
+        convert(request, MEANS, None, url)
+    assert retired(take=MEANS)[1][0] == "unsafe"
+    assert (runs / "llama/step-1").exists()
+
+
+def test_a_cast_child_is_taken_only_when_told_to(runs, url, watch, retired, tmp_path):
+    watch()
+    for n in (1, 2):
+        save(runs / "llama" / f"step-{n}", n)
+        request = Request(str(runs / f"llama/step-{n}"), str(tmp_path / f"out/step-{n}"), dtype="bfloat16")
+        convert(request, MEANS, None, url)
+    for options in ({}, {"take": MEANS}):
+        found = retired(**options)
+        assert (found[1][0], "--accept-cast" in found[1][1][0]) == ("unsafe", True)
+    assert retired(allowed=Allowed(cast=True))[1][0] == "deleted"
+
+
+def test_files_and_objects_that_the_child_lacks_are_given_up_by_name_only(made, retired, tmp_path):
+    torch_save({"step": 1}, made[1] / "scheduler.pt")
+    found = retired()
+    assert found[1][0] == "unsafe"
+    assert "scheduler.pt" in found[1][1][0]
+    assert (made[1] / "scheduler.pt").exists()
+    assert retired(allowed=Allowed(loss=("scheduler.*",)))[1][0] == "deleted"
+
+
+def test_what_was_written_again_since_is_not_deleted(made, retired):
+    data = next(made[1].glob("*.distcp"))
+    raw = bytearray(data.read_bytes())
+    data.write_bytes(raw)  # equal bytes, but nobody knows
+    found = retired()
+    assert (found[1][0], "since it was converted" in found[1][1][0]) == ("unsafe", True)
+    assert retired(take=MEANS)[1][0] == "deleted"
+
+
+def test_another_checkpoint_at_its_place_is_not_deleted(made, retired):
+    shutil.rmtree(made[1])
+    save(made[1], 1, extra=ones(3))
+    assert retired()[1][0] == "unsafe"
+    assert retired(take=MEANS).get(1, ("unsafe",))[0] == "unsafe"
+    assert made[1].exists()
+
+
+def test_only_below_watched_roots(made, retired, catalog, tmp_path, url):
+    with catalog.writing() as conn:
+        roots.remove(conn, "r")
+        roots.add(conn, datetime.now(UTC), "other", str(tmp_path / "runs" / "lla"))
+    assert retired() == {}
+    assert run(["retire", "llama", "--yes", "--catalog", url]) == 2
+    assert made[1].exists()
+
+
+def test_a_hold_that_comes_while_it_is_looked_at_wins(made, retired, catalog, monkeypatch):
+    prove = module.prove
+
+    def meanwhile(detail, *given):
+        with open_catalog(catalog.url.removeprefix("sqlite:///")) as other, other.writing() as conn:
+            if not holds.held(conn, datetime.now(UTC), str(made[1])):
+                holds.place(conn, datetime.now(UTC), str(made[1]), "needed")
+        return prove(detail, *given)
+
+    monkeypatch.setattr(module, "prove", meanwhile)
+    found = retired()
+    assert found[1] == ("kept", ("held: needed, meanwhile",))
+    assert made[1].exists()
+
+
+def test_holds_and_deletions_race(runs, url, watch, catalog, tmp_path):
+    watch()
+    for n in range(9):
+        convert(Request(str(save(runs / "llama" / f"step-{n}", n)), str(tmp_path / f"out/step-{n}")), MEANS,
+                None, url)  # fmt: skip
+    placed = []
+
+    def hold():
+        with open_catalog(url) as mine:
+            for n in reversed(range(8)):
+                try:
+                    with mine.writing() as conn:
+                        holds.place(conn, datetime.now(UTC), str(runs / f"llama/step-{n}"), "race")
+                    placed.append(n)
+                except Conflict:
+                    pass
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    retire(catalog, Policy(1), yes=True)
+    thread.join()
+    left = {int(p.name.removeprefix("step-")) for p in (runs / "llama").iterdir()}
+    assert left == {*placed, 8}
+
+
+def test_a_failing_commit_brings_it_back(made, retired, monkeypatch):
+    moved = []
+    rename, writing = module._moved_away, Catalog.writing
+
+    def noted(path):
+        moved.append(rename(path))
+        return moved[-1]
+
+    @contextmanager
+    def failing(self):
+        with writing(self) as conn:
+            yield conn
+            if moved:
+                moved.clear()
+                raise CatalogError("the disk of the catalog is full")
+
+    monkeypatch.setattr(module, "_moved_away", noted)
+    monkeypatch.setattr(Catalog, "writing", failing)
+    found = retired()
+    assert found[1] == ("unsafe", ("the disk of the catalog is full",))
+    assert made[1].exists()
+
+
+def test_what_killed_runs_left_is_ended(made, retired, catalog):
+    away = made[1].with_name(".step-1.retired-0badcafe.ckptcore")
+    made[1].rename(away)  # killed between moving and committing
+    retired(last=3)
+    assert made[1].exists()
+    assert retired()[1][0] == "deleted"
+    shutil.copytree(made[3], away)  # killed while removing
+    retired()
+    assert not away.exists()
+
+
+def test_a_deleted_one_takes_no_name_and_no_hold(made, retired, catalog):
+    retired()
+    with pytest.raises(Conflict, match="was deleted"), catalog.writing() as conn:
+        aliases.set_alias(conn, datetime.now(UTC), "best", str(made[1]))
+    with pytest.raises(Conflict, match="was deleted"), catalog.writing() as conn:
+        holds.place(conn, datetime.now(UTC), str(made[1]), "late")
+
+
+def test_files_that_are_one_save_each(runs, url, watch, retired, tmp_path):
+    watch()
+    (runs / "pl").mkdir()
+    for n in (1, 2):
+        torch_save({"w": arange(4) + n}, runs / "pl" / f"step={n}.pt")
+        convert(Request(str(runs / f"pl/step={n}.pt"), str(tmp_path / f"o{n}.safetensors")), MEANS, None, url)
+    assert fates(retired()) == {1: "deleted", 2: "kept"}
+    assert [p.name for p in (runs / "pl").iterdir()] == ["step=2.pt"]
+
+
+def test_the_command_line(made, url, capsys):
+    assert run(["retire", "--keep-last", "1", "--catalog", url]) == 0
+    said = capsys.readouterr().out
+    assert "nothing was deleted, --yes does it" in said
+    assert "1 kept, 2 let go" in said
+    assert made[1].exists()
+    assert run(["retire", "r", "--keep-last", "1", "--keep-every", "2", "--yes", "--catalog", url,
+                "--output", "json"]) == 0  # fmt: skip
+    told = json.loads(capsys.readouterr().out)
+    assert told["counts"] == {"deleted": 1, "kept": 2}
+    assert told["checkpoints"][0]["why"][0] == "not one of the last 1, not of every 2"
+    assert not made[1].exists()
+    assert run(["retire", "--keep-last", "0", "--catalog", url]) == 2
+    assert os.listdir(made[2].parent)

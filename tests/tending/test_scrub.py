@@ -1,0 +1,144 @@
+"""Scrub: is what is gone or altered found, the longest unproven first, and never after its time?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import count
+
+import pytest
+from checkpoints import save
+from torch import ones
+
+from ckptcore.catalog import tending
+from ckptcore.catalog.values import State
+from ckptcore.cli import run
+from ckptcore.convert import convert
+from ckptcore.errors import UsageError
+from ckptcore.request import Request, Settings
+from ckptcore.scrub import scrub
+
+
+@pytest.fixture
+def made(runs, url, tmp_path):
+    """Two sources and what was made of them; (sources, outputs)."""
+    sources = [save(runs / "llama" / f"step-{n}", n) for n in (1, 2)]
+    outputs = [tmp_path / "out" / s.name for s in sources]
+    for source, output in zip(sources, outputs, strict=True):
+        convert(Request(str(source), str(output)), Settings(memory=32 << 20), None, url)
+    return sources, outputs
+
+
+def proofs(found):
+    return {each.checkpoint.uri.rsplit("/", 2)[-2] + "/" + each.checkpoint.uri[-6:]: each.proven.proof.value
+            for each in found.looked}  # fmt: skip
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def test_all_is_proven_and_the_time_is_noted(made, catalog):
+    found = scrub(catalog, share=1)
+    assert (found.counts, found.exit_code, found.due, found.known) == ({"proven": 4}, 0, 4, 4)
+    assert {row.verified_level for row in catalog.list()} == {"bytes"}
+
+
+def test_what_is_altered_in_source_or_output_is_found_and_recorded(made, catalog):
+    (source, _), (_, output) = made
+    flip(output / "model.safetensors")
+    data = next(source.glob("*.distcp"))
+    raw = data.read_bytes()
+    at = raw.index((1.0).hex().encode()) if (1.0).hex().encode() in raw else raw.index(b"\x00\x00\x80?")
+    data.write_bytes(raw[: at + 3] + b"\x41" + raw[at + 4 :])
+    found = scrub(catalog, share=1)
+    assert proofs(found) == {
+        "llama/step-1": "damaged", "llama/step-2": "proven", "out/step-1": "proven", "out/step-2": "damaged",
+    }  # fmt: skip
+    assert found.exit_code == 1
+    codes = {row.uri.rsplit("/", 2)[-2]: {f.code for f in catalog.show(row.id).findings}
+             for row in catalog.list(state="damaged")}  # fmt: skip
+    assert codes == {"llama": {"crc-mismatch"}, "out": {"digest-mismatch"}}
+    shutil.rmtree(output)  # made again, it is whole again
+    data.write_bytes(raw)
+    assert proofs(scrub(catalog, share=1))["llama/step-1"] == "proven"
+
+
+def test_what_is_gone_is_recorded_as_gone_and_comes_back(made, catalog, tmp_path):
+    (source, _), (output, _) = made
+    source.rename(tmp_path / "away")
+    (output / "model.safetensors").unlink()
+    found = scrub(catalog, share=1)
+    assert proofs(found)["llama/step-1"] == "gone"
+    assert proofs(found)["out/step-1"] == "damaged"
+    row = catalog.show(str(source)).checkpoint
+    assert (row.state, row.verified_at) == (State.GONE, None)
+    assert len(catalog.list()) == 4
+    (tmp_path / "away").rename(source)
+    assert proofs(scrub(catalog, share=1))["llama/step-1"] == "proven"
+    assert catalog.show(str(source)).checkpoint.state == State.PRESENT
+
+
+def test_another_checkpoint_at_its_place(made, catalog):
+    (source, _), _ = made
+    before = catalog.show(str(source)).checkpoint.id
+    shutil.rmtree(source)
+    save(source, 1, extra=ones(3))
+    assert proofs(scrub(catalog, share=1))["llama/step-1"] == "changed"
+    now = catalog.show(str(source)).checkpoint
+    assert now.id != before
+    assert catalog.show(before).checkpoint.state == State.REPLACED
+
+
+def test_shares_go_round_the_longest_unproven_first(made, catalog):
+    seen = []
+    for _ in range(4):
+        found = scrub(catalog, share=0.25)
+        assert found.due == 1
+        seen += proofs(found)
+    assert len(set(seen)) == 4
+    assert list(proofs(scrub(catalog, share=0.25))) == seen[:1]
+
+
+def test_it_stops_in_the_middle_and_records_nothing_of_that(made, catalog):
+    clock = count()
+    found = scrub(catalog, share=1, budget_s=3, clock=lambda: float(next(clock)))
+    assert found.looked[-1].proven.proof == "stopped"
+    assert found.exit_code == 0
+    assert len(found.looked) < 4
+    none = scrub(catalog, share=1, budget_s=0)
+    assert (none.looked, none.due) == ((), 4)
+
+
+def test_what_alone_needs_more_time_lets_the_others_have_their_turn(made, catalog):
+    first = catalog_uris(catalog)
+
+    def short():
+        clock = count()
+        return scrub(catalog, share=1, budget_s=2, clock=lambda: float(next(clock)))
+
+    stuck = short().looked
+    assert [each.proven.proof for each in stuck] == ["stopped"]
+    assert catalog_uris(catalog)[-1] == first[0]
+    assert short().looked[0].checkpoint.uri != stuck[0].checkpoint.uri
+
+
+def catalog_uris(catalog):
+    with catalog.reading() as conn:
+        return [row.uri for row in tending.due(conn)]
+
+
+def test_the_command_line(made, url, capsys):
+    (_, other), (output, _) = made
+    assert run(["scrub", "--share", "1", "--catalog", url]) == 0
+    assert "4 proven; 4 of 4 due" in capsys.readouterr().out
+    shutil.rmtree(output)
+    assert run(["scrub", "--share", "1", "--catalog", url, "--output", "json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["counts"] == {"gone": 1, "proven": 3}
+    assert run(["scrub", "--share", "2", "--catalog", url]) == 2
+    with pytest.raises(UsageError):
+        scrub(None, share=0)
+    assert other.exists()
