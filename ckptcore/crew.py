@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 
 
 def work_together(count: int, work: Callable[[], None], stop: Callable[[], object]) -> None:
@@ -12,7 +13,11 @@ def work_together(count: int, work: Callable[[], None], stop: Callable[[], objec
     stop: makes every ``work`` end soon. It is called when this ends, also by Ctrl-C; then the threads are
     waited for.
     """
-    threads = [threading.Thread(target=work, name=f"ckptcore-{n}", daemon=True) for n in range(count)]
+    # Each in a copy of the caller's context: who logs on behalf of a run says so there.
+    threads = [
+        threading.Thread(target=copy_context().run, args=(work,), name=f"ckptcore-{n}", daemon=True)
+        for n in range(count)
+    ]
     for t in threads:
         t.start()
     try:

@@ -69,6 +69,7 @@ def test_the_run_tells_a_person_what_it_did(
     # The core's own lines, and those of the tasks, are in the log of the run.
     lines = [log["message"] for log in sent if log["flow_run_id"] == str(run)]
     assert any("published" in line for line in lines), lines
+    assert any(line.startswith("wrote model.safetensors") for line in lines), lines  # said in a core's thread
 
 
 def test_what_passes_is_tried_again(
