@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from ckptcore.errors import CkptError
+from ckptcore.shown import shown
 from deployments.receiver.event import read_event
 from deployments.receiver.inbox import Box
 from deployments.receiver.keeper import Keeper
@@ -90,7 +91,7 @@ def make_app(
             order = order_of(sender, event.uri, event.run, event.step)
             id, new = await keeper.keep(event, order.uri, body)
         except Refused as refused:
-            _log.warning("%s: %d %s %s", source[:80], refused.status, refused.name, refused.why)
+            _log.warning("%s: %d %s %s", shown(source), refused.status, refused.name, refused.why)
             return JSONResponse(
                 refused.told, refused.status, headers=RETRY_AFTER if refused.status == 503 else None
             )

@@ -19,6 +19,7 @@ from deployments.receiver.settings import load
 from deployments.receiver.start import work
 from deployments.receiver.watched import Watched
 
+CONNECTIONS = 1024  # open at a time; a body is at most `max_body`, and waits at most ten seconds
 GRACE = 10  # seconds that open requests get when the process is told to end
 
 
@@ -49,7 +50,8 @@ def serve(config: Path, host: str, port: int) -> None:
         server = uvicorn.Server(
             uvicorn.Config(
                 make_app(senders, box, loop), log_level="warning", access_log=False, server_header=False,
-                timeout_graceful_shutdown=GRACE, h11_max_incomplete_event_size=64 << 10,
+                timeout_graceful_shutdown=GRACE, limit_concurrency=CONNECTIONS,
+                h11_max_incomplete_event_size=64 << 10,
             )
         )  # fmt: skip
         print(f"listening at http://{host}:{listener.getsockname()[1]}", flush=True)
