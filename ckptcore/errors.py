@@ -172,6 +172,13 @@ class CatalogError(CkptError):
     default_hint = "run `ckptcore catalog upgrade`, or pass --no-catalog"
 
 
+class CatalogAway(CatalogError):
+    """The catalog's database does not answer now: it is away, is starting, or is too busy."""
+
+    code, exit_code, transient = "catalog-away", 24, True
+    default_hint = "wait until it is back: what was written is kept"
+
+
 class Conflict(CkptError):
     """What was expected to stand in the catalog does not stand there: somebody else was faster."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.errors import CatalogError, CkptError
+from ckptcore.errors import CatalogAway, CatalogError, CkptError
 from ckptcore.fingerprint import Fingerprinted
 from ckptcore.fingerprinttable import held_by
 from ckptcore.manifest import Manifest
@@ -75,9 +75,8 @@ def succeed(
             peak_memory=peak_memory, timings=result.timings, findings=result.warnings,
         )  # fmt: skip
     except CkptError as error:
-        raise CatalogError(
-            f"{result.destination} is published, but not registered: {error.message}"
-        ) from error
+        kind = CatalogAway if isinstance(error, CatalogAway) else CatalogError
+        raise kind(f"{result.destination} is published, but not registered: {error.message}") from error
     finally:
         registration.catalog.close()
 

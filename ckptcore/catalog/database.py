@@ -25,7 +25,7 @@ from sqlalchemy.pool import NullPool, Pool, StaticPool
 
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import make_views
-from ckptcore.errors import CatalogError, MissingDependency
+from ckptcore.errors import CatalogAway, CatalogError, MissingDependency
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
 REVISIONS = ("0001", "0002", "0003", "0004", "0005")
@@ -54,6 +54,12 @@ QUEUE_BEGIN = {
     "postgresql": f"SET LOCAL lock_timeout = {WAIT_MS}",
 }
 BEGIN = "ckptcore_begin"  # execution option: one of the three tables; a writer's by default
+
+# https://www.postgresql.org/docs/current/errcodes-appendix.html: connections, too many of them, shutdown
+# and start, deadlocks and lost races, a lock that was waited for too long.
+PASSING_STATES = ("08", "53300", "57P", "40", "55P03")
+PASSING_WORDS = ("starting up", "shutting down", "recovery mode", "not yet accepting", "too many clients",
+                 "connection slots", "terminating connection")  # fmt: skip
 
 # Write-ahead logging needs memory shared by all users of the file: one machine only.
 SHARED_FILE_SYSTEMS = (
@@ -182,16 +188,35 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
 
 @contextmanager
 def translated(url: str) -> Iterator[None]:
-    """Raise `CatalogError` for what the database says, without statement and parameters."""
+    """Raise `CatalogError` for what the database says, without statement and parameters.
+
+    Raises `CatalogAway` for what passes when one waits.
+    """
     try:
         yield
     except exc.SQLAlchemyError as error:
         said = getattr(error, "orig", None) or error
+        if _passes(error):
+            raise CatalogAway(f"the catalog does not answer: {str(said).strip()}", url=url) from error
         raise CatalogError(
             f"the catalog cannot be used: {str(said).strip()}",
             hint="check the path, its permissions and the free space, or pass --no-catalog",
             url=url,
         ) from error
+
+
+def _passes(error: exc.SQLAlchemyError) -> bool:
+    """Whether waiting helps: the server is away, stopping or starting, or others keep the lock."""
+    if not isinstance(error, exc.DBAPIError):
+        return isinstance(error, exc.TimeoutError)
+    said, state = str(error.orig), getattr(error.orig, "sqlstate", None)
+    if isinstance(error.orig, sqlite3.OperationalError):
+        return "locked" in said
+    if state is not None:
+        return str(state).startswith(PASSING_STATES)
+    # Without a state no session came about: a server that refuses one says FATAL and why.
+    gone = error.connection_invalidated or isinstance(error, exc.OperationalError)
+    return gone and ("FATAL" not in said or any(words in said for words in PASSING_WORDS))
 
 
 def journal_mode(path: Path, mounts: str | None = None) -> str:

@@ -11,7 +11,7 @@ from sqlalchemy import exc, text
 
 from ckptcore.catalog import default_url, open_catalog
 from ckptcore.catalog.database import HEAD, connect, engine_for, journal_mode, parse
-from ckptcore.errors import CatalogError, MissingDependency
+from ckptcore.errors import CatalogAway, CatalogError, MissingDependency
 
 
 @pytest.fixture
@@ -157,6 +157,18 @@ def test_readers_do_not_wait_for_a_writer(path):
         reader.start()
         reader.join(timeout=10)
         assert seen == [()]
+
+
+def test_a_writer_that_waits_for_too_long_may_try_again(path, monkeypatch):
+    monkeypatch.setattr("ckptcore.catalog.database.WAIT_MS", 50)
+    with (
+        open_catalog(str(path)) as catalog,
+        open_catalog(str(path)) as other,
+        catalog.writing(),
+        pytest.raises(CatalogAway, match="locked") as caught,
+    ):
+        other.begin({}, source_uri="/a", destination_uri="/b", verb="export", tool_version="1")
+    assert caught.value.transient
 
 
 def test_a_catalog_that_may_only_be_read(path):

@@ -6,12 +6,13 @@ import sys
 import threading
 import time
 
+import postgres as postgresql
 import pytest
 import sqlalchemy as sa
 
 from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog.database import HEAD, engine_for, parse
-from ckptcore.errors import CatalogError, MissingDependency
+from ckptcore.errors import CatalogAway, CatalogError, MissingDependency
 
 
 @pytest.fixture
@@ -56,8 +57,39 @@ def test_the_password_is_never_shown(url):
 
 
 def test_nobody_there():
-    with pytest.raises(CatalogError, match="connection failed"):
+    with pytest.raises(CatalogAway, match=r"does not answer: .*onnection") as caught:
         open_catalog("postgresql://me:hunter2@127.0.0.1:1/x")
+    assert caught.value.transient
+    assert "hunter2" not in str(caught.value.as_dict())
+
+
+def test_waiting_does_not_help(postgres, url):
+    nowhere = sa.make_url(url).set(database="nowhere").render_as_string(hide_password=False)
+    with pytest.raises(CatalogError, match="nowhere") as caught:
+        open_catalog(nowhere)
+    assert not caught.value.transient
+
+
+def write_while_it_dies(catalog, server):
+    with catalog.writing() as connection:
+        server.kill()
+        connection.exec_driver_sql("SELECT 1")
+
+
+def test_a_server_that_dies_and_comes_back(facts):
+    with postgresql.serving(durable=True) as server, server.database() as url:
+        upgrade(url)
+        with open_catalog(url) as catalog:
+            catalog.record_validation(facts("/runs/step-1"))
+            with pytest.raises(CatalogAway, match="does not answer") as caught:
+                write_while_it_dies(catalog, server)
+            assert caught.value.transient
+            with pytest.raises(CatalogAway):
+                catalog.list()
+            server.start()
+            assert [row.uri for row in catalog.list()] == ["/runs/step-1"]
+            catalog.record_validation(facts("/runs/step-2"))
+            assert len(catalog.list()) == 2
 
 
 def test_what_to_install(monkeypatch):
@@ -89,7 +121,7 @@ def test_a_writer_waits_only_so_long(url, monkeypatch, facts):
             with open_catalog(url) as other:
                 try:
                     other.record_validation(facts("/runs/step-1"))
-                except CatalogError as error:
+                except CatalogAway as error:
                     refused.append(error.message)
 
         thread = threading.Thread(target=late)
