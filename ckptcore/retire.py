@@ -148,17 +148,18 @@ def carry_out(catalog: Catalog, item: Retired) -> Retired:
 
 def clear_away(catalog: Catalog) -> None:
     """Ends what runs that were killed left: what is deleted is removed, what was only moved comes back."""
-    with catalog.reading() as conn:
+    waiting: list[Path] = []
+    with catalog.writing() as conn:  # nobody is between moving and committing now
         for root in roots.every(conn):
-            dead = tending.deleted_below(conn, root.uri)
-            living = [row.uri for row in tending.sources(conn, root.uri)]
-            for uri in dead:
-                for left in _left(uri):
-                    _remove(left)
+            living = {row.uri for row in tending.sources(conn, root.uri)}
             for uri in living:
-                waiting = _left(uri)
-                if len(waiting) == 1 and not os.path.lexists(uri):
-                    waiting[0].rename(uri)
+                left = _left(uri)
+                if len(left) == 1 and not os.path.lexists(uri):
+                    left[0].rename(uri)
+            for uri in set(tending.deleted_below(conn, root.uri)) - living:
+                waiting += _left(uri)
+    for path in waiting:
+        _remove(path)
 
 
 def _in_scope(conn: Any, scope: str | None) -> list[CheckpointRow]:

@@ -1,0 +1,58 @@
+"""Retire: sources that a verified child proves to hold, deleted as the policy says. For a schedule.
+
+Without ``yes`` nothing is deleted: the table tells what would be, and why the rest stays.
+``ckptcore retire`` does the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import State, flow
+from prefect.states import Completed, Failed
+
+from ckptcore.errors import CkptError
+from ckptcore.replaceable import Allowed
+from ckptcore.request import Settings
+from ckptcore.retention import Policy
+from ckptcore.sizes import parse_size, show_size
+from flows._words import explain
+from tasks.tend import retire as let_go
+
+
+@flow(name="retire", flow_run_name="retire")
+def retire(
+    scope: str | None = None,
+    keep_last: int = 3,
+    keep_every: int | None = None,
+    yes: bool = False,
+    fingerprint: bool = False,
+    accept_cast: bool = False,
+    accept_loss: list[str] | None = None,
+    memory: str = "1GiB",
+    workers: int | None = None,
+    device: str = "cpu",
+    catalog: str | None = None,
+) -> State[Any]:
+    """Delete sources that something verified proves to hold, but for those that are kept.
+
+    scope: a watched root or a training run by name; by default all watched roots.
+    keep_last: the newest steps of every run.
+    keep_every: and every step that this divides.
+    yes: delete; without it nothing is changed.
+    fingerprint: read sources and children to take their fingerprints.
+    accept_cast: a child with cast tensors stands for its source, too.
+    accept_loss: globs on objects and files that may go; may be repeated.
+    memory: budget for tensor buffers.
+    workers: threads; by default as the machine has.
+    device: torch device for sums.
+    catalog: URL of the catalog; by default CKPTCORE_CATALOG_URL, else the user's own.
+    """
+    try:
+        take = Settings(parse_size(memory), workers, device) if fingerprint else None
+        policy, allowed = Policy(keep_last, keep_every), Allowed(accept_cast, tuple(accept_loss or ()))
+        found = let_go(scope, policy, yes, allowed, take, catalog)
+    except CkptError as error:
+        return Failed(message=explain(error), data=error)
+    counts = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "no source"
+    return Completed(message=f"{counts}, {show_size(found.nbytes)}", data=found)

@@ -1,0 +1,38 @@
+"""Scrub: what the catalog says exists, read again and proven, a share at a time. For a schedule.
+
+The longest unproven come first; it stops when its time is over. ``ckptcore scrub`` does the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import State, flow
+from prefect.states import Completed, Failed
+
+from ckptcore.durations import parse_duration
+from ckptcore.errors import CkptError
+from flows._words import explain
+from tasks.tend import scrub as look_again
+
+NAMED = 5  # checkpoints that a failed run's message names
+
+
+@flow(name="scrub", flow_run_name="scrub")
+def scrub(share: float = 0.05, budget: str = "10m", catalog: str | None = None) -> State[Any]:
+    """Prove that what the catalog knows is still there, byte for byte.
+
+    share: of the checkpoints, above 0 and up to 1.
+    budget: stop after this time.
+    catalog: URL of the catalog; by default CKPTCORE_CATALOG_URL, else the user's own.
+    """
+    try:
+        found = look_again(share, parse_duration(budget), catalog)
+    except CkptError as error:
+        return Failed(message=explain(error), data=error)
+    told = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "nothing was due"
+    if found.exit_code == 0:
+        return Completed(message=told, data=found)
+    wrong = [each for each in found.looked if each.proven.proof not in ("proven", "stopped")]
+    lines = [f"- {each.checkpoint.uri}: {each.proven.message}" for each in wrong[:NAMED]]
+    return Failed(message="\n".join([told, *lines]), data=found)

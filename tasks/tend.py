@@ -1,0 +1,60 @@
+"""Tend: what do scrub and retire say of each checkpoint, where people look?"""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from ckptcore.catalog import open_catalog
+from ckptcore.replaceable import Allowed
+from ckptcore.request import Settings
+from ckptcore.retention import Policy
+from ckptcore.retire import Retired, Retirement
+from ckptcore.retire import retire as run_retire
+from ckptcore.scrub import Looked, Scrubbed
+from ckptcore.scrub import scrub as run_scrub
+from tasks.logs import log
+from tasks.words import count
+
+MAX_ROWS = 500
+
+
+@task(task_run_name="scrub", tags=["ckptcore"], cache_policy=NO_CACHE, persist_result=False)
+def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
+    """A share of what the catalog knows, read again; a table of it is an artifact."""
+
+    def told(each: Looked) -> None:
+        tell = log.info if each.proven.proof in ("proven", "stopped") else log.warning
+        tell("%s is %s: %s", each.checkpoint.uri, each.proven.proof.value, each.proven.message or "all of it")
+
+    with open_catalog(catalog, create=False) as known:
+        found = run_scrub(known, share, budget_s, told=told)
+    rows = [
+        {"proof": each.proven.proof.value, "checkpoint": each.checkpoint.uri, "why": each.proven.message}
+        for each in found.looked[:MAX_ROWS]
+    ]
+    if rows:
+        told_of = f"{count(len(found.looked), 'checkpoint')} of {found.known}"
+        create_table_artifact(rows, key="scrub", description=told_of)
+    return found
+
+
+@task(task_run_name="retire", tags=["ckptcore"], cache_policy=NO_CACHE, persist_result=False)
+def retire(
+    scope: str | None, policy: Policy, yes: bool, allowed: Allowed, take: Settings | None, catalog: str | None
+) -> Retirement:
+    """The sources that the policy lets go; what becomes of each, and why, is an artifact."""
+
+    def told(each: Retired) -> None:
+        log.info("%s is %s: %s", each.source.uri, each.fate.value, "; ".join(each.why))
+
+    with open_catalog(catalog, create=False) as known:
+        found = run_retire(known, policy, scope, yes=yes, allowed=allowed, take=take, told=told)
+    rows = [
+        {"fate": i.fate.value, "step": i.source.step, "checkpoint": i.source.uri, "why": "; ".join(i.why)}
+        for i in found.items[:MAX_ROWS]
+    ]
+    if rows:
+        create_table_artifact(rows, key="retire", description=count(len(found.items), "source"))
+    return found

@@ -1,0 +1,36 @@
+"""Sweep, scrub and retire one after the other, on either database."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from checkpoints import save
+
+from ckptcore.catalog import open_catalog, roots
+from ckptcore.convert import convert
+from ckptcore.request import Settings
+from ckptcore.retention import Policy
+from ckptcore.retire import retire
+from ckptcore.scrub import scrub
+from ckptcore.sweep import sweep
+
+
+def test_a_checkpoint_from_its_save_to_its_end(either, runs):
+    means = Settings(memory=32 << 20, workers=1, fingerprint=True)
+    for n in (1, 2):
+        save(runs / "llama" / f"step-{n}", n)
+    (save(runs / "llama" / "step-3") / ".metadata").unlink()
+    with open_catalog(either) as catalog:
+        with catalog.writing() as conn:
+            roots.add(conn, datetime.now(UTC), "r", str(runs))
+        swept = sweep(catalog, lambda request: convert(request, means, None, either), settle_s=0)
+        assert swept.counts == {"made": 2, "broken": 1}
+        assert sweep(catalog, lambda _: None, settle_s=0).counts == {"converted": 2, "broken": 1}
+        assert scrub(catalog, share=1).counts == {"proven": 4}
+        assert retire(catalog, Policy(1), yes=True).counts == {"deleted": 1, "kept": 1}
+        assert scrub(catalog, share=1).counts == {"proven": 3}
+        # What was retired is no new work, and its output is still known by it.
+        assert sweep(catalog, lambda _: None, settle_s=0).counts == {"converted": 1, "broken": 1}
+        # The next save is another step.
+        save(runs / "llama" / "step-1", 5)
+        assert sweep(catalog, lambda _: None, settle_s=0).counts["outdated"] == 1
