@@ -53,12 +53,14 @@ def ask(url: str, statement: str, *, limit: int = 1000, seconds: float = 30.0) -
     """
     connect(url, create=False).dispose()  # there, a catalog, and of this version
     parsed = parse(url)
+    if parsed.get_backend_name() != "sqlite":
+        return _postgresql(parsed, statement, limit, seconds)
     path = sqlite_path(parsed)
-    if path is not None:
-        return _sqlite(f"file:{quote(str(path.absolute()))}?mode=ro", statement, limit, seconds)
-    if parsed.get_backend_name() == "sqlite":
+    name = parsed.database or ""
+    if path is None and not name.startswith("file:"):
         raise UsageError("a catalog in memory cannot be asked", hint="name the file of a catalog")
-    return _postgresql(parsed, statement, limit, seconds)
+    place = name.partition("?")[0] if path is None else f"file:{quote(str(path.absolute()))}"
+    return _sqlite(f"{place}?mode=ro", statement, limit, seconds)
 
 
 def _sqlite(uri: str, statement: str, limit: int, seconds: float) -> Answer:

@@ -121,6 +121,15 @@ def test_a_writer_is_not_waited_for(filled, catalog):
         assert ask(filled, "SELECT count(*) AS n FROM checkpoint").rows == ((5,),)
 
 
+def test_a_file_by_its_uri(tmp_path, facts):
+    path = tmp_path / "a b%.sqlite"
+    with open_catalog(str(path)) as catalog:
+        catalog.record_validation(facts("/runs/step-1"))
+    assert ask(str(path), "SELECT uri FROM checkpoint").rows == (("/runs/step-1",),)
+    uri = f"sqlite:///file:{tmp_path}/a%20b%25.sqlite?mode=ro&uri=true"
+    assert ask(uri, "SELECT uri FROM checkpoint").rows == (("/runs/step-1",),)
+
+
 def test_no_catalog(tmp_path):
     with pytest.raises(CatalogError, match="there is no catalog"):
         ask(str(tmp_path / "none.sqlite"), "SELECT 1")
