@@ -92,6 +92,13 @@ def test_tags_aliases_and_holds_keep(made, retired, catalog):
     assert retired()[2] == ("kept", ("held: audit",))
 
 
+def test_what_somebody_reads_now_stays(made, retired, catalog):
+    catalog.begin({}, source_uri=str(made[1]), destination_uri="/elsewhere", verb="export", tool_version="1")
+    found = retired()
+    assert found[1][0] == "kept"
+    assert found[1][1][0].endswith("reads it")
+
+
 @pytest.mark.parametrize("ruin", ["altered", "missing", "gone"])
 def test_a_child_that_is_not_whole_any_more_stands_for_nothing(ruin, made, retired, tmp_path):
     out = tmp_path / "out/step-1"
