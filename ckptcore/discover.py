@@ -91,12 +91,16 @@ class _Looking:
             self.into(path, kept, depth)
             return
         recognised, several = self._detect(path, files)
-        if recognised is not None:
+        loose = bool(children) and step_of(name) is None and _is_loose(own)
+        if recognised is not None and not loose:
             self._add(path, name, *recognised, files)
             return
         before = len(self.found)
         self.into(path, kept, depth)
-        if len(self.found) == before and files and (several or step_of(name) is not None):
+        if recognised is not None and not any(c.format for c in self.found[before:]):
+            self.found[before:] = []
+            self._add(path, name, *recognised, files)
+        elif len(self.found) == before and files and (several or step_of(name) is not None):
             self._add(path, name, "", (), files)
 
     def _detect(
@@ -149,6 +153,11 @@ def _split(files: Mapping[str, Seen]) -> tuple[dict[str, dict[str, Seen]], dict[
         else:
             own[path] = seen
     return children, own
+
+
+def _is_loose(own: Collection[str]) -> bool:
+    """Whether one file of tensors lies in a folder by itself, as an average beside the saves it is of."""
+    return "config.json" not in own and sum(n.endswith(SUFFIXES) for n in own) == 1
 
 
 def _below(folder: str, name: str) -> str:

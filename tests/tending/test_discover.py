@@ -67,6 +67,21 @@ def test_files_that_are_one_save_each(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_loose_file_does_not_hide_what_lies_beside_it(tmp_path, one):
+    run = tmp_path / "runs" / "llama"
+    shutil.copytree(one, run / "last")
+    torch_save({"w": arange(4)}, run / "ema.pt")
+    assert paths(tmp_path / "runs") == ["llama/last"]
+    shutil.rmtree(run / "last")
+    (run / "logs").mkdir()
+    (run / "logs" / "events").write_bytes(b"x")
+    assert paths(tmp_path / "runs") == ["llama"]
+    (run / "config.json").write_text("{}")  # a model with its folders
+    (run / "original").mkdir()
+    torch_save({"w": arange(4)}, run / "original" / "consolidated.00.pth")
+    assert paths(tmp_path / "runs") == ["llama"]
+
+
 def test_two_models_of_one_step_and_a_step_of_nothing_known(tmp_path, one):
     root = tmp_path / "rl"
     for part in ("actor", "critic"):
