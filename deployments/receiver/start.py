@@ -63,26 +63,14 @@ def work(
     now: datetime | None = None,
 ) -> int:
     """One round; how many rows were started or ended."""
-    now = now or datetime.now(UTC)
-    rows = box.take(now, LIMIT)
+    one = _Round(box, runs, senders, targets, now or datetime.now(UTC))
+    rows = box.take(one.now, LIMIT)
     fresh = [row for row in rows if row.flow_run_id is None]
     for row in fresh:
-        _start(box, runs, senders, targets, row, now)
+        one.start(row)
     going = [row for row in rows if row.flow_run_id is not None]
     states = runs.states([row.flow_run_id or "" for row in going]) if going else {}
-    over = 0
-    for row in going:
-        assert row.flow_run_id is not None
-        state = states.get(row.flow_run_id)
-        outcome = outcome_of(state, now)
-        if outcome is None:
-            # Attempts are takes; how often one was looked at is near enough to space the looks.
-            box.running(row, row.flow_run_id, now + _after(LOOKS, row.attempts - 2, LOOKS[-1]))
-            continue
-        over += 1
-        why = state.message if state is not None else "Prefect no longer knows the run"
-        _end(box, runs, targets, row, outcome, why, now)
-    return len(fresh) + over
+    return len(fresh) + sum(one.look(row, states.get(row.flow_run_id or "")) for row in going)
 
 
 def outcome_of(state: RunState | None, now: datetime) -> str | None:
@@ -94,76 +82,82 @@ def outcome_of(state: RunState | None, now: datetime) -> str | None:
     return {"COMPLETED": "succeeded", "FAILED": "failed", "CANCELLED": "failed"}.get(state.kind)
 
 
-def _start(
-    box: Box,
-    runs: Runs,
-    senders: Mapping[str, Sender],
-    targets: Mapping[str, Target],
-    row: InboxEvent,
-    now: datetime,
-) -> None:
-    if row.source not in senders:
-        _end(box, runs, targets, row, "failed", f"{row.source} is not in the configuration any more", now)
-        return
-    try:
-        order = order_of(senders[row.source], row.uri, row.run, row.step)
-    except Refused as refused:
-        _end(box, runs, targets, row, "failed", refused.told["message"], now)
-        return
-    try:
-        run = runs.start(
-            order.deployment,
-            order.parameters,
-            key=f"ckptcore-inbox:{row.id}",
-            name=f"{row.source} {'/'.join(order.uri.split('/')[-2:])}",
-            tags=["webhook", f"source:{row.source}"],
-        )
-    except Exception as error:  # whatever ails Prefect, the event is kept
-        why = f"{type(error).__name__}: {error}"[:1000]
-        if row.attempts >= MAX_ATTEMPTS:
-            _end(box, runs, targets, row, "failed", f"given up after {row.attempts} tries: {why}", now)
+@dataclass(frozen=True, slots=True)
+class _Round:
+    box: Box
+    runs: Runs
+    senders: Mapping[str, Sender]
+    targets: Mapping[str, Target]
+    now: datetime
+
+    def start(self, row: InboxEvent) -> None:
+        """Start the run of an event, or put the event back."""
+        if (
+            row.source not in self.senders
+        ):  # another receiver may have it, or this one when it is started anew
+            self.postpone(row, f"{row.source} is not in the configuration of a receiver", HOURLY / 60)
             return
-        delay = _after(DELAYS, row.attempts - 1, HOURLY)
-        _log.warning("%s: event %s could not be started, again in %s: %s", row.source, row.id, delay, why)
-        box.later(row, now + delay, why)
-    else:
-        box.running(row, run, now + _after(LOOKS, 0, LOOKS[-1]))
+        try:
+            order = order_of(self.senders[row.source], row.uri, row.run, row.step)
+        except Refused as refused:
+            self.end(row, "failed", refused.told["message"])
+            return
+        try:
+            run = self.runs.start(
+                order.deployment,
+                order.parameters,
+                key=f"ckptcore-inbox:{row.id}",
+                name=f"{row.source} {'/'.join(order.uri.split('/')[-2:])}",
+                tags=["webhook", f"source:{row.source}"],
+            )
+        except Exception as error:  # whatever ails Prefect, the event is kept
+            delay = DELAYS[row.attempts - 1] if row.attempts <= len(DELAYS) else HOURLY
+            self.postpone(row, f"{type(error).__name__}: {error}"[:1000], delay)
+            return
+        self.box.running(row, run, self.now + timedelta(seconds=LOOKS[0]))
         _log.info("%s: event %s is run %s", row.source, row.id, run)
-        _tell(runs, "ckptcore.checkpoint.announced", row, {"flow_run_id": run, **order.parameters})
+        self.tell("ckptcore.checkpoint.announced", row, {"flow_run_id": run, **order.parameters})
 
+    def postpone(self, row: InboxEvent, why: str, seconds: float) -> None:
+        """Try again in some seconds; give the event up when that has been done often."""
+        if row.attempts >= MAX_ATTEMPTS:
+            self.end(row, "failed", f"given up after {row.attempts} tries: {why}")
+            return
+        _log.warning("%s: event %s could not be started, again in %d s: %s", row.source, row.id, seconds, why)
+        self.box.later(row, self.now + timedelta(seconds=seconds), why)
 
-def _end(
-    box: Box,
-    runs: Runs,
-    targets: Mapping[str, Target],
-    row: InboxEvent,
-    outcome: str,
-    why: str,
-    now: datetime,
-) -> None:
-    type = f"conversion.{outcome}"
-    data = {
-        "uri": row.uri, "run": row.run, "step": row.step, "flow_run_id": row.flow_run_id,
-        "event": row.id, "sender": row.source, "message": why[:2000],
-    }  # fmt: skip
-    body = {"type": type, "timestamp": now.isoformat(), "data": data}
-    news = [
-        News(target=name, key=f"{row.id}:{outcome}", type=type, body=body)
-        for name, target in targets.items()
-        if type in target.events
-    ]
-    if box.end(row, now, why if outcome == "failed" else None, news):
-        _log.info("%s: event %s %s: %s", row.source, row.id, outcome, why)
-        _tell(runs, f"ckptcore.{type}", row, data)
+    def look(self, row: InboxEvent, state: RunState | None) -> bool:
+        """Whether the run of an event has ended; then the event has, too."""
+        assert row.flow_run_id is not None
+        outcome = outcome_of(state, self.now)
+        if outcome is None:
+            # Attempts are takes; how often one was looked at is near enough to space the looks.
+            pause = LOOKS[min(max(row.attempts - 2, 0), len(LOOKS) - 1)]
+            self.box.running(row, row.flow_run_id, self.now + timedelta(seconds=pause))
+            return False
+        self.end(row, outcome, state.message if state is not None else "Prefect no longer knows the run")
+        return True
 
+    def end(self, row: InboxEvent, outcome: str, why: str) -> None:
+        """The event is done or has failed, and those who want to know are told."""
+        type = f"conversion.{outcome}"
+        data = {
+            "uri": row.uri, "run": row.run, "step": row.step, "flow_run_id": row.flow_run_id,
+            "event": row.id, "sender": row.source, "message": why[:2000],
+        }  # fmt: skip
+        body = {"type": type, "timestamp": self.now.isoformat(), "data": data}
+        news = [
+            News(target=name, key=f"{row.id}:{outcome}", type=type, body=body)
+            for name, target in self.targets.items()
+            if type in target.events
+        ]
+        if self.box.end(row, self.now, why if outcome == "failed" else None, news):
+            _log.info("%s: event %s %s: %s", row.source, row.id, outcome, why)
+            self.tell(f"ckptcore.{type}", row, data)
 
-def _tell(runs: Runs, event: str, row: InboxEvent, payload: Mapping[str, Any]) -> None:
-    # At most once: who must not miss an end is a target of the outbox.
-    try:
-        runs.tell(event, row.uri, payload)
-    except Exception as error:
-        _log.warning("%s: no event %s at Prefect: %s", row.source, event, error)
-
-
-def _after(steps: Sequence[float], index: int, then: float) -> timedelta:
-    return timedelta(seconds=steps[max(index, 0)] if index < len(steps) else then)
+    def tell(self, event: str, row: InboxEvent, payload: Mapping[str, Any]) -> None:
+        """An event of Prefect, at most once: who must not miss an end is a target of the outbox."""
+        try:
+            self.runs.tell(event, row.uri, payload)
+        except Exception as error:
+            _log.warning("%s: no event %s at Prefect: %s", row.source, event, error)

@@ -161,12 +161,23 @@ def test_while_prefect_is_away_events_wait_and_the_last_try_is_told(
 def test_a_configuration_that_changed_counts(
     box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
-    box.put([(event("e1", source="gone"), webhooks.URI, "{}")], NOW)
-    box.put([(event("e2"), "/elsewhere/step-7", "{}")], NOW)
-    assert work(box, runs, senders, {}, NOW) == 2
+    box.put([(event(), "/elsewhere/step-7", "{}")], NOW)
+    assert work(box, runs, senders, {}, NOW) == 1
     assert runs.given == []
-    assert [row[0] for row in state(url)] == ["failed", "failed"]
-    assert "not below an allowed root" in state(url)[1][2]
+    assert state(url)[0][0] == "failed"
+    assert "not below an allowed root" in state(url)[0][2]
+
+
+def test_an_event_of_another_receivers_source_is_left_to_it(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    box.put([(event(), webhooks.URI, "{}")], NOW)
+    others = {name: sender for name, sender in senders.items() if name != "slurm"}
+    work(box, runs, others, {}, NOW)
+    assert state(url)[0][:2] == ("waiting", None)
+    assert "slurm is not in the configuration" in state(url)[0][2]
+    assert work(box, runs, senders, {}, NOW + timedelta(minutes=1)) == 1
+    assert state(url)[0][:2] == ("waiting", "run-0")
 
 
 @pytest.mark.parametrize(
