@@ -72,7 +72,7 @@ def rebuild(
     What is wrong with a checkpoint is recorded or left out, and told. Raises `SourceUnreadable` for a root
     that is not there, and `CatalogError`.
     """
-    found: dict[str, tuple[str, Manifest]] = {}
+    found: dict[str, tuple[str, str]] = {}  # id -> place and format
     left_out = []
     for uri in dict.fromkeys(uri for root in roots for uri in _places(root)):
         try:
@@ -84,14 +84,14 @@ def rebuild(
             told(f"left out  {uri}: {error.message}")
             continue
         known = facts(manifest, uri, files, verified="cover" if report.ok else None)
-        found[catalog.record_validation(known, report.findings, level="cover")] = uri, manifest
+        found[catalog.record_validation(known, report.findings, level="cover")] = uri, manifest.format
         told(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
     # Behind all of them: a source may be found after what was made from it.
     origins = {public: _adopted(catalog, public, uri) for public, (uri, _) in found.items()}
     recorded = [
-        Recorded(public, uri, manifest.format, catalog.show(public, tensors=False).checkpoint.state,  # type: ignore[union-attr]
+        Recorded(public, uri, form, catalog.show(public, tensors=False).checkpoint.state,  # type: ignore[union-attr]
                  origins[public])
-        for public, (uri, manifest) in found.items()
+        for public, (uri, form) in found.items()
     ]  # fmt: skip
     return Rebuilt(tuple(recorded), tuple(left_out))
 
