@@ -31,8 +31,7 @@ from ckptcore.store.survey import newest, stamp_of
 
 SETTLE_S = 120.0
 # What is wrong with the checkpoint itself; anything else is wrong with the way to it.
-_ITS_OWN = (DamagedCheckpoint, NotComplete, UnknownFormat, UnsupportedFormat, UnsafeContent, UnsupportedDtype,
-            SourceUnreadable)  # fmt: skip
+_ITS_OWN = (DamagedCheckpoint, NotComplete, UnknownFormat, UnsupportedFormat, UnsafeContent, UnsupportedDtype)
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,14 @@ def _read(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
         errors = tuple(f for f in report.findings if f.severity == "error")
         return Look(Seen.BROKEN, stamp, changed, errors[0].message, errors, None, manifest.digest, manifest)
     except CkptError as error:
-        state = Seen.BROKEN if isinstance(error, _ITS_OWN) and not error.transient else Seen.UNREAD
-        own = tuple(error.values.get("findings", ()))
-        findings = own or (Finding(error.code, "files", error.message, hint=error.hint),)
+        # A file that ends early is the checkpoint's fault; a door that is shut is not.
+        own_fault = isinstance(error, _ITS_OWN) or (
+            isinstance(error, SourceUnreadable) and "file" in error.values
+        )
+        state = Seen.BROKEN if own_fault and not error.transient else Seen.UNREAD
+        findings = tuple(error.values.get("findings", ())) or (
+            Finding(error.code, "files", error.message, hint=error.hint),
+        )
         return Look(state, stamp, changed, error.message, findings, None, None, manifest)
 
 

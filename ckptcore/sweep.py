@@ -23,7 +23,7 @@ from ckptcore.catalog.sightings import Seen, SightingRow
 from ckptcore.catalog.text import normal_uri
 from ckptcore.claiming import claimed, key_of, made_from, owner, rewritten
 from ckptcore.discover import Candidate, discover
-from ckptcore.errors import CkptError, Finding, NotComplete
+from ckptcore.errors import Busy, CkptError, Finding, NotComplete
 from ckptcore.register import facts
 from ckptcore.request import Request
 from ckptcore.settling import SETTLE_S, Look, look
@@ -181,7 +181,8 @@ def work(catalog: Catalog, item: Item, convert: Convert, who: str, *, again: boo
                 return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
             convert(request)
     except CkptError as error:
-        return replace(item, standing=Standing.FAILED, why=f"{error.code}: {error.message}")
+        standing = Standing.CLAIMED if isinstance(error, Busy) else Standing.FAILED
+        return replace(item, standing=standing, why=f"{error.code}: {error.message}")
     return replace(item, standing=Standing.MADE, why="")
 
 

@@ -11,10 +11,11 @@ from datetime import UTC, datetime
 from checkpoints import save
 from safetensors.torch import load_file
 
+from ckptcore import settling
 from ckptcore.catalog import claims, roots, sightings
 from ckptcore.claiming import key_of
 from ckptcore.cli import run
-from ckptcore.errors import DiskFull
+from ckptcore.errors import Busy, DiskFull, SourceUnreadable
 from ckptcore.sweep import sweep
 
 
@@ -65,8 +66,6 @@ def test_what_is_being_written_is_not_broken_until_it_lies_still(runs, watch, sw
 
 
 def test_what_lies_still_is_not_opened_again(runs, watch, swept, monkeypatch):
-    from ckptcore import settling
-
     save(runs / "llama" / "step-1")
     (save(runs / "llama" / "step-2") / ".metadata").unlink()
     watch()
@@ -159,6 +158,30 @@ def test_a_claim_in_other_hands_is_left_alone(runs, watch, swept, catalog):
     with catalog.writing() as conn:
         claims.done(conn, datetime.now(UTC), taken)
     assert swept()[0]["step-1"].standing == "converted"
+
+
+def test_a_shut_door_is_not_a_broken_checkpoint(runs, watch, swept, monkeypatch):
+    save(runs / "llama" / "step-1")
+    watch()
+
+    def shut(*_):
+        raise SourceUnreadable("permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(settling, "inspect", shut)
+        assert swept()[0]["step-1"].standing == "unread"
+    assert swept()[0]["step-1"].standing == "made"
+
+
+def test_a_person_who_converts_the_same_now_is_waited_for(runs, watch, swept, catalog):
+    save(runs / "llama" / "step-1")
+    watch()
+
+    def busy(_request):
+        raise Busy("another process is writing")
+
+    found = sweep(catalog, busy, settle_s=0)
+    assert ([i.standing for i in found.items], found.exit_code) == (["claimed"], 0)
 
 
 def test_paused_roots_are_swept_by_name_only(runs, watch, swept, catalog):
