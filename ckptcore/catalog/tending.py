@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from sqlalchemy import and_, func, or_, select, update
+from sqlalchemy import and_, func, select, update
 
 from ckptcore.catalog.checkpoints import note_findings
 from ckptcore.catalog.claims import TAKEN
@@ -73,7 +73,9 @@ def sources(conn: Connection, root: str | None = None, run: str | None = None) -
         wanted = wanted.where(Checkpoint.uri.startswith(root.rstrip("/") + "/", autoescape=True))
     if run is not None:
         wanted = wanted.where(TrainingRun.name == run)
-    return tuple(checkpoint_row(row) for row in conn.execute(wanted.order_by(Checkpoint.id)))
+    found = (checkpoint_row(row) for row in conn.execute(wanted.order_by(Checkpoint.id)))
+    # SQLite's LIKE takes /runs/A for /runs/a.
+    return tuple(r for r in found if root is None or r.uri.startswith(root.rstrip("/") + "/"))
 
 
 def children(conn: Connection, public: str) -> tuple[tuple[ConversionRow, CheckpointRow], ...]:
@@ -138,6 +140,7 @@ def deleted(conn: Connection, now: datetime, public: str) -> bool:
 
 def deleted_below(conn: Connection, root: str) -> tuple[str, ...]:
     """The places below a root whose checkpoints were deleted on purpose."""
-    below = or_(Checkpoint.uri.startswith(root.rstrip("/") + "/", autoescape=True))
+    above = root.rstrip("/") + "/"
+    below = Checkpoint.uri.startswith(above, autoescape=True)
     wanted = select(Checkpoint.uri).where(below, Checkpoint.state == State.DELETED.value)
-    return tuple(conn.execute(wanted).scalars())
+    return tuple(uri for uri in conn.execute(wanted).scalars() if uri.startswith(above))

@@ -186,6 +186,13 @@ def test_only_below_watched_roots(made, retired, catalog, tmp_path, url):
     assert made[1].exists()
 
 
+def test_a_root_of_another_case_is_another_root(made, retired, catalog, tmp_path):
+    with catalog.writing() as conn:
+        roots.remove(conn, "r")
+        roots.add(conn, datetime.now(UTC), "other", str(tmp_path / "RUNS"))
+    assert retired(yes=False) == {}
+
+
 def test_a_hold_that_comes_while_it_is_looked_at_wins(made, retired, catalog, monkeypatch):
     prove = module.prove
 
