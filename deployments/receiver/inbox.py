@@ -7,8 +7,9 @@ was taken is back when its lease is over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -42,8 +43,10 @@ class Box:
     Every method is one transaction, and raises `CatalogError` when the database is away.
     """
 
-    def __init__(self, url: str | None = None) -> None:
+    def __init__(self, url: str | None = None, turn: threading.Lock | None = None) -> None:
+        # turn: shared by the boxes of a process. SQLite lets writers poll for their turn, and they oversleep.
         self._catalog = open_catalog(url)
+        self._turn = turn or threading.Lock()
         self._open = ExitStack()
         self._open.enter_context(self._catalog.kept_open())
 
@@ -53,7 +56,7 @@ class Box:
         The URI is as it was allowed, which need not be how the event spells it; the body is as it came.
         """
         found = []
-        with self._catalog.queueing() as conn:
+        with self._transaction() as conn:
             for event, uri, body in events:
                 row, new = inbox.accept(
                     conn, now, event.source, event.event_id,
@@ -64,17 +67,17 @@ class Box:
 
     def take(self, now: datetime, limit: int) -> Sequence[InboxEvent]:
         """Events to start or to look at; nobody else gets them while the lease runs."""
-        with self._catalog.queueing() as conn:
+        with self._transaction() as conn:
             return inbox.take(conn, now, limit=limit, lease=LEASE)
 
     def later(self, row: InboxEvent, at: datetime, why: str) -> None:
         """The start failed; try again at a time."""
-        with self._catalog.queueing() as conn:
+        with self._transaction() as conn:
             inbox.later(conn, row, at, why)
 
     def running(self, row: InboxEvent, flow_run_id: str, look_at: datetime) -> None:
         """A run works on the event; look at it at a time."""
-        with self._catalog.queueing() as conn:
+        with self._transaction() as conn:
             queues.settle(
                 conn, Inbox, row.row, row.attempts, Stage.WAITING,
                 ended_at=None, due_at=look_at, flow_run_id=flow_run_id,
@@ -85,7 +88,7 @@ class Box:
 
         False, and nothing is told, when somebody else has taken the row since.
         """
-        with self._catalog.queueing() as conn:
+        with self._transaction() as conn:
             good = failure is None
             mine = inbox.done(conn, now, row) if good else inbox.failed(conn, now, row, failure or "")
             for one in news if mine else ():
@@ -94,17 +97,17 @@ class Box:
 
     def messages(self, now: datetime, limit: int) -> Sequence[Message]:
         """Messages to send; nobody else gets them while the lease runs."""
-        with self._catalog.queueing() as conn:
+        with self._transaction() as conn:
             return outbox.take(conn, now, limit=limit, lease=LEASE)
 
     def sent(self, message: Message, now: datetime) -> None:
         """The message has arrived."""
-        with self._catalog.queueing() as conn:
+        with self._transaction() as conn:
             outbox.sent(conn, now, message)
 
     def unsent(self, message: Message, now: datetime, why: str, again: datetime | None) -> None:
         """It has not; try again at a time, or not by itself."""
-        with self._catalog.queueing() as conn:
+        with self._transaction() as conn:
             if again is None:
                 outbox.failed(conn, now, message, why)
             else:
@@ -117,8 +120,13 @@ class Box:
 
     def check(self) -> None:
         """Raise `CatalogError` when the database does not answer or the tables are not there."""
-        with self._catalog.queueing() as conn:
+        with self._transaction() as conn:
             inbox.depth(conn)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Any]:
+        with self._turn, self._catalog.queueing() as conn:
+            yield conn
 
     def close(self) -> None:
         """Give the connections back."""

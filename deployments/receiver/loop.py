@@ -43,7 +43,7 @@ class Loop:
     def _run(self) -> None:
         while not self._end.is_set():
             self._news.clear()
-            busy = False
+            busy = failed = False
             for name, step in self._steps.items():
                 if self._end.is_set():
                     return
@@ -54,5 +54,8 @@ class Loop:
                     if name not in self._trouble:
                         _log.exception("%s failed; it is tried again", name)
                     self._trouble[name] = f"{type(error).__name__}: {error}"[:300]
-            if not busy:
+                    failed = True
+            if failed:  # news does not mend it
+                self._end.wait(self._idle)
+            elif not busy:
                 self._news.wait(self._idle)

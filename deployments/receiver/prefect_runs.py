@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
 from ckptcore.errors import UsageError
-from deployments.receiver.start import RunState
+from deployments.receiver.start import Away, RunState
 
 
 class PrefectRuns:
@@ -36,19 +38,21 @@ class PrefectRuns:
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
     ) -> str:
         """The id of the run that has this key, made if there was none."""
-        try:
-            found = self._client.read_deployment_by_name(deployment)
-        except ObjectNotFound as error:
-            raise UsageError(f"the Prefect server has no deployment {deployment}") from error
-        run = self._client.create_flow_run_from_deployment(
-            found.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
-        )
-        return str(run.id)
+        with _answering():
+            try:
+                found = self._client.read_deployment_by_name(deployment)
+            except ObjectNotFound as error:
+                raise UsageError(f"the Prefect server has no deployment {deployment}") from error
+            run = self._client.create_flow_run_from_deployment(
+                found.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
+            )
+            return str(run.id)
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
         """By id; a run that is no longer known is not there."""
         wanted = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(id) for id in ids]))
-        found = self._client.read_flow_runs(flow_run_filter=wanted, limit=len(ids))
+        with _answering():
+            found = self._client.read_flow_runs(flow_run_filter=wanted, limit=len(ids))
         return {str(run.id): _state(run.state) for run in found}
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
@@ -62,6 +66,14 @@ class PrefectRuns:
         }
         # The client's own way of sending events is a queue in another thread; here it is one of four calls.
         self._client._client.post("/events", json=[made]).raise_for_status()
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise Away(f"Prefect does not answer: {error}") from error
 
 
 def _state(state: Any) -> RunState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import httpx
@@ -36,7 +37,8 @@ def serve(config: Path, host: str, port: int) -> None:
     settings, senders = load(config)
     runs = PrefectRuns()
     # Two of them: requests never wait for the loop's transactions in a pool of connections.
-    box, rows = Box(settings.catalog), Box(settings.catalog)
+    turn = threading.Lock()
+    box, rows = Box(settings.catalog, turn), Box(settings.catalog, turn)
     with _listening(host, port) as listener, httpx.Client() as client:
         watched = Watched(rows, senders)
         watched.refresh()

@@ -40,8 +40,12 @@ class RunState:
     message: str
 
 
+class Away(Exception):
+    """Prefect does not answer: nothing else need be tried now."""
+
+
 class Runs(Protocol):
-    """What is asked of Prefect; everything raises when it does not answer."""
+    """What is asked of Prefect; everything raises `Away` when it does not answer."""
 
     def start(
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
@@ -62,12 +66,21 @@ def work(
     targets: Mapping[str, Target],
     now: datetime | None = None,
 ) -> int:
-    """One round; how many rows were started or ended."""
+    """One round; how many rows were started, put back or ended. Raises `Away`, with the rows put back."""
     one = _Round(box, runs, senders, targets, now or datetime.now(UTC))
     rows = box.take(one.now, LIMIT)
     fresh = [row for row in rows if row.flow_run_id is None]
+    away: Away | None = None
     for row in fresh:
-        one.start(row)
+        try:
+            if away is None:
+                one.start(row)
+        except Away as error:
+            away = error
+        if away is not None:
+            one.postpone(row, str(away), delay_after(row.attempts))
+    if away is not None:
+        raise away
     going = [row for row in rows if row.flow_run_id is not None]
     states = runs.states([row.flow_run_id or "" for row in going]) if going else {}
     return len(fresh) + sum(one.look(row, states.get(row.flow_run_id or "")) for row in going)
@@ -80,6 +93,15 @@ def outcome_of(state: RunState | None, now: datetime) -> str | None:
     if state.kind == "CRASHED":
         return "failed" if now - state.since > CRASHED_FOR else None
     return {"COMPLETED": "succeeded", "FAILED": "failed", "CANCELLED": "failed"}.get(state.kind)
+
+
+def delay_after(attempts: int) -> float:
+    """Seconds until the next try.
+
+    >>> [delay_after(n) for n in (1, 6, 7, 49)]
+    [2, 900, 3600, 3600]
+    """
+    return DELAYS[attempts - 1] if attempts <= len(DELAYS) else HOURLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +132,10 @@ class _Round:
                 name=f"{row.source} {'/'.join(order.uri.split('/')[-2:])}",
                 tags=["webhook", f"source:{row.source}"],
             )
+        except Away:
+            raise
         except Exception as error:  # whatever ails Prefect, the event is kept
-            delay = DELAYS[row.attempts - 1] if row.attempts <= len(DELAYS) else HOURLY
-            self.postpone(row, f"{type(error).__name__}: {error}"[:1000], delay)
+            self.postpone(row, f"{type(error).__name__}: {error}"[:1000], delay_after(row.attempts))
             return
         self.box.running(row, run, self.now + timedelta(seconds=LOOKS[0]))
         _log.info("%s: event %s is run %s", row.source, row.id, run)

@@ -23,7 +23,7 @@ from deployments.receiver.notify import SCHEDULE, send_due
 from deployments.receiver.orders import order_of
 from deployments.receiver.refusals import Refused
 from deployments.receiver.settings import Sender, Target, load
-from deployments.receiver.start import MAX_ATTEMPTS, RunState, outcome_of, work
+from deployments.receiver.start import MAX_ATTEMPTS, Away, RunState, outcome_of, work
 from deployments.receiver.watched import Watched
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
@@ -156,6 +156,23 @@ def test_while_prefect_is_away_events_wait_and_the_last_try_is_told(
     work(box, runs, senders, TARGETS, now)
     assert state(url)[0][0] == "failed"
     assert outbox(url) == [("all", "waiting")]
+
+
+def test_while_prefect_does_not_answer_one_try_is_enough(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    box.put([(event(f"e{number}"), webhooks.URI, "{}") for number in range(5)], NOW)
+    tries: list[str] = []
+
+    def start(deployment: str, parameters: Mapping[str, Any], *, key: str, **_: Any) -> str:
+        tries.append(key)
+        raise Away("Prefect does not answer")
+
+    runs.start = start  # type: ignore[method-assign]
+    with pytest.raises(Away):
+        work(box, runs, senders, TARGETS, NOW)
+    assert len(tries) == 1
+    assert state(url) == [("waiting", None, "Prefect does not answer")] * 5
 
 
 def test_a_configuration_that_changed_counts(
