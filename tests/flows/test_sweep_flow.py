@@ -100,5 +100,6 @@ def test_a_webhook_and_a_sweep_race(watched: Path, catalog: str, tmp_path: Path)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3000)
 def test_a_webhook_and_a_sweep_race_a_hundred_times(watched: Path, catalog: str, tmp_path: Path) -> None:
     race(watched, catalog, tmp_path, 100)

@@ -84,6 +84,7 @@ def test_two_sweeps_in_one_process(either, tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3000)
 def test_two_sweeps_in_one_process_a_hundred_times(either, tmp_path):
     race_often(either, tmp_path, 100)
 
