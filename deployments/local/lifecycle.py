@@ -28,8 +28,8 @@ def up(folder: Path, wanted: Choices | None, say: Say) -> State:
 
     Raises `UsageError` with the last words of what does not come up.
     """
-    state = settle(folder, wanted)
     with locked(folder):
+        state = settle(folder, wanted)
         (folder / "receiver.toml").write_text(receiver_config(state))
         write_private(folder / "env.sh", user_env(state))
         for place in (state.root, state.exports):
@@ -39,11 +39,12 @@ def up(folder: Path, wanted: Choices | None, say: Say) -> State:
             if service.name == "worker":
                 before, after = upgrade(state.catalog)
                 say(f"catalog: schema {after}" + ("" if before == after else f", was {before or 'none'}"))
-                if not process.known("worker", folder):
-                    process.end("worker", folder, 0)  # runs that a dead worker left
-                    _run_drainer(state, "requeue", "resume")
-                else:
-                    _run_drainer(state, "resume")
+                verbs = ["resume"]
+                if not _runs(service, state):
+                    # Its runs end with it, also those that a dead one left.
+                    process.end("worker", folder, service.patience)
+                    verbs = ["requeue", "resume"]
+                _run_drainer(state, *verbs)
             _bring_up(service, state, say)
     return state
 
@@ -62,10 +63,11 @@ def down(folder: Path, patience: float, say: Say) -> None:
         by_name = {service.name: service for service in SERVICES}
         if process.known("prefect", folder) and by_name["prefect"].is_ready(state):
             # Without a worker nobody ends a run.
-            stopped = _run_drainer(state, f"pause={patience if process.known('worker', folder) else 0}")
+            wait = patience if process.known("worker", folder) else 0
+            stopped = _tried(say, state, f"pause={wait}")
         for service in reversed(SERVICES):
             if service.name == "prefect" and stopped is not None:
-                _run_drainer(state, f"requeue={stopped}")
+                _tried(say, state, f"requeue={stopped}")
             was = process.known(service.name, folder) is not None
             gently = process.end(
                 service.name, folder, service.patience, HOW.get(service.name, signal.SIGTERM)
@@ -75,18 +77,18 @@ def down(folder: Path, patience: float, say: Say) -> None:
 
 
 def _bring_up(service: Service, state: State, say: Say) -> None:
-    command, env = list(service.command(state)), service.env(state)
     running = process.known(service.name, state.folder)
-    if running is not None and running.made == process.made_of(command, env) and service.is_ready(state):
+    if running is not None and _runs(service, state):
         say(f"{service.name}: runs already (process {running.pid})")
         service.after(state)
         return
-    if running is None and service.is_ready(state):
+    process.end(service.name, state.folder, service.patience, HOW.get(service.name, signal.SIGTERM))
+    if service.is_ready(state):
         raise UsageError(
             f"somebody else's {service.name} answers at the port that is ours",
-            hint="end it, or name other ports: make up PORTS='--prefect-port 0 --receiver-port 0'",
+            hint="end it, or name other ports: make up UP='--prefect-port 0 --receiver-port 0'",
         )
-    process.end(service.name, state.folder, service.patience, HOW.get(service.name, signal.SIGTERM))
+    command, env = service.command(state), service.env(state)
     started = process.start(service.name, state.folder, command, env, **service.how())
     until = time.monotonic() + READY_SECONDS
     while not service.is_ready(state):
@@ -100,6 +102,22 @@ def _bring_up(service: Service, state: State, say: Say) -> None:
         time.sleep(LOOK)
     say(f"{service.name}: started (process {started.pid})")
     service.after(state)
+
+
+def _tried(say: Say, state: State, argument: str) -> str | None:
+    """What the drainer answers; everything is to end in any case, so a failure is only told."""
+    try:
+        return _run_drainer(state, argument)
+    except UsageError as error:
+        say(f"{error.message}\nruns that are stopped now go on after the heartbeat's automation has seen it")
+        return None
+
+
+def _runs(service: Service, state: State) -> bool:
+    """Whether it runs as it is wanted now."""
+    running = process.known(service.name, state.folder)
+    wanted = process.made_of(service.command(state), service.env(state))
+    return running is not None and running.made == wanted and service.is_ready(state)
 
 
 def _run_drainer(state: State, *arguments: str) -> str:

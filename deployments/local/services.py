@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
 
+from deployments.deploy import POOL
 from deployments.local import postgres
 from deployments.local.state import State
 
@@ -46,6 +49,8 @@ def client_env(state: State) -> dict[str, str]:
         "CKPTCORE_CATALOG_URL": state.catalog,
         "DO_NOT_TRACK": "1",
         "PYTHONUNBUFFERED": "1",
+        # Prefect's runner makes a folder of a fixed name there, which would be that of whoever came first.
+        "TMPDIR": str(state.folder / "tmp"),
     }
 
 
@@ -77,7 +82,9 @@ def worker_env(state: State) -> dict[str, str]:
 def receiver_env(state: State) -> dict[str, str]:
     """The environment of the receiver: its secrets too."""
     hooks = {name: value for name, value in state.secrets.items() if name.startswith("CKPTCORE_HOOK_")}
-    return client_env(state) | hooks
+    # A part of how it is started, so that another configuration starts it anew.
+    config = hashlib.sha256(receiver_config(state).encode()).hexdigest()
+    return client_env(state) | hooks | {"CKPTCORE_UP_CONFIG": config}
 
 
 def receiver_config(state: State) -> str:
@@ -108,7 +115,7 @@ def user_env(state: State) -> str:
 
 def _inherited() -> dict[str, str]:
     # Settings of somebody else's server must not leak in, nor what says nothing about this machine.
-    kept = ("HOME", "PATH", "LANG", "TZ", "TMPDIR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    kept = ("HOME", "PATH", "LANG", "TZ", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     cloud = ("AWS_", "FSSPEC_", "GOOGLE_", "AZURE_", "SSL_", "LC_")
     return {k: v for k, v in os.environ.items() if k in kept or k.startswith(cloud)}
 
@@ -130,13 +137,30 @@ def _prefect(state: State) -> list[str]:
 
 
 def _worker(state: State) -> list[str]:
-    return [sys.executable, "-m", "prefect", "worker", "start", "--pool", "ckptcore", "--type", "process",
+    return [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process",
             "--name", WORKER, "--limit", str(state.choices.limit), "--with-healthcheck"]  # fmt: skip
 
 
 def _receiver(state: State) -> list[str]:
     return [sys.executable, "-m", "deployments.receiver", str(state.folder / "receiver.toml"),
             "--port", str(state.choices.ports.receiver)]  # fmt: skip
+
+
+def _works(state: State) -> bool:
+    """Whether the worker that was started last asks for work: its health is good before it can do any."""
+    if not _answers(f"http://127.0.0.1:{state.choices.ports.worker}/health"):
+        return False
+    try:
+        since = datetime.fromtimestamp((state.folder / "run" / "worker.json").stat().st_mtime, UTC)
+        answer = httpx.post(
+            f"{state.api}/work_pools/{POOL}/workers/filter", json={},
+            auth=("admin", state.secrets["PREFECT_PASSWORD"]), timeout=5,
+        )  # fmt: skip
+        known = answer.json() if answer.status_code == 200 else []
+    except (OSError, httpx.HTTPError):
+        return False
+    seen = [datetime.fromisoformat(one["last_heartbeat_time"]) for one in known if one["name"] == WORKER]
+    return any(heartbeat >= since for heartbeat in seen)
 
 
 SERVICES = (
@@ -150,11 +174,6 @@ SERVICES = (
         patience=30.0,
     ),
     Service("prefect", _prefect, server_env, lambda state: _answers(f"{state.api}/ready")),
-    Service(
-        "worker",
-        _worker,
-        worker_env,
-        lambda state: _answers(f"http://127.0.0.1:{state.choices.ports.worker}/health"),
-    ),
+    Service("worker", _worker, worker_env, _works),
     Service("receiver", _receiver, receiver_env, lambda state: _answers(f"{state.receiver}/readyz")),
 )

@@ -108,19 +108,16 @@ def folder() -> Path:
 
 
 def settle(at: Path, wanted: Choices | None) -> State:
-    """The state in a folder, made where there is none. wanted: None keeps the choices made before.
+    """The state in a folder that is there, `locked`. wanted: None keeps the choices made before.
 
     Raises `UsageError` when the folder cannot be used.
     """
     try:
-        at.mkdir(parents=True, exist_ok=True)
         at.chmod(0o711 if os.geteuid() == 0 else 0o700)
-        (at / "log").mkdir(exist_ok=True)
-        (at / "run").mkdir(exist_ok=True)
+        for name in ("log", "run", "tmp"):
+            (at / name).mkdir(exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            f"{at} cannot be the state folder: {error.strerror}", hint=f"set {VARIABLE}"
-        ) from error
+        raise _unusable(at, error) from error
     found = load(at)
     if found is None:
         found = State(at, Choices(), _new_secrets())
@@ -149,7 +146,11 @@ def load(at: Path) -> State | None:
 
 @contextmanager
 def locked(at: Path) -> Iterator[None]:
-    """One `up` or `down` at a time."""
+    """One `up` or `down` at a time. Raises `UsageError` when the folder cannot be made."""
+    try:
+        at.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(at, error) from error
     with (at / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,6 +158,10 @@ def locked(at: Path) -> Iterator[None]:
             print("waiting for another `up` or `down` of this state", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _unusable(at: Path, error: OSError) -> UsageError:
+    return UsageError(f"{at} cannot be the state folder: {error.strerror}", hint=f"set {VARIABLE}")
 
 
 def _new_secrets() -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -112,7 +113,9 @@ def test_from_the_last_line_of_a_job_to_one_sql_query(stack: Stack, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def every_kind(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a second receiver, with a source of every kind, on the same inbox and server."""
+    """The address of another receiver, with a source of every kind, on the same inbox and server."""
+    # A receiver ends events of sources that are not in its configuration.
+    os.kill(stack.process("receiver"), signal.SIGTERM)
     folder = tmp_path_factory.mktemp("kinds")
     config = webhooks.CONFIG.replace('roots = ["/runs", "s3://team/runs"]', f'roots = ["{stack.root}"]')
     config = config.replace("/exports/{path}", f"{stack.exports}/kinds/{{path}}")
@@ -138,6 +141,7 @@ def every_kind(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     finally:
         process.terminate()
         process.wait(60)
+        stack.up()
 
 
 @pytest.mark.soak
@@ -145,6 +149,8 @@ def every_kind(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_every_kind_of_sender(stack: Stack, every_kind: str, kind: str, checkpoint: Path) -> None:
     hook = webhooks.HOOKS[kind].but(at=time.time())
     place = checkpoint
+    if kind == "cloudevents-structured":  # the binary form has that id too
+        hook = hook.but(event=hook.event | {"id": "A 235"})
     if kind == "determined":  # its events name an experiment
         place = stack.root / "experiment-41"
         shutil.copytree(checkpoint, place)
