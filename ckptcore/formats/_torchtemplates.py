@@ -76,8 +76,7 @@ def _template(parsed: Parsed, window: Window) -> _Template | None:
         after = id_at + id_length
         if window.read(after, 4) != _DESCRIPTOR:
             return None
-        free += [(id_at, after + 8), (id_crc_at, id_crc_at + 4)]
-        # The descriptor's signature is inside that range, and checked here instead.
+        free += [(id_at, after), (after + 4, after + 8), (id_crc_at, id_crc_at + 4)]
     fixed: list[tuple[int, bytes]] = []
     at = 0
     for first, last in [*sorted(free), (window.length, window.length)]:

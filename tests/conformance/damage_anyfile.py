@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -221,9 +222,14 @@ def _like_sizes(tree: Tree, one: str, other: str) -> bool:
 
 
 def _like_arrays(tree: Tree, one: str, other: str) -> bool:
+    """Whether two arrays have chunks of one size under the same names: then their files fit both."""
     a, b = (json.loads(tree.read(p)) for p in (one, other))
     width = {t: n for n, ts in {2: ("<f2", "bfloat16"), 4: ("<f4",), 8: ("<i8",)}.items() for t in ts}
-    return a["chunks"] == b["chunks"] and width.get(a["dtype"]) == width.get(b["dtype"])
+    grids = [[-(-n // c) for n, c in zip(x["shape"], x["chunks"], strict=True)] for x in (a, b)]
+    same = math.prod(a["chunks"]) == math.prod(b["chunks"]) and (
+        grids[0] == grids[1] or a["chunks"] == b["chunks"]
+    )
+    return same and width.get(a["dtype"]) == width.get(b["dtype"])
 
 
 def _like_items(tree: Tree, one: str, other: str) -> bool:

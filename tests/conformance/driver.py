@@ -70,26 +70,32 @@ class Cli:
             "NO_COLOR": "1",
             "COLUMNS": "200",
         }
-        env |= environment or {}
-        self._process = subprocess.Popen(
+        self._env = env | (environment or {})
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=REPOSITORY,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._env, cwd=REPOSITORY,
         )  # fmt: skip
 
     def __enter__(self) -> Cli:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._end(10)
+        self._folder.cleanup()
+
+    def _end(self, seconds: float) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(10)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        assert self._process.stdout is not None
         self._process.stdout.close()
-        self._folder.cleanup()
 
     def __call__(self, *argv: object, catalog: bool = False, seconds: float = 60.0,
                  kill_after: float | None = None, memory: int = 6 * GIB, user: int | None = None,
@@ -112,7 +118,12 @@ class Cli:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        try:
+            line = self._process.stdout.readline()
+        except BaseException:  # a time limit: the answer to this call must not be taken for the next one's
+            self._end(0)
+            self._process = self._start()
+            raise
         if not line:
             raise RuntimeError(f"the driver's server ended while it ran {words}")
         reply = json.loads(line)
