@@ -33,8 +33,8 @@ OPTIONS = {
     "which": "--catalog --fingerprint --output",
     "formats": "--output",
     "scrub": "--budget --catalog --output --share",
-    "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every --keep-last
-        --memory --output --workers --yes""",
+    "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every
+        --keep-last --memory --output --workers --yes""",
     "sweep": "--again --catalog --device --dry-run --fingerprint --memory --output --settle --workers",
 }
 
