@@ -144,6 +144,19 @@ def test_a_large_file_is_written_in_parts_by_several_workers(
     assert sum(name.startswith("write dask.pt, part ") for name in observe.tasks(run)) > 1
 
 
+def test_ray_writes_the_same_files(
+    prefect_api: str, source: Path, catalog: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prefect_ray", reason="the ray extra is not installed")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PREFECT_API_URL", prefect_api)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    common: dict[str, Any] = {"catalog": catalog, **observe.ONE_FILE_EACH}
+    convert(str(source), str(tmp_path / "threads"), **common)
+    convert(str(source), str(tmp_path / "ray"), engine="ray", **common)
+    assert observe.contents(tmp_path / "ray") == observe.contents(tmp_path / "threads")
+
+
 @pytest.mark.parametrize("losses", [1, 2])
 def test_a_batch_whose_worker_is_lost_is_tried_once_more(
     prefect_api: str, monkeypatch: pytest.MonkeyPatch, losses: int
