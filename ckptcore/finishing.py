@@ -94,7 +94,7 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
         written = _published_output(staging, plan, receipts)
         verified = time.perf_counter()
     else:
-        staging.sweep_parts()
+        staging.sweep_parts(joints=True)
         written, commit = _read_back(staging, plan, receipts)
         verified = time.perf_counter()
         single = plan.target.single is not None

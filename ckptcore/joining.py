@@ -25,7 +25,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     """Makes one file of its parts; gives its receipt. A file that has one is left alone.
 
     Raises `UsageError` when parts are missing or their sources are not proven, `OutputMismatch` when the
-    bytes are not those that were written. Memory: one block.
+    bytes are not those that were written, `Busy` while a part is still being written. Memory: one block.
     """
     there = read_receipt(receipts, plan_digest, plan.index)
     if there is not None and files.size(plan.path) == there.nbytes:
@@ -35,13 +35,17 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     if files.size(path) != plan.nbytes:
         raise OutputMismatch(f"{path} has {files.size(path)} bytes, {plan.nbytes} were planned",
                              hint="write its parts again")  # fmt: skip
-    patches = dict(_patches(plan, parts))
-    digest = _digest(files, path, parts, patches)
-    writer = files.joint(path, plan.nbytes)
+    # Before it is read: a worker that was given up for lost may still write its part.
+    writer = files.joint(path, plan.nbytes, alone=True)
     assert writer is not None  # its parts were written so
-    for at, data in patches.items():
-        writer.write(at, data)
-    writer.commit()
+    try:
+        patches = dict(_patches(plan, parts))
+        digest = _digest(files, path, parts, patches)
+        for at, data in patches.items():
+            writer.write(at, data)
+    except BaseException:
+        writer.abort()
+        raise
     writer.name(plan.path)
     verified = _verified(parts)
     found = Receipt(

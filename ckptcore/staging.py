@@ -102,11 +102,12 @@ class Staging:
             part.remove_all()
         self.root.remove(PUBLISHING)
 
-    def sweep_parts(self) -> None:
-        """Removes what killed writers left unfinished."""
+    def sweep_parts(self, *, joints: bool = False) -> None:
+        """Removes what killed writers left unfinished. joints: also files whose parts were never joined."""
         if self.files.local is not None and self.files.local.is_dir():
-            for left in self.files.local.rglob(".*.part"):
-                left.unlink(missing_ok=True)
+            for pattern in (".*.part", ".*.joint") if joints else (".*.part",):
+                for left in self.files.local.rglob(pattern):
+                    left.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Removes the staging folder: at once under its name, so that a run that is killed here

@@ -42,7 +42,7 @@ class Joint(Writer, Protocol):
     """A file that several processes write ranges of, at the same time."""
 
     def name(self, path: str) -> None:
-        """Gives the file, which must be committed, its final name in the store."""
+        """Makes the file durable, under its final name in the store."""
 
 
 class Readable(Protocol):
@@ -80,10 +80,10 @@ class Store(Readable, Protocol):
     def writer(self, path: str, nbytes: int) -> Writer:
         """A new file of ``nbytes``; raises `DiskFull`, `DestinationUnwritable`."""
 
-    def joint(self, path: str, nbytes: int) -> Joint | None:
+    def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
         """A file of ``nbytes`` that several processes write ranges of, under this very name, from the first
-        byte that one of them writes; committing makes durable what this one wrote. None when the store
-        cannot do that."""
+        byte that one of them writes; committing makes durable what this one wrote. alone: nobody else has
+        it open meanwhile. None when the store cannot do that; raises `Busy`."""
 
     def put(self, path: str, data: bytes) -> None:
         """A small file, whole or not at all."""

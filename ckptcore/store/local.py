@@ -106,8 +106,8 @@ class LocalStore:
     def writer(self, path: str, nbytes: int) -> Writer:
         return LocalWriter(self._root / path, nbytes, lambda: self._forget(path))
 
-    def joint(self, path: str, nbytes: int) -> Joint | None:
-        return JointWriter(self._root, path, nbytes, lambda: self._forget(path))
+    def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
+        return JointWriter(self._root, path, nbytes, lambda: self._forget(path), alone=alone)
 
     def put(self, path: str, data: bytes) -> None:
         writer = self.writer(path, len(data))

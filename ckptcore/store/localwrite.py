@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ckptcore.errors import Busy
 from ckptcore.store import Buffer, Store
 from ckptcore.store._localerrors import FULL, short, unreadable, unwritable
 
@@ -130,17 +132,33 @@ class LocalWriter:
 
 
 class JointWriter(LocalWriter):
-    """A file that several processes write ranges of, under its name. What is there already stays."""
+    """A file that several processes write ranges of, under its name. What is there already stays.
+
+    alone: while nobody else has it open; a writer that was given up for lost may still be at work.
+    """
 
     _flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
-    def __init__(self, root: Path, path: str, nbytes: int, replaced: Callable[[], None]) -> None:
+    def __init__(
+        self, root: Path, path: str, nbytes: int, replaced: Callable[[], None], *, alone: bool = False
+    ) -> None:
         self._root = root
         super().__init__(root / path, nbytes, replaced)
+        try:
+            fcntl.flock(self._fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.abort()
+            raise Busy(f"another process is writing {root / path}") from error
+        if not self._path.exists() or not os.path.samestat(os.fstat(self._fd), os.stat(self._path)):
+            self.abort()
+            raise Busy(f"{root / path} was joined a moment ago")
 
     def name(self, path: str) -> None:
         try:
+            if not self._in_memory:
+                os.fsync(self._fd)
             os.replace(self._path, self._root / path)
+            os.close(self._fd)  # only now: until it has its name, nobody else may write to it
             self._replaced()
             sync_folder(self._path.parent)
         except OSError as error:

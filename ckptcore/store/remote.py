@@ -106,7 +106,7 @@ class FsspecStore:
     def writer(self, path: str, nbytes: int) -> Writer:
         return FsspecWriter(self._fs, self._full(path), f"{self.url}/{path}")
 
-    def joint(self, path: str, nbytes: int) -> Joint | None:
+    def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
         return None  # objects are written from their first byte to their last, by one writer
 
     def put(self, path: str, data: bytes) -> None:

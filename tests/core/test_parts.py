@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore import crc
-from ckptcore.convert import Part, convert, execute_part, finish, join, parts, prepare
-from ckptcore.errors import OutputMismatch, UsageError
+from ckptcore.convert import Part, convert, execute, execute_part, finish, join, parts, prepare
+from ckptcore.errors import Busy, OutputMismatch, UsageError
 from ckptcore.request import Request, Settings
+from ckptcore.store import open_store
 
 TENSORS: dict[str, Any] = {
     "a": torch.arange(300_000, dtype=torch.float32).reshape(3, 100_000),
@@ -132,6 +133,29 @@ def test_a_killed_joining_is_begun_again(source: Path, tmp_path: Path, monkeypat
     join(plan, 0)
     finish(plan)
     assert torch.equal(torch.load(tmp_path / "out.pt")["a"], TENSORS["a"])
+
+
+def test_a_writer_that_is_still_at_work_holds_the_joining_up(source: Path, tmp_path: Path) -> None:
+    plan = prepared(source, tmp_path / "out.pt")
+    for part in parts(plan, 0, 500_000, SETTINGS):
+        execute_part(plan, part, SETTINGS)
+    files = open_store(str(tmp_path / ".out.pt.ckptcore" / "files"))
+    late = files.joint(".out.pt.joint", (tmp_path / ".out.pt.ckptcore/files/.out.pt.joint").stat().st_size)
+    assert late is not None
+    with pytest.raises(Busy, match="another process is writing"):
+        join(plan, 0)
+    late.abort()
+    join(plan, 0)
+    finish(plan)
+    assert torch.equal(torch.load(tmp_path / "out.pt")["a"], TENSORS["a"])
+
+
+def test_parts_that_were_never_joined_are_not_published(source: Path, tmp_path: Path) -> None:
+    plan = prepared(source, tmp_path / "out")
+    execute_part(plan, parts(plan, 0, 500_000, SETTINGS)[0], SETTINGS)
+    execute(plan, settings=SETTINGS)
+    finish(plan)
+    assert not [p.name for p in (tmp_path / "out").rglob(".*")]
 
 
 def test_very_many_tiles_of_one_tensor(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
