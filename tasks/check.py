@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from prefect import task
 from prefect.artifacts import create_table_artifact
-from prefect.cache_policies import NO_CACHE
 
 from ckptcore.check import Report
 from ckptcore.convert import validate
 from ckptcore.manifest import Manifest
 from tasks.logs import log
-from tasks.retry import DELAYS, RETRIES, is_transient
+from tasks.retry import STEP
 from tasks.words import count
 
 MAX_ROWS = 500  # a browser draws the table; the catalog keeps every finding
 FINE = {"severity": "none", "finding": "-", "what": "nothing is missing, nothing overlaps"}
 
 
-@task(
-    task_run_name="check {level}",
-    tags=["ckptcore"],
-    retries=RETRIES,
-    retry_delay_seconds=DELAYS,
-    retry_condition_fn=is_transient,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@task(task_run_name="check {level}", **STEP)
 def check(manifest: Manifest, level: str = "cover") -> Report:
     """The report of one check level; its findings are a table among the run's artifacts."""
     report = validate(manifest, level)

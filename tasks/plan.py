@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 
 from ckptcore.convert import Prepared, prepare
 from ckptcore.manifest import Manifest
 from ckptcore.request import Request, Settings
 from ckptcore.sizes import show_size
 from tasks.logs import log
-from tasks.retry import DELAYS, RETRIES, is_transient
+from tasks.retry import STEP
 from tasks.words import count, table
 
 
-@task(
-    task_run_name="plan",
-    tags=["ckptcore"],
-    retries=RETRIES,
-    retry_delay_seconds=DELAYS,
-    retry_condition_fn=is_transient,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@task(task_run_name="plan", **STEP)
 def plan(request: Request, settings: Settings, manifest: Manifest) -> Prepared:
     """The plan, saved beside the destination; its summary is an artifact. No tensor is written."""
     prepared = prepare(request, settings, manifest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 
 from ckptcore.convert import finish
 from ckptcore.finishing import Result
@@ -12,21 +11,13 @@ from ckptcore.request import Settings
 from ckptcore.sizes import show_size
 from ckptcore.store import local_path
 from tasks.logs import log
-from tasks.retry import DELAYS, RETRIES, is_transient
+from tasks.retry import STEP
 from tasks.words import count, table
 
 MAX_ROWS = 200  # a browser draws the table; a 405B export has about 190 files
 
 
-@task(
-    task_run_name="publish",
-    tags=["ckptcore"],
-    retries=RETRIES,
-    retry_delay_seconds=DELAYS,
-    retry_condition_fn=is_transient,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@task(task_run_name="publish", **STEP)
 def publish(plan_uri: str, settings: Settings) -> Result:
     """The result, read back and moved to its name; a link to it and its files are artifacts."""
     result = finish(plan_uri, settings)

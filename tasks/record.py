@@ -6,7 +6,6 @@ import shlex
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.assets import add_asset_metadata
-from prefect.cache_policies import NO_CACHE
 from prefect.tasks import MaterializingTask
 
 from ckptcore.convert import register, settle
@@ -16,7 +15,7 @@ from ckptcore.register import Registration
 from ckptcore.request import Settings
 from tasks.assets import asset_keys
 from tasks.logs import log
-from tasks.retry import DELAYS, RETRIES, is_transient
+from tasks.retry import STEP
 
 
 def _record(
@@ -55,10 +54,5 @@ record = MaterializingTask(
     assets=[],
     materialized_by="ckptcore",
     task_run_name="register",
-    tags=["ckptcore"],
-    retries=RETRIES,
-    retry_delay_seconds=DELAYS,
-    retry_condition_fn=is_transient,
-    cache_policy=NO_CACHE,
-    persist_result=False,
+    **STEP,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from ckptcore.convert import Part, execute_part
 from ckptcore.receipts import Receipt
@@ -11,18 +10,10 @@ from ckptcore.request import Settings
 from ckptcore.sizes import show_size
 from tasks.logs import log
 from tasks.progress import Progress
-from tasks.retry import DELAYS, RETRIES, is_transient
+from tasks.retry import STEP
 
 
-@task(
-    task_run_name="write {name}",
-    tags=["ckptcore"],
-    retries=RETRIES,
-    retry_delay_seconds=DELAYS,
-    retry_condition_fn=is_transient,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@task(task_run_name="write {name}", **STEP)
 def write_part(name: str, plan_uri: str, part: Part, settings: Settings) -> Receipt:
     """The receipt of one part; one that is there already, and verified, is kept.
 
