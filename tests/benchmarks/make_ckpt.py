@@ -326,7 +326,7 @@ def _rank_main(rank: int, source: Source, folder: Path, meeting: str, save: Save
     dist.init_process_group("gloo", rank=rank, world_size=source.ranks, init_method=meeting)
     save(source, folder, rank, init_device_mesh("cpu", (source.ranks,), mesh_dim_names=("fsdp",)))
     dist.barrier()  # gloo aborts a rank whose peer has gone
-    dist.destroy_process_group()
+    os._exit(0)  # and its threads can abort an interpreter that is taken down
 
 
 def _save_dcp(source: Source, folder: Path, rank: int, mesh: Any) -> None:

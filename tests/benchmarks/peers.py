@@ -13,6 +13,7 @@ Each is what a person would run today, in a process of its own:
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -119,7 +120,6 @@ def reshard_job(source: Path, out: Path, dtype: str | None) -> None:
 
 
 def _reshard_rank(rank: int, source: Path, out: Path, meeting: str) -> None:
-    import os
 
     import torch
     import torch.distributed as dist
@@ -147,7 +147,7 @@ def _reshard_rank(rank: int, source: Path, out: Path, meeting: str) -> None:
     dcp.load(state, checkpoint_id=source)
     dcp.save(state, checkpoint_id=out)
     dist.barrier()  # gloo aborts a rank whose peer has gone
-    dist.destroy_process_group()
+    os._exit(0)  # and its threads can abort an interpreter that is taken down
 
 
 PEERS: dict[str, Callable[[Path, Path, str | None], None]] = {

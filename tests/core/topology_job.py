@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import warnings
 from functools import partial
@@ -229,7 +230,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
                 }
                 dcp.save(state, checkpoint_id=out / "ckpt")
     dist.barrier()  # gloo aborts a rank whose peer has gone
-    dist.destroy_process_group()
+    os._exit(0)  # and its threads can abort an interpreter that is taken down
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ many gloo ranks; what failed is printed.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -127,8 +128,8 @@ def rank_main(rank: int, world: int, folder: Path, axes: dict[str, int]) -> None
         compare(folder / "builtin", mesh)
     if (folder / "trained.pt").exists():
         resume(folder, mesh)
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.barrier()  # gloo aborts a rank whose peer has gone
+    os._exit(0)  # and its threads can abort an interpreter that is taken down
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ tensors under the names that they must be read by.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -245,8 +246,8 @@ def rank_main(rank: int, world: int, seed: int, folder: Path) -> None:
         truth = save(here / "ckpt", Random(f"{seed}/{name}"))
         if rank == 0:
             torch.save(truth, here / "truth.pt")
-        dist.barrier()
-    dist.destroy_process_group()
+    dist.barrier()  # gloo aborts a rank whose peer has gone
+    os._exit(0)  # and its threads can abort an interpreter that is taken down
 
 
 def main() -> None:

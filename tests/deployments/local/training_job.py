@@ -46,10 +46,10 @@ def main(rank: int, port: str, checkpoint: Path, truth: Path) -> None:
     whole, _ = get_state_dict(model, [], options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         torch.save(whole, truth)
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.barrier()  # gloo aborts a rank whose peer has gone
     if rank == 0:
-        print(announce(str(checkpoint), "gloo-run", 3)["id"])
+        print(announce(str(checkpoint), "gloo-run", 3)["id"], flush=True)
+    os._exit(0)  # and its threads can abort an interpreter that is taken down
 
 
 if __name__ == "__main__":
