@@ -266,7 +266,10 @@ class Claim(Base):
 
 
 class Inbox(Base):
-    """An event that was accepted and is worked on until it is done or has failed; see `queues.py`."""
+    """An event that was accepted and is worked on until it is done or has failed; see `queues.py`.
+
+    attempts_before: how many of its attempts were made before somebody put it back, last.
+    """
 
     __tablename__ = "inbox"
     __table_args__ = (UniqueConstraint("source", "event_id"), Index(None, "state", "due_at"))
@@ -287,10 +290,14 @@ class Inbox(Base):
     ended_at: Mapped[datetime | None]
     flow_run_id: Mapped[str | None] = mapped_column(index=True)
     error_message: Mapped[str | None]
+    attempts_before: Mapped[int] = mapped_column(server_default="0")
 
 
 class Outbox(Base):
-    """A message that waits until its endpoint has it; key makes it one of its kind there. body is JSON."""
+    """A message that waits until its endpoint has it; key makes it one of its kind there. body is JSON.
+
+    attempts_before: as in the inbox.
+    """
 
     __tablename__ = "outbox"
     __table_args__ = (UniqueConstraint("endpoint", "key"), Index(None, "state", "due_at"))
@@ -307,6 +314,7 @@ class Outbox(Base):
     created_at: Mapped[datetime] = mapped_column(index=True)
     ended_at: Mapped[datetime | None]
     error_message: Mapped[str | None]
+    attempts_before: Mapped[int] = mapped_column(server_default="0")
 
 
 class Alias(Base):

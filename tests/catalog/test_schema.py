@@ -1,5 +1,6 @@
 """Are the migrations, the models and the constant `HEAD` one and the same schema?"""
 
+import hashlib
 import shutil
 import sqlite3
 import sys
@@ -16,7 +17,7 @@ from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog.database import HEAD, REVISIONS
 from ckptcore.catalog.migrate import configuration, migrate, migrating
 from ckptcore.catalog.models import Base
-from ckptcore.catalog.views import VIEWS
+from ckptcore.catalog.views import VIEWS, making
 from ckptcore.errors import CatalogError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -116,7 +117,28 @@ AT = {
         INSERT INTO sightings VALUES (1, '/r/step-1', '/r', 1, 'whole', 's', 'd', 'm', '[]', NOW, NOW, NOW);
         INSERT INTO claims VALUES (1, 'd', '/b', 'o', '/r/step-1', 'done', 'me', 1, NOW, NOW, NOW, NULL,
                                    NULL)""",
+    "0006": """
+        UPDATE inbox SET attempts_before = 3;
+        UPDATE outbox SET attempts_before = 4""",
 }
+
+# What the views of the newest schema are: a change needs a revision, or catalogs of today keep the old ones.
+VIEWS_OF = ("0006", "99b9f27a7d65579452d113a6704ea0e7a0a1a81a489797e06e337e6fe4c6ffb1")
+
+
+def test_views_change_with_a_revision_only():
+    words = "\n".join(line for dialect in ("sqlite", "postgresql") for line in making(dialect))
+    assert (HEAD, hashlib.sha256(words.encode()).hexdigest()) == VIEWS_OF
+
+
+def test_a_catalog_of_0005_gets_the_views_of_today(bare):
+    migrate(bare, "0005")
+    with migrating(bare) as connection:  # as they were when 0005 was made
+        connection.exec_driver_sql("CREATE VIEW lineage_up AS SELECT 1 AS old")
+    assert upgrade(bare) == ("0005", HEAD)
+    with open_catalog(bare) as catalog, catalog.reading() as conn:
+        assert set(VIEWS) <= set(sa.inspect(conn).get_view_names())
+        assert "ancestor_uri" in conn.exec_driver_sql("SELECT * FROM lineage_up").keys()
 
 
 def rows(url):
