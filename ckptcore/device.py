@@ -8,6 +8,7 @@ On "cpu" a lane does the same with torch alone, which is how it is tested where 
 
 from __future__ import annotations
 
+import mmap
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,7 +35,8 @@ def host_buffer(nbytes: int, device: str) -> Bytes:
     Raises `DeviceUnavailable`, and `BudgetTooSmall` when that much cannot be pinned.
     """
     if device == "cpu":
-        return np.empty(nbytes, np.uint8)
+        # numpy asks for huge pages, which round what small tiles touch up to 2 MiB each.
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     torch = torch_on(device)
     try:
         pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
