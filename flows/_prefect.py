@@ -50,11 +50,12 @@ def serve_while_alive() -> None:
 
     Prefect would start it too, but leave it running for ever behind a process that was killed.
     """
-    from prefect.server.api.server import SubprocessASGIServer
     from prefect.settings import get_current_settings
 
     if get_current_settings().api.url is not None:
         return
+    from prefect.server.api.server import SubprocessASGIServer  # a second of imports
+
     server = SubprocessASGIServer()
     # Ctrl-C reaches the server too, and the run could not tell it any more how it ended.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
