@@ -9,6 +9,7 @@ again.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.catalog import claims, roots, sightings
+from ckptcore.catalog import claims, queues, roots, sightings
 from ckptcore.catalog.claims import DONE, FAILED, ClaimRow
 from ckptcore.catalog.roots import Root
 from ckptcore.catalog.sightings import Seen, SightingRow
@@ -32,6 +33,7 @@ from ckptcore.target import Place, Target, colliding, target_of
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
+_log = logging.getLogger("ckptcore")
 _PATIENCE = (timedelta(minutes=5), timedelta(days=1))  # before a failure is tried again: first, and at most
 
 
@@ -125,6 +127,8 @@ def sweep(catalog: Catalog, convert: Convert, names: Sequence[str] = (), *, dry_
         found += here
         if not dry_run:
             note_swept(catalog, root, here)
+    if not dry_run:
+        forget_events(catalog)
     return Swept(tuple(found), dry_run)
 
 
@@ -132,6 +136,14 @@ def watched(catalog: Catalog, names: Sequence[str] = ()) -> tuple[Root, ...]:
     """The roots of these names, or all that are not paused. Raises `UsageError`."""
     with catalog.reading() as conn:
         return tuple(roots.get(conn, n) for n in names) if names else roots.every(conn, enabled=True)
+
+
+def forget_events(catalog: Catalog) -> None:
+    """Forgets events and messages that ended longer ago than `queues.KEEP`."""
+    with catalog.queueing() as conn:
+        gone = queues.forget(conn, datetime.now(UTC))
+    if gone:
+        _log.info("%d events and messages that ended %d days ago are forgotten", gone, queues.KEEP.days)
 
 
 def note_swept(catalog: Catalog, root: Root, items: Sequence[Item]) -> None:

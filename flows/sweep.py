@@ -2,7 +2,8 @@
 
 1. list every watched root, and say of each checkpoint how it stands;
 2. convert what is ready, the oldest step first, each under a claim;
-3. tell what came of it: a table of each root, and words in the catalog.
+3. tell what came of it: a table of each root, and words in the catalog;
+4. forget events and messages that ended long ago.
 
 Most trainers announce nothing; what no webhook told, this finds. ``ckptcore sweep`` does the same.
 """
@@ -19,7 +20,7 @@ from ckptcore.durations import parse_duration
 from ckptcore.errors import CkptError
 from ckptcore.request import Request, Settings
 from ckptcore.sizes import parse_size
-from ckptcore.sweep import Item, Standing, Swept, watched, work
+from ckptcore.sweep import Item, Standing, Swept, forget_events, watched, work
 from flows._engine import engine as parse_engine
 from flows._words import closed, explain
 from flows.convert import steps
@@ -72,6 +73,8 @@ def sweep(
                         for i in items]  # fmt: skip
                 note(root.name, closed(root), closed(done), catalog, dry_run)
                 found += done
+            if not dry_run:
+                forget_events(known)
     except CkptError as error:
         return Failed(message=explain(error), data=error)
     return _outcome(Swept(tuple(found), dry_run))

@@ -13,6 +13,7 @@ import typer
 
 from ckptcore.catalog import default_url, upgrade
 from ckptcore.catalog.clinames import alias_app, hold_app, root_app
+from ckptcore.catalog.cliqueues import inbox_app, outbox_app
 from ckptcore.catalog.clishared import As, Limit, Output, Ref, Where, answer, opened, write_json
 from ckptcore.errors import CatalogError, UsageError
 
@@ -20,6 +21,8 @@ app = typer.Typer(no_args_is_help=True, help="What was converted from what, when
 app.add_typer(alias_app, name="alias")
 app.add_typer(hold_app, name="hold")
 app.add_typer(root_app, name="root")
+app.add_typer(inbox_app, name="inbox")
+app.add_typer(outbox_app, name="outbox")
 
 
 @app.command("upgrade")

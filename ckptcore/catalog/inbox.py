@@ -30,7 +30,8 @@ class InboxEvent:
 
     source, event_id: unique together. type: what the sender calls it. uri, run: "" where it named none; step:
     None. body: as it came. state: waiting, taken, done or failed. attempts: how often it was taken.
-    flow_run_id: the run that works on it.
+    flow_run_id: the run that works on it. attempts_before: those of its attempts that were made before
+    somebody put it back, last.
     """
 
     id: str
@@ -48,7 +49,18 @@ class InboxEvent:
     ended_at: datetime | None
     flow_run_id: str | None
     error_message: str | None
+    attempts_before: int
     row: int
+
+    @property
+    def tries(self) -> int:
+        """How often it was taken since it came, or was put back."""
+        return self.attempts - self.attempts_before
+
+    @property
+    def key(self) -> str:
+        """What stands for this event, and for it once more after somebody put it back."""
+        return f"{self.id}:{self.attempts_before}" if self.attempts_before else self.id
 
 
 def accept(
@@ -89,9 +101,14 @@ def failed(conn: Connection, now: datetime, event: InboxEvent, why: str) -> bool
     return queues.settle(conn, Inbox, event.row, event.attempts, Stage.FAILED, ended_at=now, error=why)
 
 
-def again(conn: Connection, now: datetime, event_id: str) -> None:
-    """Puts a failed event (id of ours) back to the waiting ones. Raises `UsageError`."""
-    queues.again(conn, Inbox, event_id, now)
+def again(conn: Connection, now: datetime, ref: str | None) -> tuple[str, ...]:
+    """Puts failed events back to the waiting ones, for a run of their own; see `queues.again`."""
+    return queues.again(conn, Inbox, now, ref, flow_run_id=None)
+
+
+def listed(conn: Connection, state: str | None = None, limit: int = 50) -> tuple[InboxEvent, ...]:
+    """Events, the newest first; see `queues.listed`."""
+    return tuple(_event(row) for row in queues.listed(conn, Inbox, state, limit))
 
 
 def get(conn: Connection, event_id: str) -> InboxEvent:
@@ -112,5 +129,5 @@ def _event(row: Any) -> InboxEvent:
         id=row.uuid, source=row.source, event_id=row.event_id, type=row.type, uri=row.uri, run=row.run,
         step=row.step, body=row.body, state=row.state, attempts=row.attempts, due_at=row.due_at,
         received_at=row.received_at, ended_at=row.ended_at, flow_run_id=row.flow_run_id,
-        error_message=row.error_message, row=row.id,
+        error_message=row.error_message, attempts_before=row.attempts_before, row=row.id,
     )  # fmt: skip

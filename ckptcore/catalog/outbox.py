@@ -29,7 +29,8 @@ class Message:
     """One message.
 
     endpoint: the name of who is to hear it. key: what makes it one of its kind there. type: what happened.
-    body: plain values. state: waiting, taken, done or failed. attempts: how often it was taken.
+    body: plain values. state: waiting, taken, done or failed. attempts: how often it was taken;
+    attempts_before: before somebody put it back, last.
     """
 
     id: str
@@ -43,7 +44,13 @@ class Message:
     created_at: datetime
     ended_at: datetime | None
     error_message: str | None
+    attempts_before: int
     row: int
+
+    @property
+    def tries(self) -> int:
+        """How often it was taken since it was put, or put back."""
+        return self.attempts - self.attempts_before
 
 
 def put(
@@ -79,9 +86,14 @@ def failed(conn: Connection, now: datetime, message: Message, why: str) -> bool:
     return queues.settle(conn, Outbox, message.row, message.attempts, Stage.FAILED, ended_at=now, error=why)
 
 
-def again(conn: Connection, now: datetime, message_id: str) -> None:
-    """Puts a failed message back to the waiting ones. Raises `UsageError`."""
-    queues.again(conn, Outbox, message_id, now)
+def again(conn: Connection, now: datetime, ref: str | None) -> tuple[str, ...]:
+    """Puts failed messages back to the waiting ones; see `queues.again`."""
+    return queues.again(conn, Outbox, now, ref)
+
+
+def listed(conn: Connection, state: str | None = None, limit: int = 50) -> tuple[Message, ...]:
+    """Messages, the newest first; see `queues.listed`."""
+    return tuple(_message(row) for row in queues.listed(conn, Outbox, state, limit))
 
 
 def depth(conn: Connection) -> dict[str, int]:
@@ -93,5 +105,6 @@ def _message(row: Any) -> Message:
     return Message(
         id=row.uuid, endpoint=row.endpoint, key=row.key, type=row.type, body=json.loads(row.body),
         state=row.state, attempts=row.attempts, due_at=row.due_at, created_at=row.created_at,
-        ended_at=row.ended_at, error_message=row.error_message, row=row.id,
+        ended_at=row.ended_at, error_message=row.error_message,
+        attempts_before=row.attempts_before, row=row.id,
     )  # fmt: skip

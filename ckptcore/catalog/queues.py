@@ -4,6 +4,10 @@ A row is *waiting*, then *taken* for as long as its lease runs, then *done* or *
 says nothing: when the lease is over the row can be taken again. A taken row is known by its number of
 attempts, so that a worker which comes back late cannot settle what somebody else has taken since.
 
+A failed row can be put back: its tries are counted from there, and what is made for it gets another key, so
+that it is no repeat of what had failed. What has ended is forgotten after `KEEP`; until then an id that comes
+again is recognised.
+
 Every function works inside a transaction of `Catalog.queueing`. On PostgreSQL rows that others hold are
 skipped; on SQLite there is one writer at a time.
 """
@@ -16,7 +20,7 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import func, select, update
+from sqlalchemy import delete, func, select, update
 
 from ckptcore.catalog.models import Inbox, Outbox
 from ckptcore.catalog.text import clean
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 Queue = type[Inbox] | type[Outbox]
 LEASE = timedelta(minutes=5)  # how long a worker may be silent
+KEEP = timedelta(days=90)  # how long what has ended is remembered
 
 
 class Stage(StrEnum):
@@ -90,15 +95,48 @@ def settle(
     return conn.execute(update(queue).where(*taken).values(values)).rowcount == 1
 
 
-def again(conn: Connection, queue: Queue, public: str, now: datetime) -> None:
-    """Puts a failed row back to the waiting ones. Raises `UsageError`."""
-    failed = (queue.uuid == public, queue.state == Stage.FAILED.value)
-    values = {"state": Stage.WAITING.value, "due_at": now, "ended_at": None}
-    if conn.execute(update(queue).where(*failed).values(values)).rowcount != 1:
-        raise UsageError(
-            f"{public} is no failed row of the {queue.__tablename__}",
-            hint=f"`ckptcore catalog sql 'SELECT uuid, state FROM {queue.__tablename__}'` shows them",
+def listed(conn: Connection, queue: Queue, state: str | None, limit: int) -> list[Row[Any]]:
+    """Rows of a stage, or all that are not done, the newest first. Raises `UsageError`."""
+    if state is not None and state not in list(Stage):
+        raise UsageError(f"{state!r} is no stage of a row", hint=", ".join(Stage))
+    wanted = queue.state != Stage.DONE.value if state is None else queue.state == state
+    return list(conn.execute(select(queue.__table__).where(wanted).order_by(queue.id.desc()).limit(limit)))
+
+
+def again(conn: Connection, queue: Queue, now: datetime, ref: str | None, **columns: Any) -> tuple[str, ...]:
+    """Puts failed rows back to the waiting ones; their ids.
+
+    ref: the id of one, or its beginning; None means all. columns: what else they are given.
+    Raises `UsageError` when no failed row, or more than one, is meant.
+    """
+    failed = queue.state == Stage.FAILED.value
+    meant = failed if ref is None else failed & queue.uuid.startswith(ref, autoescape=True)
+    found = conn.execute(select(queue.id, queue.uuid).where(meant).order_by(queue.id)).all()
+    if ref is not None and (len(found) != 1 or not ref):
+        told = (
+            f"is no failed row of the {queue.__tablename__}"
+            if not found
+            else "is the beginning of several ids"
         )
+        raise UsageError(
+            f"{ref!r} {told}", hint=f"`ckptcore catalog {queue.__tablename__} list --state failed` shows them"
+        )
+    values = {"state": Stage.WAITING.value, "due_at": now, "ended_at": None, **columns}
+    for row in found:
+        conn.execute(
+            update(queue).where(queue.id == row.id, failed)
+            .values(attempts_before=queue.attempts, **values)
+        )  # fmt: skip
+    return tuple(row.uuid for row in found)
+
+
+def forget(conn: Connection, now: datetime, keep: timedelta = KEEP) -> int:
+    """Deletes the rows of both queues that ended longer ago than `keep`; how many."""
+    ended = (Stage.DONE.value, Stage.FAILED.value)
+    return sum(
+        conn.execute(delete(queue).where(queue.state.in_(ended), queue.ended_at < now - keep)).rowcount
+        for queue in (Inbox, Outbox)
+    )
 
 
 def depth(conn: Connection, queue: Queue) -> dict[str, int]:

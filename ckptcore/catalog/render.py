@@ -16,6 +16,8 @@ from rich.text import Text
 
 from ckptcore.catalog.aliases import AliasRow
 from ckptcore.catalog.holds import HoldRow
+from ckptcore.catalog.inbox import InboxEvent
+from ckptcore.catalog.outbox import Message
 from ckptcore.catalog.readonly import Answer
 from ckptcore.catalog.roots import Root
 from ckptcore.catalog.values import (
@@ -102,6 +104,24 @@ NAMED: dict[type, tuple[Column, ...]] = {
         ("until", lambda r: _when(r.until)),
         ("owner", lambda r: tail(r.owner or "-", 10)),
         ("reason", lambda r: tail(r.reason, 20)),
+    ),
+    InboxEvent: (
+        ("id", lambda r: r.id[:_ID]),
+        ("state", lambda r: r.state),
+        ("tries", lambda r: str(r.tries)),
+        ("came", lambda r: _when(r.received_at)),
+        ("source", lambda r: tail(r.source, 10)),
+        ("uri", lambda r: tail(r.uri or "-", 20)),
+        ("message", lambda r: (r.error_message or "-")[:200]),
+    ),
+    Message: (
+        ("id", lambda r: r.id[:_ID]),
+        ("state", lambda r: r.state),
+        ("tries", lambda r: str(r.tries)),
+        ("made", lambda r: _when(r.created_at)),
+        ("endpoint", lambda r: tail(r.endpoint, 10)),
+        ("type", lambda r: tail(r.type, 20)),
+        ("message", lambda r: (r.error_message or "-")[:200]),
     ),
     Root: (
         ("name", lambda r: tail(r.name, 16)),

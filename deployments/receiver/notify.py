@@ -58,7 +58,7 @@ def send_due(
         if not error:
             box.sent(message, now)
             continue
-        tries = message.attempts  # this one included
+        tries = message.tries  # this one included
         again = None if gone or tries > len(SCHEDULE) else now + timedelta(seconds=SCHEDULE[tries - 1])
         box.unsent(message, now, error, again)
         _log.warning("%s was not told (%s), again at %s", message.endpoint, error, again or "no time")

@@ -78,7 +78,7 @@ def work(
         except Away as error:
             away = error
         if away is not None:
-            one.postpone(row, str(away), delay_after(row.attempts))
+            one.postpone(row, str(away), delay_after(row.tries))
     if away is not None:
         raise away
     going = [row for row in rows if row.flow_run_id is not None]
@@ -128,14 +128,14 @@ class _Round:
             run = self.runs.start(
                 order.deployment,
                 order.parameters,
-                key=f"ckptcore-inbox:{row.id}",
+                key=f"ckptcore-inbox:{row.key}",
                 name=f"{row.source} {'/'.join(order.uri.split('/')[-2:])}",
                 tags=["webhook", f"source:{row.source}"],
             )
         except Away:
             raise
         except Exception as error:  # whatever ails Prefect, the event is kept
-            self.postpone(row, f"{type(error).__name__}: {error}"[:1000], delay_after(row.attempts))
+            self.postpone(row, f"{type(error).__name__}: {error}"[:1000], delay_after(row.tries))
             return
         self.box.running(row, run, self.now + timedelta(seconds=LOOKS[0]))
         _log.info("%s: event %s is run %s", row.source, row.id, run)
@@ -143,8 +143,8 @@ class _Round:
 
     def postpone(self, row: InboxEvent, why: str, seconds: float) -> None:
         """Try again in some seconds; give the event up when that has been done often."""
-        if row.attempts >= MAX_ATTEMPTS:
-            self.end(row, "failed", f"given up after {row.attempts} tries: {why}")
+        if row.tries >= MAX_ATTEMPTS:
+            self.end(row, "failed", f"given up after {row.tries} tries: {why}")
             return
         _log.warning("%s: event %s could not be started, again in %d s: %s", row.source, row.id, seconds, why)
         self.box.later(row, self.now + timedelta(seconds=seconds), why)
@@ -155,7 +155,7 @@ class _Round:
         outcome = outcome_of(state, self.now)
         if outcome is None:
             # Attempts are takes; how often one was looked at is near enough to space the looks.
-            pause = LOOKS[min(max(row.attempts - 2, 0), len(LOOKS) - 1)]
+            pause = LOOKS[min(max(row.tries - 2, 0), len(LOOKS) - 1)]
             self.box.running(row, row.flow_run_id, self.now + timedelta(seconds=pause))
             return False
         self.end(row, outcome, state.message if state is not None else "Prefect no longer knows the run")
@@ -170,7 +170,7 @@ class _Round:
         }  # fmt: skip
         body = {"type": type, "timestamp": self.now.isoformat(), "data": data}
         news = [
-            News(target=name, key=f"{row.id}:{outcome}", type=type, body=body)
+            News(target=name, key=f"{row.key}:{outcome}", type=type, body=body)
             for name, target in self.targets.items()
             if type in target.events
         ]

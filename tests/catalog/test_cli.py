@@ -1,11 +1,12 @@
 """Does `ckptcore catalog` answer in lines that fit and JSON that parses?"""
 
 import json
+from datetime import UTC, datetime
 
 import pytest
 from typer.testing import CliRunner
 
-from ckptcore.catalog import default_url, open_catalog
+from ckptcore.catalog import default_url, inbox, open_catalog, outbox
 from ckptcore.catalog.cli import app
 from ckptcore.catalog.database import HEAD
 from ckptcore.errors import CatalogError, Conflict, UsageError, finding
@@ -210,3 +211,31 @@ def test_root(ask, filled):
             ask("root", "add", "again", "/runs", "--target", target)
     ask("root", "remove", "llama")
     assert ask("root", "list") == "nothing found\n"
+
+
+def test_what_was_given_up_is_listed_and_put_back(ask, path):
+    ask("upgrade")
+    assert ask("inbox", "list") == "nothing found\n"
+    now = datetime.now(UTC)
+    with open_catalog(path) as catalog, catalog.queueing() as conn:
+        for n in range(3):
+            inbox.accept(conn, now, "trainer", f"e{n}", uri=LONG + f"step-{n}")
+        for event in inbox.take(conn, now, limit=2):
+            inbox.failed(conn, now, event, "[red]the disk is full: " + "/very/long" * 20)
+        outbox.put(conn, now, "evaluation", "k", type="conversion.succeeded", body={})
+        outbox.failed(conn, now, outbox.take(conn, now)[0], "HTTP 410")
+        ids = [event.id for event in inbox.listed(conn, "failed")]
+    told = ask("inbox", "list")
+    assert (told.count("failed"), told.count("waiting")) == (2, 1)
+    assert ids[0][:8] in told
+    assert "[red]the" in told
+    assert "HTTP 410" in ask("outbox", "list", "--state", "failed")
+    assert ask("outbox", "list", "--state", "done") == "nothing found\n"
+    for wrong in (["again"], ["again", ids[0], "--failed"], ["list", "--state", "lost"], ["again", "zz"]):
+        with pytest.raises(UsageError):
+            ask("inbox", *wrong)
+    assert ask("inbox", "again", ids[0][:8]) == "1 put back\n"
+    assert json.loads(ask("inbox", "again", "--failed", "--output", "json")) == {"put_back": [ids[1]]}
+    assert ask("inbox", "again", "--failed") == "nothing has failed\n"
+    assert {row["state"] for row in json.loads(ask("inbox", "list", "--output", "json"))} == {"waiting"}
+    assert ask("outbox", "again", "--failed") == "1 put back\n"

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import sqlalchemy as sa
 
-from ckptcore.catalog import inbox, open_catalog, outbox
+from ckptcore.catalog import inbox, open_catalog, outbox, queues
 from ckptcore.errors import UsageError
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
@@ -102,8 +102,8 @@ def test_later_and_failed_and_again(queue):
     assert queue(inbox.failed, NOW, event, "three times is enough")
     assert queue(inbox.take, NOW + timedelta(days=9)) == []
     assert queue(inbox.depth) == {"waiting": 0, "taken": 0, "done": 0, "failed": 1}
-    queue(inbox.again, NOW, event.id)
-    assert [e.attempts for e in queue(inbox.take, NOW)] == [3]
+    assert queue(inbox.again, NOW, event.id) == (event.id,)
+    assert [(e.attempts, e.tries) for e in queue(inbox.take, NOW)] == [(3, 1)]
     with pytest.raises(UsageError, match="no failed row of the inbox"):
         queue(inbox.again, NOW, event.id)
     with pytest.raises(UsageError, match="no event nobody"):
@@ -123,8 +123,66 @@ def test_a_message_is_one_per_endpoint_and_key(queue, catalog):
     [two] = queue(outbox.take, NOW + LEASE)
     assert queue(outbox.failed, NOW, two, "410")
     assert queue(outbox.depth) == {"waiting": 0, "taken": 0, "done": 1, "failed": 1}
-    queue(outbox.again, NOW, two.id)
-    assert queue(outbox.depth)["waiting"] == 1
+    assert queue(outbox.again, NOW, two.id[:9]) == (two.id,)
+    [back] = queue(outbox.listed)
+    assert (back.state, back.attempts, back.tries, back.error_message) == ("waiting", 2, 0, "410")
+
+
+def give_up(queue, *ids):
+    accept(queue, *ids)
+    for event in queue(inbox.take, NOW, limit=len(ids)):
+        queue(inbox.done, NOW, event, flow_run_id="f-1")
+    accept(queue, *(f"{name}-bad" for name in ids))
+    taken = queue(inbox.take, NOW, limit=len(ids))
+    for event in taken:
+        queue(inbox.failed, NOW, event, "the disk is full")
+    return [event.id for event in taken]
+
+
+def test_what_is_put_back_is_another_start_and_no_old_worker_settles_it(queue):
+    [public] = give_up(queue, "a")
+    old = queue(inbox.get, public)
+    assert old.key == public
+    queue(inbox.again, NOW, None)
+    [event] = queue(inbox.take, NOW)
+    assert (event.id, event.tries, event.flow_run_id) == (public, 1, None)
+    assert event.key == f"{public}:1"  # a run under the old key would be the one that failed
+    assert not queue(inbox.done, NOW, old)
+    queue(inbox.failed, NOW, event, "once more")
+    queue(inbox.again, NOW, None)
+    assert [e.key for e in queue(inbox.take, NOW)] == [f"{public}:2"]
+
+
+def test_which_rows_are_meant(queue):
+    ids = give_up(queue, *(f"e{n}" for n in range(30)))
+    assert [e.id for e in queue(inbox.listed, limit=2)] == [ids[-1], ids[-2]]
+    assert {e.state for e in queue(inbox.listed, "done")} == {"done"}
+    assert len(queue(inbox.listed, "done", 99)) == 30
+    with pytest.raises(UsageError, match="no stage"):
+        queue(inbox.listed, "lost")
+    first = next(digit for digit in "0123456789abcdef" if sum(i.startswith(digit) for i in ids) > 1)
+    with pytest.raises(UsageError, match="beginning of several"):
+        queue(inbox.again, NOW, first)
+    for nothing in ("%", "_", "", "nobody"):
+        with pytest.raises(UsageError, match=r"is no failed row|several"):
+            queue(inbox.again, NOW, nothing)
+    assert queue(inbox.again, NOW, ids[3]) == (ids[3],)
+    assert queue(inbox.depth) == {"waiting": 1, "taken": 0, "done": 30, "failed": 29}
+    assert queue(inbox.again, NOW, None) == tuple(i for i in ids if i != ids[3])
+    assert queue(inbox.again, NOW, None) == ()
+
+
+def test_what_ended_long_ago_is_forgotten_and_till_then_a_repeat_is_one(queue):
+    give_up(queue, "a")
+    queue(outbox.put, NOW, "team", "k", type="t", body={})
+    queue(outbox.sent, NOW, queue(outbox.take, NOW)[0])
+    accept(queue, "waits")
+    assert queue(queues.forget, NOW + queues.KEEP) == 0
+    assert not queue(inbox.accept, NOW + queues.KEEP, "mlflow", "a")[1]
+    assert queue(queues.forget, NOW + queues.KEEP + timedelta(seconds=1)) == 3
+    assert queue(inbox.depth) == {"waiting": 1, "taken": 0, "done": 0, "failed": 0}
+    assert queue(outbox.depth)["done"] == 0
+    assert queue(inbox.accept, NOW + queues.KEEP, "mlflow", "a")[1]
 
 
 def test_what_does_not_happen_is_not_told(catalog):

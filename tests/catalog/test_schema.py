@@ -138,7 +138,7 @@ def test_a_catalog_of_0005_gets_the_views_of_today(bare):
     assert upgrade(bare) == ("0005", HEAD)
     with open_catalog(bare) as catalog, catalog.reading() as conn:
         assert set(VIEWS) <= set(sa.inspect(conn).get_view_names())
-        assert "ancestor_uri" in conn.exec_driver_sql("SELECT * FROM lineage_up").keys()
+        assert conn.exec_driver_sql("SELECT ancestor_uri FROM lineage_up").all() == []
 
 
 def rows(url):

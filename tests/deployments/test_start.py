@@ -15,7 +15,7 @@ import pytest
 import webhooks
 from standardwebhooks import Webhook
 
-from ckptcore.catalog import open_catalog, roots
+from ckptcore.catalog import inbox, open_catalog, roots
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import LEASE, Box
 from deployments.receiver.loop import Loop
@@ -112,6 +112,38 @@ def test_a_failed_run_is_told_to_those_who_want_to_know(
     work(box, runs, senders, TARGETS, NOW + timedelta(minutes=1))
     assert state(url) == [("failed", "run-0", "damaged: 3 tensors are short")]
     assert outbox(url) == [("all", "waiting")]
+
+
+def test_a_failed_event_that_is_put_back_gets_a_run_of_its_own_and_is_told_again(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    box.put([(event(), webhooks.URI, "{}")], NOW)
+    now = NOW
+    for n, kind in enumerate(("FAILED", "FAILED", "COMPLETED")):
+        work(box, runs, senders, TARGETS, now)
+        assert state(url)[0][:2] == ("waiting", f"run-{n}")
+        runs.now[f"run-{n}"] = RunState(kind, now, "the disk is full")
+        now += timedelta(minutes=1)
+        work(box, runs, senders, TARGETS, now)
+        if kind == "FAILED":
+            with open_catalog(url) as catalog, catalog.queueing() as conn:
+                inbox.again(conn, now, None)
+    assert state(url) == [("done", "run-2", None)]
+    assert [endpoint for endpoint, _ in outbox(url)] == ["all", "all", "all", "good"]
+
+
+def test_what_was_put_back_is_tried_as_often_as_before(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    box.put([(event(), webhooks.URI, "{}")], NOW)
+    runs.error, now = ConnectionError("refused"), NOW
+    for times in range(2):
+        for _ in range(MAX_ATTEMPTS):
+            assert work(box, runs, senders, TARGETS, now) == 1
+            now += timedelta(hours=1)
+        assert state(url, "state, attempts") == [("failed", MAX_ATTEMPTS * (times + 1))]
+        with open_catalog(url) as catalog, catalog.queueing() as conn:
+            inbox.again(conn, now, None)
 
 
 @pytest.mark.parametrize("when", ["before the start", "before the row says so"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from checkpoints import save
 
-from ckptcore.catalog import open_catalog, roots
+from ckptcore.catalog import inbox, open_catalog, queues, roots
 from ckptcore.convert import convert
 from ckptcore.request import Settings
 from ckptcore.retention import Policy
@@ -31,6 +31,17 @@ def test_a_checkpoint_from_its_save_to_its_end(either, runs):
         assert scrub(catalog, share=1).counts == {"proven": 3}
         # What was retired is no new work, and its output is still known by it.
         assert sweep(catalog, lambda _: None, settle_s=0).counts == {"converted": 1, "broken": 1}
+        # Events that ended long ago are forgotten on the way.
+        long_ago = datetime.now(UTC) - queues.KEEP - timedelta(hours=1)
+        with catalog.queueing() as conn:
+            inbox.accept(conn, long_ago, "s", "e")
+            inbox.done(conn, long_ago, inbox.take(conn, long_ago)[0])
+        sweep(catalog, lambda _: None, settle_s=0, dry_run=True)
+        with catalog.queueing() as conn:
+            assert inbox.depth(conn)["done"] == 1
+        sweep(catalog, lambda _: None, settle_s=0)
+        with catalog.queueing() as conn:
+            assert inbox.depth(conn)["done"] == 0
         # The next save is another step.
         save(runs / "llama" / "step-1", 5)
         assert sweep(catalog, lambda _: None, settle_s=0).counts["outdated"] == 1
