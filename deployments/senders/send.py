@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import http.client
 import json
 import os
 import sys
@@ -62,9 +63,11 @@ def announce(
             told = error.read().decode(errors="replace")
             if wait is None or (error.code < 500 and error.code not in (408, 429)):
                 raise OSError(f"HTTP {error.code}: {told}") from error
-        except urllib.error.URLError:
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            # Nobody listens, or who listened went away in the middle of the answer: sent again, an event that
+            # was kept is a repeat.
             if wait is None:
-                raise
+                raise OSError(f"no answer: {error!r}") from error
         time.sleep(wait)
     raise AssertionError("the last try returns or raises")
 

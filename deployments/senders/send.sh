@@ -13,14 +13,26 @@ case "$uri$run$step" in *[\"\\[:cntrl:]]*) echo "quotes and control characters c
 case "$step" in *[!0-9]*) echo "the step is a whole number" >&2; exit 2 ;; esac
 
 id=msg_$(openssl rand -hex 16)
-now=$(date +%s)
 body='{"type":"checkpoint.saved","timestamp":"'$(date -u +%FT%TZ)'","data":{"uri":"'$uri'","run":"'$run'","step":'${step:-null}'}}'
 key=$(printf %s "${CKPT_HOOK_SECRET#whsec_}" | openssl base64 -d -A | od -An -vtx1 | tr -d ' \n')
-signature=$(printf %s "$id.$now.$body" | openssl dgst -sha256 -mac HMAC -macopt "hexkey:$key" -binary | openssl base64 -A)
 
-# A repeat has the same id and is taken for one. The signed time is good for five minutes.
-printf %s "$body" | curl --silent --show-error --fail-with-body --max-time 20 --retry 6 --retry-max-time 240 \
-  --retry-connrefused --data-binary @- \
-  -H "content-type: application/json" -H "webhook-id: $id" -H "webhook-timestamp: $now" \
-  -H "webhook-signature: v1,$signature" "$CKPT_HOOK_URL"
-echo
+# A repeat has the same id and is taken for one. The signed time is good for five minutes: each try is signed anew.
+send() {
+  local now signature
+  now=$(date +%s)
+  signature=$(printf %s "$id.$now.$body" | openssl dgst -sha256 -mac HMAC -macopt "hexkey:$key" -binary | openssl base64 -A)
+  printf %s "$body" | curl --silent --show-error --max-time 20 --data-binary @- --write-out '\n%{http_code}' \
+    -H "content-type: application/json" -H "webhook-id: $id" -H "webhook-timestamp: $now" \
+    -H "webhook-signature: v1,$signature" "$CKPT_HOOK_URL"
+}
+
+for wait in 1 2 5 10 30 60 ''; do
+  if answer=$(send); then status=${answer##*$'\n'}; else status=none; fi
+  case "$status" in
+    2*) printf '%s\n' "${answer%$'\n'*}"; exit 0 ;;
+    none | 408 | 429 | 5*) [ -z "$wait" ] || sleep "$wait" ;;  # nobody there, or gone in the middle of the answer
+    *) break ;;                                                # what was refused is not tried again
+  esac
+done
+printf '%s\nHTTP status: %s\n' "${answer%$'\n'*}" "$status" >&2
+exit 1

@@ -25,8 +25,15 @@ case "$step" in null) ;; '' | *[!0-9]*) exit 0 ;; esac
 
 body='{"type":"job.completed","uri":"'$uri'","run":"'$run'","step":'$step'}'
 # The job's id makes a repeat one event; a requeued job that ends again has started at another time.
-printf %s "$body" | curl --silent --show-error --max-time 20 --retry 5 --retry-connrefused --retry-max-time 300 \
-  --data-binary @- -H 'content-type: application/json' -H "@$etc/hook.header" \
-  -H "idempotency-key: slurm-${SLURM_CLUSTER_NAME:-cluster}-${SLURM_JOB_ID:-0}-${SLURM_JOB_START_TIME:-0}" \
-  "$(cat "$etc/hook.url")" > "${CKPT_HOOK_LOG:-/dev/null}" 2>&1 &
+send() {
+  printf %s "$body" | curl --silent --show-error --max-time 20 --retry 5 --retry-connrefused --retry-max-time 300 \
+    --data-binary @- -H 'content-type: application/json' -H "@$etc/hook.header" \
+    -H "idempotency-key: slurm-${SLURM_CLUSTER_NAME:-cluster}-${SLURM_JOB_ID:-0}-${SLURM_JOB_START_TIME:-0}" \
+    "$(cat "$etc/hook.url")"
+}
+# curl does not ask again whoever goes away in the middle of an answer.
+for wait in 1 5 20 60 ''; do
+  send
+  case $? in 7 | 18 | 28 | 52 | 55 | 56) [ -z "$wait" ] || sleep "$wait" ;; *) break ;; esac
+done > "${CKPT_HOOK_LOG:-/dev/null}" 2>&1 &
 exit 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -98,6 +100,44 @@ def test_python_tries_again_until_the_receiver_is_there(
     assert told["status"] == "accepted"
 
 
+@pytest.fixture
+def dying(running: live.Live) -> Iterator[str]:
+    """An address whose server goes away twice, in the two ways in which one that is killed does; then ours."""
+    ours = httpx.URL(running.url)
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(30)
+
+    def serve() -> None:
+        for answer in (b"", b"HTTP/1.1 202 Accepted\r\ncontent-length: 60\r\n\r\n{"):
+            caller, _ = listener.accept()
+            with caller:
+                caller.recv(65536)
+                caller.sendall(answer)
+        with listener.accept()[0] as caller, socket.create_connection((ours.host, ours.port or 80)) as there:
+            there.settimeout(10)
+            caller.settimeout(1)
+            try:
+                while part := caller.recv(65536):
+                    there.sendall(part)
+            except TimeoutError:
+                caller.sendall(there.recv(65536))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread.join()
+    listener.close()
+
+
+@pytest.mark.parametrize("script", ["send.sh", "send.py"])
+def test_a_receiver_that_is_killed_in_its_answer_is_asked_again(
+    script: str, running: live.Live, env: dict[str, str], dying: str
+) -> None:
+    done = run(SENDERS / script, URI, "llama", "7", env=env | {"CKPT_HOOK_URL": f"{dying}/hooks/standard"})
+    assert (done.returncode, json.loads(done.stdout)["status"]) == (0, "accepted"), done.stderr
+    assert announced(running) == [("standard", "checkpoint.saved", URI, "llama", 7)]
+
+
 LIGHTNING = """
 import sys, types
 callbacks = types.ModuleType("lightning.pytorch.callbacks")
@@ -183,6 +223,12 @@ def test_slurm_epilog(running: live.Live, epilog: dict[str, str]) -> None:
     again = epilog | {"SLURM_JOB_START_TIME": "1760009999", "SLURM_JOB_COMMENT": f"ckpt={URI}"}
     assert run(SENDERS / "slurm_epilog.sh", env=again).returncode == 0
     assert announced(running, 2)[1] == ("slurm", "job.completed", URI, "train", None)
+
+
+def test_slurm_epilog_asks_again_too(running: live.Live, epilog: dict[str, str], dying: str) -> None:
+    Path(epilog["CKPT_HOOK_ETC"], "hook.url").write_text(f"{dying}/hooks/slurm")
+    assert run(SENDERS / "slurm_epilog.sh", env=epilog).returncode == 0
+    assert announced(running) == [("slurm", "job.completed", URI, "llama", 7)]
 
 
 @pytest.mark.parametrize(
