@@ -9,7 +9,7 @@ On "cpu" a lane does the same with torch alone, which is how it is tested where 
 from __future__ import annotations
 
 import mmap
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ckptcore.dtype import BY_NAME
 from ckptcore.errors import BudgetTooSmall
 from ckptcore.fingerprint import Sum, box_sum
 from ckptcore.manifest import CONJ, NEG
+from ckptcore.tiles import TILES
 
 Bytes = npt.NDArray[np.uint8]
 _WORTH = 512 << 10  # bytes: of fewer, the host knows the sum before a device has begun
@@ -35,14 +36,23 @@ def host_buffer(nbytes: int, device: str) -> Bytes:
     Raises `DeviceUnavailable`, and `BudgetTooSmall` when that much cannot be pinned.
     """
     if device == "cpu":
-        # numpy asks for huge pages, which round what small tiles touch up to 2 MiB each.
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        return _paged(nbytes)
     torch = torch_on(device)
     try:
         pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
     except RuntimeError as error:
         raise BudgetTooSmall(f"{nbytes} bytes of memory cannot be pinned: {_first_line(error)}") from error
     return pinned
+
+
+def _paged(nbytes: int) -> Bytes:
+    """Memory with small pages where usual tiles lie, so that it takes what they touch (numpy's own would
+    be rounded up to 2 MiB each), and huge ones behind: strided writes over large tiles need them."""
+    held = mmap.mmap(-1, nbytes)
+    if nbytes > TILES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without huge pages
+            held.madvise(mmap.MADV_HUGEPAGE, TILES, nbytes - TILES)
+    return np.frombuffer(held, np.uint8)
 
 
 class Lane:
