@@ -102,7 +102,7 @@ def test_python_tries_again_until_the_receiver_is_there(
 
 @pytest.fixture
 def dying(running: live.Live) -> Iterator[str]:
-    """An address whose server goes away twice, in the two ways in which one that is killed does; then ours."""
+    """An address whose server goes away twice, as one that is killed does in two ways; then ours."""
     ours = httpx.URL(running.url)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(30)
