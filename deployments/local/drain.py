@@ -4,8 +4,8 @@
 ``requeue=IDS``    these and others that have not ended are due again, as soon as somebody works
 ``resume``         the deployments are made or brought up to date, and the pool takes runs again
 
-A worker that is told to end does so at once, and leaves its runs "Running" for ever
-(PrefectHQ/prefect#16746): so they are ended here, before or after.
+The worker of `make up` ends with everything else, so all runs of the pool are its runs; `deployments.worker`
+knows its own among those of others.
 """
 
 from __future__ import annotations
@@ -13,26 +13,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
 from uuid import UUID
 
-from prefect import State
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolUpdate
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
-from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
-from prefect.states import AwaitingRetry
 
 from deployments.deploy import POOL, deploy
-
-ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+from deployments.letgo import active, due_again
 
 
 def pause(seconds: float) -> list[UUID]:
@@ -43,7 +31,7 @@ def pause(seconds: float) -> list[UUID]:
         except ObjectNotFound:
             return []
         until = time.monotonic() + seconds
-        while (left := _active(client)) and time.monotonic() < until:
+        while (left := active(client, POOL)) and time.monotonic() < until:
             time.sleep(1.0)
     return [run.id for run in left]
 
@@ -54,11 +42,11 @@ def requeue(ids: Iterable[UUID]) -> None:
     ids: of runs that were stopped: some say of themselves, with their last words, that they crashed.
     """
     with get_client(sync_client=True) as client:
-        stopped = {id: client.read_flow_run(id) for id in ids} | {run.id: run for run in _active(client)}
-        for run in stopped.values():
-            if run.state is None or run.state.is_crashed() or not run.state.is_final():
-                again: State[Any] = AwaitingRetry(message="its worker was stopped; it goes on where it was")
-                client.set_flow_run_state(run.id, again, force=True)
+        stopped = {id: client.read_flow_run(id) for id in ids} | {run.id: run for run in active(client, POOL)}
+        states = {id: run.state for id, run in stopped.items()}
+        left = [id for id, state in states.items()
+                if state is None or state.is_crashed() or not state.is_final()]  # fmt: skip
+        due_again(client, (stopped[id] for id in left))
 
 
 def resume() -> None:
@@ -66,13 +54,6 @@ def resume() -> None:
     deploy()
     with get_client(sync_client=True) as client:
         client.update_work_pool(POOL, WorkPoolUpdate(is_paused=False))
-
-
-def _active(client: SyncPrefectClient) -> list[FlowRun]:
-    return client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=ACTIVE))),
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL])),
-    )
 
 
 if __name__ == "__main__":

@@ -92,7 +92,12 @@ def end(name: str, folder: Path, patience: float, how: signal.Signals = signal.S
 
 def marked(name: str, folder: Path) -> list[int]:
     """Living processes that a service is, or has started."""
-    mark, found = f"{MARK}={_mark(name, folder)}".encode(), []
+    return having(f"{MARK}={_mark(name, folder)}")
+
+
+def having(setting: str) -> list[int]:
+    """Living processes with this line, ``NAME=value``, in their environment."""
+    mark, found = setting.encode(), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:

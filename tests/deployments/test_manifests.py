@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from deployments.receiver.settings import load
+from deployments.worker import PATIENCE, TELL
 
 FOLDER = Path(__file__).parents[2] / "deployments"
 ROOT = FOLDER.parent
@@ -98,7 +99,7 @@ def test_kubernetes_starts_what_is_there() -> None:
     for container in containers():
         starts(container["command"])
         assert container["resources"]["requests"]["memory"]
-        if "worker" in container["command"]:
+        if "deployments.worker" in container["command"]:
             asked = f"{memory_of_worker(limit_of(container['command']))}Mi"
             assert container["resources"]["requests"]["memory"] == asked
             assert container["resources"]["limits"]["memory"] == asked
@@ -157,6 +158,22 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     worker = (FOLDER / "systemd" / "ckptcore-worker.service").read_text()
     limit = int(re.findall(r"--limit (\d+)", worker)[0])
     assert f"MemoryMax={memory_of_worker(limit)}M" in worker
+
+
+def test_a_worker_that_is_told_to_end_has_time_to_let_go() -> None:
+    """The longest way: the worker is killed, its runs too, and the server hardly answers."""
+    longest = 3 * PATIENCE + TELL + 10
+    (pod,) = [one["spec"]["template"]["spec"] for one in kubernetes()
+              if one["kind"] == "Deployment" and one["metadata"]["name"] == "worker"]  # fmt: skip
+    assert pod["terminationGracePeriodSeconds"] >= longest
+    assert "deployments.worker" in pod["containers"][0]["command"]
+    service = compose()["services"]["worker"]
+    assert int(service["stop_grace_period"].removesuffix("s")) >= longest
+    assert "deployments.worker" in service["command"]
+    unit = (FOLDER / "systemd" / "ckptcore-worker.service").read_text()
+    assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) >= longest
+    assert "\nKillMode=mixed\n" in unit  # told all at once, runs would end before anybody could say so
+    assert " -m deployments.worker " in unit
 
 
 def test_the_image_is_made_of_what_is_there() -> None:
