@@ -48,7 +48,9 @@ def sweep(
 @takes(KNOWN, ANSWER)
 def scrub(
     share: Annotated[float, typer.Option("--share", help="Of what the catalog knows, above 0 to 1.")] = 0.05,
-    budget: Annotated[str, typer.Option("--budget", metavar="TIME", help="Stop after this time.")] = "10m",
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="TIME", help="Stop after this time, the first aside.")
+    ] = "10m",
     **given: Any,
 ) -> None:
     """Is what the catalog knows still there, byte for byte? The longest unproven first."""

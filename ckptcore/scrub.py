@@ -1,7 +1,8 @@
 """Scrubbing: is everything that the catalog knows still there and whole? A share at a time, the oldest first.
 
-A look that ends because the time is over has found nothing and records nothing. One that alone needs more
-time than there is goes to the end of the row, so that the others are looked at.
+The first is read to its end, however long that takes: otherwise what needs more time than there is would
+never be proven. A later look that ends because the time is over has found nothing and records nothing: next
+time it comes before those that were proven.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def scrub(catalog: Catalog, share: float = SHARE, budget_s: float = BUDGET_S, *,
           clock: Callable[[], float] = time.monotonic) -> Scrubbed:  # fmt: skip
     """Looks at a share of what the catalog says exists, and records what it finds.
 
-    share: of the checkpoints, above 0 and up to 1. budget_s: seconds; a look under way then is given up.
+    share: of the checkpoints, above 0 and up to 1. budget_s: seconds; a look under way then is given up, but
+    for the first one.
     """
     if not 0 < share <= 1:
         raise UsageError(f"--share {share} is no share", hint="above 0 and up to 1")
@@ -79,12 +81,13 @@ def scrub(catalog: Catalog, share: float = SHARE, budget_s: float = BUDGET_S, *,
     wanted = rows[: math.ceil(share * len(rows))]
     looked: list[Looked] = []
     for row in wanted:
-        if clock() >= end:
+        if looked and clock() >= end:
             break
+        in_time = (lambda: clock() < end) if looked else (lambda: True)
         detail = catalog.show(row.id, tensors=False)
         assert isinstance(detail, CheckpointDetail)
-        found = Looked(row, prove(detail, lambda: clock() < end))
-        _record(catalog, found, alone=not looked)
+        found = Looked(row, prove(detail, in_time))
+        _record(catalog, found)
         looked.append(found)
         if told is not None:
             told(found)
@@ -93,7 +96,7 @@ def scrub(catalog: Catalog, share: float = SHARE, budget_s: float = BUDGET_S, *,
     return Scrubbed(tuple(looked), len(wanted), len(rows))
 
 
-def _record(catalog: Catalog, found: Looked, *, alone: bool) -> None:
+def _record(catalog: Catalog, found: Looked) -> None:
     proven, id, now = found.proven, found.checkpoint.id, datetime.now(UTC)
     if proven.now is not None:
         catalog.record_validation(proven.now, (), level="files")
@@ -103,5 +106,5 @@ def _record(catalog: Catalog, found: Looked, *, alone: bool) -> None:
             tending.checked(conn, now, id, "bytes", proven.findings)
         elif proven.proof is Proof.GONE:
             tending.gone(conn, now, id)
-        elif proven.proof is Proof.UNREAD or alone:
+        elif proven.proof is Proof.UNREAD:
             tending.looked(conn, now, id)

@@ -1,6 +1,7 @@
 """Scrub: what the catalog says exists, read again and proven, a share at a time. For a schedule.
 
-The longest unproven come first; it stops when its time is over. ``ckptcore scrub`` does the same.
+The longest unproven come first. It stops when its time is over, but the first is read to its end: no
+checkpoint is too large to be proven. ``ckptcore scrub`` does the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def scrub(share: float = 0.05, budget: str = "10m", catalog: str | None = None) 
     """Prove that what the catalog knows is still there, byte for byte.
 
     share: of the checkpoints, above 0 and up to 1.
-    budget: stop after this time.
+    budget: stop after this time; the first checkpoint is read to its end.
     catalog: URL of the catalog; by default CKPTCORE_CATALOG_URL, else the user's own.
     """
     try:

@@ -102,27 +102,31 @@ def test_shares_go_round_the_longest_unproven_first(made, catalog):
     assert list(proofs(scrub(catalog, share=0.25))) == seen[:1]
 
 
-def test_it_stops_in_the_middle_and_records_nothing_of_that(made, catalog):
+def short(catalog, budget_s):
+    """A scrub whose clock goes on by a second with every look at it."""
     clock = count()
-    found = scrub(catalog, share=1, budget_s=3, clock=lambda: float(next(clock)))
-    assert found.looked[-1].proven.proof == "stopped"
-    assert found.exit_code == 0
-    assert len(found.looked) < 4
-    none = scrub(catalog, share=1, budget_s=0)
-    assert (none.looked, none.due) == ((), 4)
+    return scrub(catalog, share=1, budget_s=budget_s, clock=lambda: float(next(clock)))
 
 
-def test_what_alone_needs_more_time_lets_the_others_have_their_turn(made, catalog):
-    first = catalog_uris(catalog)
+def test_it_stops_in_the_middle_and_records_nothing_of_that(made, catalog):
+    row = catalog_uris(catalog)
+    found = short(catalog, 4)
+    stopped = found.looked[-1]
+    assert (stopped.proven.proof, found.exit_code) == ("stopped", 0)
+    assert 1 < len(found.looked) < 4
+    assert catalog.show(stopped.checkpoint.id).checkpoint.verified_level != "bytes"
+    # It is the first the next time, before those that were proven.
+    assert catalog_uris(catalog)[0] == row[len(found.looked) - 1] == stopped.checkpoint.uri
 
-    def short():
-        clock = count()
-        return scrub(catalog, share=1, budget_s=2, clock=lambda: float(next(clock)))
 
-    stuck = short().looked
-    assert [each.proven.proof for each in stuck] == ["stopped"]
-    assert catalog_uris(catalog)[-1] == first[0]
-    assert short().looked[0].checkpoint.uri != stuck[0].checkpoint.uri
+def test_what_alone_needs_more_time_than_there_is_is_proven_all_the_same(made, catalog):
+    row, seen = catalog_uris(catalog), []
+    for _ in row:
+        (only,) = short(catalog, 0).looked
+        assert only.proven.proof == "proven"
+        seen.append(only.checkpoint.uri)
+    assert seen == row
+    assert {each.verified_level for each in catalog.list()} == {"bytes"}
 
 
 def catalog_uris(catalog):
