@@ -207,14 +207,7 @@ class _Run:
                     # Also behind the last read: a file that was rewritten meanwhile proves nothing.
                     self._unchanged([f.path for f in work.plan.files])
                     write_receipt(self._receipts, self._plan_digest, receipt)
-                    _log.info(
-                        "wrote %s: %d bytes, %d tensors, %.2f s, BLAKE3 %s",
-                        receipt.path,
-                        receipt.nbytes,
-                        len(work.plan.tensors),
-                        receipt.seconds,
-                        receipt.digest,
-                    )
+                    _log.info("%s", work.told(receipt))
                     with self._report:
                         self._done[receipt.index] = receipt
                         del self._open[receipt.index]

@@ -133,6 +133,11 @@ class FileWork:
             sums=pack(self._sums) if self._sums is not None else None,
         )  # fmt: skip
 
+    def told(self, receipt: Receipt) -> str:
+        """What was written, for people."""
+        return (f"wrote {receipt.path}: {receipt.nbytes} bytes, {len(self.plan.tensors)} tensors, "
+                f"{receipt.seconds:.2f} s, BLAKE3 {receipt.digest}")  # fmt: skip
+
     def abort(self) -> None:
         """Drops the file."""
         for payload in self._payloads.values():

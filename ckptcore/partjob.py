@@ -46,6 +46,12 @@ class PartWork(FileWork):
         return replace(found, begin=self._part.begin, nbytes=self._part.nbytes, crcs=tuple(sorted(crcs)),
                        proven=proven(self.plan, self._records))  # fmt: skip
 
+    def told(self, receipt: Receipt) -> str:
+        """Which part of the file was written, for people."""
+        part = self._part
+        return (f"wrote part {part.number} of {part.of} of {receipt.path}: bytes {part.begin} to {part.end} "
+                f"of {self.plan.nbytes}, {receipt.seconds:.2f} s, BLAKE3 {receipt.digest}")  # fmt: skip
+
 
 def proven(plan: FilePlan, records: Records) -> str:
     """Which source records of a file's plan have been proven: a bit each, hex."""

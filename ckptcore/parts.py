@@ -18,11 +18,16 @@ from ckptcore.tiles import Job, jobs
 @dataclass(frozen=True, slots=True)
 class Part:
     """Bytes [begin, end) of output file ``index``. Its bounds are those of jobs under one tile size and one
-    number of workers: whoever writes parts of a file must have the same `Settings`."""
+    number of workers: whoever writes parts of a file must have the same `Settings`.
+
+    number, of: for people: which part it is, counted from 1, and how many there are.
+    """
 
     index: int
     begin: int
     end: int
+    number: int = 1
+    of: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -32,14 +37,15 @@ class Part:
 
 def cut(plan: FilePlan, nbytes: int, tile: int, workers: int) -> tuple[Part, ...]:
     """The parts of a file, each of about ``nbytes``, in order; one part when the file is hardly larger."""
-    found: list[Part] = []
+    bounds: list[tuple[int, int]] = []
     begin = end = 0
     for job in jobs(plan, tile, workers):
         if end > begin and end - begin + job.nbytes > nbytes:
-            found.append(Part(plan.index, begin, end))
+            bounds.append((begin, end))
             begin = end
         end = job.start + job.nbytes
-    return (*found, Part(plan.index, begin, end))
+    bounds.append((begin, end))
+    return tuple(Part(plan.index, b, e, n, len(bounds)) for n, (b, e) in enumerate(bounds, 1))
 
 
 def jobs_of(part: Part, plan: FilePlan, tile: int, workers: int) -> Iterator[Job]:

@@ -20,5 +20,6 @@ def write_part(name: str, plan_uri: str, part: Part, settings: Settings) -> Rece
     name: what the run is called.
     """
     receipt = execute_part(plan_uri, part, settings, Progress(name, part.nbytes))
-    log.info("%s: %s%s", name, show_size(part.nbytes), ", kept from an earlier run" if receipt.reused else "")
+    kept = ", kept from an earlier run" if receipt.reused else ""
+    log.info("%s: %s, bytes %d to %d%s", name, show_size(part.nbytes), part.begin, part.end, kept)
     return receipt

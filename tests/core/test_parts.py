@@ -86,6 +86,24 @@ def test_finished_parts_are_kept_and_damaged_ones_are_not(source: Path, tmp_path
     assert torch.equal(torch.load(tmp_path / "out.pt")["e"], TENSORS["e"])
 
 
+def test_the_log_says_which_part_of_which_file(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ckptcore")
+    plan = prepared(source, tmp_path / "out.safetensors")
+    found = parts(plan, 0, 500_000, SETTINGS)
+    for part in found:
+        execute_part(plan, part, SETTINGS)
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("wrote")]
+    assert len(told) == len(found) > 2
+    for n, (line, part) in enumerate(zip(told, found, strict=True), 1):
+        what = f"part {n} of {len(found)} of out.safetensors"
+        where = f"bytes {part.begin} to {part.end} of {found[-1].end}"
+        assert line.startswith(f"wrote {what}: {where}, ")
+    convert(Request(str(source), str(tmp_path / "whole.safetensors")), SETTINGS, catalog_url=False)
+    assert f"wrote whole.safetensors: {found[-1].end} bytes, {len(TENSORS)} tensors" in caplog.text
+
+
 def test_a_part_that_is_missing_is_named(source: Path, tmp_path: Path) -> None:
     plan = prepared(source, tmp_path / "out.safetensors")
     found = parts(plan, 0, 500_000, SETTINGS)
