@@ -56,7 +56,7 @@ from ckptcore.store import open_store
 
 __all__ = [
     "Part", "Prepared", "Progress", "Receipt", "Result", "convert", "execute", "execute_part", "finish",
-    "inspect", "join", "parts", "peak_memory", "prepare", "register", "settle", "validate",
+    "inspect", "join", "parts", "peak_memory", "prepare", "register", "settle", "tidy", "validate",
 ]  # fmt: skip
 Progress = Callable[[str, int, int], None]
 _log = logging.getLogger("ckptcore")
@@ -183,6 +183,18 @@ def finish(plan_uri: str, settings: Settings | None = None, progress: Progress |
 def settle(plan_uri: str) -> None:
     """Removes the staging folder of a published plan."""
     Staging.of_plan(plan_uri).remove()
+
+
+def tidy(destination: str) -> None:
+    """Removes what a run left beside a published destination that was killed before it could.
+
+    For who has found the destination registered, and holds its claim. Raises `Busy`.
+    """
+    staging = Staging(destination)
+    staging.sweep_gone()
+    if published_plan(staging) or publishing_plan(staging):
+        with staging.lock():
+            staging.remove()
 
 
 def convert(request: Request, settings: Settings | None = None, progress: Progress | None = None,

@@ -23,6 +23,7 @@ from ckptcore.catalog.roots import Root
 from ckptcore.catalog.sightings import Seen, SightingRow
 from ckptcore.catalog.text import normal_uri
 from ckptcore.claiming import claimed, key_of, made_from, owner, rewritten
+from ckptcore.convert import tidy
 from ckptcore.discover import Candidate, discover
 from ckptcore.errors import Busy, CkptError, Finding, NotComplete
 from ckptcore.register import facts
@@ -190,6 +191,7 @@ def work(catalog: Catalog, item: Item, convert: Convert, who: str, *, again: boo
             if not _outdated(catalog, item) and made_from(
                 catalog, request.destination, item.source, item.manifest_digest
             ):
+                tidy(request.destination)
                 return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
             convert(request)
     except CkptError as error:

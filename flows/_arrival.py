@@ -11,7 +11,7 @@ from ckptcore import claiming
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.claims import DONE, Key
-from ckptcore.convert import inspect
+from ckptcore.convert import inspect, tidy
 from ckptcore.errors import Busy, DestinationExists, UnsafeContent
 from ckptcore.request import Request
 from ckptcore.staging import refuse_existing
@@ -66,7 +66,10 @@ def alone(
             for again in (False, True):  # what was made, and taken away since, is made again
                 with claiming.claimed(known, key, request.source, run, again=again) as claim:
                     if claim.mine:
-                        yield not _is_made(known, key, request, digest)
+                        made = _is_made(known, key, request, digest)
+                        if made:
+                            tidy(request.destination)
+                        yield not made
                         return
                 if claim.state != DONE:
                     break

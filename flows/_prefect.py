@@ -30,6 +30,8 @@ QUIET = {
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     # The ephemeral server shares stderr with the run; SQLite retries are its own affair.
     "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
+    # What a server answers whose database is away; asked again like one that says "unavailable".
+    "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
 }
 
 

@@ -22,6 +22,7 @@ from ckptcore.request import Settings
 from ckptcore.sizes import show_size
 from flows._batches import batches
 from flows._engine import Crew, Engine, crew, is_lost
+from tasks.artifacts import shown
 from tasks.join import join
 from tasks.logs import log
 from tasks.progress import STOP
@@ -63,15 +64,17 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
         width = MAX_WRITERS
     work = _work(prepared, share, batch_bytes, large=not engine.here)
     total, done = prepared.bytes_out, 0
-    progress = cast("UUID", create_progress_artifact(0.0, "conversion-progress",
-                                                     f"{show_size(total)} in {len(work)} tasks"))  # fmt: skip
+    told = f"{show_size(total)} in {len(work)} tasks"
+    progress = shown(create_progress_artifact, 0.0, "conversion-progress", told)
     STOP.clear()
     with crew(engine, width, settings.device) as running:
         try:
             for nbytes in _finished(prepared, work, running):
                 done += nbytes
                 told = f"{show_size(done)} of {show_size(total)}"
-                update_progress_artifact(progress, min(100.0, 100.0 * done / max(total, 1)), told)
+                if progress is not None:
+                    percent = min(100.0, 100.0 * done / max(total, 1))
+                    shown(update_progress_artifact, cast("UUID", progress), percent, told)
         except Exception:
             raise
         except BaseException:  # Ctrl-C, or a cancellation: the running tasks must not be waited for

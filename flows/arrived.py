@@ -18,6 +18,7 @@ from ckptcore.finishing import Result
 from ckptcore.request import Request
 from ckptcore.sizes import parse_size
 from flows._arrival import alone, made_from, require_inside
+from flows._patience import patiently
 from flows._words import explain, run_name
 from flows.convert import convert
 from tasks.settle import delays, settle
@@ -78,39 +79,44 @@ def arrived(
             model_prefix=model_prefix,
             max_file_size=parse_size(max_file_size),
         )
-        # Announced twice, by two senders or by a webhook and a sweep: one run does the work.
-        with alone(request, digest, str(runtime.flow_run.id), looks, catalog) as mine:
-            if not mine:
-                return already(destination)
-            done = convert.fn(
-                source,
-                destination,
-                verb,
-                to,
-                dtype=dtype,
-                config=config,
-                model_prefix=model_prefix,
-                max_file_size=max_file_size,
-                memory=memory,
-                workers=workers,
-                device=device,
-                fingerprint=fingerprint,
-                catalog=catalog,
-            )
-            error = done.result(raise_on_failure=False) if isinstance(done, State) else None
-            # Somebody without a claim, at a terminal say, was faster.
-            for pause in (0.0, *looks) if isinstance(error, Busy | DestinationExists) else ():
-                time.sleep(pause)
-                if made_from(destination, source, digest, catalog):
+
+        def work() -> Result | State[Any]:
+            # Announced twice, by two senders or by a webhook and a sweep: one run does the work.
+            with alone(request, digest, str(runtime.flow_run.id), looks, catalog) as mine:
+                if not mine:
                     return already(destination)
-                if isinstance(error, DestinationExists):
-                    break
-            if isinstance(error, CkptError):
-                raise error
+                done = convert.fn(
+                    source,
+                    destination,
+                    verb,
+                    to,
+                    dtype=dtype,
+                    config=config,
+                    model_prefix=model_prefix,
+                    max_file_size=max_file_size,
+                    memory=memory,
+                    workers=workers,
+                    device=device,
+                    fingerprint=fingerprint,
+                    catalog=catalog,
+                )
+                error = done.result(raise_on_failure=False) if isinstance(done, State) else None
+                # Somebody without a claim, at a terminal say, was faster.
+                for pause in (0.0, *looks) if isinstance(error, Busy | DestinationExists) else ():
+                    time.sleep(pause)
+                    if made_from(destination, source, digest, catalog):
+                        return already(destination)
+                    if isinstance(error, DestinationExists):
+                        break
+                if isinstance(error, CkptError):
+                    raise error
+                return done
+
+        # The sender has been told that it is accepted: nobody else sees a catalog that was away for a moment.
+        return patiently(work)
     except CkptError as error:
         # The message is what a person reads first: the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)
-    return done
 
 
 def already(destination: str) -> State[Any]:

@@ -8,6 +8,7 @@ from prefect.artifacts import create_table_artifact
 from ckptcore.check import Report
 from ckptcore.convert import validate
 from ckptcore.manifest import Manifest
+from tasks.artifacts import shown
 from tasks.logs import log
 from tasks.retry import STEP
 from tasks.words import count
@@ -34,8 +35,11 @@ def check(manifest: Manifest, level: str = "cover") -> Report:
     outcome = "complete" if report.ok else "damaged"
     findings = count(len(report.findings), "finding")
     told = f"{outcome} at level {level}: {count(report.tensors, 'tensor')}, {findings}"
-    create_table_artifact(
-        rows or [FINE], key="checkpoint-validation", description=f"`{manifest.root}` is {told}"
+    shown(
+        create_table_artifact,
+        rows or [FINE],
+        key="checkpoint-validation",
+        description=f"`{manifest.root}` is {told}",
     )
     log.info("%s", told)
     return report

@@ -9,6 +9,7 @@ from ckptcore.convert import Prepared, prepare
 from ckptcore.manifest import Manifest
 from ckptcore.request import Request, Settings
 from ckptcore.sizes import show_size
+from tasks.artifacts import shown
 from tasks.logs import log
 from tasks.retry import STEP
 from tasks.words import count, table
@@ -31,7 +32,8 @@ def plan(request: Request, settings: Settings, manifest: Manifest) -> Prepared:
         ("plan", f"`{prepared.plan_digest}`"),
     ]
     warnings = "\n".join(f"- **{w.code}**: {w.message}" for w in prepared.warnings)
-    create_markdown_artifact(
+    shown(
+        create_markdown_artifact,
         "\n\n".join(["# Plan", table(("what", "value"), facts), warnings]),
         key="conversion-plan",
         description=f"{request.verb} `{request.source}` to `{request.destination}`",

@@ -10,6 +10,7 @@ from ckptcore.finishing import Result
 from ckptcore.request import Settings
 from ckptcore.sizes import show_size
 from ckptcore.store import local_path
+from tasks.artifacts import shown
 from tasks.logs import log
 from tasks.retry import STEP
 from tasks.words import count, table
@@ -23,14 +24,16 @@ def publish(plan_uri: str, settings: Settings) -> Result:
     result = finish(plan_uri, settings)
     files = [(f"`{f.path}`", show_size(f.nbytes), f"`{f.digest}`") for f in result.files]
     told = f"{count(len(result.tensors), 'tensor')}, {count(len(files), 'file')}, {show_size(result.nbytes)}"
-    create_markdown_artifact(
+    shown(
+        create_markdown_artifact,
         f"# {result.destination}\n\n{result.format}: {told}\n\n"
         + table(("file", "size", "BLAKE3"), files[:MAX_ROWS]),
         key="conversion-result",
         description=f"`{result.destination}`: {told}",
     )
     path = local_path(result.destination)
-    create_link_artifact(
+    shown(
+        create_link_artifact,
         path.resolve().as_uri() if path is not None else result.destination,
         link_text=result.destination,
         key="conversion-destination",

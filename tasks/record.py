@@ -13,6 +13,7 @@ from ckptcore.finishing import Result
 from ckptcore.manifest import Manifest
 from ckptcore.register import Registration
 from ckptcore.request import Settings
+from tasks.artifacts import shown
 from tasks.assets import asset_keys
 from tasks.logs import log
 from tasks.retry import STEP
@@ -29,7 +30,8 @@ def _record(
             key, {"format": result.format, "bytes": result.nbytes, "conversion": known.conversion}
         )
     if known.conversion is not None:
-        create_markdown_artifact(
+        shown(
+            create_markdown_artifact,
             FOUND_AGAIN.format(id=known.conversion, uri=shlex.quote(result.destination)),
             key="conversion-catalog",
             description=f"conversion {known.conversion} in the catalog",

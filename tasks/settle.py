@@ -16,6 +16,7 @@ from ckptcore.check import Report
 from ckptcore.convert import inspect, validate
 from ckptcore.errors import CkptError, DamagedCheckpoint, NotComplete, SourceUnreadable, UnknownFormat
 from ckptcore.store import open_store
+from tasks.retry import passes
 from tasks.words import count
 
 # Seconds between looks. Savers that copy in the background, and object stores, lag by minutes.
@@ -46,7 +47,7 @@ def is_pending(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     error = state.result(raise_on_failure=False)
     if isinstance(error, DamagedCheckpoint):
         return any(found.code in PENDING_FINDINGS for found in error.findings)
-    return isinstance(error, PENDING) or bool(getattr(error, "transient", False))
+    return isinstance(error, PENDING) or passes(error)
 
 
 def _require_whole(source: str, report: Report) -> None:

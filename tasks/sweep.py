@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.roots import Root
 from ckptcore.sweep import Item, look_through, note_swept
+from tasks.artifacts import shown
 from tasks.logs import log
 from tasks.words import count
 
@@ -38,7 +39,7 @@ def note(name: str, root: Root, items: Sequence[Item], catalog: str | None, dry_
     ]
     if rows:
         told = f"`{root.uri}`: {count(len(items), 'checkpoint')}"
-        create_table_artifact(rows, key="sweep", description=told)
+        shown(create_table_artifact, rows, key="sweep", description=told)
     for item in items:
         if item.why and item.standing not in ("converted", "claimed"):
             log.warning("%s is %s: %s", item.source, item.standing.value, item.why)

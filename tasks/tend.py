@@ -14,6 +14,7 @@ from ckptcore.retire import Retired, Retirement
 from ckptcore.retire import retire as run_retire
 from ckptcore.scrub import Looked, Scrubbed
 from ckptcore.scrub import scrub as run_scrub
+from tasks.artifacts import shown
 from tasks.logs import log
 from tasks.words import count
 
@@ -36,7 +37,7 @@ def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
     ]
     if rows:
         told_of = f"{count(len(found.looked), 'checkpoint')} of {found.known}"
-        create_table_artifact(rows, key="scrub", description=told_of)
+        shown(create_table_artifact, rows, key="scrub", description=told_of)
     return found
 
 
@@ -56,5 +57,5 @@ def retire(
         for i in found.items[:MAX_ROWS]
     ]
     if rows:
-        create_table_artifact(rows, key="retire", description=count(len(found.items), "source"))
+        shown(create_table_artifact, rows, key="retire", description=count(len(found.items), "source"))
     return found

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
+from prefect.states import AwaitingRetry
 
 from ckptcore.errors import UsageError
 from deployments.receiver.start import Away, RunState
+
+HEARTBEAT = timedelta(seconds=90)  # three of them: a run that changed its state more lately need not be asked
 
 
 class PrefectRuns:
@@ -53,7 +57,27 @@ class PrefectRuns:
         wanted = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(id) for id in ids]))
         with _answering():
             found = self._client.read_flow_runs(flow_run_filter=wanted, limit=len(ids))
-        return {str(run.id): _state(run.state) for run in found}
+            return {str(run.id): self._state(run) for run in found}
+
+    def resume(self, id: str, why: str) -> None:
+        """Let a run go on that nobody works on, under its id; finished files have their receipts."""
+        with _answering():
+            self._client.set_flow_run_state(UUID(id), AwaitingRetry(message=why), force=True)
+
+    def _state(self, run: FlowRun) -> RunState:
+        state = run.state
+        if state is None:
+            return RunState("PENDING", datetime.now(UTC), "")
+        since = state.timestamp.astimezone(UTC)
+        if state.is_running() and datetime.now(UTC) - since > HEARTBEAT:
+            since = max(since, self._heard_of(run))
+        return RunState(state.type.value, since, state.message or "", run.run_count)
+
+    def _heard_of(self, run: FlowRun) -> datetime:
+        """When a run was last heard of: at its last event."""
+        wanted = {"filter": {"resource": {"id": [f"prefect.flow-run.{run.id}"]}}, "limit": 1}
+        found = self._client._client.post("/events/filter", json=wanted).json()["events"]  # newest first
+        return datetime.fromisoformat(found[0]["occurred"]) if found else datetime.min.replace(tzinfo=UTC)
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
         """Make an event of Prefect, about a checkpoint, that automations can be triggered by."""
@@ -74,9 +98,3 @@ def _answering() -> Iterator[None]:
         yield
     except httpx.TransportError as error:
         raise Away(f"Prefect does not answer: {error}") from error
-
-
-def _state(state: Any) -> RunState:
-    if state is None:
-        return RunState("PENDING", datetime.now(UTC), "")
-    return RunState(state.type.value, state.timestamp.astimezone(UTC), state.message or "")

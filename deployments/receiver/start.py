@@ -27,17 +27,28 @@ HOURLY = 3600
 MAX_ATTEMPTS = 50
 # A crashed run may be taken up again by an automation; until then it has not failed.
 CRASHED_FOR = timedelta(minutes=30)
+# Automations are told by events, and a server that is killed forgets those that it has not looked at. What
+# they should have noticed by then is taken up here.
+OVERLOOKED = {
+    "CRASHED": timedelta(minutes=2), "PENDING": timedelta(minutes=4), "RUNNING": timedelta(minutes=4),
+}  # fmt: skip
+MOST_BEGUN = 5  # as in flows/resume.py: a run that kills its process again and again stays crashed
 
 _log = logging.getLogger("deployments.receiver")
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How a run is. kind: Prefect's state type. since: of that state. message: for people."""
+    """How a run is.
+
+    kind: Prefect's state type. since: of that state; of one that runs, its last sign of life. message: for
+    people. begun: how often it was.
+    """
 
     kind: str
     since: datetime
     message: str
+    begun: int = 0
 
 
 class Away(Exception):
@@ -54,6 +65,9 @@ class Runs(Protocol):
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
         """By id; a run that is no longer known is not there."""
+
+    def resume(self, id: str, why: str) -> None:
+        """Let a run go on that nobody works on."""
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
         """Make an event of Prefect, about a checkpoint, that automations can be triggered by."""
@@ -93,6 +107,12 @@ def outcome_of(state: RunState | None, now: datetime) -> str | None:
     if state.kind == "CRASHED":
         return "failed" if now - state.since > CRASHED_FOR else None
     return {"COMPLETED": "succeeded", "FAILED": "failed", "CANCELLED": "failed"}.get(state.kind)
+
+
+def is_overlooked(state: RunState, now: datetime) -> bool:
+    """Whether nobody works on a run, and nobody else has seen it."""
+    patience = OVERLOOKED.get(state.kind)
+    return patience is not None and now - state.since > patience and state.begun < MOST_BEGUN
 
 
 def delay_after(attempts: int) -> float:
@@ -155,6 +175,13 @@ class _Round:
         outcome = outcome_of(state, self.now)
         if outcome is None:
             # Attempts are takes; how often one was looked at is near enough to space the looks.
+            if state is not None and is_overlooked(state, self.now):
+                _log.warning(
+                    "%s: event %s: run %s is overlooked, it goes on", row.source, row.id, row.flow_run_id
+                )
+                self.runs.resume(
+                    row.flow_run_id, f"{state.kind.lower()} and silent since {state.since:%H:%M:%S}"
+                )
             pause = LOOKS[min(max(row.tries - 2, 0), len(LOOKS) - 1)]
             self.box.running(row, row.flow_run_id, self.now + timedelta(seconds=pause))
             return False

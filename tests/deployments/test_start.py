@@ -42,6 +42,10 @@ class FakeRuns:
         self.now: dict[str, RunState] = {}
         self.error: Exception | None = None
         self.told: list[str] = []
+        self.resumed: list[str] = []
+
+    def resume(self, id: str, why: str) -> None:
+        self.resumed.append(id)
 
     def start(
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
@@ -57,7 +61,7 @@ class FakeRuns:
         raise ConnectionError("events are away")  # which must not trouble anything else
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
-        return {id: self.now.get(id, RunState("RUNNING", NOW, "")) for id in ids}
+        return {id: self.now.get(id, RunState("SCHEDULED", NOW, "")) for id in ids}
 
 
 @pytest.fixture
@@ -239,6 +243,27 @@ def test_an_event_of_another_receivers_source_is_left_to_it(
 def test_how_a_run_has_ended(kind: str, age: int, expected: str | None) -> None:
     assert outcome_of(RunState(kind, NOW - timedelta(seconds=age), ""), NOW) == expected
     assert outcome_of(None, NOW) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "minutes", "begun", "resumed"),
+    [
+        ("CRASHED", 1, 1, False), ("CRASHED", 3, 1, True), ("CRASHED", 3, 5, False),
+        ("PENDING", 3, 0, False), ("PENDING", 5, 0, True), ("RUNNING", 3, 1, False), ("RUNNING", 5, 1, True),
+        ("SCHEDULED", 50, 0, False),
+    ],
+)  # fmt: skip
+def test_a_run_that_automations_overlooked_goes_on(
+    kind: str, minutes: int, begun: int, resumed: bool, box: Box, url: str, runs: FakeRuns,
+    senders: dict[str, Sender],
+) -> None:  # fmt: skip
+    box.put([(event(), webhooks.URI, "{}")], NOW)
+    work(box, runs, senders, TARGETS, NOW)
+    now = NOW + timedelta(hours=1)
+    runs.now["run-0"] = RunState(kind, now - timedelta(minutes=minutes), "", begun)
+    work(box, runs, senders, TARGETS, now)
+    assert runs.resumed == ["run-0"] * resumed
+    assert state(url) == [("waiting", "run-0", None)]
 
 
 def ended(box: Box, runs: FakeRuns, senders: dict[str, Sender]) -> None:

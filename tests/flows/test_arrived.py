@@ -6,15 +6,18 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import observe
 import pytest
 from observe import TENSORS
 
 from ckptcore.catalog import open_catalog
-from ckptcore.errors import Busy, DamagedCheckpoint, NotComplete, UnsafeContent, UsageError
+from ckptcore.errors import Busy, CatalogAway, DamagedCheckpoint, NotComplete, UnsafeContent, UsageError
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_api"),
@@ -137,6 +140,78 @@ def test_a_run_that_meets_another_waits_for_it(
     assert (state.is_completed(), state.name, len(looks)) == (True, "Already", 3)
 
 
+@pytest.mark.parametrize("how", ["before", "behind"])
+def test_a_catalog_that_is_away_for_a_moment_fails_no_run(
+    how: str, arrived: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import _patience
+    from flows import arrived as module
+
+    real, tries = module.alone, []
+
+    @contextmanager
+    def alone(*given: Any) -> Iterator[bool]:
+        tries.append(how)
+        if len(tries) == 1 and how == "before":
+            raise CatalogAway("the server is shutting down")
+        with real(*given) as mine:
+            yield mine
+        if len(tries) == 1:
+            raise CatalogAway("the server is shutting down")
+
+    monkeypatch.setattr(module, "alone", alone)
+    monkeypatch.setattr(_patience, "PAUSES", (0.01,))
+    assert arrived(source).is_completed()
+    assert len(tries) == 2
+    assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
+
+
+def test_what_a_killed_run_left_behind_its_end_is_tidied(
+    arrived: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks import record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "settle", lambda plan_uri: None)  # killed right before
+        assert arrived(source).is_completed()
+    staging = tmp_path / ".out.ckptcore"
+    assert staging.is_dir()
+    shutil.copytree(staging, tmp_path / ".out.ckptcore.gone-4242")  # or in the middle of it
+    with open_catalog(catalog) as known, known.writing() as conn:
+        conn.exec_driver_sql("UPDATE claims SET state = 'taken', ended_at = NULL, due_at = taken_at")
+    again = arrived(source)
+    assert (again.is_completed(), again.name) == (True, "Already")
+    assert sorted(path.name for path in tmp_path.glob(".out*")) == []
+    with open_catalog(catalog) as known:
+        assert len(known.conversions()) == 1
+
+
+def test_a_server_that_is_away_costs_pictures_alone(
+    arrived: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import _writing
+    from tasks import check, plan, publish, record
+
+    def away(*_: Any, **__: Any) -> Any:
+        raise httpx.ConnectError("refused")
+
+    for module in (check, plan, publish, record, _writing):
+        for name in dir(module):
+            if name.endswith("_artifact"):
+                monkeypatch.setattr(module, name, away)
+    assert arrived(source).is_completed()
+    assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
+
+
+def test_which_errors_pass() -> None:
+    from tasks.retry import passes
+
+    request = httpx.Request("GET", "http://127.0.0.1/")
+    status = {c: httpx.HTTPStatusError("", request=request, response=httpx.Response(c)) for c in (404, 500)}
+    assert [passes(e) for e in (CatalogAway("gone"), httpx.ReadError(""), status[500])] == [True] * 3
+    assert [passes(e) for e in (UsageError("no"), ValueError(), status[404], None)] == [False] * 4
+
+
 def test_a_deployment_is_run_once_per_key(source: Path, tmp_path: Path, catalog: str) -> None:
     from prefect.client.orchestration import get_client
 
@@ -159,6 +234,8 @@ def test_a_deployment_is_run_once_per_key(source: Path, tmp_path: Path, catalog:
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(first)
         assert (run.name, json.loads(json.dumps(run.parameters))["step"]) == ("slurm run/step-7", 7)
+    runs.resume(first, "overlooked")
+    assert runs.states([first])[first].message == "overlooked"
     with pytest.raises(UsageError, match="nowhere"):
         runs.start("arrived/nowhere", given, key="e3", name="x", tags=[])
     runs.close()
