@@ -229,6 +229,8 @@ def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -
     zstd = not safetensors and rng.random() < 0.2
     local = not safetensors and rng.random() < 0.15
     crc = rng.random() < 0.85
+    if not crc:
+        options["thread_count"] = 1  # torch keeps that option for the thread that has set it
     # torch prefers an old .metadata to new rank-local metadata: never both in one folder.
     leftovers = not local and rng.random() < 0.2
     lowest = rng.random() < 0.3
