@@ -68,7 +68,6 @@ def arrived(
         if root:
             require_inside(source, root)
         looks = delays(wait_minutes)
-        digest = settle.with_options(retries=len(looks), retry_delay_seconds=looks)(source)
         request = Request(
             source,
             destination,
@@ -81,6 +80,7 @@ def arrived(
         )
 
         def work() -> Result | State[Any]:
+            digest = settle.with_options(retries=len(looks), retry_delay_seconds=looks)(source)
             # Announced twice, by two senders or by a webhook and a sweep: one run does the work.
             with alone(request, digest, str(runtime.flow_run.id), looks, catalog) as mine:
                 if not mine:

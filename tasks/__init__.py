@@ -1,1 +1,1 @@
-"""Tasks: one verb each, a thin coat of retries, tags and artifacts around one core call."""
+"""Tasks: one verb each, a thin coat of retries and artifacts around one core call."""

@@ -28,8 +28,8 @@ def is_transient(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
 
 
 # What every task is: tried again where that helps, and never remembered by Prefect: receipts are.
+# It has no tags: Prefect asks its server for a slot for each tag, and fails the task when the server is away.
 STEP: dict[str, Any] = {
-    "tags": ["ckptcore"],
     "retries": RETRIES,
     "retry_delay_seconds": DELAYS,
     "retry_condition_fn": is_transient,

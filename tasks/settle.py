@@ -65,7 +65,6 @@ def _changes(source: str) -> bool:
 
 @task(
     task_run_name="wait for {source}",
-    tags=["ckptcore"],
     retry_condition_fn=is_pending,
     cache_policy=NO_CACHE,
     persist_result=False,

@@ -18,7 +18,7 @@ from tasks.words import count
 MAX_ROWS = 500
 
 
-@task(task_run_name="look through {name}", tags=["ckptcore"], cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="look through {name}", cache_policy=NO_CACHE, persist_result=False)
 def look(
     name: str, root: Root, catalog: str | None, dry_run: bool, settle_s: float, again: bool
 ) -> list[Item]:
@@ -30,7 +30,7 @@ def look(
     return items
 
 
-@task(task_run_name="note {name}", tags=["ckptcore"], cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="note {name}", cache_policy=NO_CACHE, persist_result=False)
 def note(name: str, root: Root, items: Sequence[Item], catalog: str | None, dry_run: bool) -> None:
     """What came of a root, as an artifact and in the catalog."""
     rows = [

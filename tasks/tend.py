@@ -21,7 +21,7 @@ from tasks.words import count
 MAX_ROWS = 500
 
 
-@task(task_run_name="scrub", tags=["ckptcore"], cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="scrub", cache_policy=NO_CACHE, persist_result=False)
 def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
     """A share of what the catalog knows, read again; a table of it is an artifact."""
 
@@ -41,7 +41,7 @@ def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
     return found
 
 
-@task(task_run_name="retire", tags=["ckptcore"], cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="retire", cache_policy=NO_CACHE, persist_result=False)
 def retire(
     scope: str | None, policy: Policy, yes: bool, allowed: Allowed, take: Settings | None, catalog: str | None
 ) -> Retirement:

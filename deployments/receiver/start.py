@@ -27,10 +27,11 @@ HOURLY = 3600
 MAX_ATTEMPTS = 50
 # A crashed run may be taken up again by an automation; until then it has not failed.
 CRASHED_FOR = timedelta(minutes=30)
-# Automations are told by events, and a server that is killed forgets those that it has not looked at. What
-# they should have noticed by then is taken up here.
+# Automations are told by events. A server that is killed forgets those that it has not looked at; one that is
+# started anew leaves for a quarter of an hour what follows on an event that it has not seen itself (Prefect,
+# server/events/ordering). What automations should have noticed by then is taken up here.
 OVERLOOKED = {
-    "CRASHED": timedelta(minutes=2), "PENDING": timedelta(minutes=4), "RUNNING": timedelta(minutes=4),
+    "CRASHED": timedelta(seconds=45), "PENDING": timedelta(seconds=150), "RUNNING": timedelta(seconds=150),
 }  # fmt: skip
 MOST_BEGUN = 5  # as in flows/resume.py: a run that kills its process again and again stays crashed
 

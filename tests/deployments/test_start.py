@@ -246,21 +246,21 @@ def test_how_a_run_has_ended(kind: str, age: int, expected: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "minutes", "begun", "resumed"),
+    ("kind", "seconds", "begun", "resumed"),
     [
-        ("CRASHED", 1, 1, False), ("CRASHED", 3, 1, True), ("CRASHED", 3, 5, False),
-        ("PENDING", 3, 0, False), ("PENDING", 5, 0, True), ("RUNNING", 3, 1, False), ("RUNNING", 5, 1, True),
-        ("SCHEDULED", 50, 0, False),
+        ("CRASHED", 30, 1, False), ("CRASHED", 60, 1, True), ("CRASHED", 60, 5, False),
+        ("PENDING", 120, 0, False), ("PENDING", 200, 0, True), ("RUNNING", 120, 1, False),
+        ("RUNNING", 200, 1, True), ("SCHEDULED", 3000, 0, False),
     ],
 )  # fmt: skip
 def test_a_run_that_automations_overlooked_goes_on(
-    kind: str, minutes: int, begun: int, resumed: bool, box: Box, url: str, runs: FakeRuns,
+    kind: str, seconds: int, begun: int, resumed: bool, box: Box, url: str, runs: FakeRuns,
     senders: dict[str, Sender],
 ) -> None:  # fmt: skip
     box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)
     now = NOW + timedelta(hours=1)
-    runs.now["run-0"] = RunState(kind, now - timedelta(minutes=minutes), "", begun)
+    runs.now["run-0"] = RunState(kind, now - timedelta(seconds=seconds), "", begun)
     work(box, runs, senders, TARGETS, now)
     assert runs.resumed == ["run-0"] * resumed
     assert state(url) == [("waiting", "run-0", None)]

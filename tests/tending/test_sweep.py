@@ -16,6 +16,7 @@ from ckptcore.catalog import claims, roots, sightings
 from ckptcore.claiming import key_of
 from ckptcore.cli import run
 from ckptcore.errors import Busy, DiskFull, SourceUnreadable
+from ckptcore.staging import Staging
 from ckptcore.sweep import sweep
 
 
@@ -158,6 +159,21 @@ def test_a_claim_in_other_hands_is_left_alone(runs, watch, swept, catalog):
     with catalog.writing() as conn:
         claims.done(conn, datetime.now(UTC), taken)
     assert swept()[0]["step-1"].standing == "converted"
+
+
+def test_what_a_killed_sweep_left_behind_its_end_is_tidied(
+    runs, watch, swept, catalog, tmp_path, monkeypatch
+):
+    save(runs / "llama" / "step-1")
+    watch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "remove", lambda self: None)  # killed right before
+        assert swept()[0]["step-1"].standing == "made"
+    assert (tmp_path / "exports/llama/.step-1.ckptcore").is_dir()
+    with catalog.writing() as conn:
+        conn.exec_driver_sql("UPDATE claims SET state = 'taken', ended_at = NULL, due_at = taken_at")
+    assert swept()[0]["step-1"].standing == "converted"
+    assert [path.name for path in (tmp_path / "exports/llama").iterdir()] == ["step-1"]
 
 
 def test_a_shut_door_is_not_a_broken_checkpoint(runs, watch, swept, monkeypatch):

@@ -43,6 +43,8 @@ def test_every_flow_is_deployed(deployments: dict[str, Any]) -> None:
         assert found["pull_steps"] in ([], None)
         assert found["work_pool_name"] == "ckptcore"
         assert not found["paused"]
+        # What a sweep or a scrub leaves, the next one finds; all else goes on when its process has gone.
+        assert ("resumable" in found["tags"]) == (not found["schedules"]), name
 
 
 def test_runs_are_limited(deployments: dict[str, Any]) -> None:
@@ -83,6 +85,19 @@ def test_events_and_schedules_start_them(stack: Stack, deployments: dict[str, An
             )
 
 
+def test_the_scheduler_plans_their_runs(stack: Stack, deployments: dict[str, Any]) -> None:
+    """A schedule that is stored is not yet one that fires."""
+    scheduled = {name: found["id"] for name, found in deployments.items() if found["schedules"]}
+    assert {"sweep", "scrub", "retire"} <= scheduled.keys()
+
+    def planned() -> set[str]:
+        which = {"state": {"type": {"any_": ["SCHEDULED"]}}, "deployment_id": {"any_": [*scheduled.values()]}}
+        runs = stack.post("/flow_runs/filter", {"flow_runs": which, "limit": 200})
+        return {run["deployment_id"] for run in runs if run["auto_scheduled"]}
+
+    assert eventually(lambda: planned() == set(scheduled.values())), planned()
+
+
 def test_up_again_mends_what_died_and_doubles_nothing(stack: Stack) -> None:
     before = len(stack.post("/automations/filter", {}))
     os.kill(stack.process("receiver"), signal.SIGKILL)
@@ -95,6 +110,9 @@ def test_up_again_mends_what_died_and_doubles_nothing(stack: Stack) -> None:
     (zombies,) = [one for one in after if one["name"] == "ckptcore-crash-zombies"]
     assert zombies["trigger"]["within"] == 90
     assert zombies["trigger"]["posture"] == "Proactive"
+    # Also one that a worker took and never began: it has sent no heartbeat yet.
+    named = ("Pending", "Submitting", "heartbeat")
+    assert set(zombies["trigger"]["after"]) == {f"prefect.flow-run.{name}" for name in named}
 
 
 def test_an_event_starts_a_run(stack: Stack, checkpoint: Path) -> None:
