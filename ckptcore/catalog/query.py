@@ -138,7 +138,7 @@ def current_first() -> tuple[ColumnElement[Any], ...]:
     return Checkpoint.replaced_at.is_not(None), Checkpoint.id.desc()
 
 
-def checkpoint_rows() -> Select[Any, Any]:
+def checkpoint_rows() -> Select[Any]:
     """The query whose rows `checkpoint_row` understands."""
     return select(Checkpoint, TrainingRun.name.label("run_name")).outerjoin(
         TrainingRun, TrainingRun.id == Checkpoint.run_id
