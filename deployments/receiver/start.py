@@ -31,7 +31,7 @@ CRASHED_FOR = timedelta(minutes=30)
 # started anew leaves for a quarter of an hour what follows on an event that it has not seen itself (Prefect,
 # server/events/ordering). What automations should have noticed by then is taken up here.
 OVERLOOKED = {
-    "CRASHED": timedelta(seconds=45), "PENDING": timedelta(seconds=150), "RUNNING": timedelta(seconds=150),
+    "CRASHED": timedelta(seconds=45), "PENDING": timedelta(seconds=120), "RUNNING": timedelta(seconds=120),
 }  # fmt: skip
 MOST_BEGUN = 5  # as in flows/resume.py: a run that kills its process again and again stays crashed
 

@@ -249,7 +249,7 @@ def test_how_a_run_has_ended(kind: str, age: int, expected: str | None) -> None:
     ("kind", "seconds", "begun", "resumed"),
     [
         ("CRASHED", 30, 1, False), ("CRASHED", 60, 1, True), ("CRASHED", 60, 5, False),
-        ("PENDING", 120, 0, False), ("PENDING", 200, 0, True), ("RUNNING", 120, 1, False),
+        ("PENDING", 100, 0, False), ("PENDING", 200, 0, True), ("RUNNING", 100, 1, False),
         ("RUNNING", 200, 1, True), ("SCHEDULED", 3000, 0, False),
     ],
 )  # fmt: skip
