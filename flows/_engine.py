@@ -5,7 +5,8 @@
 ``ray=HOST:6379``        on the workers of a Ray cluster; ``ray`` alone starts one here
 
 Workers on other machines see source and destination under the same paths or URLs, and have the same
-packages: a task is a plan's URL and the numbers of its files.
+packages: a task is a plan's URL and the numbers of its files. They must reach the Prefect server of this
+process, too: without its URL each would start a server of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from prefect import Task
 from prefect.futures import PrefectFuture
+from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from ckptcore.errors import MissingDependency, UsageError
@@ -77,7 +79,7 @@ def crew(engine: Engine, width: int, device: str) -> Iterator[Crew]:
     """Runs an engine: ``width`` workers where we start them, those of the cluster otherwise.
 
     device: where a task wants a GPU, only workers that offer one get it (Dask: ``--resources GPU=1``).
-    Raises `MissingDependency`, and `UsageError` when no cluster can be reached.
+    Raises `MissingDependency`, and `UsageError` when no cluster can be reached, or its workers no server.
     """
     with _OPEN[engine.kind](engine.address, width, device.startswith("cuda")) as running:
         yield running
@@ -99,24 +101,25 @@ def _dask(address: str | None, width: int, gpu: bool) -> Iterator[Crew]:
         from prefect_dask import DaskTaskRunner
     except ImportError as error:
         raise _missing("dask") from error
-    if address is None:
-        offered = {"resources": {"GPU": 1}} if gpu else {}
-        own = {"n_workers": width, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
-        runner: Any = DaskTaskRunner(cluster_kwargs={**own, **offered})
-    else:
-        runner = DaskTaskRunner(address=address, client_kwargs={"timeout": CONNECT_SECONDS})
-    try:
-        started = runner.__enter__()
-        client: Client = started.client  # connects
-    except OSError as error:
-        raise _unreachable("dask", address, error) from error
-    try:
-        threads: dict[str, int] = client.nthreads()  # type: ignore[no-untyped-call]  # as distributed has it
-        slots = sum(threads.values()) or width
-        with dask.annotate(resources={"GPU": 1}) if gpu else nullcontext():
-            yield Crew(runner, slots)
-    finally:
-        runner.__exit__(None, None, None)
+    with _serving("dask", address) as env:
+        if address is None:
+            offered = {"resources": {"GPU": 1}} if gpu else {}
+            own = {"n_workers": width, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+            runner: Any = DaskTaskRunner(cluster_kwargs={**own, **offered, "env": env})
+        else:
+            runner = DaskTaskRunner(address=address, client_kwargs={"timeout": CONNECT_SECONDS})
+        try:
+            started = runner.__enter__()
+            client: Client = started.client  # connects
+        except OSError as error:
+            raise _unreachable("dask", address, error) from error
+        try:
+            threads: dict[str, int] = client.nthreads()  # type: ignore[no-untyped-call]  # as distributed has it
+            slots = sum(threads.values()) or width
+            with dask.annotate(resources={"GPU": 1}) if gpu else nullcontext():
+                yield Crew(runner, slots)
+        finally:
+            runner.__exit__(None, None, None)
 
 
 @contextmanager
@@ -127,21 +130,45 @@ def _ray(address: str | None, width: int, gpu: bool) -> Iterator[Crew]:
         from prefect_ray.context import remote_options
     except ImportError as error:
         raise _missing("ray") from error
-    options = {} if address else {"num_cpus": width, "include_dashboard": False}
-    runner: Any = RayTaskRunner(address=address, init_kwargs=options)
-    try:
-        runner.__enter__()
-    except (ConnectionError, RuntimeError) as error:
-        raise _unreachable("ray", address, error) from error
-    try:
-        slots = int(ray.cluster_resources().get("GPU" if gpu else "CPU", width)) or width
-        with remote_options(num_gpus=1) if gpu else nullcontext():
-            yield Crew(runner, slots)
-    finally:
-        runner.__exit__(None, None, None)
+    with _serving("ray", address) as env:
+        own = {} if address else {"num_cpus": width, "include_dashboard": False}
+        runner: Any = RayTaskRunner(address=address, init_kwargs={**own, "runtime_env": {"env_vars": env}})
+        try:
+            runner.__enter__()
+        except (ConnectionError, RuntimeError) as error:
+            raise _unreachable("ray", address, error) from error
+        try:
+            slots = int(ray.cluster_resources().get("GPU" if gpu else "CPU", width)) or width
+            with remote_options(num_gpus=1) if gpu else nullcontext():
+                yield Crew(runner, slots)
+        finally:
+            runner.__exit__(None, None, None)
 
 
 _OPEN = {"threads": _threads, "dask": _dask, "ray": _ray}
+
+
+@contextmanager
+def _serving(name: str, address: str | None) -> Iterator[dict[str, str]]:
+    """What workers in other processes must have in their environment, to speak to the server of this one.
+
+    A server that ends with this process is good for workers on this machine alone. Raises `UsageError`.
+    """
+    url = get_current_settings().api.url
+    if url is None and address is not None:
+        raise UsageError(
+            f"no Prefect server is configured that the {name} workers at {address} could reach",
+            hint="start one (`prefect server start`), and set PREFECT_API_URL here and where the workers run",
+        )
+    if url is None:
+        from prefect.server.api.server import SubprocessASGIServer  # a second of imports
+
+        server = SubprocessASGIServer()
+        server.start()  # where it runs already, nothing happens
+        url = server.api_url
+    # Workers get the settings with each task, and the environment for what runs beside it.
+    with temporary_settings({PREFECT_API_URL: url}):
+        yield {"PREFECT_API_URL": url}
 
 
 def _missing(name: str) -> MissingDependency:

@@ -17,6 +17,8 @@ from typing import Any
 import observe
 import pytest
 from prefect import flow, task
+from prefect.server.api.server import SubprocessASGIServer
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from ckptcore.errors import MissingDependency, UsageError, WorkerLost
 from ckptcore.request import Settings
@@ -58,8 +60,52 @@ def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("prefect_dask")
     monkeypatch.setattr(_engine, "CONNECT_SECONDS", 1.0)
     found = _engine.Engine("dask", "tcp://127.0.0.1:9")
-    with pytest.raises(UsageError, match=r"no dask cluster at tcp://127\.0\.0\.1:9"), crew(found, 1, "cpu"):
+    no_cluster = pytest.raises(UsageError, match=r"no dask cluster at tcp://127\.0\.0\.1:9")
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), no_cluster, crew(found, 1, "cpu"):
         pass
+
+
+@pytest.mark.parametrize("name", ["dask", "ray"])
+def test_workers_elsewhere_need_a_server_that_they_can_reach(name: str) -> None:
+    pytest.importorskip(f"prefect_{name}", reason=f"the {name} extra is not installed")
+    found = _engine.Engine(name, "10.0.0.1:8786")
+    refused = pytest.raises(UsageError, match=f"no Prefect server .* the {name} workers at 10.0.0.1:8786")
+    with temporary_settings({PREFECT_API_URL: None}), refused as caught, crew(found, 1, "cpu"):
+        pass
+    assert "PREFECT_API_URL" in caught.value.hint
+
+
+def told() -> tuple[str | None, str | None]:
+    """What a worker knows of the server: by the settings of its task, and by its environment."""
+    return PREFECT_API_URL.value(), os.environ.get("PREFECT_API_URL")
+
+
+@pytest.mark.parametrize("name", ["dask", "ray"])
+@pytest.mark.parametrize("configured", [True, False])
+def test_workers_of_our_own_speak_to_the_server_of_this_process(
+    name: str, configured: bool, prefect_api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its URL each would start a server of its own."""
+    pytest.importorskip(f"prefect_{name}", reason=f"the {name} extra is not installed")
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    for folder in (Path(__file__).parents[2], Path(__file__).parent):  # or they could not read this file
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    # The one that Prefect starts where none is configured; that of the tests stands for it.
+    monkeypatch.setattr(SubprocessASGIServer, "start", lambda self: None)
+    monkeypatch.setattr(SubprocessASGIServer, "api_url", prefect_api)
+    found = []
+
+    @flow
+    def ask() -> None:
+        with crew(engine(name), 1, "cpu") as running:
+            found.append(running.submit(task(told)).result())
+
+    if not configured:
+        none = SimpleNamespace(api=SimpleNamespace(url=None))
+        monkeypatch.setattr(_engine, "get_current_settings", lambda: none)
+    ask()
+    assert found == [(prefect_api, prefect_api)]
 
 
 @pytest.fixture(scope="module")
