@@ -140,10 +140,14 @@ def sql(
     statement: Annotated[str, typer.Argument(metavar="SELECT", help="One statement that reads.")],
     limit: Annotated[int, typer.Option("--limit", min=1, help="How many rows at most.")] = 1000,
     timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds until it is stopped.")] = 30,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="How the database would answer it, instead.")
+    ] = False,
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
     """Ask in SQL. The database itself refuses everything that is not reading."""
     from ckptcore.catalog.readonly import ask
 
-    answer(ask(catalog or default_url(), statement, limit=limit, seconds=timeout), output)
+    found = ask(catalog or default_url(), statement, limit=limit, seconds=timeout, explain=explain)
+    answer(found, output)

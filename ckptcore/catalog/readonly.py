@@ -3,6 +3,8 @@
 That nothing is changed is the database's doing, not a look at the words of the statement. SQLite opens the
 file for reading and is asked, action by action, to allow nothing but reading; PostgreSQL runs one statement
 in a READ ONLY transaction, as a cursor, which is a query and nothing else. Both stop when the time is over.
+How a statement would be answered is asked with `explain`: a cursor takes no EXPLAIN, so it is put before the
+statement here, and the transaction is what keeps anything from being changed (EXPLAIN ANALYZE runs it).
 """
 
 from __future__ import annotations
@@ -46,21 +48,23 @@ class Answer:
         return {"columns": list(self.columns), "rows": told, "more": self.more}
 
 
-def ask(url: str, statement: str, *, limit: int = 1000, seconds: float = 30.0) -> Answer:
-    """The first `limit` rows of one statement that reads.
+def ask(url: str, statement: str, *, limit: int = 1000, seconds: float = 30.0,
+        explain: bool = False) -> Answer:  # fmt: skip
+    """The first `limit` rows of one statement that reads. explain: of the database's plan for it.
 
     Raises `UsageError` for what is no such statement or takes longer, and `CatalogError` as `open_catalog`.
     """
     connect(url, create=False).dispose()  # there, a catalog, and of this version
     parsed = parse(url)
     if parsed.get_backend_name() != "sqlite":
-        return _postgresql(parsed, statement, limit, seconds)
+        return _postgresql(parsed, statement, limit, seconds, explain)
     path = sqlite_path(parsed)
     name = parsed.database or ""
     if path is None and not name.startswith("file:"):
         raise UsageError("a catalog in memory cannot be asked", hint="name the file of a catalog")
     place = name.partition("?")[0] if path is None else f"file:{quote(str(path.absolute()))}"
-    return _sqlite(f"{place}?mode=ro", statement, limit, seconds)
+    asked = f"EXPLAIN QUERY PLAN {statement}" if explain else statement
+    return _sqlite(f"{place}?mode=ro", asked, limit, seconds)
 
 
 def _sqlite(uri: str, statement: str, limit: int, seconds: float) -> Answer:
@@ -82,7 +86,7 @@ def _authorise(action: int, *_names: str | None) -> int:
     return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
 
 
-def _postgresql(url: URL, statement: str, limit: int, seconds: float) -> Answer:
+def _postgresql(url: URL, statement: str, limit: int, seconds: float, explain: bool) -> Answer:
     import psycopg
 
     engine = engine_for(url)
@@ -91,7 +95,7 @@ def _postgresql(url: URL, statement: str, limit: int, seconds: float) -> Answer:
         with translated(shown), closing(engine.raw_connection()) as pooled:
             connection: psycopg.Connection[Any] = pooled.driver_connection  # type: ignore[assignment]
             try:
-                return _in_cursor(connection, statement, limit, seconds)
+                return _in_transaction(connection, statement, limit, seconds, explain)
             except psycopg.OperationalError as error:
                 # What the server ended for its length is an answer; a server that is gone is not.
                 if not isinstance(error, psycopg.errors.QueryCanceled):
@@ -105,12 +109,15 @@ def _postgresql(url: URL, statement: str, limit: int, seconds: float) -> Answer:
         engine.dispose()
 
 
-def _in_cursor(connection: Any, statement: str, limit: int, seconds: float) -> Answer:
+def _in_transaction(connection: Any, statement: str, limit: int, seconds: float, explain: bool) -> Answer:
     with connection.cursor() as cursor:
         cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         cursor.execute("SELECT set_config('statement_timeout', %s, true)", (str(int(seconds * 1000)),))
         # A cursor can be declared for a query only. Prepared, because that takes one statement at a time.
         query = statement.strip().rstrip(";")
+        if explain:
+            cursor.execute(f"EXPLAIN {query}".encode(), prepare=True)
+            return _answer(cursor, limit)
         cursor.execute(f"DECLARE asked NO SCROLL CURSOR FOR {query}".encode(), prepare=True)
         cursor.execute(f"FETCH {limit + 1} FROM asked")
         return _answer(cursor, limit)
@@ -127,8 +134,10 @@ def _refused(said: str, timed_out: bool, seconds: float) -> UsageError:
     if timed_out:
         return UsageError(f"the statement took more than {seconds:g} s and was stopped",
                           hint="ask for less, or raise --timeout")  # fmt: skip
-    return UsageError(f"the database did not answer: {said.strip()}",
-                      hint="one SELECT at a time; nothing can be changed here")  # fmt: skip
+    return UsageError(
+        f"the database did not answer: {said.strip()}",
+        hint="one SELECT at a time; nothing can be changed here. --explain shows its plan",
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """SQL of the user's own: is everything that reads answered, and all else refused by the database itself?"""
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -95,6 +96,28 @@ def test_nothing_else(filled, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == names
 
 
+def test_how_it_would_be_answered(filled):
+    found = ask(filled, "SELECT * FROM checkpoint WHERE uuid = 'x';", explain=True)
+    told = " ".join(map(str, found.rows))
+    assert "checkpoint" in told
+    # Which way PostgreSQL goes through five rows is its own affair.
+    assert "Scan" in told if "://" in filled else "USING INDEX" in told
+    assert ask(filled, "SELECT * FROM incomplete", explain=True, limit=1).more
+
+
+def test_a_plan_changes_nothing_either(filled):
+    before = same(filled)
+    for statement in (*EVERYWHERE, *(POSTGRESQL if "://" in filled else SQLITE)):
+        for option in ("", "ANALYZE ", "(ANALYZE) "):
+            with contextlib.suppress(UsageError):  # the plan of a DELETE can be told, without doing it
+                ask(filled, option + statement, explain=True)
+            assert same(filled) == before, option + statement
+    with pytest.raises(UsageError, match="did not answer"):
+        ask(filled, "ANALYZE DELETE FROM checkpoint", explain=True)
+    with pytest.raises(UsageError, match="did not answer"):
+        ask(filled, "SELECT 1; DELETE FROM checkpoint", explain=True)
+
+
 def test_the_database_refuses_what_passes_the_grammar(postgres, upgraded):
     # A function may write, whatever the statement around it looks like.
     with postgres.database(upgraded) as url:
@@ -106,6 +129,8 @@ def test_the_database_refuses_what_passes_the_grammar(postgres, upgraded):
         engine.dispose()
         with pytest.raises(UsageError, match="read-only transaction"):
             ask(url, "SELECT wipe()")
+        with pytest.raises(UsageError, match="read-only transaction"):
+            ask(url, "ANALYZE SELECT wipe()", explain=True)
 
 
 def test_time_is_limited(filled):
@@ -155,6 +180,7 @@ def test_on_the_command_line(filled):
         ["/runs/step-1", "1"],
     ]
     assert said[3].startswith("and more")
+    assert "checkpoint" in run("SELECT uri FROM checkpoint", "--explain")
     found = json.loads(run("SELECT uri FROM checkpoint WHERE step = 3", "--output", "json"))
     assert found == {"columns": ["uri"], "rows": [{"uri": "/runs/step-3"}], "more": False}
     assert run("SELECT uri FROM checkpoint WHERE step < 0") == "nothing found\n"
