@@ -1,8 +1,8 @@
 """Lines: what must `ckptcore` show, on which checkpoint, against whom?
 
-A table, no code that runs anything (run.py does). Each line names its source (make_ckpt.SOURCES)
-and its place: "disk", where Y is a plain copy of the source, flushed, or "ram", a RAM disk that
-keeps the disk from hiding the converter. There the peers do not sync. Sources are read as warm or
+A table, no code that runs anything (run.py does, or a program of its own). Each line names its source
+(make_ckpt.SOURCES) and its place: "disk", where Y is a plain copy of the source, flushed, or "ram", a RAM
+disk that keeps the disk from hiding the converter. There the peers do not sync. Sources are read as warm or
 cold as the contender before left them: who goes first changes from round to round.
 """
 
@@ -176,7 +176,27 @@ class Cover:
     peak: int = COVER_BYTES
 
 
-Line = Race | Peak | Look | Cover
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A neighbour of this file that measures by itself and judges its own bound.
+
+    source: None where it needs none.
+    argv: the program's name, and its arguments. quick: more of them where bounds are not judged.
+    """
+
+    name: str
+    place: str
+    source: str | None
+    argv: tuple[str, ...]
+    quick: tuple[str, ...] = ()
+
+
+Line = Race | Peak | Look | Cover | Program
+
+
+def _overhead(server: str) -> Program:
+    argv = ("overhead.py", "SRC", "OUT", "--server", server, "--ckptcore", "CKPTCORE")
+    return Program(f"flow/server-{server}", "ram", "files-20", argv, ("--runs", "1"))
 
 
 def _disk(source: str, factor: float, subject: str = "ckptcore") -> Race:
@@ -263,6 +283,10 @@ LINES: tuple[Line, ...] = (
     _ram("row-4gb", 2.5, 3.0),
     _ram("col-4gb", 2.5, 3.0),
     _ram("fp32-4gb", 2.5, 3.0),
+    _overhead("none"),
+    _overhead("running"),
+    Program("flow/two-workers", "ram", "fp32-3gb", ("workers.py", "SRC", "OUT"), ("--seconds", "0")),
+    Program("receiver/200-a-second", "disk", None, ("receiver.py",), ("--seconds", "2")),
     _trainer("lightning-2gb", "consolidate_checkpoint", "ckptcore to lightning"),
     _trainer("olmo-2gb", "unshard_checkpoint", "ckptcore unshard"),
     _trainer("verl-2gb", "verl merger", "ckptcore merge"),

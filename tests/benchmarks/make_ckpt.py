@@ -172,7 +172,12 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "olmo-2gb": _llama_1b(14, "bf16", 0, "olmo"),
     "verl-2gb": _llama_1b(14, "bf16", 0, "verl"),
     "fp32-2gb": _llama_1b(6, "fp32", 0),
+    "fp32-3gb": _llama_1b(10, "fp32", 0),
     "fp32-4gb": _llama_1b(14, "fp32", 0),
+    # A MiB each at any scale: next to nothing to do, 20 times.
+    "files-20": lambda s: Source(
+        tuple((f"model.part.{n}.weight", (1024, 512)) for n in range(20)), "bf16", 4, 0
+    ),
     # 4 kB each; whole in one item, spread over 8 files as torch deduplicates replicas ...
     "many-small": lambda s: Source(
         tuple((f"model.small.{n}.weight", (2048,)) for n in range(20_000 // s)), "bf16", 8, None

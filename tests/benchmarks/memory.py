@@ -66,12 +66,15 @@ def measure(command: Sequence[str], env: Mapping[str, str] | None = None) -> Usa
 
 @contextmanager
 def started(
-    command: Sequence[str], env: Mapping[str, str] | None, stderr: Any
+    command: Sequence[str],
+    env: Mapping[str, str] | None,
+    stderr: Any,
+    stdout: Any = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[str]]:
     """A process group of its own that does not outlive the block: a run that is interrupted must not
-    leave children behind that go on writing. Stdout is thrown away."""
+    leave children behind that go on writing. Stdout is thrown away unless it is asked for."""
     with subprocess.Popen(
-        command, env=env, stdout=subprocess.DEVNULL, stderr=stderr, text=True, start_new_session=True
+        command, env=env, stdout=stdout, stderr=stderr, text=True, start_new_session=True
     ) as process:
         try:
             yield process

@@ -3,7 +3,9 @@
 1. Lines are grouped by source, so that each checkpoint is made once and removed after its lines.
 2. A race runs its contenders in turn, a different one first in each round, each a whole process,
    outputs removed in between; in the first round every output is verified bit by bit.
-3. One table, one verdict per bound; exit status 1 where a bound or a command failed.
+3. What is measured otherwise is a program of its own, which can be run alone, too: overhead.py (a flow
+   against the command line), workers.py (two worker processes against one), receiver.py (senders' waits).
+4. One table, one verdict per bound; exit status 1 where a bound or a command failed.
 
     python run.py [--only REGEX] [--runs 5] [--quick] [--json FILE]
 """
@@ -17,15 +19,17 @@ import platform
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import memory
-from harness import INTERPRETERS, Bench, CommandError, call, checkpoint, folders, remove, say, verify
+from harness import HERE, INTERPRETERS, Bench, CommandError, call, checkpoint, folders, remove, say, verify
 from lines import (
     BASE_BYTES,
     BUDGET,
@@ -39,6 +43,7 @@ from lines import (
     Line,
     Look,
     Peak,
+    Program,
     Race,
 )
 from rich.console import Console
@@ -46,6 +51,7 @@ from rich.table import Table
 
 MIB = 1 << 20
 QUICK_SCALE = 16
+PATIENCE = 60.0  # seconds for a program that is told to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +186,42 @@ def cover(bench: Bench, line: Cover, source: Path) -> Iterator[Outcome]:
     )
 
 
+def program(bench: Bench, line: Program, source: Path) -> Iterator[Outcome]:
+    """Run a program that judges itself, and verify what it leaves behind."""
+    name, *arguments = bench.argv(Contender(line.argv), source, source.parent / "out")
+    argv = [sys.executable, str(HERE / name), *arguments, *(() if bench.judged else line.quick), "--json"]
+    out = source.parent / "out"
+    env = bench.env | {"TMPDIR": str(bench.places["disk"])}
+    try:
+        with memory.started(argv, env, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            try:
+                stdout, stderr = process.communicate()
+            except BaseException:
+                process.terminate()  # it has processes of its own to end
+                process.wait(PATIENCE)
+                raise
+        try:
+            told = json.loads(stdout)
+        except ValueError:
+            raise CommandError(f"{name}: exit {process.returncode}: {stderr[-600:]}") from None
+        if line.source is not None and out.exists():
+            verify(bench, line.source, out, Contender((), dtype=told.get("dtype")))
+    finally:
+        remove(out)
+    say(f"{line.name}: {told['measured']}")
+    yield Outcome(line.name, told["measured"], told["bound"], told["ok"] if bench.judged else None, told)
+
+
 def outcomes(bench: Bench, lines: Sequence[Line]) -> Iterator[Outcome]:
     """All lines, source by source; a command that fails costs its own lines only."""
-    groups: dict[tuple[str, str], list[Line]] = {}
+    groups: dict[tuple[str, str | None], list[Line]] = {}
     for line in lines:
         groups.setdefault((line.place, line.source), []).append(line)
     for (place, source), group in groups.items():
         done: set[str] = set()
         try:
-            with checkpoint(bench, place, source) as folder:
+            nothing = nullcontext(bench.places[place] / "none")
+            with checkpoint(bench, place, source) if source is not None else nothing as folder:
                 for line in group:
                     try:
                         yield from _outcomes(bench, line, folder)
@@ -211,6 +244,8 @@ def _outcomes(bench: Bench, line: Line, source: Path) -> Iterator[Outcome]:
             return look(bench, line, source)
         case Cover():
             return cover(bench, line, source)
+        case Program():
+            return program(bench, line, source)
 
 
 def show(rows: Sequence[Outcome]) -> None:

@@ -105,7 +105,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not AtMost("ours", "cp", 1.5, plus=1.0).holds({"ours": 4.1, "cp": 2.0})
 
     assert len({line.name for line in LINES}) == len(LINES)
-    assert {line.source for line in LINES} == set(SOURCES)
+    assert {line.source for line in LINES} - {None} == set(SOURCES)
 
 
 def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> None:
@@ -128,6 +128,48 @@ def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> Non
     ]
     assert rows[2]["data"]["figure"] > 0
     assert rows[4]["data"]["peak_bytes"] > 50 << 20
+    assert not any((tmp_path / "ram").iterdir())
+    assert not any((tmp_path / "disk").iterdir())
+
+
+def test_programs_judge_by_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    import overhead
+    import receiver
+    import workers
+
+    # The median counts: 3.5 s and 20 times 0.05 s with a server that runs, 10 s and 20 times 0.1 s without.
+    for server, most in (("running", 4.5), ("none", 12.0)):
+        for more, ok in ((most, True), (most + 0.1, False)):
+            times = {"cli": [9.0, 1.0, 0.5], "flow": [0.1, 1.0 + more, 99.0]}
+            assert overhead.verdict(times, server)["ok"] is ok
+
+    one, two = {"wall": 90.0, "cpu": [61.0]}, {"wall": 60.0, "cpu": [31.0, 31.0]}
+    assert workers.verdict(one, two, 60)["ok"]
+    assert not workers.verdict(one, two | {"wall": 60.1}, 60)["ok"]
+    assert not workers.verdict(one | {"cpu": [59.0]}, two, 60)["ok"]
+
+    waits = [1.0] * 980 + [50.0] * 15 + [400.0] * 5
+    assert receiver.verdict(waits, {202: 1000}, 200, 1.0)["ok"]
+    assert not receiver.verdict(waits + [400.0] * 10, {202: 1010}, 200, 1.0)["ok"]
+    assert not receiver.verdict(waits, {202: 999, 503: 1}, 200, 1.0)["ok"]
+
+
+@pytest.mark.parametrize(
+    "name", ["flow/server-running", "flow/server-none", "flow/two-workers", "receiver/200-a-second"]
+)
+def test_programs_measure_verify_and_leave_nothing(tmp_path: Path, name: str) -> None:
+    ran = program(
+        "run.py",
+        *("--quick", "--ram", tmp_path / "ram", "--disk", tmp_path / "disk"),
+        *("--json", tmp_path / "figures.json", "--only", f"^{name}$"),
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (row,) = json.loads((tmp_path / "figures.json").read_text())["lines"]
+    assert (row["line"], row["ok"]) == (name, None), row["measured"]
+    assert row["data"]["figure"] > 0
+    if name == "flow/two-workers":
+        assert [len(run["cpu"]) for run in row["data"]["runs"]] == [1, 2]
     assert not any((tmp_path / "ram").iterdir())
     assert not any((tmp_path / "disk").iterdir())
 

@@ -1,0 +1,104 @@
+"""Overhead: how much longer does a conversion take as a flow than by the command line?
+
+    python overhead.py SRC OUT --server none|running [--runs 5] [--json]
+
+Whole processes in turn, a different one first in each round, with a Prefect home of their own whose database
+is there already; the median of the flow's wall time minus that of the command line's. ``none``: the flow
+starts a server and ends it, as it does where nobody has one. Each file is a task of its own, which is the
+most that Prefect can be asked. Exit status 1 when it is more than the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import services
+
+FILES = 20
+SIZE = "1MiB"  # a tensor of the source, and so a file
+BOUNDS = {"none": (10.0, 0.1), "running": (3.5, 0.05)}  # seconds: at all, and for each file
+
+
+def timed(argv: Sequence[str], env: Mapping[str, str], out: Path) -> float:
+    """Wall seconds of one conversion, its output removed; raises `RuntimeError` when it is not whole."""
+    begin = time.perf_counter()
+    done = subprocess.run(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    seconds = time.perf_counter() - begin
+    found = len(list(out.glob("*.safetensors")))
+    if done.returncode or found != FILES:
+        raise RuntimeError(f"{' '.join(argv)}: exit {done.returncode}, {found} files: {done.stderr[-600:]}")
+    shutil.rmtree(out)
+    return seconds
+
+
+def measure(source: Path, out: Path, server: str, runs: int, ckptcore: Path) -> dict[str, list[float]]:
+    """Seconds of each run, by contender."""
+    common = [str(source), str(out), "--max-file-size", SIZE]
+    commands = {
+        "cli": [str(ckptcore), "consolidate", *common],
+        "flow": [sys.executable, "-m", "flows.convert", *common, "--batch", SIZE],
+    }
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "prefect"
+        env = services.own(home) | {"CKPTCORE_CATALOG_URL": f"sqlite:///{folder}/catalog.db"}
+        subprocess.run([str(ckptcore), "catalog", "upgrade"], env=env, check=True, stdout=subprocess.DEVNULL)
+        with services.prefect_server(home, env) if server == "running" else nullcontext() as url:
+            if url is not None:
+                env["PREFECT_API_URL"] = url
+            for command in commands.values():  # the first run makes the database, and is not counted
+                timed(command, env, out)
+            for turn in range(runs):
+                for name in sorted(commands, reverse=bool(turn % 2)):
+                    times[name].append(timed(commands[name], env, out))
+    return times
+
+
+def verdict(times: Mapping[str, Sequence[float]], server: str) -> dict[str, Any]:
+    """Whether the medians keep the bound, with words for the table."""
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    figure, (fixed, each) = medians["flow"] - medians["cli"], BOUNDS[server]
+    words = ", ".join(f"{n} {medians[n]:.2f} s ({min(t):.2f}-{max(t):.2f})" for n, t in times.items())
+    return {
+        "figure": figure,
+        "measured": f"{figure:.2f} s more: {words}",
+        "bound": f"≤ {fixed:g} s + {FILES} x {each:g} s more than cli",
+        "ok": figure <= fixed + each * FILES,
+    }
+
+
+def main() -> int:
+    """Run it; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--server", choices=BOUNDS, required=True)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--ckptcore", type=Path, default=Path(sys.executable).with_name("ckptcore"))
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    services.end_in_order()
+    load = os.getloadavg()[0]
+    times = measure(given.source, given.out, given.server, given.runs, given.ckptcore)
+    told = verdict(times, given.server)
+    if given.json:
+        print(json.dumps(told | {"seconds": times, "load": load}))
+    else:
+        print(f"{told['measured']}; load {load:.1f}; {told['bound']}: {'ok' if told['ok'] else 'MISSED'}")
+    return 0 if told["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
