@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -84,6 +85,39 @@ def test_wheel_holds_library_flows_and_migrations(tmp_path: Path) -> None:
     } <= names
     # Anything else at the top would land beside the user's own packages.
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(TOP)
+
+
+def test_secrets_get_neither_into_the_image_nor_into_git(tmp_path: Path) -> None:
+    # What the Dockerfile copies, where there is no git whose ignored files hatch would leave out.
+    source, planted = tmp_path / "source", "planted-password"
+    source.mkdir()
+    for name in ("constraints.txt", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("alembic", *TOP):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    secret = ("deployments/compose.env", "deployments/kubernetes/secrets.env", "deployments/.env",
+              "deployments/exports/model.safetensors", "deployments/checkpoints/step-1/a.distcp")  # fmt: skip
+    for name in secret:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(planted)
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        capture_output=True, text=True, cwd=source, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert [name for name in names if planted.encode() in archive.read(name)] == []
+    assert {"deployments/compose.env.example", "deployments/kubernetes/secrets.env.example"} <= set(names)
+    kept_out = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {"**/*.env", "deployments/checkpoints", "deployments/exports"} <= set(kept_out)
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return  # an unpacked archive
+    ignored = subprocess.run(
+        ["git", "check-ignore", *secret], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert tuple(ignored.stdout.split()) == secret
 
 
 def sources() -> list[tuple[Path, str]]:
