@@ -8,8 +8,8 @@ and files that are not part of what was read are compared by name, and may be gi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from ckptcore.manifest import Manifest
 from ckptcore.register import facts
 from ckptcore.request import Settings
 from ckptcore.shown import some
-from ckptcore.store.survey import survey
+from ckptcore.store.survey import Seen, everything_at
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -49,12 +49,17 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Stand:
-    """Whether a child stands for its source; why not, otherwise. fresh: both were read for it just now."""
+    """Whether a child stands for its source; why not, otherwise. fresh: both were read for it just now.
+
+    source_seen, child_seen: their files as they were before anything of them was read.
+    """
 
     child: CheckpointRow | None
     conversion: ConversionRow | None
     why: str
     fresh: bool = False
+    source_seen: Mapping[str, Seen] = field(default_factory=dict)
+    child_seen: Mapping[str, Seen] = field(default_factory=dict)
 
 
 def stand_in(
@@ -68,6 +73,7 @@ def stand_in(
         made = tending.children(conn, source.id)
     if not made:
         return Stand(None, None, "nothing was made of it")
+    seen = everything_at(source.uri)
     mine = source.fingerprint
     if take is not None:
         mine = _taken(catalog, source.uri, take)
@@ -75,6 +81,7 @@ def stand_in(
         return Stand(None, None, "its fingerprint is not known; --fingerprint takes it")
     why = ""
     for conversion, child in made:
+        child_seen = everything_at(child.uri) if take is not None else None
         theirs = child.fingerprint
         if take is not None:
             theirs = _taken(catalog, child.uri, take)
@@ -83,11 +90,11 @@ def stand_in(
             told = _casts(conversion) and conversion.fingerprint == mine
             why = why or (f"{child.uri} is cast; --accept-cast takes it" if told else _differs(child, theirs))
             continue
-        missing = _lost(source.uri, inspect(child.uri), allowed.loss)
+        missing = _lost(source.uri, seen, inspect(child.uri), allowed.loss)
         if missing:
             why = f"{child.uri} does not hold {missing}; --accept-loss GLOB gives it up"
             continue
-        return Stand(child, conversion, "", fresh=take is not None)
+        return Stand(child, conversion, "", take is not None, seen, child_seen or everything_at(child.uri))
     return Stand(None, None, why)
 
 
@@ -110,15 +117,20 @@ def _differs(child: CheckpointRow, theirs: str | None) -> str:
     return f"{child.uri} holds other tensors"
 
 
-def _lost(uri: str, child: Manifest, allowed: Sequence[str]) -> str:
+def inner_names(manifest: Manifest, uri: str) -> frozenset[str]:
+    """The files that hold tensors, relative to the folder that was asked for; a format may read one below."""
+    inner = manifest.root.rstrip("/").removeprefix(uri.rstrip("/")).strip("/")
+    above = f"{inner}/" if inner else ""
+    return frozenset(above + manifest.files[int(f)].path for f in set(manifest.items.file.tolist()))
+
+
+def _lost(uri: str, seen: Mapping[str, Seen], child: Manifest, allowed: Sequence[str]) -> str:
     """The objects and files of a source that its child lacks, in words."""
     source = inspect(uri)
     there = {b.key for b in child.blobs}
     lost = [b.key for b in source.blobs if b.key not in there]
     if source.origin.get("file") is None:  # else its neighbours are not looked at, and stay
         # Not only what the format names: all that lies in the folder goes with it.
-        inner = source.root.rstrip("/").removeprefix(uri.rstrip("/")).strip("/")
-        above = f"{inner}/" if inner else ""
-        used = {above + source.files[int(f)].path for f in set(source.items.file.tolist())}
-        lost += [p for p in survey(uri) if p not in used and not any(fnmatchcase(p, g) for g in _DESCRIBE)]
+        used = inner_names(source, uri)
+        lost += [p for p in seen if p not in used and not any(fnmatchcase(p, g) for g in _DESCRIBE)]
     return some([n for n in lost if not any(fnmatchcase(n, g) for g in allowed)])

@@ -3,6 +3,9 @@
 1. `plan` applies the policy to the sources of the watched roots, and looks for what stands for each;
 2. `carry_out` reads that child once more, byte for byte, and then deletes the source: in one transaction it
    is asked again who holds on to it, it is marked, and moved out of sight. Only then are its bytes removed.
+
+Reading takes hours, and a trainer may save the step again meanwhile. So the files of both are noted before
+anything of them is read, and compared behind the last read, and once more where nobody finds the source.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -22,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.catalog import CheckpointDetail, roots, tending
 from ckptcore.catalog.values import CheckpointRow
 from ckptcore.convert import inspect
-from ckptcore.errors import CkptError, Conflict, UsageError
+from ckptcore.errors import CkptError, Conflict, SourceChanged, UsageError
 from ckptcore.proving import Proof, prove
-from ckptcore.replaceable import Allowed, Stand, stand_in
+from ckptcore.replaceable import Allowed, Stand, inner_names, stand_in
 from ckptcore.request import Settings
 from ckptcore.retention import Entry, Policy, decide, held
-from ckptcore.store import local_path, open_store
-from ckptcore.store.survey import newest, survey
+from ckptcore.store import join_url, local_path, open_store, split_url
+from ckptcore.store.survey import Seen, changed, everything_at, newest, survey
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -139,7 +142,8 @@ def carry_out(catalog: Catalog, item: Retired) -> Retired:
             return replace(item, fate=Fate.UNSAFE, why=(told,))
         if proven.proof is not Proof.PROVEN:
             return replace(item, fate=Fate.UNSAFE, why=(f"{detail.checkpoint.uri}: {proven.message}",))
-        _delete(catalog, item.source)
+        _require_at_rest(item.stand.child_seen, detail.checkpoint.uri)
+        _delete(catalog, item.source, item.stand.source_seen)
     except CkptError as error:
         fate = Fate.KEPT if isinstance(error, Conflict) else Fate.UNSAFE
         return replace(item, fate=fate, why=(error.message,))
@@ -198,15 +202,30 @@ def _require_unchanged(source: CheckpointRow, stand: Stand) -> None:
         )
 
 
-def _delete(catalog: Catalog, source: CheckpointRow) -> None:
+def _require_at_rest(seen: Mapping[str, Seen], uri: str, moved: Path | None = None) -> None:
+    """Raises `SourceChanged` unless its files are those that were seen. moved: where they are now."""
+    name = changed(seen, everything_at(str(moved or uri)), times=moved is None)
+    if name is not None:
+        raise SourceChanged(
+            f"{join_url(uri, name) if name else uri} was written, moved or touched while this ran",
+            hint="run again when nobody writes there",
+        )
+
+
+def _delete(catalog: Catalog, source: CheckpointRow, seen: Mapping[str, Seen]) -> None:
     moved: tuple[Path, Path] | None = None
     path = local_path(source.uri)
+    names = _order(source.uri, seen) if path is None else []
+    _require_at_rest(seen, source.uri)
     try:
         with catalog.writing() as conn:
             now = datetime.now(UTC)
             _mark(conn, now, source)
             if path is not None:
                 moved = path, _moved_away(path)  # last in the transaction: no reader sees half of it
+                _require_at_rest(seen, source.uri, moved[1])  # whoever saves from here on makes a new folder
+            else:
+                _require_at_rest(seen, source.uri)
     except BaseException:
         if moved is not None and not os.path.lexists(moved[0]):
             moved[1].rename(moved[0])
@@ -214,7 +233,7 @@ def _delete(catalog: Catalog, source: CheckpointRow) -> None:
     if moved is not None:
         _remove(moved[1])
     else:
-        _remove_remote(source.uri)
+        _remove_remote(source.uri, names)
 
 
 def _mark(conn: Any, now: datetime, source: CheckpointRow) -> None:
@@ -246,15 +265,18 @@ def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
         raise Conflict("it does not lie below a watched root")
 
 
-def _remove_remote(uri: str) -> None:
+def _order(uri: str, seen: Mapping[str, Seen]) -> list[str]:
     """What says where tensors lie goes first: a reader finds nothing rather than half of it."""
-    manifest = inspect(uri)
-    used = {manifest.files[int(f)].path for f in set(manifest.items.file.tolist())}
-    with closing(open_store(manifest.root)) as store:
-        name = manifest.origin.get("file")
-        paths = [str(name)] if name is not None else list(store.list())
-        for path in sorted(paths, key=lambda p: p in used):
-            store.remove(path)
+    used = inner_names(inspect(uri), uri)
+    return sorted(seen, key=lambda name: name in used)
+
+
+def _remove_remote(uri: str, names: Sequence[str]) -> None:
+    """Removes what was seen and proven, and nothing that came since. An empty name: the place itself."""
+    parent, itself = split_url(uri)
+    with closing(open_store(parent if "" in names else uri)) as store:
+        for name in names:
+            store.remove(name or itself)
 
 
 def _left(uri: str) -> list[Path]:

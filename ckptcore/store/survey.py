@@ -45,6 +45,39 @@ def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, Seen]:
     return dict(sorted(found.items()))
 
 
+def everything_at(url: str) -> dict[str, Seen]:
+    """As `survey`; of a checkpoint that is one file, that file, under the empty name.
+
+    Raises as `survey`, and `SourceUnreadable` where nothing is.
+    """
+    path = local_path(url)
+    if path is not None:
+        try:
+            return {"": _seen(os.stat(path))} if path.is_file() else survey(url)
+        except OSError as error:
+            raise SourceUnreadable(f"cannot look at {url}: {error.strerror}") from error
+    found = dict(_remote(url, itself=True))
+    if not found:
+        raise SourceUnreadable(f"{url} does not exist or is empty")
+    if len(found) > 1:
+        found.pop("", None)  # an empty object that some tools leave in a folder's name
+    return found
+
+
+def changed(before: Mapping[str, Seen], now: Mapping[str, Seen], *, times: bool = True) -> str | None:
+    """The first name that came, went or was written in between, or None.
+
+    times: also take it for written when only its status changed (a file that is moved itself does that).
+    """
+    for name in sorted(before.keys() | now.keys()):
+        was, seen = before.get(name), now.get(name)
+        if was is None or seen is None or (was.nbytes, was.stamp) != (seen.nbytes, seen.stamp):
+            return name
+        if times and was.at != seen.at:
+            return name
+    return None
+
+
 def stamp_of(files: Mapping[str, Seen]) -> str:
     """One digest of names, sizes and stamps."""
     whole = blake3()
@@ -81,14 +114,15 @@ def _local(root: str) -> Iterator[tuple[str, Seen]]:
                 told = entry.stat()
             except OSError:
                 continue  # removed meanwhile, or a link to nothing
-            # What was copied keeps the old mtime; the ctime tells when it came.
-            yield (
-                os.path.relpath(entry.path, root),
-                Seen(told.st_size, f"{told.st_mtime_ns} {told.st_ino}", max(told.st_mtime, told.st_ctime)),
-            )
+            yield os.path.relpath(entry.path, root), _seen(told)
 
 
-def _remote(url: str) -> Iterator[tuple[str, Seen]]:
+def _seen(told: os.stat_result) -> Seen:
+    # What was copied keeps the old mtime; the ctime tells when it came.
+    return Seen(told.st_size, f"{told.st_mtime_ns} {told.st_ino}", max(told.st_mtime, told.st_ctime))
+
+
+def _remote(url: str, *, itself: bool = False) -> Iterator[tuple[str, Seen]]:
     import fsspec
 
     try:
@@ -103,7 +137,7 @@ def _remote(url: str) -> Iterator[tuple[str, Seen]]:
     except Exception as error:
         raise StorageTrouble(f"cannot list {url}: {error or type(error).__name__}") from error
     for name, info in found.items():
-        if name != root and info.get("type", "file") == "file":
+        if (itself or name != root) and info.get("type", "file") == "file":
             version = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
             at = next((info[k] for k in _TIMES if info.get(k)), None)
             yield name[len(root) :].lstrip("/"), Seen(int(info["size"] or 0), str(version), _seconds(at))

@@ -6,11 +6,13 @@ from datetime import UTC, datetime
 
 import fsspec
 import pytest
+import torch
 from checkpoints import save
 
+from ckptcore import retire as module
 from ckptcore.catalog import roots
 from ckptcore.convert import convert
-from ckptcore.request import Settings
+from ckptcore.request import Request, Settings
 from ckptcore.retention import Policy
 from ckptcore.retire import retire
 from ckptcore.scrub import scrub
@@ -53,3 +55,41 @@ def test_a_root_in_a_bucket(bucket, catalog, url, monkeypatch):
     assert removed[0].endswith("/.metadata")
     assert not bucket.exists("/tending/runs/llama/step-1")
     assert bucket.exists("/tending/runs/llama/step-2/.metadata")
+
+
+@pytest.mark.parametrize("when", ["prove", "_mark"])
+def test_what_is_saved_again_in_a_bucket_meanwhile_is_not_deleted(when, bucket, catalog, url, monkeypatch):
+    means = Settings(memory=32 << 20, workers=1, fingerprint=True)
+    with catalog.writing() as conn:
+        roots.add(conn, datetime.now(UTC), "r", "memory://tending/runs")
+    for n in (1, 2):
+        there = f"memory://tending/exports/step-{n}"
+        convert(Request(f"memory://tending/runs/llama/step-{n}", there), means, None, url)
+    before = getattr(module, when)
+
+    def meanwhile(*given):
+        data = next(p for p in bucket.find("/tending/runs/llama/step-1") if p.endswith(".distcp"))
+        bucket.pipe_file(data, bucket.cat_file(data))
+        return before(*given)
+
+    monkeypatch.setattr(module, when, meanwhile)
+    assert retire(catalog, Policy(1), yes=True).counts == {"unsafe": 1, "kept": 1}
+    monkeypatch.setattr(module, when, before)
+    assert bucket.exists("/tending/runs/llama/step-1/.metadata")
+    retire(catalog, Policy(1), yes=True, take=means)
+    assert not bucket.exists("/tending/runs/llama/step-1")
+
+
+def test_an_object_that_is_one_save(tmp_path, catalog, url):
+    memory = fsspec.filesystem("memory")
+    with catalog.writing() as conn:
+        roots.add(conn, datetime.now(UTC), "r", "memory://tending/runs")
+    for n in (1, 2):
+        torch.save({"w": torch.arange(4) + n}, tmp_path / "one.pt")
+        memory.pipe_file(f"/tending/runs/pl/step={n}.pt", (tmp_path / "one.pt").read_bytes())
+        means = Settings(memory=32 << 20, workers=1, fingerprint=True)
+        request = Request(f"memory://tending/runs/pl/step={n}.pt", str(tmp_path / f"o{n}"))
+        convert(request, means, None, url)
+    assert retire(catalog, Policy(1), yes=True).counts == {"deleted": 1, "kept": 1}
+    assert memory.find("/tending/runs") == ["/tending/runs/pl/step=2.pt"]
+    memory.rm("/tending", recursive=True)

@@ -14,6 +14,7 @@ from checkpoints import save
 from torch import arange, ones
 from torch import save as torch_save
 
+from ckptcore import replaceable
 from ckptcore import retire as module
 from ckptcore.catalog import aliases, holds, open_catalog, roots
 from ckptcore.catalog.catalog import Catalog
@@ -169,6 +170,76 @@ def test_what_was_written_again_since_is_not_deleted(made, retired):
     assert retired(take=MEANS)[1][0] == "deleted"
 
 
+def saved_again(source):
+    """Other numbers under the same names, in the same files."""
+    save(source, 77)
+
+
+def touched_scale(source):
+    """One byte in place: neither names nor sizes change."""
+    with open(next(source.glob("*.distcp")), "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+
+
+def one_file_more(source):
+    (source / "late.pt").write_bytes(b"optimizer")
+
+
+@pytest.mark.parametrize("options", [{}, {"take": MEANS}], ids=["known", "fingerprint"])
+@pytest.mark.parametrize("happens", [saved_again, touched_scale, one_file_more])
+@pytest.mark.parametrize("when", ["prove", "_mark"])
+def test_what_is_saved_again_meanwhile_is_not_deleted(when, happens, options, made, retired, monkeypatch):
+    before = getattr(module, when)
+
+    def meanwhile(*given):
+        if made[1].exists() and not (noticed := getattr(meanwhile, "once", False)):
+            meanwhile.once = not noticed
+            happens(made[1])
+        return before(*given)
+
+    monkeypatch.setattr(module, when, meanwhile)
+    found = retired(**options)
+    assert (found[1][0], "while this ran" in found[1][1][0]) == ("unsafe", True)
+    assert sorted(p.name for p in made[1].parent.iterdir()) == ["step-1", "step-3"]
+    assert inspect(str(made[1])).tensors
+
+
+@pytest.mark.parametrize("which", ["source", "child"])
+def test_what_is_saved_again_behind_its_fingerprint_is_not_deleted(
+    which, made, retired, tmp_path, monkeypatch
+):
+    take, child = replaceable.fingerprint, tmp_path / "out/step-1"
+
+    def meanwhile(manifest, settings):
+        found = take(manifest, settings)
+        if which == "source" and manifest.root == str(made[1]):
+            touched_scale(made[1])
+        if which == "child" and manifest.root == str(child):
+            os.utime(child / "model.safetensors")
+        return found
+
+    monkeypatch.setattr(replaceable, "fingerprint", meanwhile)
+    found = retired(take=MEANS)
+    assert (found[1][0], "while this ran" in found[1][1][0]) == ("unsafe", True)
+    assert made[1].exists()
+
+
+def test_what_is_written_while_it_is_moved_comes_back(made, retired, monkeypatch):
+    move = module._moved_away
+
+    def meanwhile(path):
+        away = move(path)
+        if path == made[1]:
+            touched_scale(away)  # a writer that had it open
+        return away
+
+    monkeypatch.setattr(module, "_moved_away", meanwhile)
+    found = retired()
+    assert fates(found) == {1: "unsafe", 2: "deleted", 3: "kept"}
+    assert sorted(p.name for p in made[1].parent.iterdir()) == ["step-1", "step-3"]
+
+
 def test_another_checkpoint_at_its_place_is_not_deleted(made, retired):
     shutil.rmtree(made[1])
     save(made[1], 1, extra=ones(3))
@@ -283,6 +354,25 @@ def test_files_that_are_one_save_each(runs, url, watch, retired, tmp_path):
         convert(Request(str(runs / f"pl/step={n}.pt"), str(tmp_path / f"o{n}.safetensors")), MEANS, None, url)
     assert fates(retired()) == {1: "deleted", 2: "kept"}
     assert [p.name for p in (runs / "pl").iterdir()] == ["step=2.pt"]
+
+
+def test_a_file_that_is_saved_again_meanwhile_is_not_deleted(
+    runs, url, watch, retired, tmp_path, monkeypatch
+):
+    watch()
+    (runs / "pl").mkdir()
+    for n in (1, 2):
+        torch_save({"w": arange(4) + n}, runs / "pl" / f"step={n}.pt")
+        convert(Request(str(runs / f"pl/step={n}.pt"), str(tmp_path / f"o{n}.safetensors")), MEANS, None, url)
+    prove = module.prove
+
+    def meanwhile(detail, *given):
+        torch_save({"w": arange(4) + 7}, runs / "pl" / "step=1.pt")
+        return prove(detail, *given)
+
+    monkeypatch.setattr(module, "prove", meanwhile)
+    assert fates(retired()) == {1: "unsafe", 2: "kept"}
+    assert len(list((runs / "pl").iterdir())) == 2
 
 
 def test_the_command_line(made, url, capsys):
