@@ -23,7 +23,7 @@ import urllib.request
 import uuid
 from typing import Any
 
-WAITS = (1, 2, 5, 10, 30, 60)  # seconds between tries; what was refused is not tried again
+WAITS = (1, 2, 5, 10, 20, 30, 60, 60, 60)  # seconds between tries; what was refused is not tried again
 TIMEOUT = 20
 
 

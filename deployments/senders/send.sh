@@ -26,7 +26,7 @@ send() {
     -H "webhook-signature: v1,$signature" "$CKPT_HOOK_URL"
 }
 
-for wait in 1 2 5 10 30 60 ''; do
+for wait in 1 2 5 10 20 30 60 60 60 ''; do
   if answer=$(send); then status=${answer##*$'\n'}; else status=none; fi
   case "$status" in
     2*) printf '%s\n' "${answer%$'\n'*}"; exit 0 ;;
