@@ -8,6 +8,7 @@ transaction of `Catalog.queueing`.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -79,9 +80,14 @@ def accept(
     return _event(found), new
 
 
-def take(conn: Connection, now: datetime, *, limit: int = 1, lease: timedelta = LEASE) -> list[InboxEvent]:
-    """Events whose time has come, the longest due first; they are the caller's for `lease`."""
-    return [_event(row) for row in queues.take(conn, Inbox, now, limit=limit, lease=lease)]
+def take(conn: Connection, now: datetime, *, limit: int = 1, lease: timedelta = LEASE,
+         sources: Collection[str] | None = None) -> list[InboxEvent]:  # fmt: skip
+    """Events whose time has come, the longest due first; they are the caller's for `lease`.
+
+    sources: only events of these; None means all.
+    """
+    meant = () if sources is None else (Inbox.source.in_(sources),)
+    return [_event(row) for row in queues.take(conn, Inbox, now, *meant, limit=limit, lease=lease)]
 
 
 def done(conn: Connection, now: datetime, event: InboxEvent, flow_run_id: str | None = None) -> bool:

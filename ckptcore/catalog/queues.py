@@ -27,7 +27,7 @@ from ckptcore.catalog.text import clean
 from ckptcore.errors import UsageError
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Row
+    from sqlalchemy import ColumnElement, Connection, Row
 
 Queue = type[Inbox] | type[Outbox]
 LEASE = timedelta(minutes=5)  # how long a worker may be silent
@@ -60,12 +60,16 @@ def put(
 
 
 def take(
-    conn: Connection, queue: Queue, now: datetime, *, limit: int = 1, lease: timedelta = LEASE
-) -> list[Row[Any]]:
-    """Up to `limit` rows whose time has come, the longest due first; they are the caller's for `lease`."""
+    conn: Connection, queue: Queue, now: datetime, *meant: ColumnElement[bool],
+    limit: int = 1, lease: timedelta = LEASE,
+) -> list[Row[Any]]:  # fmt: skip
+    """Up to `limit` rows whose time has come, the longest due first; they are the caller's for `lease`.
+
+    meant: what else must hold of a row. Those that it leaves out are not touched, nor counted as tried.
+    """
     due = conn.execute(
         select(queue.id)
-        .where(queue.state.in_((Stage.WAITING.value, Stage.TAKEN.value)), queue.due_at <= now)
+        .where(queue.state.in_((Stage.WAITING.value, Stage.TAKEN.value)), queue.due_at <= now, *meant)
         .order_by(queue.due_at, queue.id)
         .limit(limit)
         .with_for_update(skip_locked=True)

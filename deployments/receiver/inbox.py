@@ -8,7 +8,7 @@ was taken is back when its lease is over.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -65,10 +65,10 @@ class Box:
                 found.append((row.id, new))
         return found
 
-    def take(self, now: datetime, limit: int) -> Sequence[InboxEvent]:
-        """Events to start or to look at; nobody else gets them while the lease runs."""
+    def take(self, now: datetime, limit: int, sources: Collection[str]) -> Sequence[InboxEvent]:
+        """Events of these sources to start or to look at; nobody else gets them while the lease runs."""
         with self._transaction() as conn:
-            return inbox.take(conn, now, limit=limit, lease=LEASE)
+            return inbox.take(conn, now, limit=limit, lease=LEASE, sources=sources)
 
     def later(self, row: InboxEvent, at: datetime, why: str) -> None:
         """The start failed; try again at a time."""

@@ -83,7 +83,8 @@ def work(
 ) -> int:
     """One round; how many rows were started, put back or ended. Raises `Away`, with the rows put back."""
     one = _Round(box, runs, senders, targets, now or datetime.now(UTC))
-    rows = box.take(one.now, LIMIT)
+    # Others' events are theirs, with whom they tell; to take one and put it back would count as a try.
+    rows = box.take(one.now, LIMIT, list(senders))
     fresh = [row for row in rows if row.flow_run_id is None]
     away: Away | None = None
     for row in fresh:
@@ -135,11 +136,6 @@ class _Round:
 
     def start(self, row: InboxEvent) -> None:
         """Start the run of an event, or put the event back."""
-        if (
-            row.source not in self.senders
-        ):  # another receiver may have it, or this one when it is started anew
-            self.postpone(row, f"{row.source} is not in the configuration of a receiver", HOURLY / 60)
-            return
         try:
             order = order_of(self.senders[row.source], row.uri, row.run, row.step)
         except Refused as refused:

@@ -226,11 +226,18 @@ def test_an_event_of_another_receivers_source_is_left_to_it(
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     others = {name: sender for name, sender in senders.items() if name != "slurm"}
-    work(box, runs, others, {}, NOW)
-    assert state(url)[0][:2] == ("waiting", None)
-    assert "slurm is not in the configuration" in state(url)[0][2]
-    assert work(box, runs, senders, {}, NOW + timedelta(minutes=1)) == 1
+    now = NOW
+    for _ in range(2 * MAX_ATTEMPTS):
+        assert work(box, runs, others, TARGETS, now) == 0
+        now += timedelta(minutes=1)
+    assert state(url, "state, flow_run_id, attempts, error_message") == [("waiting", None, 0, None)]
+    assert work(box, runs, senders, TARGETS, now) == 1
     assert state(url)[0][:2] == ("waiting", "run-0")
+    # Its end is told to those whom its own receiver tells.
+    runs.now["run-0"] = RunState("COMPLETED", now, "")
+    assert work(box, runs, others, {}, now + timedelta(hours=1)) == 0
+    assert work(box, runs, senders, TARGETS, now + timedelta(hours=1)) == 1
+    assert outbox(url) == [("all", "waiting"), ("good", "waiting")]
 
 
 @pytest.mark.parametrize(
