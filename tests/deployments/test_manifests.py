@@ -71,6 +71,23 @@ def test_compose_starts_what_is_there() -> None:
     assert worker["mem_limit"] == f"{memory_of_worker(limit_of(worker['command']))}m"
 
 
+def test_compose_comes_up_from_nothing() -> None:
+    services, image = compose()["services"], (FOLDER / "Dockerfile").read_text()
+    made = re.search(r"^RUN useradd --uid (\d+) --create-home ckptcore && (.*)$", image, re.MULTILINE)
+    assert made is not None
+    user, folders = made.groups()
+    # A new volume takes the owner of the image's folder, which must be there.
+    assert services["prefect"]["volumes"] == ["prefect:/home/ckptcore/.prefect"]
+    assert folders == "install -d -o ckptcore -g ckptcore -m 700 /home/ckptcore/.prefect"
+    # While the databases are made, the server answers on its socket alone.
+    probe = services["postgres"]["healthcheck"]["test"]
+    assert probe[probe.index("-h") + 1] == "127.0.0.1"
+    assert services["migrate"]["restart"] == services["deploy"]["restart"] == "on-failure"
+    # Folders of the host keep their owner, so whoever makes them must be told whose they have to be.
+    for path in ("compose.yaml", "compose.env.example", "README.md"):
+        assert f"install -d -o {user} -g {user} /srv/exports" in (FOLDER / path).read_text(), path
+
+
 def test_every_variable_of_compose_is_told() -> None:
     used = set(re.findall(r"\$\{(\w+)", (FOLDER / "compose.yaml").read_text()))
     told = set(
