@@ -6,6 +6,7 @@ Docker and Kubernetes themselves do not run here.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -22,6 +24,8 @@ from deployments.worker import PATIENCE, TELL
 FOLDER = Path(__file__).parents[2] / "deployments"
 ROOT = FOLDER.parent
 SECRETS = {"CKPTCORE_HOOK_TOKEN": "t" * 24, "CKPTCORE_HOOK_SECRET": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"}
+COMPOSE_SCHEMA = ROOT / "tests" / "fixtures" / "compose" / "compose-spec.json"
+KUBERNETES = "1.32"
 PROGRAMS = {"ckptcore", "prefect", "python"}  # what the image has on its PATH
 
 
@@ -69,6 +73,37 @@ def test_compose_starts_what_is_there() -> None:
     assert services["s3"]["profiles"] == ["s3"]
     worker = services["worker"]
     assert worker["mem_limit"] == f"{memory_of_worker(limit_of(worker['command']))}m"
+
+
+def problems_of(found: dict[str, Any]) -> list[str]:
+    """What the Compose Specification's JSON schema has against a file, each with where it is."""
+    schema = json.loads(COMPOSE_SCHEMA.read_text())
+    errors = jsonschema.Draft7Validator(schema).iter_errors(found)
+    return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in errors]
+
+
+def test_compose_fits_its_schema() -> None:
+    assert problems_of(compose()) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "wrong"),
+    [
+        (("services", "worker"), {"mem_limt": "1g"}),
+        (("services", "worker"), {"stop_grace_period": 60}),
+        (("services", "postgres", "healthcheck"), {"intervall": "2s"}),
+        (("services", "migrate", "depends_on"), {"postgres": {"condition": "service_well"}}),
+        (("configs", "receiver"), {"contents": "roots = []"}),
+    ],
+)
+def test_the_schema_of_compose_finds_mistakes(where: tuple[str, ...], wrong: dict[str, Any]) -> None:
+    found = compose()
+    place = found
+    for name in where:
+        place = place[name]
+    place.update(wrong)
+    (problem,) = problems_of(found)
+    assert problem.startswith(".".join(where))
 
 
 def test_compose_comes_up_from_nothing() -> None:
@@ -126,10 +161,14 @@ def test_kubernetes_starts_what_is_there() -> None:
 
 
 def test_kubernetes_fits_its_schemas() -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate").validate
-    for one in kubernetes():
+    kube = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    job = yaml.safe_load((FOLDER / "senders" / "kubernetes_job.yaml").read_text())
+    for one in (*kubernetes(), job):
         if one["kind"] != "Kustomization":
-            validate(one, "1.32", strict=True)
+            kube.validate(one, KUBERNETES, strict=True)
+    job["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limit": {"nvidia.com/gpu": 8}}
+    with pytest.raises(kube.ValidationError):
+        kube.validate(job, KUBERNETES, strict=True)
 
 
 def test_kustomize_puts_it_together(tmp_path: Path) -> None:
