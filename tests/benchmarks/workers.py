@@ -125,9 +125,11 @@ def measure(source: Path, out: Path, seconds: float) -> list[dict[str, Any]]:
         with services.prefect_server(home, env) as url:
             env["PREFECT_API_URL"] = url
             try:
-                tried = run(source, out, TRIED, 1, env, folder)
-                shutil.rmtree(_place(out, TRIED - 1))
-                times = max(1, math.ceil(MARGIN * seconds * TRIED / tried["cpu"][0]))
+                times = 1
+                if seconds:
+                    tried = run(source, out, TRIED, 1, env, folder)
+                    shutil.rmtree(_place(out, TRIED - 1))
+                    times = math.ceil(MARGIN * seconds * TRIED / tried["cpu"][0])
                 found = []
                 for workers in (1, 2):
                     found.append(run(source, out, times, workers, env, folder) | {"outputs": times})
