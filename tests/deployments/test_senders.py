@@ -18,6 +18,7 @@ import live
 import pytest
 import webhooks
 import yaml
+from lightning_cases import lightning_python
 
 SENDERS = Path(__file__).parents[2] / "deployments" / "senders"
 URI = webhooks.URI
@@ -146,17 +147,27 @@ for name in ("lightning", "lightning.pytorch"):
     sys.modules.setdefault(name, types.ModuleType(name))
 sys.modules.setdefault("lightning.pytorch.callbacks", callbacks)
 from lightning_callback import AnnounceCheckpoint
-class Saver: last_model_path, best_model_path = "", sys.argv[1]
-class Trainer: checkpoint_callback, is_global_zero, global_step = Saver(), True, 7
-one = AnnounceCheckpoint(run="llama", every=True)
-one.on_train_epoch_end(Trainer(), None)
-one.teardown(Trainer(), None, "fit")        # the same one is not told of twice
-Trainer.checkpoint_callback.last_model_path = "/runs/llama/last.ckpt"
-Trainer.is_global_zero = False
-one.teardown(Trainer(), None, "fit")        # another rank
-Trainer.is_global_zero = True
-one.teardown(Trainer(), None, "validate")
-one.teardown(Trainer(), None, "fit")
+class Trainer:
+    is_global_zero, global_step = True, 7
+    def save_checkpoint(self, filepath, weights_only=None):
+        self.global_step += weights_only or 0
+trainer, one = Trainer(), AnnounceCheckpoint(run="llama", every=True)
+for _ in range(2):
+    one.setup(trainer, None, "validate")
+    one.setup(trainer, None, "fit")         # fitted again, it is listened to once
+trainer.save_checkpoint("/runs/llama/.lr_find_a.ckpt")      # the tuner's own
+trainer.save_checkpoint(sys.argv[1])
+trainer.save_checkpoint("/runs/llama/last.ckpt")            # the same once more
+one.every = False
+trainer.save_checkpoint("/runs/llama/step-8", weights_only=1)
+trainer.save_checkpoint("/runs/llama/step-9", weights_only=1)
+one.teardown(trainer, None, "validate")
+trainer.is_global_zero = False
+one.on_exception(trainer, None, KeyboardInterrupt())        # another rank
+trainer.is_global_zero = True
+one.on_exception(trainer, None, KeyboardInterrupt())
+one.teardown(trainer, None, "fit")          # the same one is not told of twice
+trainer.save_checkpoint("/runs/llama/step-10", weights_only=1)      # as savers do on an exception
 """
 
 
@@ -164,19 +175,35 @@ def test_lightning_callback(running: live.Live, env: dict[str, str]) -> None:
     env |= {"PYTHONPATH": str(SENDERS)}
     done = run(sys.executable, "-c", LIGHTNING, URI, env=env)
     assert done.returncode == 0, done.stderr
-    assert [row[2:] for row in announced(running, 2)] == [
+    assert [row[2:] for row in announced(running, 3)] == [
         (URI, "llama", 7),
-        ("/runs/llama/last.ckpt", "llama", 7),
+        ("/runs/llama/step-9", "llama", 9),
+        ("/runs/llama/step-10", "llama", 10),
     ]
     # Training goes on when nobody listens, or nothing is set.
     for other in ({"CKPT_HOOK_URL": "http://127.0.0.1:9/"}, {"CKPT_HOOK_SECRET": "*"}):
         quick = LIGHTNING.replace(
             "from lightning_callback", "import send; send.WAITS = ()\nfrom lightning_callback"
         )
-        quick = quick.replace("one = ", "send.announce.__kwdefaults__['waits'] = ()\none = ")
+        quick = quick.replace(
+            "trainer, one = ", "send.announce.__kwdefaults__['waits'] = ()\ntrainer, one = "
+        )
         done = run(sys.executable, "-c", quick, URI, env=env | other)
         assert done.returncode == 0, done.stderr
         assert "was not announced" in done.stderr
+
+
+def test_lightning_itself_tells_of_the_files_steps_after_they_are_saved(tmp_path: Path) -> None:
+    python, job = lightning_python(), Path(__file__).with_name("lightning_sender_job.py")
+    done = run(python, job, tmp_path, env={"PATH": PATH, "PYTHONPATH": str(SENDERS)})
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert all(said == held for way in told.values() for _, said, held in way)
+    assert {way: [step for _, step, _ in rows] for way, rows in told.items()} == {
+        "every": [4, 8, 12], "the last": [12], "the best": [4],
+        "failed": [8], "failed and saved": [8, 9], "failed at once": [],
+    }  # fmt: skip
+    assert "last.ckpt" not in done.stdout
 
 
 TORCH = """
