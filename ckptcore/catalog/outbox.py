@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -65,9 +65,14 @@ def put(
     return _message(found), new
 
 
-def take(conn: Connection, now: datetime, *, limit: int = 1, lease: timedelta = LEASE) -> list[Message]:
-    """Messages whose time has come, the longest due first; they are the caller's for `lease`."""
-    return [_message(row) for row in queues.take(conn, Outbox, now, limit=limit, lease=lease)]
+def take(conn: Connection, now: datetime, *, limit: int = 1, lease: timedelta = LEASE,
+         endpoints: Collection[str] | None = None) -> list[Message]:  # fmt: skip
+    """Messages whose time has come, the longest due first; they are the caller's for `lease`.
+
+    endpoints: only messages to these; None means all.
+    """
+    meant = () if endpoints is None else (Outbox.endpoint.in_(endpoints),)
+    return [_message(row) for row in queues.take(conn, Outbox, now, *meant, limit=limit, lease=lease)]
 
 
 def sent(conn: Connection, now: datetime, message: Message) -> bool:

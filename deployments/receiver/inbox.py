@@ -95,10 +95,10 @@ class Box:
                 outbox.put(conn, now, one.target, one.key, type=one.type, body=one.body)
             return mine
 
-    def messages(self, now: datetime, limit: int) -> Sequence[Message]:
-        """Messages to send; nobody else gets them while the lease runs."""
+    def messages(self, now: datetime, limit: int, targets: Collection[str]) -> Sequence[Message]:
+        """Messages to these targets, to send; nobody else gets them while the lease runs."""
         with self._transaction() as conn:
-            return outbox.take(conn, now, limit=limit, lease=LEASE)
+            return outbox.take(conn, now, limit=limit, lease=LEASE, endpoints=targets)
 
     def sent(self, message: Message, now: datetime) -> None:
         """The message has arrived."""

@@ -1,9 +1,13 @@
-"""Loop: starting, following and notifying, again and again, in one thread beside the requests."""
+"""Loop: starting, following and notifying, again and again, in threads beside the requests.
+
+What waits for strangers has a thread of its own: starts wait for nobody but Prefect and the database.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 IDLE = 2.0  # seconds between rounds when nothing is new; another receiver's rows are seen then
@@ -15,15 +19,20 @@ _log = logging.getLogger("deployments.receiver")
 class Loop:
     """Rounds of steps until it is stopped. A step that fails is told, and tried again in the next round."""
 
-    def __init__(self, steps: Mapping[str, Callable[[], int]], idle: float = IDLE) -> None:
-        self._steps, self._idle = steps, idle
+    def __init__(
+        self, steps: Mapping[str, Callable[[], int]], idle: float = IDLE, beside: Loop | None = None
+    ) -> None:
+        # beside: another one, that begins and ends with this one, and whose troubles are told with its own.
+        self._steps, self._idle, self._beside = steps, idle, beside
         self._news, self._end = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="receiver-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"receiver-{'-'.join(steps)}", daemon=True)
         self._trouble: dict[str, str] = {}
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+        if self._beside is not None:
+            self._beside.start()
 
     def wake(self) -> None:
         """Do a round now."""
@@ -31,14 +40,20 @@ class Loop:
 
     def stop(self) -> None:
         """End after the step that runs. What is not done then is done by the next process."""
-        self._end.set()
-        self._news.set()
-        if self._thread.is_alive():
-            self._thread.join(STOP_SECONDS)
+        until = time.monotonic() + STOP_SECONDS
+        loops = [self] if self._beside is None else [self, self._beside]
+        for loop in loops:
+            loop._end.set()
+            loop._news.set()
+        for loop in loops:
+            if loop._thread.is_alive():
+                loop._thread.join(max(0.0, until - time.monotonic()))
 
     def trouble(self) -> str:
         """The steps that failed in their last round, or ""."""
-        return "; ".join(f"{name}: {why}" for name, why in sorted(self._trouble.items()))
+        own = [f"{name}: {why}" for name, why in sorted(self._trouble.items())]
+        other = self._beside.trouble() if self._beside is not None else ""
+        return "; ".join([*own, other] if other else own)
 
     def _run(self) -> None:
         while not self._end.is_set():

@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 import httpx
 
 from deployments.receiver.dialects import DIALECTS
-from deployments.receiver.inbox import Box
+from deployments.receiver.inbox import Box, Message
 from deployments.receiver.settings import Target
 from deployments.receiver.verify import key_of, sign
 
 # Seconds between tries, as the specification proposes them: about three days in all.
 SCHEDULE = (5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400)
-TIMEOUT = 20.0
-LIMIT = 10
+TIMEOUT = 20.0  # to connect, to send, and to be answered, each; a lease is longer than all of them
+LIMIT = 10  # messages at once
 GONE = 410
 
 _STANDARD = DIALECTS["standard-webhooks"]
@@ -36,25 +37,28 @@ def send_due(
     env: Mapping[str, str] = os.environ,
     now: datetime | None = None,
 ) -> int:
-    """Send what is due; how many messages were tried."""
+    """Send what is due, all of it at once; how many messages were tried.
+
+    Takes no longer than the slowest answer, and so less than the lease of what was taken. Messages to others
+    than ``targets`` are left to the receiver that has those.
+    """
     now = now or datetime.now(UTC)
-    messages = box.messages(now, LIMIT)
+    messages = box.messages(now, LIMIT, list(targets))
+    if not messages:
+        return 0
+    answers: dict[str, tuple[str, bool]] = {}
+
+    def post(message: Message) -> None:
+        answers[message.id] = _post(message, targets[message.endpoint], client, env, now)
+
+    # Daemons: a process that is told to end waits for no stranger.
+    threads = [threading.Thread(target=post, args=(message,), daemon=True) for message in messages]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     for message in messages:
-        target = targets.get(message.endpoint)
-        if target is None:
-            box.unsent(message, now, "the configuration has no such target any more", None)
-            continue
-        body = json.dumps(message.body, separators=(",", ":"), sort_keys=True).encode()
-        gone = False
-        try:
-            headers = signed(message.id, body, env[target.secret], now)
-            answer = client.post(
-                target.url, content=body, headers=headers, timeout=TIMEOUT, follow_redirects=False
-            )
-            error = "" if answer.is_success else f"HTTP {answer.status_code}"
-            gone = answer.status_code == GONE
-        except httpx.HTTPError as failure:
-            error = f"{type(failure).__name__}: {failure}"[:500]
+        error, gone = answers[message.id]
         if not error:
             box.sent(message, now)
             continue
@@ -63,6 +67,22 @@ def send_due(
         box.unsent(message, now, error, again)
         _log.warning("%s was not told (%s), again at %s", message.endpoint, error, again or "no time")
     return len(messages)
+
+
+def _post(
+    message: Message, target: Target, client: httpx.Client, env: Mapping[str, str], now: datetime
+) -> tuple[str, bool]:
+    """What went wrong, or "", and whether nothing needs to be sent to the target any more."""
+    body = json.dumps(message.body, separators=(",", ":"), sort_keys=True).encode()
+    try:
+        headers = signed(message.id, body, env[target.secret], now)
+        # The answer's own body is nobody's: it is not waited for.
+        with client.stream(
+            "POST", target.url, content=body, headers=headers, timeout=TIMEOUT, follow_redirects=False
+        ) as answer:
+            return "" if answer.is_success else f"HTTP {answer.status_code}", answer.status_code == GONE
+    except Exception as failure:  # whatever ails one target, the others are told
+        return f"{type(failure).__name__}: {failure}"[:500], False
 
 
 def signed(id: str, body: bytes, secret: str, now: datetime) -> dict[str, str]:

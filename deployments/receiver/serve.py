@@ -37,9 +37,9 @@ def serve(config: Path, host: str, port: int) -> None:
 
     settings, senders = load(config)
     runs = PrefectRuns()
-    # Two of them: requests never wait for the loop's transactions in a pool of connections.
+    # One each: requests never wait for the loops' transactions in a pool of connections.
     turn = threading.Lock()
-    box, rows = Box(settings.catalog, turn), Box(settings.catalog, turn)
+    box, rows, news = (Box(settings.catalog, turn) for _ in range(3))
     with _listening(host, port) as listener, httpx.Client() as client:
         watched = Watched(rows, senders)
         watched.refresh()
@@ -47,8 +47,8 @@ def serve(config: Path, host: str, port: int) -> None:
             {
                 "roots": watched.refresh,
                 "start": lambda: work(rows, runs, senders, settings.notify),
-                "notify": lambda: send_due(rows, settings.notify, client),
-            }
+            },
+            beside=Loop({"notify": lambda: send_due(news, settings.notify, client)}),
         )
         server = uvicorn.Server(
             uvicorn.Config(
@@ -67,6 +67,7 @@ def serve(config: Path, host: str, port: int) -> None:
         gc.freeze()
         server.run(sockets=[listener])
     rows.close()
+    news.close()
     runs.close()
 
 

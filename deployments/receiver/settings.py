@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptcore.errors import UsageError
@@ -145,6 +146,7 @@ def problems(settings: Settings, env: Mapping[str, str]) -> list[str]:
         ]
     for name, target in settings.notify.items():
         found += _secrets(f"notify {name}", [target.secret], "whsec", env)
+        found += _url(f"notify {name}", target.url)
     if not settings.roots and not settings.watched_roots:
         bare = [name for name, source in settings.sources.items() if not source.roots]
         found += [f"source {name}: no roots, so nothing could be announced" for name in bare]
@@ -167,6 +169,13 @@ def _secrets(whose: str, names: list[str], kind: str, env: Mapping[str, str]) ->
         except ValueError as error:
             found.append(f"{whose}: {name}: {error}")
     return found
+
+
+def _url(whose: str, url: str) -> list[str]:
+    try:
+        return [] if httpx.URL(url).host else [f"{whose}: {url!r} names no host"]
+    except httpx.InvalidURL as error:
+        return [f"{whose}: {url!r} is no URL: {error}"]
 
 
 def _template(what: str, template: str | None, known: set[str]) -> list[str]:

@@ -59,6 +59,8 @@ def test_the_example_is_a_whole_one_of_every_kind() -> None:
         ('sources.a = { kind = "github", secrets = ["TEXT"], header = "x-mine" }', "header"),
         ('notify.a = { url = "ftp://x", secret = "WHSEC" }', "url"),
         ('notify.a = { url = "https://x", secret = "TEXT" }', "base64"),
+        ('notify.a = { url = "https://[::1", secret = "WHSEC" }', "is no URL"),
+        ('notify.a = { url = "https:///hook", secret = "WHSEC" }', "names no host"),
         ("roots = ", "Invalid"),
     ],
 )

@@ -19,7 +19,7 @@ from ckptcore.catalog import inbox, open_catalog, roots
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import LEASE, Box
 from deployments.receiver.loop import Loop
-from deployments.receiver.notify import SCHEDULE, send_due
+from deployments.receiver.notify import send_due
 from deployments.receiver.orders import order_of
 from deployments.receiver.refusals import Refused
 from deployments.receiver.settings import Sender, Target, load
@@ -252,12 +252,31 @@ def test_how_a_run_has_ended(kind: str, age: int, expected: str | None) -> None:
     assert outcome_of(None, NOW) == "failed"
 
 
+def test_while_prefect_is_away_runs_are_looked_at_soon_again(
+    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box.put([(event(), webhooks.URI, "{}")], NOW)
+    work(box, runs, senders, TARGETS, NOW)
+    now = NOW + timedelta(minutes=1)
+
+    def away(ids: Sequence[str]) -> Mapping[str, RunState]:
+        raise Away("the connection was refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "states", away)
+        with pytest.raises(Away):
+            work(box, runs, senders, TARGETS, now)
+    runs.now["run-0"] = RunState("COMPLETED", now, "done")
+    assert work(box, runs, senders, TARGETS, now + timedelta(seconds=5)) == 1
+    assert state(url) == [("done", "run-0", None)]
+
+
 @pytest.mark.parametrize(
     ("kind", "seconds", "begun", "resumed"),
     [
         ("CRASHED", 30, 1, False), ("CRASHED", 60, 1, True), ("CRASHED", 60, 5, False),
         ("PENDING", 100, 0, False), ("PENDING", 200, 0, True), ("RUNNING", 100, 1, False),
-        ("RUNNING", 200, 1, True), ("SCHEDULED", 3000, 0, False),
+        ("RUNNING", 130, 1, True), ("SCHEDULED", 3000, 0, False),
     ],
 )  # fmt: skip
 def test_a_run_that_automations_overlooked_goes_on(
@@ -267,7 +286,7 @@ def test_a_run_that_automations_overlooked_goes_on(
     box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)
     now = NOW + timedelta(hours=1)
-    runs.now["run-0"] = RunState(kind, now - timedelta(seconds=seconds), "", begun)
+    runs.now["run-0"] = RunState(kind, now - timedelta(seconds=seconds), "", begun, timedelta(seconds=30))
     work(box, runs, senders, TARGETS, now)
     assert runs.resumed == ["run-0"] * resumed
     assert state(url) == [("waiting", "run-0", None)]
@@ -300,50 +319,6 @@ def test_messages_arrive_signed_and_once(
         assert body["data"]["uri"] == webhooks.URI
     assert sorted(request.url.host for request in got) == ["all.example", "good.example"]
     assert outbox(url) == [("all", "done"), ("good", "done")]
-
-
-def test_what_does_not_arrive_is_sent_again_with_the_same_id(
-    box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
-) -> None:
-    ended(box, runs, senders)
-    only = {"all": TARGETS["all"]}
-    ids, now = set(), datetime.now(UTC)
-    answers: list[int | Exception] = [500, httpx.ConnectError("refused"), 302, 429, 200]
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        ids.add(request.headers["webhook-id"])
-        one = answers.pop(0)
-        if isinstance(one, Exception):
-            raise one
-        return httpx.Response(one, headers={"location": "https://elsewhere.example"})
-
-    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
-        for wait in (0, *SCHEDULE[:4]):
-            now += timedelta(seconds=wait)
-            send_due(box, only, client, webhooks.SECRETS, now)
-    assert answers == []
-    assert len(ids) == 1
-    assert outbox(url) == [("all", "done"), ("good", "failed")]  # a target that is no longer configured
-
-
-@pytest.mark.parametrize(("status", "tries"), [(410, 1), (500, len(SCHEDULE) + 1)])
-def test_messages_are_given_up(
-    status: int, tries: int, box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
-) -> None:
-    ended(box, runs, senders)
-    asked: list[str] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.host)
-        return httpx.Response(status)
-
-    now = datetime.now(UTC)
-    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
-        for _ in range(20):
-            now += timedelta(days=2)
-            send_due(box, TARGETS, client, webhooks.SECRETS, now)
-    assert asked.count("all.example") == tries
-    assert {row[1] for row in outbox(url)} == {"failed"}
 
 
 def test_roots_that_are_watched_are_allowed(box: Box, url: str, tmp_path: Path) -> None:
