@@ -7,15 +7,29 @@ import pwd
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptcore.errors import MissingDependency, UsageError
-from deployments.local.state import VARIABLE, State
+from deployments.local.state import OWNERS, VARIABLE, State
+
+if TYPE_CHECKING:
+    import psycopg
 
 # Debian keeps server programs out of PATH.
 DEBIAN = Path("/usr/lib/postgresql")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
-DATABASES = ("prefect", "ckptcore")
+# What an older version made as the administrator: tables, views, sequences that are no column's own, enums.
+# REASSIGN OWNED does not take what is the administrator's.
+_RELATIONS = """
+    SELECT 'TABLE', relname FROM pg_class
+    WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p', 'v', 'm', 'S')
+      AND relowner = 'postgres'::regrole
+      AND NOT EXISTS (SELECT FROM pg_depend WHERE classid = 'pg_class'::regclass AND objid = pg_class.oid
+                      AND (deptype = 'e' OR relkind = 'S' AND deptype IN ('a', 'i')))
+    UNION ALL
+    SELECT 'TYPE', typname FROM pg_type
+    WHERE typnamespace = 'public'::regnamespace AND typtype = 'e' AND typowner = 'postgres'::regrole
+"""
 
 
 def programs() -> Path:
@@ -75,21 +89,48 @@ def is_ready(state: State) -> bool:
     import psycopg
 
     try:
-        psycopg.connect(state.database("postgresql", "postgres"), connect_timeout=2).close()
+        _as_administrator(state, "postgres").close()
     except psycopg.OperationalError:
         return False
     return True
 
 
 def make_databases(state: State) -> None:
-    """The databases of Prefect and of the catalog."""
+    """The databases of Prefect and of the catalog, each with an owner who may do nothing else.
+
+    What an older version made as the administrator becomes the owner's.
+    """
+    from psycopg.sql import SQL, Identifier, Literal
+
+    with _as_administrator(state, "postgres") as connection:
+        roles = {row[0] for row in connection.execute("SELECT rolname FROM pg_roles").fetchall()}
+        there = {row[0] for row in connection.execute("SELECT datname FROM pg_database").fetchall()}
+        for name, secret in OWNERS.items():
+            # Encrypted here: a statement that fails is logged with all its words.
+            password = connection.pgconn.encrypt_password(
+                state.secrets[secret].encode(), name.encode(), b"scram-sha-256"
+            ).decode()
+            owner = Identifier(name)
+            role = "ALTER ROLE {} LOGIN PASSWORD {}" if name in roles else "CREATE ROLE {} LOGIN PASSWORD {}"
+            connection.execute(SQL(role).format(owner, Literal(password)))
+            database = "ALTER DATABASE {} OWNER TO {}" if name in there else "CREATE DATABASE {} OWNER {}"
+            connection.execute(SQL(database).format(owner, owner))
+            connection.execute(SQL("REVOKE ALL ON DATABASE {} FROM PUBLIC").format(owner))
+    for name in OWNERS:
+        with _as_administrator(state, name) as connection:
+            for kind, thing in connection.execute(_RELATIONS).fetchall():
+                change = SQL("ALTER {} public.{} OWNER TO {}")
+                connection.execute(change.format(SQL(kind), Identifier(thing), Identifier(name)))
+
+
+def _as_administrator(state: State, database: str) -> psycopg.Connection[tuple[Any, ...]]:
+    """A connection in which each statement is a transaction of its own."""
     import psycopg
 
-    with psycopg.connect(state.database("postgresql", "postgres"), autocommit=True) as connection:
-        there = {row[0] for row in connection.execute("SELECT datname FROM pg_database").fetchall()}
-        for name in DATABASES:
-            if name not in there:
-                connection.execute(psycopg.sql.SQL("CREATE DATABASE {}").format(psycopg.sql.Identifier(name)))
+    return psycopg.connect(
+        host="127.0.0.1", port=state.choices.ports.postgres, dbname=database, user="postgres",
+        password=state.secrets["POSTGRES_PASSWORD"], connect_timeout=2, autocommit=True,
+    )  # fmt: skip
 
 
 def unprivileged() -> dict[str, Any]:

@@ -23,6 +23,8 @@ from platformdirs import user_state_path
 from ckptcore.errors import UsageError
 
 VARIABLE = "CKPTCORE_STATE"
+# Databases, and the secret that is the password of the owner, a user of the same name without other rights.
+OWNERS = {"prefect": "POSTGRES_PREFECT_PASSWORD", "ckptcore": "POSTGRES_CKPTCORE_PASSWORD"}
 # PostgreSQL will not run as root, and other users see nothing of root's home.
 ROOT_STATE = Path("/var/lib/ckptcore/up")
 
@@ -94,9 +96,18 @@ class State:
         return self.database("postgresql+psycopg", "ckptcore")
 
     def database(self, driver: str, name: str) -> str:
-        """The URL of a database of our PostgreSQL."""
-        password = quote(self.secrets["POSTGRES_PASSWORD"], safe="")
-        return f"{driver}://postgres:{password}@127.0.0.1:{self.choices.ports.postgres}/{name}"
+        """The URL of a database of our PostgreSQL, as its owner.
+
+        As the administrator where no `up` has made owners yet: `down` ends what an older version started.
+        """
+        secret = OWNERS[name]
+        user, password = (
+            (name, self.secrets[secret])
+            if secret in self.secrets
+            else ("postgres", self.secrets["POSTGRES_PASSWORD"])
+        )
+        place = f"127.0.0.1:{self.choices.ports.postgres}/{name}"
+        return f"{driver}://{user}:{quote(password, safe='')}@{place}"
 
 
 def folder() -> Path:
@@ -119,8 +130,9 @@ def settle(at: Path, wanted: Choices | None) -> State:
     except OSError as error:
         raise _unusable(at, error) from error
     found = load(at)
-    if found is None:
-        found = State(at, Choices(), _new_secrets())
+    known = {} if found is None else found.secrets
+    found = replace(found or State(at, Choices(), {}), secrets=_new_secrets() | dict(known))
+    if found.secrets != known:  # an older version knew fewer
         _write(at / "secrets.json", found.secrets)
     if wanted is not None or not (at / "choices.json").exists():
         chosen = wanted or found.choices
@@ -167,6 +179,7 @@ def _unusable(at: Path, error: OSError) -> UsageError:
 def _new_secrets() -> dict[str, str]:
     return {
         "POSTGRES_PASSWORD": secrets.token_urlsafe(24),
+        **{secret: secrets.token_urlsafe(24) for secret in OWNERS.values()},
         "PREFECT_PASSWORD": secrets.token_urlsafe(24),
         "CKPTCORE_HOOK_TOKEN": secrets.token_urlsafe(24),
         "CKPTCORE_HOOK_SECRET": "whsec_" + base64.b64encode(secrets.token_bytes(24)).decode(),

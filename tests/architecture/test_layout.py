@@ -95,7 +95,7 @@ def test_secrets_get_neither_into_the_image_nor_into_git(tmp_path: Path) -> None
         shutil.copy(ROOT / name, source)
     for name in ("alembic", *TOP):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    secret = ("deployments/compose.env", "deployments/kubernetes/secrets.env", "deployments/.env",
+    secret = ("deployments/compose.env", "deployments/kubernetes/server.env", "deployments/.env",
               "deployments/exports/model.safetensors", "deployments/checkpoints/step-1/a.distcp")  # fmt: skip
     for name in secret:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def test_secrets_get_neither_into_the_image_nor_into_git(tmp_path: Path) -> None
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         assert [name for name in names if planted.encode() in archive.read(name)] == []
-    assert {"deployments/compose.env.example", "deployments/kubernetes/secrets.env.example"} <= set(names)
+    assert {"deployments/compose.env.example", "deployments/kubernetes/server.env.example"} <= set(names)
     kept_out = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert {"**/*.env", "deployments/checkpoints", "deployments/exports"} <= set(kept_out)
     if not (ROOT / ".git").exists() or shutil.which("git") is None:

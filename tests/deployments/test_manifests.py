@@ -175,7 +175,8 @@ def test_kustomize_puts_it_together(tmp_path: Path) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl on this machine")
     shutil.copytree(FOLDER / "kubernetes", tmp_path / "k")
-    shutil.copy(tmp_path / "k" / "secrets.env.example", tmp_path / "k" / "secrets.env")
+    for example in (tmp_path / "k").glob("*.env.example"):
+        example.rename(example.with_suffix(""))
     done = subprocess.run(
         ["kubectl", "kustomize", tmp_path / "k"], capture_output=True, text=True, check=False
     )
@@ -189,6 +190,33 @@ def test_kustomize_puts_it_together(tmp_path: Path) -> None:
             for source in container.get("envFrom", []):
                 kind, ref = next(iter(source.items()))
                 assert ({"secretRef": "Secret", "configMapRef": "ConfigMap"}[kind], ref["name"]) in names
+
+
+def test_a_pod_gets_the_secrets_that_it_needs() -> None:
+    given = {
+        container["name"]: {one["secretRef"]["name"] for one in container["envFrom"] if "secretRef" in one}
+        for container in containers()
+    }
+    assert given == {
+        "prefect": {"server"}, "catalog": {"client"}, "deploy": {"client"},
+        "worker": {"client", "storage"}, "receiver": {"client", "hooks"},
+    }  # fmt: skip
+    folder = FOLDER / "kubernetes"
+    (made,) = [one for one in kubernetes() if one["kind"] == "Kustomization"]
+    for secret in made["secretGenerator"]:
+        assert (folder / f"{secret['envs'][0]}.example").exists()
+    known = {
+        secret["name"]: re.findall(
+            r"^(\w+)=", (folder / f"{secret['envs'][0]}.example").read_text(), re.MULTILINE
+        )
+        for secret in made["secretGenerator"]
+    }
+    # The names that the receiver's settings and the processes read, none of them twice.
+    assert sorted(name for names in known.values() for name in names) == sorted(
+        {"PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_SERVER_API_AUTH_STRING", "AWS_ACCESS_KEY_ID",
+         "AWS_SECRET_ACCESS_KEY", "PREFECT_API_AUTH_STRING", "CKPTCORE_CATALOG_URL", *SECRETS}
+    )  # fmt: skip
+    assert set(known["hooks"]) == SECRETS.keys()
 
 
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
