@@ -104,12 +104,13 @@ DIALECTS: dict[str, Dialect] = {
         step=(),
     ),
     # docs.github.com, "Validating webhook deliveries"; a repository_dispatch carries values of one's own.
+    # Only the body is signed. X-GitHub-Delivery is not: with another one, what was overheard would be news.
+    # X-GitHub-Event is not, either; whatever it says, place, run and step are those that were signed.
     "github": Dialect(
         proof="x-hub-signature-256",
         signed=("body",),
         encoding="hex",
         prefix="sha256=",
-        id=("@x-github-delivery",),
         type=("@x-github-event",),
         accepts=frozenset({"", "repository_dispatch"}),
         uri=("client_payload/uri", "uri"),
