@@ -118,12 +118,13 @@ DIALECTS: dict[str, Dialect] = {
         step=("client_payload/step", "step"),
     ),
     # docs.aws.amazon.com, SageMaker "Training job state change", sent by an API destination with an API key.
+    # Its events name no checkpoint: S3OutputPath is where all jobs put theirs.
     "eventbridge": Dialect(
         proof="x-api-key",
         id=("id",),
         type=("detail-type", "detail/TrainingJobStatus"),
         accepts=frozenset({"SageMaker Training Job State Change.Completed"}),
-        uri=("detail/CheckpointConfig/S3Uri", "detail/OutputDataConfig/S3OutputPath"),
+        uri=(),
         run=("detail/TrainingJobName",),
         step=(),
     ),

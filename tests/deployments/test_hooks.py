@@ -13,7 +13,8 @@ from webhooks import HOOKS, NEW_TOKEN, NOW, TOKEN, URI, Hook, Rows, binary_event
 from deployments.receiver import keeper
 
 KINDS = sorted(HOOKS)
-NAMING = sorted(set(KINDS) - {"determined"})
+MADE = {"determined": ("/runs/experiment-41", "41", None), "eventbridge": ("/runs/job-llama", "llama", None)}
+NAMING = sorted(set(KINDS) - set(MADE))
 SIGNED = sorted(kind for kind in KINDS if HOOKS[kind].signed)
 TIMED = sorted(kind for kind in KINDS if HOOKS[kind].timed)
 NO_EVENTS = [
@@ -67,11 +68,8 @@ def test_an_announcement_is_taken_once(kind: str, client: TestClient, rows: Rows
     again = send(client, hook.but(at=NOW + 60))
     assert (again.status_code, again.json()) == (202, {"status": "duplicate", "id": first.json()["id"]})
     ((source, event_id, _, uri, run, step, state),) = rows()
-    determined = kind == "determined"
     assert (source, state) == (hook.source, "waiting")
-    assert uri == ("/runs/experiment-41" if determined else URI)
-    assert run == ("41" if determined else "llama")
-    assert step == (None if kind in ("determined", "eventbridge") else 7)
+    assert (uri, run, step) == MADE.get(kind, (URI, "llama", 7))
     if hook.source == "cloudevents":
         assert event_id == "/trainers/7 A 234"
     else:
@@ -172,6 +170,13 @@ def test_determined_names_no_place_and_no_other(client: TestClient) -> None:
         assert send(client, HOOKS["determined"].but(event=event)).status_code == 422
     event["event_data"] = {"data": "test"}  # what "Test Webhook" sends
     assert send(client, HOOKS["determined"].but(event=event)).status_code == 422
+
+
+def test_sagemaker_names_no_place(client: TestClient, rows: Rows) -> None:
+    event: dict[str, Any] = json.loads(json.dumps(HOOKS["eventbridge"].event))
+    del event["detail"]["TrainingJobName"]
+    assert send(client, HOOKS["eventbridge"].but(event=event)).status_code == 422
+    assert rows() == []
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def test_the_example_is_a_whole_one_of_every_kind() -> None:
         ('sources.a = { kind = "bearer", secrets = ["SHORT"] }', "SHORT is shorter than 16"),
         ('sources.a = { kind = "standard-webhooks", secrets = ["TEXT"] }', "base64"),
         ('sources.a = { kind = "determined", secrets = ["TEXT"] }', "set `uri`"),
+        ('sources.a = { kind = "eventbridge", secrets = ["TOKEN"] }', "set `uri`"),
         ('sources.a = { kind = "github", secrets = ["TEXT"], header = "x-mine" }', "header"),
         ('notify.a = { url = "ftp://x", secret = "WHSEC" }', "url"),
         ('notify.a = { url = "https://x", secret = "TEXT" }', "base64"),

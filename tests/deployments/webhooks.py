@@ -56,6 +56,7 @@ secrets = ["TEXT"]
 [sources.sagemaker]
 kind = "eventbridge"
 secrets = ["TOKEN"]
+uri = "/runs/job-{run}"
 
 [sources.slurm]
 kind = "bearer"
@@ -201,8 +202,7 @@ HOOKS = {
             "detail-type": "SageMaker Training Job State Change", "source": "aws.sagemaker",
             "detail": {
                 "TrainingJobName": "llama", "TrainingJobStatus": "Completed",
-                "OutputDataConfig": {"S3OutputPath": "s3://elsewhere/x", "KmsKeyId": ""},
-                "CheckpointConfig": {"S3Uri": URI},
+                "OutputDataConfig": {"S3OutputPath": "s3://team/runs/all", "KmsKeyId": ""},
             },
         },
         api_key, TOKEN, signed=False,
