@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -17,9 +18,7 @@ from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry
 
 from ckptcore.errors import UsageError
-from deployments.receiver.start import Away, RunState
-
-HEARTBEAT = timedelta(seconds=90)  # three of them: a run that changed its state more lately need not be asked
+from deployments.receiver.start import DEFAULT_BEAT, Away, RunState, is_overlooked
 
 
 class PrefectRuns:
@@ -31,7 +30,7 @@ class PrefectRuns:
                 "no Prefect server is configured",
                 hint="set PREFECT_API_URL, as in http://127.0.0.1:4200/api",
             )
-        self._client = get_client(sync_client=True)
+        self._client, self._beats = get_client(sync_client=True), dict[UUID, timedelta]()
         self._client.__enter__()
 
     def close(self) -> None:
@@ -69,9 +68,24 @@ class PrefectRuns:
         if state is None:
             return RunState("PENDING", datetime.now(UTC), "")
         since = state.timestamp.astimezone(UTC)
-        if state.is_running() and datetime.now(UTC) - since > HEARTBEAT:
-            since = max(since, self._heard_of(run))
-        return RunState(state.type.value, since, state.message or "", run.run_count)
+        found = RunState(state.type.value, since, state.message or "", run.run_count, self._beat(run))
+        if state.is_running() and is_overlooked(found, datetime.now(UTC)):
+            return replace(found, since=max(since, self._heard_of(run)))
+        return found
+
+    def _beat(self, run: FlowRun) -> timedelta:
+        """Between two signs of life of a run, as its deployment's environment has it."""
+        id = run.deployment_id
+        if id is None:
+            return DEFAULT_BEAT
+        if id not in self._beats:
+            try:
+                env = self._client.read_deployment(id).job_variables.get("env") or {}
+            except ObjectNotFound:  # deleted since; its runs are not
+                env = {}
+            told = str(env.get("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", ""))
+            self._beats[id] = timedelta(seconds=int(told)) if told.isdecimal() else DEFAULT_BEAT
+        return self._beats[id]
 
     def _heard_of(self, run: FlowRun) -> datetime:
         """When a run was last heard of: at its last event."""
@@ -98,3 +112,7 @@ def _answering() -> Iterator[None]:
         yield
     except httpx.TransportError as error:
         raise Away(f"Prefect does not answer: {error}") from error
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code < 500:
+            raise
+        raise Away(f"Prefect answers {error.response.status_code}: its database may be away") from error

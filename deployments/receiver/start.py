@@ -30,9 +30,9 @@ CRASHED_FOR = timedelta(minutes=30)
 # Automations are told by events. A server that is killed forgets those that it has not looked at; one that is
 # started anew leaves for a quarter of an hour what follows on an event that it has not seen itself (Prefect,
 # server/events/ordering). What automations should have noticed by then is taken up here.
-OVERLOOKED = {
-    "CRASHED": timedelta(seconds=45), "PENDING": timedelta(seconds=120), "RUNNING": timedelta(seconds=120),
-}  # fmt: skip
+OVERLOOKED = {"CRASHED": timedelta(seconds=45), "PENDING": timedelta(seconds=120)}
+DEFAULT_BEAT = timedelta(seconds=180)  # Prefect's own; prefect.yaml has 30 s
+BEATS = 4  # of a run that runs, and of which nothing was heard
 MOST_BEGUN = 5  # as in flows/resume.py: a run that kills its process again and again stays crashed
 
 _log = logging.getLogger("deployments.receiver")
@@ -43,13 +43,14 @@ class RunState:
     """How a run is.
 
     kind: Prefect's state type. since: of that state; of one that runs, its last sign of life. message: for
-    people. begun: how often it was.
+    people. begun: how often it was. beat: between two signs of life.
     """
 
     kind: str
     since: datetime
     message: str
     begun: int = 0
+    beat: timedelta = DEFAULT_BEAT
 
 
 class Away(Exception):
@@ -98,7 +99,12 @@ def work(
     if away is not None:
         raise away
     going = [row for row in rows if row.flow_run_id is not None]
-    states = runs.states([row.flow_run_id or "" for row in going]) if going else {}
+    try:
+        states = runs.states([row.flow_run_id or "" for row in going]) if going else {}
+    except Away:
+        for row in going:  # or nobody would look at them before their lease is over
+            box.running(row, row.flow_run_id or "", one.now + timedelta(seconds=LOOKS[0]))
+        raise
     return len(fresh) + sum(one.look(row, states.get(row.flow_run_id or "")) for row in going)
 
 
@@ -113,7 +119,7 @@ def outcome_of(state: RunState | None, now: datetime) -> str | None:
 
 def is_overlooked(state: RunState, now: datetime) -> bool:
     """Whether nobody works on a run, and nobody else has seen it."""
-    patience = OVERLOOKED.get(state.kind)
+    patience = BEATS * state.beat if state.kind == "RUNNING" else OVERLOOKED.get(state.kind)
     return patience is not None and now - state.since > patience and state.begun < MOST_BEGUN
 
 

@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import httpx
 import observe
@@ -212,16 +214,23 @@ def test_which_errors_pass() -> None:
     assert [passes(e) for e in (UsageError("no"), ValueError(), status[404], None)] == [False] * 4
 
 
-def test_a_deployment_is_run_once_per_key(source: Path, tmp_path: Path, catalog: str) -> None:
+def test_a_deployment_is_run_once_per_key(
+    source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from prefect.client.orchestration import get_client
+    from prefect.states import Running
 
+    from deployments.receiver import prefect_runs
     from deployments.receiver.prefect_runs import PrefectRuns
     from flows.arrived import arrived
 
     with get_client(sync_client=True) as client:
         flow = client.create_flow_from_name("arrived")
         client.create_deployment(
-            flow, name="arrived", parameter_openapi_schema=arrived.parameters.model_dump()
+            flow,
+            name="arrived",
+            parameter_openapi_schema=arrived.parameters.model_dump(),
+            job_variables={"env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}},
         )
     runs = PrefectRuns()
     given = {"source": str(source), "destination": str(tmp_path / "out"), "root": str(tmp_path), "step": 7}
@@ -234,6 +243,14 @@ def test_a_deployment_is_run_once_per_key(source: Path, tmp_path: Path, catalog:
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(first)
         assert (run.name, json.loads(json.dumps(run.parameters))["step"]) == ("slurm run/step-7", 7)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(UUID(first), Running(), force=True)
+    state = runs.states([first])[first]
+    assert (state.kind, state.beat) == ("RUNNING", timedelta(seconds=30))
+    # Nothing was heard of it for three minutes: its events are asked for, and there was one just now.
+    with monkeypatch.context() as patch:
+        patch.setattr(prefect_runs, "is_overlooked", lambda state, now: True)
+        assert runs.states([first])[first].since >= state.since
     runs.resume(first, "overlooked")
     assert runs.states([first])[first].message == "overlooked"
     with pytest.raises(UsageError, match="nowhere"):
