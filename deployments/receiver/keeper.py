@@ -21,6 +21,7 @@ from deployments.receiver.refusals import Refused
 SECONDS = 5.0  # for the inbox to take an event; senders wait 10 to 30 s
 MAX_WAITING = 512  # events; more are refused at once, and sent again
 MAX_TOGETHER = 64
+FRESH = 1.0  # seconds that a check of the inbox tells how it is
 TOGETHER = 0.005  # seconds that an event waits for others to come along
 
 _log = logging.getLogger("deployments.receiver")
@@ -45,6 +46,8 @@ class Keeper:
         self._thread = ThreadPoolExecutor(1, "inbox")
         self._waiting: list[Entry] = []
         self._writer: asyncio.Task[None] | None = None
+        self._check: asyncio.Future[None] | None = None
+        self._checked = 0.0  # when it ended, by the event loop's clock
 
     async def keep(self, event: Event, uri: str, body: bytes) -> tuple[str, bool]:
         """The id of the event's row, and whether it is new; raises `Refused` when the inbox does not
@@ -62,9 +65,19 @@ class Keeper:
             raise Refused("unavailable", f"the inbox did not answer in {SECONDS:.0f} s") from error
 
     async def check(self) -> None:
-        """Raise `CatalogError` or TimeoutError when the inbox does not answer."""
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self._box.check)
-        await asyncio.wait_for(asyncio.shield(work), SECONDS)
+        """Raise `CatalogError` or TimeoutError when the inbox does not answer.
+
+        Anybody may ask, as often as he likes: one check runs at a time, for all who wait for it, and its
+        answer holds for `FRESH` seconds. Events wait for the same thread.
+        """
+        loop = asyncio.get_running_loop()
+        if self._check is None or (self._check.done() and loop.time() >= self._checked + FRESH):
+            self._check = loop.run_in_executor(self._thread, self._box.check)
+            self._check.add_done_callback(lambda _: self._note_checked(loop.time()))
+        await asyncio.wait_for(asyncio.shield(self._check), SECONDS)
+
+    def _note_checked(self, at: float) -> None:
+        self._checked = at
 
     def close(self) -> None:
         """Finish what is being written, and give the connections back."""

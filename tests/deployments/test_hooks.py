@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 from webhooks import HOOKS, NEW_TOKEN, NOW, TOKEN, URI, Hook, Rows, binary_event, github, standard
 
 from deployments.receiver import keeper
+from deployments.receiver.app import make_app
+from deployments.receiver.inbox import Box
+from deployments.receiver.settings import Sender
 
 KINDS = sorted(HOOKS)
 MADE = {"determined": ("/runs/experiment-41", "41", None), "eventbridge": ("/runs/job-llama", "llama", None)}
@@ -315,7 +320,10 @@ def test_what_was_overheard_is_no_news_under_another_id(kind: str, client: TestC
     assert len(rows()) == 1
 
 
-def test_without_its_database_it_asks_to_send_again(client: TestClient, rows: Rows) -> None:
+def test_without_its_database_it_asks_to_send_again(
+    client: TestClient, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "FRESH", 0.0)
     assert client.get("/readyz").status_code == 200
     rows.change("ALTER TABLE inbox RENAME TO away")
     try:
@@ -327,6 +335,41 @@ def test_without_its_database_it_asks_to_send_again(client: TestClient, rows: Ro
     finally:
         rows.change("ALTER TABLE away RENAME TO inbox")
     assert send(client, HOOKS["bearer"]).json()["status"] == "accepted"
+
+
+def test_who_asks_whether_it_is_ready_takes_no_time_from_events(senders: dict[str, Sender], url: str) -> None:
+    asked: list[float] = []
+
+    class Slow(Box):
+        def check(self) -> None:
+            asked.append(time.monotonic())
+            time.sleep(0.2)
+            super().check()
+
+    async def many() -> float:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://receiver") as client:
+            ready = [asyncio.create_task(client.get("/readyz")) for _ in range(100)]
+            await asyncio.sleep(0.05)
+            began = time.monotonic()
+            hook = HOOKS["bearer"]
+            answer = await client.post(hook.path, content=hook.body, headers=hook.headers)
+            took = time.monotonic() - began
+            assert answer.status_code == 202
+            assert {one.status_code for one in await asyncio.gather(*ready)} == {200}
+            assert (await client.get("/readyz")).status_code == 200  # remembered
+            assert len(asked) == 1
+            await asyncio.sleep(keeper.FRESH)
+            assert (await client.get("/readyz")).status_code == 200
+            assert len(asked) == 2
+            return took
+
+    box = Slow(url)
+    app = make_app(senders, box, clock=lambda: NOW)
+    try:
+        assert asyncio.run(many()) < 5.0  # behind one check; behind a hundred it would be 20 s, and a 503
+    finally:
+        box.close()
 
 
 def test_a_database_that_does_not_answer_is_not_waited_for(
