@@ -39,7 +39,9 @@ def detect(source: Source) -> Evidence | None:
         verl = any("_world_size_" in p for p in found)
         if not zips and not verl:
             return None
-        return Evidence(_NAME, (f"{len(found)} files named by rank, {found[0]} for one",), ("torch_save",))
+        # A name that tells how many ranks there are is meant so, whatever trainer's keys the one file holds.
+        instead = ("torch_save", "lightning") if verl else ("torch_save",)
+        return Evidence(_NAME, (f"{len(found)} files named by rank, {found[0]} for one",), instead)
     folders = _folders(source)
     if folders:
         return Evidence(_NAME, (f"files named by rank in {', '.join(folders)}",), ("torch_save",))

@@ -29,6 +29,8 @@ HANDFUL = 40
 KNOWN = (
     # A stage without parameters has an optimizer of groups alone.
     ("lightning_trainer_mp_sharded_2r", "torch_ranks", "fsdp=2,tp=2,pp=2", "fsdp=3"),
+    # The one file of a rank that is alone holds the Trainer's keys.
+    ("lightning_trainer_mp_sharded_2r", "torch_ranks", "fsdp=1", "fsdp=2,tp=2,pp=2"),
 )
 # How a checkpoint of each format comes back; all others as DCP.
 BACK = {w.to: name for name, w in WRITERS.items() if name != "dcp-safetensors"}
@@ -58,7 +60,7 @@ def test_a_handful(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert went > HANDFUL // 4, f"{went} of {HANDFUL} were written"
 
 
-@pytest.mark.parametrize("case", KNOWN, ids=lambda c: "-".join(c[:2]))
+@pytest.mark.parametrize("case", KNOWN, ids=lambda c: "-".join(c[:3]))
 def test_known(case: tuple[str, str, str, str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     sample, name, there, back = case
     (tree,) = [t for s, t in sources(request.config.stash[SAMPLES]) if s.name == sample]
