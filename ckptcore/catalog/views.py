@@ -31,17 +31,28 @@ _SPELLINGS = {
 
 # In the order in which they can be made: later ones may use earlier ones.
 VIEWS = {
-    "latest_exports": """
-SELECT run, step, format, checkpoint, uri, bytes, fingerprint, verified_level, verified_at
+    # Per verb and dtype: what one conversion made must not hide what another made of the same step. By the
+    # run's name and not its id: then both databases look at one run only, where one is asked for.
+    "latest_outputs": """
+SELECT k.run, c.step, c.format, c.dtypes, k.verb, c.uuid AS checkpoint, c.uri, c.total_bytes AS bytes,
+       c.fingerprint, c.verified_level, c.verified_at
 FROM (
-  SELECT r.name AS run, c.step, c.format, c.uuid AS checkpoint, c.uri, c.total_bytes AS bytes, c.fingerprint,
-         c.verified_level, c.verified_at,
-         row_number() OVER (PARTITION BY c.run_id, c.format
-                            ORDER BY coalesce(c.step, -1) DESC, c.id DESC) AS place
-  FROM checkpoint c JOIN training_run r ON r.id = c.run_id
-  WHERE c.kind = 'derived' AND c.state = 'present' AND c.verified_at IS NOT NULL
-) ranked
-WHERE place = 1""",
+  SELECT r.name AS run, d.id, m.verb,
+         row_number() OVER (PARTITION BY r.name, m.verb, d.format, d.dtypes
+                            ORDER BY coalesce(d.step, -1) DESC, d.id DESC) AS place
+  FROM checkpoint d
+  JOIN training_run r ON r.id = d.run_id
+  JOIN (SELECT DISTINCT o.checkpoint_id, v.verb
+        FROM conversion_io o JOIN conversion v ON v.id = o.conversion_id
+        WHERE o.direction = 'out' AND v.state = 'succeeded') m ON m.checkpoint_id = d.id
+  WHERE d.kind = 'derived' AND d.state = 'present' AND d.verified_at IS NOT NULL
+) k
+JOIN checkpoint c ON c.id = k.id
+WHERE k.place = 1""",
+    "latest_exports": """
+SELECT run, step, format, dtypes, checkpoint, uri, bytes, fingerprint, verified_level, verified_at
+FROM latest_outputs
+WHERE verb = 'export'""",
     "lineage_steps": """
 SELECT s.uuid AS source, s.uri AS source_uri, v.uuid AS conversion, v.verb, v.ended_at,
        d.uuid AS derived, d.uri AS derived_uri, s.id AS source_id, d.id AS derived_id

@@ -1,0 +1,78 @@
+"""Views: is the newest output of a run found, and does none hide another that people ask for?"""
+
+from datetime import UTC, datetime
+
+import pytest
+import sqlalchemy as sa
+
+from ckptcore.catalog import tending
+
+
+@pytest.fixture
+def made(facts, convert):
+    """Records one output of a step: (destination, step, verb, dtype, format)."""
+
+    def make(uri, step, *, verb="export", dtype="float32", run="llama", **more):
+        source = facts(f"/{run}/step-{step}", run=run, step=step, verified="cover")
+        more = {"format": "safetensors", "verified": "cover"} | more
+        tensors = [("w", dtype, (4, 8), 64)]
+        derived = facts(uri, content=uri, tensors=tensors, num_tensors=0, nbytes=64, **more)
+        return convert(source, derived, verb=verb)[1]
+
+    return make
+
+
+@pytest.fixture
+def ask(catalog):
+    def run(sql):
+        with catalog.reading() as conn:
+            return [tuple(row) for row in conn.execute(sa.text(sql))]
+
+    return run
+
+
+EXPORTS = "SELECT run, step, dtypes, uri FROM latest_exports ORDER BY run, dtypes"
+
+
+def test_no_export_where_nothing_was_made(ask):
+    assert ask(EXPORTS) == []
+    assert ask("SELECT * FROM latest_outputs") == []
+
+
+def test_a_consolidated_copy_does_not_hide_the_export(made, ask):
+    made("/exports/10", 10)
+    made("/full/10", 10, verb="consolidate")
+    made("/full/20", 20, verb="consolidate")
+    assert ask(EXPORTS) == [("llama", 10, "float32", "/exports/10")]
+    wanted = [("consolidate", 20, "/full/20"), ("export", 10, "/exports/10")]
+    assert ask("SELECT verb, step, uri FROM latest_outputs ORDER BY verb") == wanted
+
+
+def test_two_exports_of_a_step_are_two(made, ask):
+    made("/exports/10", 10)
+    made("/exports/10-bf16", 10, dtype="bfloat16")
+    made("/exports/9-bf16", 9, dtype="bfloat16")
+    made("/exports/11", 11, run="mistral")
+    assert ask(EXPORTS) == [
+        ("llama", 10, "bfloat16", "/exports/10-bf16"),
+        ("llama", 10, "float32", "/exports/10"),
+        ("mistral", 11, "float32", "/exports/11"),
+    ]
+
+
+def test_one_that_was_made_twice_is_one(made, ask):
+    made("/exports/10", 10)
+    made("/exports/10", 10)
+    assert len(ask("SELECT uri FROM latest_outputs")) == 1
+    made("/exports/10", 10, verb="consolidate")  # the same bytes at the same place
+    assert ask(EXPORTS) == [("llama", 10, "float32", "/exports/10")]
+    assert len(ask("SELECT uri FROM latest_outputs")) == 2
+
+
+def test_what_is_gone_or_not_proven_gives_way_to_what_is(made, ask, catalog):
+    made("/exports/10", 10)
+    lost = made("/exports/20", 20)
+    with catalog.writing() as conn:
+        tending.gone(conn, datetime.now(UTC), lost)
+    made("/exports/30", 30, verified=None)
+    assert ask(EXPORTS) == [("llama", 10, "float32", "/exports/10")]
