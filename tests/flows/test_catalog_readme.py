@@ -1,6 +1,9 @@
-"""Do the SQL questions of the catalog's README run on every database, on rows that conversions wrote?"""
+"""Do the SQL questions of the README of the catalog run on both databases, on rows of flows, and on none?"""
+
+from __future__ import annotations
 
 import re
+import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -8,11 +11,15 @@ import pytest
 import sqlalchemy as sa
 
 import ckptcore.catalog
-from ckptcore import Settings, api
 from ckptcore.catalog import aliases, holds, inbox, open_catalog, roots, upgrade
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import VIEWS
-from ckptcore.errors import DamagedCheckpoint
+
+pytestmark = [
+    pytest.mark.usefixtures("prefect_api"),
+    pytest.mark.xdist_group("prefect"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 README = (Path(ckptcore.catalog.__file__).parent / "README.md").read_text()
 QUESTIONS = dict(re.findall(r"\n([^\n]+\?)\n\n```sql\n(.*?);\n```", README, re.DOTALL))
@@ -22,7 +29,12 @@ W, E = 64, 96  # bytes of the two tensors
 # question -> what it must answer on the example below
 ANSWERS = {
     "Which is the newest proven export of every training run?": [
-        ("llama", 20, "safetensors", "/out/20"), ("llama", 10, "torch_save", "/copies/10.pt"),
+        ("mistral", 5, "bfloat16", "/exports/bf16-5"), ("mistral", 5, "float32", "/exports/step-5"),
+    ],
+    "What is the newest of each kind that was made of one run?": [
+        ("consolidate", "safetensors", "float32", 5, "/whole/5"),
+        ("export", "safetensors", "bfloat16", 5, "/exports/bf16-5"),
+        ("export", "safetensors", "float32", 5, "/exports/step-5"),
     ],
     "Which checkpoint, conversion and source does a file with this digest come from?": [
         ("/again/10", "model.safetensors", "consolidate", "/copies/10.pt", "present"),
@@ -40,25 +52,34 @@ ANSWERS = {
     "What failed, how often, and when last?": [("consolidate", "damaged", 1, "a time")],
     "What runs, and since when?": [("export", "/llama/step-40", "/out/40", "a time")],
     "What was not proven for 30 days, or never to the level of bytes?": [
-        ("/again/10", "cover"), ("/copies/10.pt", "cover"), ("/llama/step-10", "cover"),
-        ("/llama/step-20", "cover"), ("/llama/step-30", None), ("/out/10", "cover"), ("/out/20", "cover"),
+        ("/again/10", "cover"), ("/copies/10.pt", "cover"), ("/exports/bf16-5", "cover"),
+        ("/exports/step-4", "cover"), ("/exports/step-5", "cover"), ("/llama/step-10", "cover"),
+        ("/llama/step-20", "cover"), ("/llama/step-30", None), ("/mistral/step-5", "cover"),
+        ("/out/10", "cover"), ("/out/20", "cover"), ("/whole/4", "cover"), ("/whole/5", "cover"),
     ],
     "How many bytes does each training run hold, as sources and as what was made from them?": [
         ("llama", "derived", 4, 4 * (W + E) - (W + E) // 2), ("llama", "source", 3, 3 * (W + E)),
+        ("mistral", "derived", 5, 6 * W + W // 2), ("mistral", "source", 1, 2 * W),
     ],
     "Which checkpoints hold the same numbers, in whatever format?": [
+        (2, "/mistral/step-5", "dcp"), (2, "/whole/5", "safetensors"),
         (4, "/again/10", "safetensors"), (4, "/copies/10.pt", "torch_save"), (4, "/llama/step-10", "dcp"),
         (4, "/out/10", "safetensors"),
     ],
     "Which checkpoints are the same files in several places?": [("/out/10", "/again/10")],
     "How fast were the last conversions?": [
+        ("consolidate", "/whole/5", "a number", "a number", "a number"),
+        ("consolidate", "/whole/4", "a number", "a number", "a number"),
+        ("export", "/exports/bf16-5", "a number", "a number", "a number"),
+        ("export", "/exports/step-5", "a number", "a number", "a number"),
+        ("export", "/exports/step-4", "a number", "a number", "a number"),
         ("consolidate", "/out/20", "a number", "a number", "a number"),
         ("consolidate", "/again/10", "a number", "a number", "a number"),
         ("consolidate", "/copies/10.pt", "a number", "a number", "a number"),
         ("consolidate", "/out/10", "a number", "a number", "a number"),
     ],
     "Which stage takes the time?": [
-        (stage, 4, "a number") for stage in ("inspect", "plan", "publish", "validate", "verify", "write")
+        (stage, 9, "a number") for stage in ("inspect", "plan", "publish", "validate", "verify", "write")
     ],
     "Which checkpoints hold a tensor of this name, in which shape and dtype?": [
         ("/llama/step-10", "[4, 4]", "float32", W), ("/out/10", "[4, 4]", "float32", W),
@@ -75,53 +96,94 @@ ANSWERS = {
     "What do the names stand for?": [("llama/best", "/out/20", "present", 2)],
     "What must not be deleted, why, and whom to ask?": [("/llama/step-20", "paper", "ana")],
     "Which sources have a proven child that holds all their numbers, and neither a hold nor a name?": [
-        ("/llama/step-10", W + E, "/out/10"),
+        ("/llama/step-10", W + E, "/out/10"), ("/mistral/step-5", 2 * W, "/whole/5"),
     ],
-    "How far behind its training is each run's newest export?": [("llama", 30, 20)],
+    "Which sources were retired, when, and what holds their numbers now?": [
+        ("/mistral/step-4", "a time", "/whole/4"),
+    ],
+    "How far behind its training is each run's newest export?": [("llama", 30, None), ("mistral", 5, 5)],
     "Which events wait, or were given up?": [
         ("mlflow", "created", "/llama/step-40", "waiting", 0, None),
     ],
     "Which watched roots were looked through, and what came of it?": [
         ("llama", "/llama", True, "a time", "3 found"),
+        ("mistral", "/mistral", True, "a time", "2 made"),
     ],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def example(request, tmp_path_factory):
-    """(root, URL): a training run of which one step is damaged, and all that was made of it."""
+def databases(request, tmp_path_factory):
+    """Two URLs: of a catalog to fill, and of one that stays empty."""
+    if request.param == "sqlite":
+        folder = tmp_path_factory.mktemp("catalogs")
+        yield str(folder / "catalog.sqlite"), str(folder / "empty.sqlite")
+        return
+    server = request.getfixturevalue("postgres")
+    with server.database() as filled, server.database() as empty:
+        for url in (filled, empty):
+            upgrade(url)
+        yield filled, empty
+
+
+@pytest.fixture(scope="module")
+def example(databases, tmp_path_factory, prefect_api):
+    """(root, URL): a training run of which one step is damaged, one that is swept and retired, and all that
+    flows made of both."""
+    root = tmp_path_factory.mktemp("example").resolve()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _save(root)
+        _run_flows(root, databases[0])
+    _add(root, databases[0])
+    return root, databases[0]
+
+
+def _save(root):
     import torch
     from torch.distributed import checkpoint as dcp
 
-    root = tmp_path_factory.mktemp("example").resolve()
     torch.manual_seed(1)
     for step in (10, 20, 30):
         state = {"embed.weight": torch.randn(6, 4), "layers.0.weight": torch.randn(4, 4)}
         dcp.save(state, checkpoint_id=root / "llama" / f"step-{step}", no_dist=True)
     with open(root / "llama" / "step-30" / "__0_0.distcp", "r+b") as file:
         file.truncate(100)
-    if request.param == "sqlite":
-        url = str(root / "catalog.sqlite")
-        _fill(root, url)
-        yield root, url
-    else:
-        with request.getfixturevalue("postgres").database() as url:
-            upgrade(url)
-            _fill(root, url)
-            yield root, url
+    for step in (4, 5):
+        state = {"model": {"w": torch.randn(4, 4)}, "optim": {"m": torch.randn(4, 4)}}
+        dcp.save(state, checkpoint_id=root / "mistral" / f"step-{step}", no_dist=True)
 
 
-def _fill(root, url):
+def _run_flows(root, url):
+    from flows.convert import convert as convert_flow
+    from flows.retire import retire
+    from flows.sweep import sweep
+
     def convert(source, destination, **options):
-        api.convert(str(root / source), str(root / destination), catalog=url,
-                    settings=Settings(fingerprint=True), **options)  # fmt: skip
+        state = convert_flow(str(root / source), str(root / destination), catalog=url, workers=1,
+                             fingerprint=True, return_state=True, **options)  # fmt: skip
+        return state.is_completed()
 
-    convert("llama/step-10", "out/10")
-    convert("out/10", "copies/10.pt")
-    convert("copies/10.pt", "again/10")
-    convert("llama/step-20", "out/20", dtype="bf16")
-    with pytest.raises(DamagedCheckpoint):
-        convert("llama/step-30", "out/30")
+    assert convert("llama/step-10", "out/10")
+    assert convert("out/10", "copies/10.pt")
+    assert convert("copies/10.pt", "again/10")
+    assert convert("llama/step-20", "out/20", dtype="bf16")
+    assert not convert("llama/step-30", "out/30")
+    with open_catalog(url) as catalog, catalog.writing() as conn:
+        target = {"verb": "export", "destination": "{root}/../exports/{name}"}
+        roots.add(conn, NOW, "mistral", str(root / "mistral"), target=target)
+    state = sweep(settle="0s", workers=1, catalog=url, return_state=True)
+    assert state.is_completed(), state.message
+    assert convert("mistral/step-5", "exports/bf16-5", verb="export", dtype="bf16")
+    assert convert("mistral/step-4", "whole/4")
+    assert convert("mistral/step-5", "whole/5")  # with the optimizer, and newer than both exports
+    state = retire("mistral", keep_last=1, yes=True, catalog=url, return_state=True)
+    assert state.message.startswith("1 deleted, 1 kept"), state.message
+    assert not (root / "mistral/step-4").exists()
+
+
+def _add(root, url):
+    """What people and a receiver add."""
     with open_catalog(url) as catalog:
         catalog.begin({}, source_uri=str(root / "llama/step-40"), destination_uri=str(root / "out/40"),
                       verb="export", tool_version="1")  # fmt: skip
@@ -149,7 +211,7 @@ def ask(example):
         digest = next(f.digest for f in catalog.show(str(root / "out/10")).files)
         given = {"uri": str(root / "llama/step-10"), "derived": str(root / "copies/10.pt"), "digest": digest,
                  "other": str(root / "llama/step-20"), "fqn": "layers.0.weight",
-                 "tag": "eval.mmlu"}  # fmt: skip
+                 "tag": "eval.mmlu", "run": "mistral"}  # fmt: skip
 
         def plain(name, value):
             if value is not None and name in MEASURED:
@@ -170,7 +232,7 @@ def ask(example):
 
 MEASURED = {
     "bytes_out": "a number", "seconds": "a number", "bytes_per_second": "a number", "last_at": "a time",
-    "started_at": "a time", "swept_at": "a time",
+    "started_at": "a time", "swept_at": "a time", "deleted_at": "a time",
 }  # fmt: skip
 
 
@@ -185,6 +247,13 @@ def test_the_question_finds_what_is_there(ask, question):
     if "ORDER BY" not in QUESTIONS[question]:
         found, wanted = sorted(found), sorted(wanted)
     assert found == wanted
+
+
+@pytest.mark.parametrize("question", ANSWERS)
+def test_the_question_finds_nothing_where_nothing_is(databases, question):
+    with open_catalog(databases[1]) as catalog, catalog.reading() as conn:
+        given = dict.fromkeys(re.findall(r":(\w+)", QUESTIONS[question]), "none")
+        assert conn.execute(sa.text(QUESTIONS[question]), given).all() == []
 
 
 def test_every_view_is_described_with_its_columns(ask, example):
@@ -202,7 +271,7 @@ def test_lineage_views_agree_with_each_other_and_with_the_verb(ask, example):
     up = ask("SELECT uri, ancestor_uri FROM lineage_up")
     down = ask("SELECT descendant_uri, uri FROM lineage_down")
     assert sorted(up) == sorted(down)
-    assert len(up) == 1 + 2 + 3 + 1
+    assert len(up) == 1 + 2 + 3 + 1 + 5
     with open_catalog(url) as catalog:
         told = catalog.lineage(str(root / "again/10")).ancestors
     assert sorted(a for u, a in up if u == "/again/10") == sorted(
