@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import shutil
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -91,9 +93,19 @@ Announce a checkpoint below {state.root}:
 
 Ask for what came of it:
 
-  ckptcore catalog sql "SELECT run, step, uri FROM latest_exports"
+  {_program()} catalog sql "SELECT run, step, uri FROM latest_exports"
 
 `make down` ends all of it."""
+
+
+def _program() -> str:
+    """``ckptcore`` as a shell finds it from here: the environment that this runs in need not be active."""
+    ours = Path(sys.executable).with_name("ckptcore")
+    found = shutil.which("ckptcore")
+    if not ours.exists() or (found is not None and Path(found).samefile(ours)):
+        return "ckptcore"
+    here = Path.cwd()
+    return shlex.quote(str(ours.relative_to(here) if ours.is_relative_to(here) else ours))
 
 
 def _say(line: str) -> None:

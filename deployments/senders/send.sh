@@ -11,6 +11,7 @@ set -euo pipefail
 uri=${1:?usage: send.sh URI [RUN [STEP]]} run=${2:-} step=${3:-}
 case "$uri$run$step" in *[\"\\[:cntrl:]]*) echo "quotes and control characters cannot be sent" >&2; exit 2 ;; esac
 case "$step" in *[!0-9]*) echo "the step is a whole number" >&2; exit 2 ;; esac
+while [[ $step == 0?* ]]; do step=${step#0}; done   # JSON has no 0300
 
 id=msg_$(openssl rand -hex 16)
 body='{"type":"checkpoint.saved","timestamp":"'$(date -u +%FT%TZ)'","data":{"uri":"'$uri'","run":"'$run'","step":'${step:-null}'}}'

@@ -12,6 +12,7 @@ etc=${CKPT_HOOK_ETC:-/etc/ckptcore}
 
 [ "${SLURM_JOB_EXIT_CODE2:-0:0}" = "0:0" ] || exit 0
 uri='' run=${SLURM_JOB_NAME:-} step=null
+set -f   # a comment is the user's: its * must not become names of files here
 for word in ${SLURM_JOB_COMMENT:-}; do
   case "$word" in
     ckpt=*) uri=${word#ckpt=} ;;
@@ -22,6 +23,7 @@ done
 [ -n "$uri" ] || exit 0
 case "$uri$run" in *[\"\\[:cntrl:]]*) exit 0 ;; esac
 case "$step" in null) ;; '' | *[!0-9]*) exit 0 ;; esac
+while [[ $step == 0?* ]]; do step=${step#0}; done   # JSON has no 0300
 
 body='{"type":"job.completed","uri":"'$uri'","run":"'$run'","step":'$step'}'
 # The job's id makes a repeat one event; a requeued job that ends again has started at another time.

@@ -69,6 +69,15 @@ def test_scripts(script: str, running: live.Live, env: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("script", ["send.sh", "send.py"])
+@pytest.mark.parametrize(("step", "told"), [("0300", 300), ("000", 0), ("0", 0), ("08", 8)])
+def test_steps_may_begin_with_zeros(
+    script: str, step: str, told: int, running: live.Live, env: dict[str, str]
+) -> None:
+    assert run(SENDERS / script, URI, "llama", step, env=env).returncode == 0
+    assert announced(running) == [("standard", "checkpoint.saved", URI, "llama", told)]
+
+
+@pytest.mark.parametrize("script", ["send.sh", "send.py"])
 def test_scripts_say_what_was_refused(script: str, running: live.Live, env: dict[str, str]) -> None:
     outside = run(SENDERS / script, "/elsewhere/x", env=env)
     assert outside.returncode != 0
@@ -250,6 +259,17 @@ def test_slurm_epilog(running: live.Live, epilog: dict[str, str]) -> None:
     again = epilog | {"SLURM_JOB_START_TIME": "1760009999", "SLURM_JOB_COMMENT": f"ckpt={URI}"}
     assert run(SENDERS / "slurm_epilog.sh", env=again).returncode == 0
     assert announced(running, 2)[1] == ("slurm", "job.completed", URI, "train", None)
+
+
+def test_slurm_epilog_takes_a_comment_by_the_word(
+    running: live.Live, epilog: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("step=9", "run=other"):
+        (tmp_path / name).touch()
+    comment = f"ckpt={URI} run=* step=0300 * s*"
+    assert run(SENDERS / "slurm_epilog.sh", env=epilog | {"SLURM_JOB_COMMENT": comment}).returncode == 0
+    assert announced(running) == [("slurm", "job.completed", URI, "*", 300)]
 
 
 def test_slurm_epilog_asks_again_too(running: live.Live, epilog: dict[str, str], dying: str) -> None:

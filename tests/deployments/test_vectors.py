@@ -6,6 +6,7 @@ Where a sender publishes no vector, its documented script was run once (`from do
 from __future__ import annotations
 
 import base64
+import hmac
 from datetime import UTC, datetime
 
 import pytest
@@ -101,3 +102,23 @@ def test_a_signature_of_ours_fits_elsewhere() -> None:
 def test_a_secret_that_is_no_key_is_told(secret: str) -> None:
     with pytest.raises(ValueError, match="base64"):
         key_of(secret, "whsec")
+
+
+@pytest.mark.parametrize("given", ["", "x", "t" * 23, "t" * 24, "t" * 1000])
+def test_no_comparison_tells_the_length_of_a_token(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[int, int]] = []
+    real = hmac.compare_digest
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return real(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    headers = {"authorization": f"Bearer {given}"}
+    secrets = [b"t" * 24, b"another-live-token"]
+    if given == "t" * 24:
+        verify(DIALECTS["bearer"], "authorization", secrets, headers, b"", 0)
+    else:
+        with pytest.raises(Refused):
+            verify(DIALECTS["bearer"], "authorization", secrets, headers, b"", 0)
+    assert compared == [(32, 32)] * 2
