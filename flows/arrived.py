@@ -18,10 +18,11 @@ from ckptcore.finishing import Result
 from ckptcore.request import Request
 from ckptcore.sizes import parse_size
 from flows._arrival import alone, made_from, require_inside
+from flows._later import inside, put_off
 from flows._patience import patiently
 from flows._words import explain, run_name
 from flows.convert import convert
-from tasks.settle import delays, settle
+from tasks.settle import delays, may_become_whole, settle
 
 
 @flow(name="arrived", flow_run_name=run_name)
@@ -51,7 +52,8 @@ def arrived(
     root: refuse sources that do not lie below this place, links resolved.
     run: what the announcement calls the training run.
     step: what the announcement calls the step.
-    wait_minutes: how long to look again at a checkpoint that is not whole yet.
+    wait_minutes: how long to look again at a checkpoint that is not whole yet; a worker's place is given
+        back between the looks.
     verb: consolidate keeps every tensor, export takes the model part.
     to: the output format; by default safetensors.
     dtype: cast floating-point tensors to this.
@@ -68,6 +70,7 @@ def arrived(
         if root:
             require_inside(source, root)
         looks = delays(wait_minutes)
+        here = inside(looks)
         request = Request(
             source,
             destination,
@@ -80,9 +83,14 @@ def arrived(
         )
 
         def work() -> Result | State[Any]:
-            digest = settle.with_options(retries=len(looks), retry_delay_seconds=looks)(source)
+            try:
+                digest = settle.with_options(retries=len(here), retry_delay_seconds=[*here])(source)
+            except Exception as early:
+                if may_become_whole(early):
+                    put_off(looks, told(early))
+                raise
             # Announced twice, by two senders or by a webhook and a sweep: one run does the work.
-            with alone(request, digest, str(runtime.flow_run.id), looks, catalog) as mine:
+            with alone(request, digest, str(runtime.flow_run.id), here, catalog) as mine:
                 if not mine:
                     return already(destination)
                 done = convert.fn(
@@ -102,7 +110,7 @@ def arrived(
                 )
                 error = done.result(raise_on_failure=False) if isinstance(done, State) else None
                 # Somebody without a claim, at a terminal say, was faster.
-                for pause in (0.0, *looks) if isinstance(error, Busy | DestinationExists) else ():
+                for pause in (0.0, *here) if isinstance(error, Busy | DestinationExists) else ():
                     time.sleep(pause)
                     if made_from(destination, source, digest, catalog):
                         return already(destination)
@@ -113,10 +121,19 @@ def arrived(
                 return done
 
         # The sender has been told that it is accepted: nobody else sees a catalog that was away for a moment.
-        return patiently(work)
+        try:
+            return patiently(work)
+        except Busy as error:
+            put_off(looks, told(error))
+            raise
     except CkptError as error:
         # The message is what a person reads first: the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)
+
+
+def told(error: Exception) -> str:
+    """An error in one line."""
+    return f"{error.code}: {error.message}" if isinstance(error, CkptError) else f"{error!r}"
 
 
 def already(destination: str) -> State[Any]:

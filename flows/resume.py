@@ -14,6 +14,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Completed
 
+from tasks.begun import begun
 from tasks.logs import log
 
 
@@ -43,8 +44,8 @@ def _resumed(run_id: UUID, most: int) -> str:
         # A run that somebody has taken up, cancelled or deleted meanwhile is left alone.
         if run.state is None or not run.state.is_crashed():
             return f"{run.name} is not crashed"
-        if run.run_count >= most:
-            return f"{run.name} has begun {run.run_count} times: it stays crashed"
+        if begun(run) >= most:
+            return f"{run.name} has begun {begun(run)} times: it stays crashed"
         again: State[Any] = AwaitingRetry(message=f"resumed after: {run.state.message or 'a crash'}"[:500])
         client.set_flow_run_state(run_id, again, force=True)
-        return f"{run.name} goes on, for the {run.run_count + 1}. time"
+        return f"{run.name} goes on, for the {begun(run) + 1}. time"

@@ -43,8 +43,12 @@ def delays(minutes: float) -> list[float]:
 
 
 def is_pending(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """Whether what was found may still become a whole checkpoint."""
-    error = state.result(raise_on_failure=False)
+    """Whether what the task found may still become a whole checkpoint."""
+    return may_become_whole(state.result(raise_on_failure=False))
+
+
+def may_become_whole(error: object) -> bool:
+    """Whether what could not be read may still become a whole checkpoint."""
     if isinstance(error, DamagedCheckpoint):
         return any(found.code in PENDING_FINDINGS for found in error.findings)
     return isinstance(error, PENDING) or passes(error)

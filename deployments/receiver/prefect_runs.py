@@ -19,6 +19,7 @@ from prefect.states import AwaitingRetry
 
 from ckptcore.errors import UsageError
 from deployments.receiver.start import DEFAULT_BEAT, Away, RunState, is_overlooked
+from tasks.begun import begun
 
 
 class PrefectRuns:
@@ -68,7 +69,7 @@ class PrefectRuns:
         if state is None:
             return RunState("PENDING", datetime.now(UTC), "")
         since = state.timestamp.astimezone(UTC)
-        found = RunState(state.type.value, since, state.message or "", run.run_count, self._beat(run))
+        found = RunState(state.type.value, since, state.message or "", begun(run), self._beat(run))
         if state.is_running() and is_overlooked(found, datetime.now(UTC)):
             return replace(found, since=max(since, self._heard_of(run)))
         return found

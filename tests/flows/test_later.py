@@ -1,0 +1,113 @@
+"""Later: an announced checkpoint that is not whole yet holds no place at a worker."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import observe
+import pytest
+from observe import TENSORS
+
+from ckptcore.catalog import open_catalog
+from ckptcore.errors import Busy
+
+pytestmark = [
+    pytest.mark.usefixtures("prefect_api"),
+    pytest.mark.xdist_group("prefect"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
+    """A run of a deployment, for an announcement; begins it as a worker's process would, each time it is
+    called, and gives the run as the server knows it then. Prefect waits until it is due."""
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import Abort
+    from prefect.flow_engine import run_flow
+
+    from flows.arrived import arrived
+    from tasks import settle
+
+    given = {"source": str(source), "destination": str(tmp_path / "out"), "root": str(tmp_path),
+             "verb": "consolidate", "wait_minutes": 0.02, "catalog": catalog}  # fmt: skip
+    with get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("arrived")
+        form = arrived.parameters.model_dump()
+        deployment = client.create_deployment(flow, name="later", parameter_openapi_schema=form)
+        id = client.create_flow_run_from_deployment(deployment, parameters=given).id
+
+        def begin() -> Any:
+            run = client.read_flow_run(id)
+            with contextlib.suppress(Abort):
+                run_flow(arrived, flow_run=run, parameters=run.parameters, return_type="state")
+            return client.read_flow_run(id)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(settle, "QUIET", 0.1)
+            patch.setattr(settle, "STEPS", (0.5, 1.0))
+            yield begin
+
+
+def test_a_run_is_put_off_until_the_checkpoint_is_whole(announced: Any, source: Path, tmp_path: Path) -> None:
+    from tasks.begun import begun
+
+    whole = (source / ".metadata").rename(tmp_path / "metadata")
+    for n, seconds in enumerate((0.5, 1.0), start=1):
+        before = datetime.now(UTC)
+        run = announced()
+        # Its process is over, no place is held, and Prefect starts it again when the pause is.
+        assert (run.state.type.value, run.state.name) == ("SCHEDULED", "AwaitingRetry"), run.state
+        assert "not-complete" in run.state.message
+        due = run.next_scheduled_start_time
+        assert before + timedelta(seconds=seconds) <= due
+        assert due <= datetime.now(UTC) + timedelta(seconds=seconds)
+        assert (run.run_count, begun(run)) == (n, 0)  # looking is no failure: `resume` counts those
+    whole.rename(source / ".metadata")
+    run = announced()
+    assert run.state.is_completed(), run.state.message
+    assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
+    assert begun(run) == 1
+
+
+def test_the_last_look_tells_what_was_wrong(announced: Any, source: Path) -> None:
+    (source / ".metadata").unlink()
+    assert [announced().state.name for _ in range(3)] == ["AwaitingRetry", "AwaitingRetry", "Failed"]
+    assert announced().state.message.startswith("not-complete: ")
+
+
+def test_a_run_that_meets_another_is_put_off(announced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows import arrived as module
+
+    def busy(*_: Any) -> Any:
+        raise Busy("another process is at work")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "alone", busy)
+        run = announced()
+    assert run.state.name == "AwaitingRetry", run.state
+    assert "busy: another process is at work" in run.state.message
+    assert announced().state.is_completed()
+
+
+def test_looking_does_not_use_up_what_a_crash_may(announced: Any, source: Path, catalog: str) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.states import Crashed
+
+    from flows.resume import resume
+
+    whole = (source / ".metadata").rename(source.parent / "metadata")
+    announced()
+    announced()
+    whole.rename(source / ".metadata")
+    with get_client(sync_client=True) as client:
+        run = next(r for r in client.read_flow_runs() if r.state and r.state.name == "AwaitingRetry")
+        client.set_flow_run_state(run.id, Crashed(message="killed"), force=True)
+        told = resume(str(run.id), most=1, return_state=True).message
+        assert told.endswith("goes on, for the 1. time"), told
+    assert announced().state.is_completed()
+    with open_catalog(catalog) as known:
+        assert len(known.conversions()) == 1
