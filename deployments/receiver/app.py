@@ -22,10 +22,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from ckptcore.catalog.queues import Stage
 from ckptcore.errors import CkptError
 from ckptcore.shown import shown
 from deployments.receiver.event import read_event
-from deployments.receiver.inbox import Box
+from deployments.receiver.inbox import Box, Kept
 from deployments.receiver.keeper import Keeper
 from deployments.receiver.orders import order_of
 from deployments.receiver.refusals import REFUSALS, Refused
@@ -89,16 +90,16 @@ def make_app(
                 _log.info("%s: %s is not an announcement, left", source, event.type)
                 return JSONResponse({"status": "ignored", "type": event.type}, 202)
             order = order_of(sender, event.uri, event.run, event.step)
-            id, new = await keeper.keep(event, order.uri, body)
+            kept = await keeper.keep(event, order.uri, body)
         except Refused as refused:
             _log.warning("%s: %d %s %s", shown(source), refused.status, refused.name, refused.why)
             return JSONResponse(
                 refused.told, refused.status, headers=RETRY_AFTER if refused.status == 503 else None
             )
-        if new and background is not None:
+        if kept.new and background is not None:
             background.wake()
-        _log.info("%s: %s %s of %s", source, "accepted" if new else "repeated", id, order.uri)
-        return JSONResponse({"status": "accepted" if new else "duplicate", "id": id}, 202)
+        _log.info("%s: %s %s of %s", source, "accepted" if kept.new else "repeated", kept.id, order.uri)
+        return JSONResponse(_taken(kept), 202)
 
     @app.options("/hooks/{source}", responses={404: RESPONSES[404]})
     async def handshake(source: str, request: Request) -> Response:
@@ -127,6 +128,15 @@ def make_app(
         return JSONResponse(state, 200 if state["inbox"] == "ok" else 503)
 
     return app
+
+
+def _taken(kept: Kept) -> dict[str, str]:
+    if kept.new:
+        return {"status": "accepted", "id": kept.id}
+    told = {"status": "duplicate", "id": kept.id, "state": kept.state}
+    if kept.state == Stage.FAILED:  # nothing starts it again by itself
+        told["hint"] = f"it has failed; `ckptcore catalog inbox again {kept.id}` puts it back"
+    return told
 
 
 def _sender(senders: Mapping[str, Sender], source: str) -> Sender:
@@ -189,9 +199,12 @@ def _refusal(status: int) -> dict[str, Any]:
 
 _STATUS = {"enum": ["accepted", "duplicate", "ignored"]}
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    202: _answer("accepted, repeated or left", ["status"], status=_STATUS, id=_TEXT),
+    202: _answer(
+        "accepted, repeated or left", ["status"], status=_STATUS, id=_TEXT,
+        state={"enum": list(Stage)}, hint=_TEXT,
+    ),
     **{status: _refusal(status) for status in sorted({status for status, _ in REFUSALS.values()})},
-}
+}  # fmt: skip
 _EVENT = {"schema": {"type": "object"}}
 BODY = {"requestBody": {"required": True, "content": {
     "application/json": _EVENT, "application/cloudevents+json": _EVENT,

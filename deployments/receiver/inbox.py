@@ -23,7 +23,7 @@ from deployments.receiver.event import Event
 
 LEASE = timedelta(minutes=2)  # a process that took rows and died holds them no longer
 
-__all__ = ["Box", "InboxEvent", "Message", "News"]
+__all__ = ["Box", "InboxEvent", "Kept", "Message", "News"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,15 @@ class News:
     key: str
     type: str
     body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The row of an event. new: not sent before. state: waiting, taken, done or failed."""
+
+    id: str
+    new: bool
+    state: str
 
 
 class Box:
@@ -50,8 +59,8 @@ class Box:
         self._open = ExitStack()
         self._open.enter_context(self._catalog.kept_open())
 
-    def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> list[tuple[str, bool]]:
-        """Keep events, given with URI and body; of each the id of its row, and whether it is new.
+    def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> list[Kept]:
+        """Keep events, given with URI and body; the row of each.
 
         The URI is as it was allowed, which need not be how the event spells it; the body is as it came.
         """
@@ -62,7 +71,7 @@ class Box:
                     conn, now, event.source, event.event_id,
                     type=event.type, uri=uri, run=event.run, step=event.step, body=body,
                 )  # fmt: skip
-                found.append((row.id, new))
+                found.append(Kept(row.id, new, row.state))
         return found
 
     def take(self, now: datetime, limit: int, sources: Collection[str]) -> Sequence[InboxEvent]:

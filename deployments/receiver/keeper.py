@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from ckptcore.errors import CkptError
 from deployments.receiver.event import Event
-from deployments.receiver.inbox import Box
+from deployments.receiver.inbox import Box, Kept
 from deployments.receiver.refusals import Refused
 
 SECONDS = 5.0  # for the inbox to take an event; senders wait 10 to 30 s
@@ -29,13 +29,12 @@ _log = logging.getLogger("deployments.receiver")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event to keep. uri: as it was allowed. body: as it came. kept: is told the row's id, and if it is
-    new."""
+    """An event to keep. uri: as it was allowed. body: as it came. kept: is told its row."""
 
     event: Event
     uri: str
     body: str
-    kept: asyncio.Future[tuple[str, bool]]
+    kept: asyncio.Future[Kept]
 
 
 class Keeper:
@@ -49,12 +48,11 @@ class Keeper:
         self._check: asyncio.Future[None] | None = None
         self._checked = 0.0  # when it ended, by the event loop's clock
 
-    async def keep(self, event: Event, uri: str, body: bytes) -> tuple[str, bool]:
-        """The id of the event's row, and whether it is new; raises `Refused` when the inbox does not
-        answer."""
+    async def keep(self, event: Event, uri: str, body: bytes) -> Kept:
+        """The event's row; raises `Refused` when the inbox does not answer."""
         if len(self._waiting) >= MAX_WAITING:
             raise Refused("unavailable", "too many events are waiting for the inbox")
-        kept: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
+        kept: asyncio.Future[Kept] = asyncio.get_running_loop().create_future()
         self._waiting.append(Entry(event, uri, body.decode(), kept))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write())
@@ -96,9 +94,7 @@ class Keeper:
                 now = datetime.fromtimestamp(self._clock(), UTC)
                 events = [(entry.event, entry.uri, entry.body) for entry in batch]
                 loop = asyncio.get_running_loop()
-                told: Sequence[tuple[str, bool]] = await loop.run_in_executor(
-                    self._thread, self._box.put, events, now
-                )
+                told: Sequence[Kept] = await loop.run_in_executor(self._thread, self._box.put, events, now)
             except Exception as error:  # whatever it is, the senders must be told to come again
                 known = isinstance(error, CkptError)
                 _log.error("the inbox cannot be written: %s", error, exc_info=not known)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from typing import Any
 
-import httpx
 import pytest
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 from webhooks import HOOKS, NEW_TOKEN, NOW, TOKEN, URI, Hook, Rows, binary_event, github, standard
 
-from deployments.receiver import keeper
-from deployments.receiver.app import make_app
-from deployments.receiver.inbox import Box
-from deployments.receiver.settings import Sender
+from ckptcore.catalog.cli import app as catalog
 
 KINDS = sorted(HOOKS)
 MADE = {"determined": ("/runs/experiment-41", "41", None), "eventbridge": ("/runs/job-llama", "llama", None)}
@@ -71,7 +66,8 @@ def test_an_announcement_is_taken_once(kind: str, client: TestClient, rows: Rows
     first = send(client, hook)
     assert (first.status_code, first.json()["status"]) == (202, "accepted")
     again = send(client, hook.but(at=NOW + 60))
-    assert (again.status_code, again.json()) == (202, {"status": "duplicate", "id": first.json()["id"]})
+    expected = {"status": "duplicate", "id": first.json()["id"], "state": "waiting"}
+    assert (again.status_code, again.json()) == (202, expected)
     ((source, event_id, _, uri, run, step, state),) = rows()
     assert (source, state) == (hook.source, "waiting")
     assert (uri, run, step) == MADE.get(kind, (URI, "llama", 7))
@@ -290,7 +286,25 @@ def test_cloudevents_of_other_versions_and_halves(client: TestClient) -> None:
 
 def test_cloudevents_modes_are_one_event(client: TestClient) -> None:
     first = send(client, HOOKS["cloudevents-structured"]).json()
-    assert send(client, HOOKS["cloudevents-binary"]).json() == {"status": "duplicate", "id": first["id"]}
+    second = send(client, HOOKS["cloudevents-binary"]).json()
+    assert (second["status"], second["id"]) == ("duplicate", first["id"])
+
+
+@pytest.mark.parametrize("kind", ["bearer", "wandb"])
+def test_a_repeat_of_what_failed_says_so_and_how_it_is_put_back(
+    kind: str, client: TestClient, rows: Rows
+) -> None:
+    id = send(client, HOOKS[kind]).json()["id"]
+    for state, hint in (("done", ""), ("failed", f"`ckptcore catalog inbox again {id}`")):
+        rows.change(f"UPDATE inbox SET state = '{state}', ended_at = received_at")
+        told = send(client, HOOKS[kind]).json()
+        assert (told["status"], told["id"], told["state"]) == ("duplicate", id, state)
+        assert hint in told.get("hint", "")
+        assert ("hint" in told) == (state == "failed")
+    # The command is one.
+    done = CliRunner().invoke(catalog, ["inbox", "again", id, "--catalog", str(rows.path)])
+    assert done.exit_code == 0, done.output
+    assert send(client, HOOKS[kind]).json()["state"] == "waiting"
 
 
 def test_the_handshake_of_cloudevents(client: TestClient) -> None:
@@ -317,70 +331,4 @@ def test_what_was_overheard_is_no_news_under_another_id(kind: str, client: TestC
             changed = hook.headers | {name: hook.headers[name][:-1] + "0"}
             answer = client.post(hook.path, content=hook.body, headers=changed)
             assert answer.status_code == 401 or answer.json()["status"] in ("duplicate", "ignored"), name
-    assert len(rows()) == 1
-
-
-def test_without_its_database_it_asks_to_send_again(
-    client: TestClient, rows: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper, "FRESH", 0.0)
-    assert client.get("/readyz").status_code == 200
-    rows.change("ALTER TABLE inbox RENAME TO away")
-    try:
-        answer = send(client, HOOKS["bearer"])
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        assert "inbox" not in answer.json()["message"].replace("the inbox cannot be written now", "")
-        assert client.get("/readyz").status_code == 503
-        assert client.get("/healthz").status_code == 200
-    finally:
-        rows.change("ALTER TABLE away RENAME TO inbox")
-    assert send(client, HOOKS["bearer"]).json()["status"] == "accepted"
-
-
-def test_who_asks_whether_it_is_ready_takes_no_time_from_events(senders: dict[str, Sender], url: str) -> None:
-    asked: list[float] = []
-
-    class Slow(Box):
-        def check(self) -> None:
-            asked.append(time.monotonic())
-            time.sleep(0.2)
-            super().check()
-
-    async def many() -> float:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://receiver") as client:
-            ready = [asyncio.create_task(client.get("/readyz")) for _ in range(100)]
-            await asyncio.sleep(0.05)
-            began = time.monotonic()
-            hook = HOOKS["bearer"]
-            answer = await client.post(hook.path, content=hook.body, headers=hook.headers)
-            took = time.monotonic() - began
-            assert answer.status_code == 202
-            assert {one.status_code for one in await asyncio.gather(*ready)} == {200}
-            assert (await client.get("/readyz")).status_code == 200  # remembered
-            assert len(asked) == 1
-            await asyncio.sleep(keeper.FRESH)
-            assert (await client.get("/readyz")).status_code == 200
-            assert len(asked) == 2
-            return took
-
-    box = Slow(url)
-    app = make_app(senders, box, clock=lambda: NOW)
-    try:
-        assert asyncio.run(many()) < 5.0  # behind one check; behind a hundred it would be 20 s, and a 503
-    finally:
-        box.close()
-
-
-def test_a_database_that_does_not_answer_is_not_waited_for(
-    client: TestClient, rows: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper, "SECONDS", 0.3)
-    with rows.locked():
-        assert send(client, HOOKS["bearer"]).status_code == 503
-    end = time.monotonic() + 30
-    while not rows() and time.monotonic() < end:
-        time.sleep(0.05)
-    # It was written after all. The sender comes again, and is told that it is known.
-    assert send(client, HOOKS["bearer"]).json()["status"] == "duplicate"
     assert len(rows()) == 1

@@ -1,0 +1,86 @@
+"""Ready: whether events can be taken, and what senders are told when they cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+from webhooks import HOOKS, NOW, Hook, Rows
+
+from deployments.receiver import keeper
+from deployments.receiver.app import make_app
+from deployments.receiver.inbox import Box
+from deployments.receiver.settings import Sender
+
+
+def send(client: TestClient, hook: Hook) -> httpx.Response:
+    return client.post(hook.path, content=hook.body, headers=hook.headers)
+
+
+def test_without_its_database_it_asks_to_send_again(
+    client: TestClient, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "FRESH", 0.0)
+    assert client.get("/readyz").status_code == 200
+    rows.change("ALTER TABLE inbox RENAME TO away")
+    try:
+        answer = send(client, HOOKS["bearer"])
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert "inbox" not in answer.json()["message"].replace("the inbox cannot be written now", "")
+        assert client.get("/readyz").status_code == 503
+        assert client.get("/healthz").status_code == 200
+    finally:
+        rows.change("ALTER TABLE away RENAME TO inbox")
+    assert send(client, HOOKS["bearer"]).json()["status"] == "accepted"
+
+
+def test_who_asks_whether_it_is_ready_takes_no_time_from_events(senders: dict[str, Sender], url: str) -> None:
+    asked: list[float] = []
+
+    class Slow(Box):
+        def check(self) -> None:
+            asked.append(time.monotonic())
+            time.sleep(0.2)
+            super().check()
+
+    async def many() -> float:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://receiver") as client:
+            ready = [asyncio.create_task(client.get("/readyz")) for _ in range(100)]
+            await asyncio.sleep(0.05)
+            began = time.monotonic()
+            hook = HOOKS["bearer"]
+            answer = await client.post(hook.path, content=hook.body, headers=hook.headers)
+            took = time.monotonic() - began
+            assert answer.status_code == 202
+            assert {one.status_code for one in await asyncio.gather(*ready)} == {200}
+            assert (await client.get("/readyz")).status_code == 200  # remembered
+            assert len(asked) == 1
+            await asyncio.sleep(keeper.FRESH)
+            assert (await client.get("/readyz")).status_code == 200
+            assert len(asked) == 2
+            return took
+
+    box = Slow(url)
+    app = make_app(senders, box, clock=lambda: NOW)
+    try:
+        assert asyncio.run(many()) < 5.0  # behind one check; behind a hundred it would be 20 s, and a 503
+    finally:
+        box.close()
+
+
+def test_a_database_that_does_not_answer_is_not_waited_for(
+    client: TestClient, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "SECONDS", 0.3)
+    with rows.locked():
+        assert send(client, HOOKS["bearer"]).status_code == 503
+    end = time.monotonic() + 30
+    while not rows() and time.monotonic() < end:
+        time.sleep(0.05)
+    # It was written after all. The sender comes again, and is told that it is known.
+    assert send(client, HOOKS["bearer"]).json()["status"] == "duplicate"
+    assert len(rows()) == 1
