@@ -160,15 +160,16 @@ def _serving(name: str, address: str | None) -> Iterator[dict[str, str]]:
             f"no Prefect server is configured that the {name} workers at {address} could reach",
             hint="start one (`prefect server start`), and set PREFECT_API_URL here and where the workers run",
         )
-    if url is None:
-        from prefect.server.api.server import SubprocessASGIServer  # a second of imports
-
-        server = SubprocessASGIServer()
-        server.start()  # where it runs already, nothing happens
-        url = server.api_url
     # Workers get the settings with each task, and the environment for what runs beside it.
-    with temporary_settings({PREFECT_API_URL: url}):
+    if url is not None:
         yield {"PREFECT_API_URL": url}
+        return
+    from prefect.server.api.server import SubprocessASGIServer  # a second of imports
+
+    server = SubprocessASGIServer()
+    server.start()  # where it runs already, nothing happens
+    with temporary_settings({PREFECT_API_URL: server.api_url}):
+        yield {"PREFECT_API_URL": server.api_url}
 
 
 def _missing(name: str) -> MissingDependency:
