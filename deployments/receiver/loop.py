@@ -10,6 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from ckptcore.errors import CkptError
+from deployments.receiver.start import Away
+
 IDLE = 2.0  # seconds between rounds when nothing is new; another receiver's rows are seen then
 STOP_SECONDS = 15.0
 
@@ -67,7 +70,9 @@ class Loop:
                     self._trouble.pop(name, None)
                 except Exception as error:  # the thread must outlive whatever the database or Prefect do
                     if name not in self._trouble:
-                        _log.exception("%s failed; it is tried again", name)
+                        # That the database or Prefect is away needs no traceback.
+                        known = isinstance(error, CkptError | Away)
+                        _log.error("%s failed, it is tried again: %s", name, error, exc_info=not known)
                     self._trouble[name] = f"{type(error).__name__}: {error}"[:300]
                     failed = True
             if failed:  # news does not mend it
