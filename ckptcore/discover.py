@@ -61,8 +61,28 @@ def discover(root: str, *, include: Sequence[str] = (), skip: Collection[str] = 
     """
     looking = _Looking(root.rstrip("/") or root, frozenset(s.rstrip("/") for s in skip))
     looking.into("", survey(looking.root), 0)
-    found = [c for c in looking.found if not include or any(fnmatchcase(c.path, g) for g in include)]
+    found = [c for c in looking.found if matches(c.path, include)]
     return tuple(sorted(found, key=lambda c: (c.step is None, c.step or 0, natural(c.path))))
+
+
+def matches(path: str, include: Sequence[str]) -> bool:
+    """Whether a path below a root is meant by its globs; none means all."""
+    return not include or any(fnmatchcase(path, glob) for glob in include)
+
+
+def step_and_run(root: str, path: str) -> tuple[int | None, str]:
+    """The step that the nearest part of a path tells, and the folder that keeps the steps.
+
+    >>> step_and_run("/runs", "llama/step-300"), step_and_run("/runs/llama", "step-300/actor")
+    ((300, 'llama'), (300, 'llama'))
+    """
+    parts = path.split("/")
+    above = root.rstrip("/").rsplit("/", 1)[-1]
+    for at in range(len(parts) - 1, -1, -1):
+        step = step_of(parts[at])
+        if step is not None:
+            return step, parts[at - 1] if at else above
+    return None, parts[-2] if len(parts) > 1 else above
 
 
 class _Looking:
@@ -135,7 +155,7 @@ class _Looking:
 
     def _add(self, path: str, name: str, form: str, because: tuple[str, ...],
              files: Mapping[str, Seen]) -> None:  # fmt: skip
-        step, run = _step_and_run(self.root, path)
+        step, run = step_and_run(self.root, path)
         self.found.append(Candidate(self.root, path, name, step, run, form, because, files))
 
     def _skips(self, path: str) -> bool:
@@ -162,18 +182,3 @@ def _is_loose(own: Collection[str]) -> bool:
 
 def _below(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
-
-
-def _step_and_run(root: str, path: str) -> tuple[int | None, str]:
-    """The step that the nearest part of a path tells, and the folder that keeps the steps.
-
-    >>> _step_and_run("/runs", "llama/step-300"), _step_and_run("/runs/llama", "step-300/actor")
-    ((300, 'llama'), (300, 'llama'))
-    """
-    parts = path.split("/")
-    above = root.rstrip("/").rsplit("/", 1)[-1]
-    for at in range(len(parts) - 1, -1, -1):
-        step = step_of(parts[at])
-        if step is not None:
-            return step, parts[at - 1] if at else above
-    return None, parts[-2] if len(parts) > 1 else above

@@ -30,18 +30,30 @@ _log = logging.getLogger("ckptcore")
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What an announcement calls a source: it counts where the folder's name tells no step."""
+
+    run: str = ""
+    step: int | None = None
+
+
+UNTOLD = Told()
+
+
+@dataclass(frozen=True, slots=True)
 class Registration:
     """A conversion that the catalog knows to be running."""
 
     catalog: Catalog
     id: str
     request: Request
+    told: Told = UNTOLD
 
 
 def start(
-    request: Request, catalog_url: str | bool | None, flow_run_id: str | None = None
+    request: Request, catalog_url: str | bool | None, flow_run_id: str | None = None, told: Told = UNTOLD
 ) -> Registration | None:
-    """Begins a conversion in the catalog; None when ``catalog_url`` is False."""
+    """Begins a conversion in the catalog; None when ``catalog_url`` is False. told: of its source."""
     if catalog_url is False:
         return None
     from ckptcore import __version__
@@ -53,7 +65,7 @@ def start(
         tool_version=__version__, flow_run_id=flow_run_id,
     )  # fmt: skip
     catalog.close()  # connections are not held while files are written; the next use opens one
-    return Registration(catalog, found, request)
+    return Registration(catalog, found, request, told)
 
 
 def succeed(
@@ -63,7 +75,8 @@ def succeed(
     digests = {r.path: r.digest for r in result.files}
     numbers = result.fingerprints
     old = dict(result.renamed)
-    read = facts(source, registration.request.source, verified="cover", prints=held_by(source, numbers, old))
+    read = facts(source, registration.request.source, verified="cover", told=registration.told,
+                 prints=held_by(source, numbers, old))  # fmt: skip
     made = facts(derived, result.destination, digests, verified="cover", prints=held_by(derived, numbers, {}))
     try:
         registration.catalog.succeed(
@@ -87,7 +100,7 @@ def fail(registration: Registration | None, error: BaseException, source: Manife
         return
     code = getattr(error, "code", "internal")
     findings = getattr(error, "values", {}).get("findings", ())
-    known = facts(source, registration.request.source) if source is not None else None
+    known = facts(source, registration.request.source, told=registration.told) if source is not None else None
     try:
         registration.catalog.fail(registration.id, code=code, message=str(error) or type(error).__name__,
                                   findings=tuple(findings), source=known)  # fmt: skip
@@ -121,11 +134,15 @@ def record_fingerprint(manifest: Manifest, uri: str, found: Sequence[Fingerprint
 
 
 def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = None, *,
-          verified: str | None = None, prints: Prints = (None, {})) -> CheckpointFacts:  # fmt: skip
-    """What the catalog stores of a manifest. prints: its fingerprint and those of its tensors."""
+          verified: str | None = None, prints: Prints = (None, {}),
+          told: Told = UNTOLD) -> CheckpointFacts:  # fmt: skip
+    """What the catalog stores of a manifest. prints: its fingerprint and those of its tensors. told: where
+    the name of its place tells no step."""
     from ckptcore.catalog import CheckpointFacts
 
     step, run = _step_and_run(uri)
+    if step is None:
+        step, run = told.step, told.run or None
     name = manifest.origin.get("file")
     known = digests or {}
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}

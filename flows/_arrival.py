@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ckptcore import claiming
+from ckptcore.announced import request_of
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.claims import DONE, Key
@@ -16,6 +17,7 @@ from ckptcore.errors import Busy, DestinationExists, UnsafeContent
 from ckptcore.request import Request
 from ckptcore.staging import refuse_existing
 from ckptcore.store import local_path
+from tasks.logs import log
 
 
 def require_inside(source: str, root: str) -> None:
@@ -32,10 +34,26 @@ def require_inside(source: str, root: str) -> None:
         raise UnsafeContent(f"{source} leads to {here}, which is not below {above}")
 
 
-def is_there(destination: str, source: str) -> bool:
-    """Whether something stands at a destination."""
+def meant(request: Request, step: int | None, catalog: str | None) -> Request:
+    """What is to be made: below a watched root what its target says, as a sweep would make it.
+
+    request: what the announcement asks for. Raises `UsageError` when the target cannot be used for it.
+    """
+    with open_catalog(catalog) as known:
+        found = request_of(known, request.source, step)
+    if found is None:
+        return request
+    root, instead = found
+    log.info("%s is watched as %s: it goes to %s", request.source, root.name, instead.destination)
+    return instead
+
+
+def is_there(request: Request) -> bool:
+    """Whether something stands at a request's destination."""
     try:
-        refuse_existing(destination, source, overwrite=False, single=False)
+        refuse_existing(
+            request.destination, request.source, overwrite=False, single=request.single is not None
+        )
     except DestinationExists:
         return True
     return False
@@ -73,7 +91,7 @@ def alone(
                         return
                 if claim.state != DONE:
                     break
-                if is_there(request.destination, request.source):
+                if is_there(request):
                     yield False
                     return
         raise Busy(f"{claim.owner} converts {request.source}")
@@ -82,7 +100,7 @@ def alone(
 def _is_made(known: Catalog, key: Key, request: Request, digest: str) -> bool:
     """Whether it was made before anybody kept claims."""
     return (
-        is_there(request.destination, request.source)
+        is_there(request)
         and not claiming.rewritten(known, key, request.source)
         and claiming.made_from(known, request.destination, request.source, digest)
     )

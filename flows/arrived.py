@@ -1,8 +1,9 @@
 """Arrived: a checkpoint that was announced, converted once, as soon as it is whole.
 
-What webhooks and sweeps start. An announcement is a hint: whether the place is allowed, whether the save has
-finished and whether the work has been done is looked up here, where the files are. A face of
-`flows.convert`, for deployments.
+What webhooks start. An announcement is a hint: whether the place is allowed, whether the save has finished
+and whether the work has been done is looked up here, where the files are. So is what to make of it: below a
+watched root the root's own target counts, and a sweep does not make the same checkpoint a second time. A face
+of `flows.convert`, for deployments.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from prefect.states import Completed, Failed
 
 from ckptcore.errors import Busy, CkptError, DestinationExists
 from ckptcore.finishing import Result
-from ckptcore.request import Request
+from ckptcore.register import Told
+from ckptcore.request import Request, Settings
 from ckptcore.sizes import parse_size
-from flows._arrival import alone, made_from, require_inside
+from flows._arrival import alone, made_from, meant, require_inside
+from flows._engine import engine as parse_engine
 from flows._later import inside, put_off
 from flows._patience import patiently
 from flows._words import explain, run_name
-from flows.convert import convert
+from flows.convert import steps
 from tasks.settle import delays, may_become_whole, settle
+
+BATCH = 1 << 30  # bytes of output in one task
 
 
 @flow(name="arrived", flow_run_name=run_name)
@@ -48,10 +53,11 @@ def arrived(
     """Convert a checkpoint that was announced, as soon as it is whole, and only once.
 
     source: the checkpoint, a path or URL.
-    destination: the new folder.
+    destination: the new folder. It counts, as the options of the output do, below no watched root: there the
+        root's own target says what is made.
     root: refuse sources that do not lie below this place, links resolved.
-    run: what the announcement calls the training run.
-    step: what the announcement calls the step.
+    run: what the announcement calls the training run; for the catalog, where no name tells a step.
+    step: what the announcement calls the step; for the catalog, where no name tells it.
     wait_minutes: how long to look again at a checkpoint that is not whole yet; a worker's place is given
         back between the looks.
     verb: consolidate keeps every tensor, export takes the model part.
@@ -71,7 +77,7 @@ def arrived(
             require_inside(source, root)
         looks = delays(wait_minutes)
         here = inside(looks)
-        request = Request(
+        asked = Request(
             source,
             destination,
             verb,
@@ -81,44 +87,32 @@ def arrived(
             model_prefix=model_prefix,
             max_file_size=parse_size(max_file_size),
         )
+        settings = Settings(parse_size(memory), workers, device, fingerprint=fingerprint or None)
+        on = parse_engine(None)
 
         def work() -> Result | State[Any]:
+            request = meant(asked, step, catalog)
             try:
-                digest = settle.with_options(retries=len(here), retry_delay_seconds=[*here])(source)
-            except Exception as early:
-                if may_become_whole(early):
-                    put_off(looks, told(early))
+                tried = settle.with_options(retries=len(here), retry_delay_seconds=[*here])
+                digest = tried(request.source, request.recover)
+            except Exception as error:
+                if may_become_whole(error):
+                    put_off(looks, told(error))
                 raise
             # Announced twice, by two senders or by a webhook and a sweep: one run does the work.
             with alone(request, digest, str(runtime.flow_run.id), here, catalog) as mine:
                 if not mine:
-                    return already(destination)
-                done = convert.fn(
-                    source,
-                    destination,
-                    verb,
-                    to,
-                    dtype=dtype,
-                    config=config,
-                    model_prefix=model_prefix,
-                    max_file_size=max_file_size,
-                    memory=memory,
-                    workers=workers,
-                    device=device,
-                    fingerprint=fingerprint,
-                    catalog=catalog,
-                )
-                error = done.result(raise_on_failure=False) if isinstance(done, State) else None
-                # Somebody without a claim, at a terminal say, was faster.
-                for pause in (0.0, *here) if isinstance(error, Busy | DestinationExists) else ():
-                    time.sleep(pause)
-                    if made_from(destination, source, digest, catalog):
-                        return already(destination)
-                    if isinstance(error, DestinationExists):
-                        break
-                if isinstance(error, CkptError):
-                    raise error
-                return done
+                    return already(request.destination)
+                try:
+                    return steps(request, settings, catalog=catalog, batch_bytes=BATCH, on=on,
+                                 told=Told(run, step))  # fmt: skip
+                except (Busy, DestinationExists) as error:
+                    # Somebody without a claim, at a terminal say, was faster.
+                    for pause in (0.0, *here) if isinstance(error, Busy) else (0.0,):
+                        time.sleep(pause)
+                        if made_from(request.destination, request.source, digest, catalog):
+                            return already(request.destination)
+                    raise
 
         # The sender has been told that it is accepted: nobody else sees a catalog that was away for a moment.
         try:

@@ -23,7 +23,7 @@ from prefect.states import Failed
 from ckptcore.errors import CkptError, Interrupted
 from ckptcore.finishing import Result
 from ckptcore.manifest import Manifest
-from ckptcore.register import Registration, fail, start
+from ckptcore.register import UNTOLD, Registration, Told, fail, start
 from ckptcore.request import Request, Settings
 from ckptcore.sizes import parse_size
 from flows._command import main
@@ -136,12 +136,13 @@ def steps(
     catalog: str | Literal[False] | None,
     batch_bytes: int,
     on: Engine = HERE,
+    told: Told = UNTOLD,
 ) -> Result:
     """The job; raises what its tasks raise, after the catalog knows.
 
-    catalog: its URL; None is the default one, False is none.
+    catalog: its URL; None is the default one, False is none. told: what the source was announced as.
     """
-    return fan_out([request], settings, catalog=catalog, batch_bytes=batch_bytes, on=on)[0]
+    return fan_out([request], settings, catalog=catalog, batch_bytes=batch_bytes, on=on, told=told)[0]
 
 
 def fan_out(
@@ -151,13 +152,14 @@ def fan_out(
     catalog: str | Literal[False] | None,
     batch_bytes: int,
     on: Engine = HERE,
+    told: Told = UNTOLD,
 ) -> list[Result]:
     """Several outputs of one source, which is read and checked once; in the order of the requests.
 
     A target that fails does not stop the others; the first failure is raised when all have been tried.
     """
     first, run = requests[0], str(runtime.flow_run.id)
-    registrations = [start(request, catalog, run) for request in requests]
+    registrations = [start(request, catalog, run, told) for request in requests]
     manifest: Manifest | None = None
     try:
         began = time.perf_counter()

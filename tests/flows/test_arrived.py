@@ -118,25 +118,39 @@ def test_announced_twice_it_is_converted_once(
     assert refused.message.startswith("destination-exists")
 
 
+def test_the_announced_run_and_step_are_known_where_no_name_tells_them(
+    arrived: Any, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    place = source.rename(tmp_path / "final")
+    assert arrived(place, run="mistral", step=700).is_completed()
+    with open_catalog(catalog) as known:
+        found = {(row.kind, row.run, row.step) for row in known.list(run="mistral")}
+    assert found == {("source", "mistral", 700), ("derived", "mistral", 700)}
+
+
+def test_a_name_that_tells_a_step_counts_more_than_what_was_announced(
+    arrived: Any, source: Path, catalog: str
+) -> None:
+    assert arrived(source, run="mistral", step=700).is_completed()
+    with open_catalog(catalog) as known:
+        assert {(row.run, row.step) for row in known.list()} == {("run", 7)}
+
+
 def test_a_run_that_meets_another_waits_for_it(
     arrived: Any, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefect.states import Failed
-
     from flows import arrived as module
-    from flows.convert import convert
 
     looks: list[int] = []
 
     def busy(*_: Any, **__: Any) -> Any:
-        error = Busy("another process is at work")
-        return Failed(message=error.message, data=error)
+        raise Busy("another process is at work")
 
     def made(*_: Any) -> bool:
         looks.append(1)
         return len(looks) > 2
 
-    monkeypatch.setattr(convert, "fn", busy)
+    monkeypatch.setattr(module, "steps", busy)
     monkeypatch.setattr(module, "made_from", made)
     state = arrived(source, wait_minutes=0.1)
     assert (state.is_completed(), state.name, len(looks)) == (True, "Already", 3)

@@ -65,7 +65,10 @@ def test_a_conversion_that_fails_fails_the_run_and_says_why(watched: Path, catal
 
 
 def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
-    """A webhook's flow and a sweep meet at one new checkpoint, so many times."""
+    """A webhook's flow and a sweep meet at one new checkpoint, so many times.
+
+    Whoever configured the webhook wants something else, elsewhere: what the root is watched for counts.
+    """
     from flows.arrived import arrived
     from flows.sweep import sweep
     from tasks import settle
@@ -82,8 +85,8 @@ def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
             def webhook(source: Path = source, gate: Any = gate, found: dict[str, Any] = found) -> None:
                 gate.wait()
                 found["webhook"] = arrived(
-                    str(source), str(tmp_path / "out/run" / source.name), root=str(watched), wait_minutes=0.5,
-                    verb="consolidate", catalog=catalog, return_state=True,
+                    str(source), str(tmp_path / "exports" / source.name), root=str(watched), wait_minutes=0.5,
+                    verb="consolidate", dtype="bf16", catalog=catalog, return_state=True,
                 )  # fmt: skip
 
             thread = threading.Thread(target=webhook)
@@ -93,6 +96,8 @@ def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
             thread.join()
             assert all(state.is_completed() for state in found.values()), found
             assert conversions(catalog) == ["succeeded"] * (n + 1)
+            assert observe.equal(observe.tensors(tmp_path / "out/run" / source.name), TENSORS)
+            assert not (tmp_path / "exports").exists()
 
 
 def test_a_webhook_and_a_sweep_race(watched: Path, catalog: str, tmp_path: Path) -> None:
