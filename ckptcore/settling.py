@@ -2,7 +2,8 @@
 
 Nothing that changed a moment ago is opened: some savers write their last file first, and nothing in a save of
 rank files tells that it is finished. What lies still is checked, and what is not complete then is broken. It
-is looked at again when its files change.
+is looked at again when its files change, when its target says `recover` or no longer does, and by every new
+version, which may read what an older one could not.
 """
 
 from __future__ import annotations
@@ -52,15 +53,17 @@ class Look:
 
 
 def look(uri: str, files: Mapping[str, File], before: SightingRow | None, now: datetime, *,
-         settle_s: float = SETTLE_S, recover: bool = False) -> Look:  # fmt: skip
+         settle_s: float = SETTLE_S, recover: bool = False, again: bool = False) -> Look:  # fmt: skip
     """What is at a place now.
 
     files: what a survey found there. before: what was seen there last. settle_s: seconds in which nothing
-    must have changed. Never raises for what is wrong with the checkpoint.
+    must have changed. again: look also at what was broken, whatever is remembered of it. Never raises for
+    what is wrong with the checkpoint.
     """
-    stamp = stamp_of(files)
-    changed = _changed_at(files, stamp, before, now)
-    if before is not None and before.stamp == stamp and before.state in (Seen.WHOLE, Seen.BROKEN):
+    own = stamp_of(files)
+    stamp = _judged(own, recover)
+    changed = _changed_at(files, own, before, now)
+    if before is not None and _remembered(before, stamp) and not (again and before.state == Seen.BROKEN):
         told = before.findings[0].message if before.findings else ""
         return Look(Seen(before.state), stamp, changed, told, before.findings, before.source_digest,
                     before.manifest_digest)  # fmt: skip
@@ -96,8 +99,23 @@ def _read(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
         return Look(state, stamp, changed, error.message, findings, None, None, manifest)
 
 
+def _judged(stamp: str, recover: bool) -> str:
+    """The stamp of files, and by which rules and which version they were judged."""
+    from ckptcore import __version__
+
+    return f"{stamp}{' recover' if recover else ''} by {__version__}"
+
+
+def _remembered(before: SightingRow, stamp: str) -> bool:
+    """Whether what was seen last still holds."""
+    if before.state == Seen.BROKEN:
+        return before.stamp == stamp
+    # What an older version found whole is proven anyway before it is converted, and there may be very many.
+    return before.state == Seen.WHOLE and before.stamp.split(" by ")[0] == stamp.split(" by ")[0]
+
+
 def _changed_at(files: Mapping[str, File], stamp: str, before: SightingRow | None, now: datetime) -> datetime:
-    if before is not None and before.stamp == stamp:
+    if before is not None and before.stamp.split(" ")[0] == stamp:
         return before.changed_at  # also where a file server's clock runs ahead
     last = newest(files)
     return now if last is None else min(now, datetime.fromtimestamp(last, UTC))

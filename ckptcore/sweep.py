@@ -112,7 +112,8 @@ def sweep(catalog: Catalog, convert: Convert, names: Sequence[str] = (), *, dry_
     """Looks through the watched roots, and converts what is ready.
 
     convert: makes one request; a CkptError is told and stops nothing else. names: of roots, also paused ones;
-    none means all that are not paused. again: also what failed just now. told: is called for each item.
+    none means all that are not paused. again: also what failed just now, or was broken. told: is called for
+    each item.
     """
     found: list[Item] = []
     who = who or owner()
@@ -213,7 +214,8 @@ def _item(catalog: Catalog, root: Root, candidate: Candidate, request: Request |
           again: bool) -> Item:  # fmt: skip
     uri = normal_uri(candidate.uri)
     recover = request is not None and request.recover
-    seen = look(uri, candidate.files, before.get(uri), now, settle_s=settle_s, recover=recover)
+    seen = look(uri, candidate.files, before.get(uri), now, settle_s=settle_s, recover=recover,
+                again=again)  # fmt: skip
     if not dry_run:
         _note(catalog, root, uri, candidate, seen, now)
     item = Item(root.name, uri, candidate.step, Standing.READY, "", request.destination if request else "",

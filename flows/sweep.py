@@ -48,7 +48,7 @@ def sweep(
     roots: their names; by default all that are not paused.
     dry_run: say what would be converted, and convert nothing.
     settle: leave alone what changed within this time.
-    again: also what failed a short time ago.
+    again: also what failed a short time ago, or was broken.
     memory: budget for tensor buffers.
     workers: threads; by default as the machine has.
     device: torch device for casts.

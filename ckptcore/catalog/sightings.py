@@ -38,7 +38,8 @@ class Seen(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SightingRow:
-    """One place. stamp: of its files. source_digest, manifest_digest: of what was whole there."""
+    """One place. stamp: of its files, and how they were judged. source_digest, manifest_digest: of what was
+    whole there."""
 
     uri: str
     root: str

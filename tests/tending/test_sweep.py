@@ -11,13 +11,17 @@ from datetime import UTC, datetime
 from checkpoints import save
 from safetensors.torch import load_file
 
+import ckptcore
 from ckptcore import settling
 from ckptcore.catalog import claims, roots, sightings
+from ckptcore.check import Report
 from ckptcore.claiming import key_of
 from ckptcore.cli import run
-from ckptcore.errors import Busy, DiskFull, SourceUnreadable
+from ckptcore.errors import Busy, DiskFull, Finding, NotComplete, SourceUnreadable, UnknownFormat
 from ckptcore.staging import Staging
 from ckptcore.sweep import sweep
+
+WRONG = Finding("truncated-file", "files", "a file is shorter than its metadata says")
 
 
 def test_what_is_complete_is_converted_oldest_first_and_only_once(runs, watch, swept, tmp_path):
@@ -76,6 +80,63 @@ def test_what_lies_still_is_not_opened_again(runs, watch, swept, monkeypatch):
     items, _ = swept()
     assert [i.standing for i in items.values()] == ["converted", "broken"]
     assert opened == []
+
+
+def test_a_new_version_looks_again_at_what_was_broken(runs, watch, swept, monkeypatch):
+    save(runs / "llama" / "step-1")
+    save(runs / "llama" / "step-2")
+    watch()
+    refused = settling.inspect
+
+    def older(uri, *more):
+        if uri.endswith("step-2"):
+            raise UnknownFormat(f"{uri} is of no known format")
+        return refused(uri, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(settling, "inspect", older)
+        assert [i.standing for i in swept()[0].values()] == ["made", "broken"]
+    assert swept()[0]["step-2"].standing == "broken"  # it is remembered
+    opened = []
+    monkeypatch.setattr(settling, "inspect", lambda uri, *more: opened.append(uri) or refused(uri, *more))
+    monkeypatch.setattr(ckptcore, "__version__", "99.0")
+    assert [i.standing for i in swept()[0].values()] == ["converted", "made"]
+    assert [uri.rsplit("/", 1)[-1] for uri in opened] == ["step-2"]  # what was whole is not opened again
+
+
+def test_asked_again_what_was_broken_is_looked_at_again(runs, watch, swept, monkeypatch):
+    save(runs / "llama" / "step-1")
+    watch()
+    with monkeypatch.context() as patch:
+        patch.setattr(settling, "validate", lambda *a: Report("cover", "dcp", 1, 4, (WRONG,)))
+        assert swept()[0]["step-1"].standing == "broken"
+    assert swept()[0]["step-1"].standing == "broken"
+    assert swept(again=True)[0]["step-1"].standing == "made"
+
+
+def test_a_target_that_learns_to_recover_looks_again(runs, watch, swept, catalog, monkeypatch):
+    save(runs / "llama" / "step-1")
+    watch()
+    asked = []
+    real = settling.inspect
+
+    def strict(uri, recover):
+        asked.append(recover)
+        if not recover:
+            raise NotComplete(f"{uri}: the save did not finish")
+        return real(uri, recover)
+
+    monkeypatch.setattr(settling, "inspect", strict)
+    assert swept()[0]["step-1"].standing == "broken"
+    with catalog.writing() as conn:
+        roots.remove(conn, "r")
+    watch(recover=True)
+    assert swept()[0]["step-1"].standing == "made"
+    with catalog.writing() as conn:
+        roots.remove(conn, "r")
+    watch(destination="{root}/../others/{name}")
+    assert swept()[0]["step-1"].standing == "broken"  # what is whole by leave only is not whole without
+    assert asked == [False, True, False]
 
 
 def test_a_broken_one_is_among_the_damaged_checkpoints(runs, watch, swept, catalog):
