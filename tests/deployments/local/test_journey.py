@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -111,20 +110,17 @@ def test_from_the_last_line_of_a_job_to_one_sql_query(stack: Stack, tmp_path: Pa
     assert (stack.exports / "gloo-run" / "step-3").stat().st_ino == inode
 
 
-@pytest.fixture(scope="module")
-def every_kind(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of another receiver, with a source of every kind, on the same inbox and server."""
-    # A receiver ends events of sources that are not in its configuration.
-    os.kill(stack.process("receiver"), signal.SIGTERM)
-    folder = tmp_path_factory.mktemp("kinds")
+@pytest.fixture
+def every_kind(stack: Stack, tmp_path: Path) -> Iterator[str]:
+    """The address of one more receiver, with a source of every kind, on the same inbox and server."""
     config = webhooks.CONFIG.replace('roots = ["/runs", "s3://team/runs"]', f'roots = ["{stack.root}"]')
     config = config.replace("/exports/{path}", f"{stack.exports}/kinds/{{path}}")
-    config = config.replace("/runs/experiment-{run}", f"{stack.root}/experiment-{{run}}")
-    (folder / "receiver.toml").write_text(config)
+    config = config.replace('uri = "/runs/', f'uri = "{stack.root}/')
+    (tmp_path / "receiver.toml").write_text(config)
     port = free_port()
-    with (folder / "log").open("w") as log:
+    with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "deployments.receiver", folder / "receiver.toml", "--port", str(port)],
+            [sys.executable, "-m", "deployments.receiver", tmp_path / "receiver.toml", "--port", str(port)],
             env=os.environ | stack.env | webhooks.SECRETS, cwd=ROOT, stdout=log, stderr=log,
         )  # fmt: skip
     address = f"http://127.0.0.1:{port}"
@@ -136,32 +132,41 @@ def every_kind(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             return False
 
     try:
-        assert eventually(ready), (folder / "log").read_text()
+        assert eventually(ready), (tmp_path / "log").read_text()
         yield address
     finally:
         process.terminate()
         process.wait(60)
-        stack.up()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", list(webhooks.HOOKS))
-def test_every_kind_of_sender(stack: Stack, every_kind: str, kind: str, checkpoint: Path) -> None:
-    hook = webhooks.HOOKS[kind].but(at=time.time())
-    place = checkpoint
-    if kind == "cloudevents-structured":  # the binary form has that id too
-        hook = hook.but(event=hook.event | {"id": "A 235"})
-    if kind == "determined":  # its events name an experiment
-        place = stack.root / "experiment-41"
+def test_every_kind_of_sender(stack: Stack, every_kind: str, checkpoint: Path) -> None:
+    places = {kind: stack.root / "kinds" / kind / "step-7" for kind in webhooks.HOOKS}
+    # These name an experiment and a job, and no place.
+    places |= {"determined": stack.root / "experiment-41", "eventbridge": stack.root / "job-llama"}
+    for kind, place in places.items():
         shutil.copytree(checkpoint, place)
-    else:
-        hook = hook.naming(str(checkpoint))
-    answer = httpx.post(every_kind + hook.path, content=hook.body, headers=hook.headers, timeout=60)
-    assert answer.status_code == 202, answer.text
-    assert eventually(lambda: any(r["parameters"]["source"] == str(place) for r in stack.runs("arrived")))
-    run = run_of(stack, place)
-    assert run["state_type"] == "COMPLETED", stack.told(run["id"])
-    target = run["parameters"]["destination"]
-    assert tensors(Path(target)).keys() == TENSORS.keys()
-    (row,) = query(stack, f"SELECT state FROM checkpoint WHERE uri = '{target}'")
-    assert row["state"] == "present"
+        hook = webhooks.HOOKS[kind].but(at=time.time())
+        if kind == "cloudevents-structured":  # the binary form has that id too
+            hook = hook.but(event=hook.event | {"id": "A 235"})
+        hook = hook.naming(str(place))
+        answer = httpx.post(every_kind + hook.path, content=hook.body, headers=hook.headers, timeout=60)
+        assert (answer.status_code, answer.json()["status"]) == (202, "accepted"), (kind, answer.text)
+
+    sources = {str(place): kind for kind, place in places.items()}
+    found: dict[str, str] = {}
+
+    def started() -> bool:
+        runs = [run for run in stack.runs("arrived") if run["parameters"]["source"] in sources]
+        found.update({sources[run["parameters"]["source"]]: run["id"] for run in runs})
+        return len(runs) == len(places)
+
+    assert eventually(started), found
+    exports = {}
+    for kind, id in found.items():
+        run = stack.ended(id)
+        assert run["state_type"] == "COMPLETED", (kind, stack.told(id))
+        exports[kind] = run["parameters"]["destination"]
+        assert tensors(Path(exports[kind])).keys() == TENSORS.keys()
+    rows = query(stack, "SELECT uri FROM checkpoint WHERE state = 'present' AND uri LIKE '%/exports/kinds/%'")
+    assert sorted(row["uri"] for row in rows) == sorted(exports.values())
+    assert len(set(exports.values())) == len(webhooks.HOOKS)
