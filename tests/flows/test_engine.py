@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,12 +112,22 @@ def test_workers_of_our_own_speak_to_the_server_of_this_process(
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
     """The address of a Dask scheduler, and its three worker processes."""
+    with dask_cluster(tmp_path_factory.mktemp("dask"), 3) as running:
+        yield running
+
+
+@contextmanager
+def dask_cluster(
+    folder: Path, workers_wanted: int, **settings: str
+) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """A Dask scheduler and its workers, each a process; settings: more of their environment."""
     pytest.importorskip("prefect_dask")
-    folder = tmp_path_factory.mktemp("dask")
     found = folder / "scheduler.log"
     running = []
     here = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": here, "DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "info"}
+    environment = (
+        os.environ | {"PYTHONPATH": here, "DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "info"} | settings
+    )
 
     def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as out:
@@ -131,9 +142,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
         workers = [
             start("worker", address, "--nthreads", "1", "--no-dashboard", "--no-nanny", "--host", "127.0.0.1",
                   log=folder / f"worker-{i}.log")
-            for i in range(3)
+            for i in range(workers_wanted)
         ]  # fmt: skip
-        for i in range(3):
+        for i in range(workers_wanted):
             log = folder / f"worker-{i}.log"
             until(lambda log=log: "Registered to" in log.read_text(), log.name)
         yield address, workers
@@ -173,6 +184,42 @@ def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
     assert workers[0].wait() == -signal.SIGKILL
     assert observe.contents(tmp_path / "dask") == observe.contents(tmp_path / "threads")
     assert observe.equal(observe.tensors(tmp_path / "dask"), observe.TENSORS)
+
+
+def test_what_a_killed_worker_had_is_submitted_once_more(
+    prefect_api: str, source: Path, catalog: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dask itself gives the tasks of a lost worker to another, three times, unless it is told not to."""
+    common: dict[str, Any] = {"catalog": catalog, **observe.ONE_FILE_EACH}
+    convert(str(source), str(tmp_path / "threads"), **common)
+    receipts = tmp_path / ".dask.ckptcore" / "receipts"
+    lost: list[str] = []
+
+    def is_lost(error: BaseException) -> bool:
+        lost.append(type(error).__name__)
+        return _engine.is_lost(error)
+
+    monkeypatch.setattr(_writing, "is_lost", is_lost)
+    never = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}
+    with dask_cluster(tmp_path, 2, **never) as (address, workers):
+        from distributed import Client
+
+        def kill() -> None:
+            with Client(address, set_as_default=False) as client:  # type: ignore[no-untyped-call]
+                pids = client.run(os.getpid)  # type: ignore[no-untyped-call]
+                (where,) = (worker for worker, pid in pids.items() if pid == workers[0].pid)
+                until(lambda: receipts.is_dir() and any(receipts.iterdir()), "a file")
+                workers[0].send_signal(signal.SIGSTOP)  # so that it has a task, and keeps it
+                until(lambda: client.processing().get(where), "a task")  # type: ignore[no-untyped-call]
+                workers[0].kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        convert(str(source), str(tmp_path / "dask"), engine=f"dask={address}", **common)
+        killer.join()
+        assert workers[0].wait() == -signal.SIGKILL
+    assert lost == ["KilledWorker"]
+    assert observe.contents(tmp_path / "dask") == observe.contents(tmp_path / "threads")
 
 
 def test_a_large_file_is_written_in_parts_by_several_workers(
