@@ -75,6 +75,18 @@ def test_the_longest_due_is_taken_first_and_by_one_only(queue):
     assert [e.event_id for e in queue(inbox.take, NOW + timedelta(seconds=9))] == ["later"]
 
 
+def test_rows_of_others_are_neither_taken_nor_counted(queue):
+    for source in ("mlflow", "slurm"):
+        queue(inbox.accept, NOW, source, "e", uri="s3://b/e")
+    for endpoint in ("team", "others"):
+        queue(outbox.put, NOW, endpoint, "c-1", type="t", body={})
+    assert queue(inbox.take, NOW, limit=9, sources=[]) == []
+    assert [event.source for event in queue(inbox.take, NOW, limit=9, sources=["slurm"])] == ["slurm"]
+    assert [told.endpoint for told in queue(outbox.take, NOW, limit=9, endpoints=["team"])] == ["team"]
+    assert {(event.source, event.attempts) for event in queue(inbox.listed)} == {("mlflow", 0), ("slurm", 1)}
+    assert {(told.endpoint, told.attempts) for told in queue(outbox.listed)} == {("team", 1), ("others", 0)}
+
+
 def test_what_a_dead_worker_took_is_taken_again(queue):
     accept(queue, "a")
     [lost] = queue(inbox.take, NOW, lease=LEASE)
