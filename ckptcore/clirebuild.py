@@ -15,15 +15,26 @@ def rebuild(
     digests: Annotated[
         bool, typer.Option("--digests", help="Read every byte, to know each file by its digest again.")
     ] = False,
+    made: Annotated[
+        list[str] | None,
+        typer.Option("--made", metavar="FOLDER", help="It holds what was made here; may be repeated."),
+    ] = None,
+    fingerprints: Annotated[
+        bool,
+        typer.Option("--fingerprints", help="Read every tensor, to know what was made from what."),
+    ] = False,
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
     """Record every checkpoint that lies below folders, read from its own metadata."""
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.rebuild import rebuild as run
+    from ckptcore.request import Settings
 
+    take = Settings() if fingerprints else None
     with open_catalog(catalog or default_url()) as found:
-        done = run(found, roots, digests=digests, told=lambda line: print(line, file=sys.stderr))
+        done = run(found, roots, made=made or (), digests=digests, take=take,
+                   told=lambda line: print(line, file=sys.stderr))  # fmt: skip
     if output is Output.JSON:
         write_json(done.as_dict())
         return

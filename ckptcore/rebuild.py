@@ -1,8 +1,10 @@
 """Rebuilding: which rows of a lost catalog does the data itself tell?
 
 Every checkpoint below a folder is read by its format, checked by its metadata and recorded as a validation
-would record it; what an export's model card says of its source becomes lineage where that source is known. It
-adds, and never takes away: a second run changes nothing.
+would record it; what an export's model card says of its source becomes lineage where that source is known.
+Other outputs tell nothing of where they come from: which folders hold them is asked of whoever calls, and
+their source is the one that holds the same numbers, where fingerprints are taken.
+It adds, and never takes away: a second run changes nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from ckptcore.catalog import Kind
 from ckptcore.convert import validate
 from ckptcore.discover import discover
 from ckptcore.errors import CkptError
+from ckptcore.fingerprinting import fingerprint
+from ckptcore.fingerprinttable import held_by
 from ckptcore.formats import Source, detect, open_source, read_manifest
 from ckptcore.formats._roots import located
 from ckptcore.hf import provenance
 from ckptcore.manifest import Manifest
-from ckptcore.register import facts
+from ckptcore.register import Prints, facts
+from ckptcore.request import Settings
 from ckptcore.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -30,13 +36,14 @@ if TYPE_CHECKING:
 
 _CARD = "README.md"
 _MAX_CARD = 1 << 20
+NO_PRINTS: Prints = (None, {})
 _BLOCK = 4 << 20  # bytes read at a time for a digest
 Told = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A checkpoint that is in the catalog now. made_from: the source that its model card names, or None."""
+    """A checkpoint that is in the catalog now. made_from: the source that was found for it, or None."""
 
     id: str
     uri: str
@@ -62,32 +69,42 @@ class Rebuilt:
 
 
 def rebuild(
-    catalog: Catalog, roots: Sequence[str], *, digests: bool = False, told: Told = lambda line: None
-) -> Rebuilt:
-    """Records what lies at or below `roots`: folders to look through, or checkpoints.
+    catalog: Catalog, roots: Sequence[str], *, made: Sequence[str] = (), digests: bool = False,
+    take: Settings | None = None, told: Told = lambda line: None,
+) -> Rebuilt:  # fmt: skip
+    """Records what lies at or below `roots` and `made`: folders to look through, or checkpoints.
 
-    digests: read every byte, so that each file is known by its BLAKE3 digest again. told: gets a line for
-        each place.
+    made: those that hold what was made here. digests: read every byte, so that each file is known by its
+        BLAKE3 digest again. take: means to take fingerprints, which tell what an output was made from. told:
+        gets a line for each place.
 
     What is wrong with a checkpoint is recorded or left out, and told. Raises `SourceUnreadable` for a root
     that is not there, and `CatalogError`.
     """
+    began = datetime.now(UTC)  # what is written from here on may not be what is read
     found: dict[str, tuple[str, str]] = {}  # id -> place and format
     left_out = []
-    for uri in dict.fromkeys(uri for root in roots for uri in _places(root)):
+    kinds = {uri: Kind.SOURCE for root in roots for uri in _places(root)}
+    kinds |= {uri: Kind.DERIVED for root in made for uri in _places(root)}
+    for uri, kind in kinds.items():
         try:
             manifest = read_manifest(open_source(uri))
             report = validate(manifest)
             files = _digests(manifest) if digests else None
+            prints = _prints(manifest, take, told) if take is not None and report.ok else NO_PRINTS
         except CkptError as error:
             left_out.append((uri, error.code, error.message))
             told(f"left out  {uri}: {error.message}")
             continue
-        known = facts(manifest, uri, files, verified="cover" if report.ok else None)
-        found[catalog.record_validation(known, report.findings, level="cover")] = uri, manifest.format
+        known = facts(manifest, uri, files, verified="cover" if report.ok else None, prints=prints)
+        public = catalog.record_validation(known, report.findings, level="cover", kind=kind)
+        found[public] = uri, manifest.format
         told(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
     # Behind all of them: a source may be found after what was made from it.
-    origins = {public: _adopted(catalog, public, uri) for public, (uri, _) in found.items()}
+    origins = {public: _adopted(catalog, began, public, uri) for public, (uri, _) in found.items()}
+    for public, (uri, _) in found.items():
+        if kinds[uri] is Kind.DERIVED and origins[public] is None:
+            origins[public] = _of_equal_numbers(catalog, began, public)
     recorded = [
         Recorded(public, uri, form, catalog.show(public, tensors=False).checkpoint.state,  # type: ignore[union-attr]
                  origins[public])
@@ -117,6 +134,15 @@ def _is_one(source: Source) -> bool:
     return True
 
 
+def _prints(manifest: Manifest, take: Settings, told: Told) -> Prints:
+    try:
+        found = fingerprint(manifest, take)
+    except CkptError as error:  # it is recorded as it is; scrub will say what is wrong
+        told(f"no fingerprint of {manifest.root}: {error.message}")
+        return NO_PRINTS
+    return held_by(manifest, found.tensors, dict(found.renamed))
+
+
 def _digests(manifest: Manifest) -> dict[str, str | None]:
     with closing(open_store(manifest.root)) as store:
         return {file.path: _digest(store, file.path) for file in manifest.files}
@@ -132,7 +158,7 @@ def _digest(store: Store, path: str) -> str | None:
     return digest.hexdigest()
 
 
-def _adopted(catalog: Catalog, public: str, uri: str) -> str | None:
+def _adopted(catalog: Catalog, began: datetime, public: str, uri: str) -> str | None:
     """The source that the model card of an export names, once it stands in the catalog as such."""
     from ckptcore.catalog.conversions import adopt
 
@@ -144,5 +170,13 @@ def _adopted(catalog: Catalog, public: str, uri: str) -> str | None:
         return None
     source, digest, version = told
     with catalog.writing() as conn:
-        return adopt(conn, datetime.now(UTC), public, source_uri=source, source_digest=digest,
+        return adopt(conn, began, public, source_uri=source, source_digest=digest,
                      tool_version=version)  # fmt: skip
+
+
+def _of_equal_numbers(catalog: Catalog, began: datetime, public: str) -> str | None:
+    from ckptcore import __version__
+    from ckptcore.catalog.conversions import adopt_equal
+
+    with catalog.writing() as conn:
+        return adopt_equal(conn, began, public, tool_version=__version__)

@@ -23,6 +23,7 @@ from ckptcore.catalog.values import (
     CheckpointRow,
     ConversionDetail,
     ConversionRow,
+    Kind,
     Lineage,
     Origin,
 )
@@ -130,16 +131,18 @@ class Catalog:
             )  # fmt: skip
 
     def record_validation(
-        self, facts: CheckpointFacts, findings: Iterable[Finding] = (), *, level: str = "cover"
-    ) -> str:
+        self, facts: CheckpointFacts, findings: Iterable[Finding] = (), *, level: str = "cover",
+        kind: Kind = Kind.SOURCE,
+    ) -> str:  # fmt: skip
         """Record what a check of `level` found on a checkpoint; the checkpoint's id.
 
-        Findings of earlier checks that were not deeper and are not repeated count as resolved.
+        Findings of earlier checks that were not deeper and are not repeated count as resolved. kind: what it
+        is where nothing is known of it; what is known to be derived stays so.
         """
         if level not in LEVELS:
             raise UsageError(f"no check level {level!r}", hint=f"one of {', '.join(LEVELS)}")
         with self.writing() as conn:
-            return conversions.record_validation(conn, _now(), facts, findings, level)
+            return conversions.record_validation(conn, _now(), facts, findings, level, kind)
 
     def tag(self, ref: str, key: str, value: str | None) -> None:
         """Put or change a tag of a checkpoint (id, unique prefix or URI); None removes it."""

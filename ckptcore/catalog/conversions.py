@@ -18,7 +18,7 @@ from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
 from ckptcore.catalog.query import current_first
 from ckptcore.catalog.text import clean, clean_json, hex_digest, normal_uri
-from ckptcore.catalog.values import CheckpointFacts, Direction, Kind, Outcome
+from ckptcore.catalog.values import CheckpointFacts, Direction, Kind, Outcome, State
 from ckptcore.errors import CatalogError, Finding, UsageError
 
 if TYPE_CHECKING:
@@ -135,10 +135,11 @@ def fail(
 
 
 def record_validation(
-    conn: Connection, now: datetime, facts: CheckpointFacts, findings: Iterable[Finding], level: str
-) -> str:
+    conn: Connection, now: datetime, facts: CheckpointFacts, findings: Iterable[Finding], level: str,
+    kind: Kind = Kind.SOURCE,
+) -> str:  # fmt: skip
     """What a check of `level` found; the checkpoint's id. It closes what it no longer finds."""
-    checkpoint, public = put_checkpoint(conn, now, facts, Kind.SOURCE)
+    checkpoint, public = put_checkpoint(conn, now, facts, kind)
     note_findings(conn, now, findings, checkpoint=checkpoint, conversion=None, level=level)
     return public
 
@@ -151,9 +152,6 @@ def adopt(
     None, and nothing changed, when a conversion of that output is known, or no checkpoint has that manifest.
     """
     made = conn.execute(select(Checkpoint.id, Checkpoint.uri).where(Checkpoint.uuid == derived)).one()
-    known = select(ConversionIO.conversion_id).where(
-        ConversionIO.checkpoint_id == made.id, ConversionIO.direction == Direction.OUT.value
-    )
     same = Checkpoint.manifest_digest == hex_digest(source_digest)
     there = Checkpoint.uri == normal_uri(source_uri)
     source = conn.execute(
@@ -161,11 +159,33 @@ def adopt(
         .where(same, Checkpoint.id != made.id)
         .order_by(there.desc(), *current_first())
     ).first()
-    if source is None or conn.execute(known).first() is not None:
+    return None if source is None else _adopted(conn, now, made, source, "export", tool_version)
+
+
+def adopt_equal(conn: Connection, now: datetime, derived: str, *, tool_version: str) -> str | None:
+    """As `adopt`, for an output that tells of no source: the one source that holds the same numbers.
+
+    Where several do, the one of the step that the output's name tells. Which verb it was is not known.
+    """
+    wanted = select(Checkpoint.id, Checkpoint.uri, Checkpoint.step, Checkpoint.fingerprint)
+    made = conn.execute(wanted.where(Checkpoint.uuid == derived)).one()
+    sources = (Checkpoint.kind == Kind.SOURCE.value, Checkpoint.state == State.PRESENT.value)
+    same = Checkpoint.fingerprint == made.fingerprint  # never true of an unknown one
+    found = conn.execute(wanted.where(same, Checkpoint.id != made.id, *sources)).all()
+    if len(found) > 1:
+        found = [row for row in found if row.step is not None and row.step == made.step]
+    return _adopted(conn, now, made, found[0], "rebuilt", tool_version) if len(found) == 1 else None
+
+
+def _adopted(conn: Connection, now: datetime, made: Any, source: Any, verb: str, version: str) -> str | None:
+    known = select(ConversionIO.conversion_id).where(
+        ConversionIO.checkpoint_id == made.id, ConversionIO.direction == Direction.OUT.value
+    )
+    if conn.execute(known).first() is not None:
         return None
     public = begin_conversion(
-        conn, now, {"rebuilt": True}, source_uri=source.uri, destination_uri=made.uri, verb="export",
-        tool_version=tool_version, flow_run_id=None,
+        conn, now, {"rebuilt": True}, source_uri=source.uri, destination_uri=made.uri, verb=verb,
+        tool_version=version, flow_run_id=None,
     )  # fmt: skip
     row = _conversion(conn, public)
     _link(conn, row.id, {(source.id, Direction.IN), (made.id, Direction.OUT)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,78 @@ def test_one_checkpoint_and_places_that_are_none(world: Path, tmp_path: Path) ->
             rebuild(catalog, [str(world / "nowhere")])
 
 
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """Two steps, and what was made of them without a word of where it comes from."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    url = str(tmp_path / "catalog.sqlite")
+    for step in (10, 20):
+        state = {"embed.weight": torch.randn(6, 4)}
+        dcp.save(state, checkpoint_id=tmp_path / "llama" / f"step-{step}", no_dist=True)
+    for source, target, dtype in (("step-10", "whole/ten", None), ("step-20", "whole/step-20.pt", None),
+                                  ("step-20", "whole/cast", "bfloat16")):  # fmt: skip
+        api.convert(str(tmp_path / "llama" / source), str(tmp_path / target), dtype=dtype, catalog=url,
+                    settings=Settings(fingerprint=True))  # fmt: skip
+    return tmp_path
+
+
+def kinds_and_origins(url: str, root: Path) -> dict[str, tuple[Any, ...]]:
+    """URI -> (kind, run, step, fingerprint, sources)."""
+    with open_catalog(url) as catalog:
+        return {
+            row.uri.removeprefix(f"{root}/"): (
+                row.kind, row.run, row.step, row.fingerprint,
+                [s.source.uri.removeprefix(f"{root}/") for s in catalog.lineage(row.id).ancestors],
+            )
+            for row in catalog.list(limit=None)
+        }  # fmt: skip
+
+
+def test_what_tells_nothing_of_its_source_is_known_by_its_numbers(outputs: Path) -> None:
+    before = kinds_and_origins(str(outputs / "catalog.sqlite"), outputs)
+    url = str(outputs / "new.sqlite")
+    for _ in range(2):
+        with open_catalog(url) as catalog:
+            rebuild(catalog, [str(outputs / "llama")], made=[str(outputs / "whole")], take=Settings())
+            assert sorted(c.verb for c in catalog.conversions()) == ["rebuilt", "rebuilt"]
+        after = kinds_and_origins(url, outputs)
+        cast, known = after.pop("whole/cast"), {k: v for k, v in before.items() if k != "whole/cast"}
+        assert after == known
+        assert (cast[0], cast[4]) == ("derived", [])  # other numbers: nothing is claimed
+
+
+def test_what_is_written_while_it_runs_is_newer_than_what_was_made_of_it(outputs: Path) -> None:
+    looks: list[datetime] = []
+    with open_catalog(str(outputs / "new.sqlite")) as catalog:
+        rebuild(catalog, [str(outputs / "llama")], made=[str(outputs / "whole")], take=Settings(),
+                told=lambda line: looks.append(datetime.now(UTC)))  # fmt: skip
+        assert all(c.started_at < looks[0] for c in catalog.conversions())  # retire goes by that
+
+
+def test_equal_numbers_without_a_word_are_no_lineage(outputs: Path) -> None:
+    url = str(outputs / "new.sqlite")
+    with open_catalog(url) as catalog:
+        rebuild(catalog, [str(outputs)], take=Settings())
+    assert all(row[0] == "source" and row[4] == [] for row in kinds_and_origins(url, outputs).values())
+    with open_catalog(url) as catalog:
+        rebuild(catalog, [str(outputs)], made=[str(outputs / "whole")])
+    found = kinds_and_origins(url, outputs)
+    assert found["whole/ten"][4] == ["llama/step-10"]  # its fingerprint was known
+
+
+def test_of_several_equal_sources_none_is_guessed(outputs: Path) -> None:
+    shutil.copytree(outputs / "llama" / "step-10", outputs / "other" / "step-11")
+    url = str(outputs / "new.sqlite")
+    with open_catalog(url) as catalog:
+        roots = [str(outputs / "llama"), str(outputs / "other")]
+        found = rebuild(catalog, roots, made=[str(outputs / "whole")], take=Settings())
+    origins = {r.uri: r.made_from for r in found.recorded}
+    assert origins[str(outputs / "whole/ten")] is None
+    assert origins[str(outputs / "whole/step-20.pt")] == str(outputs / "llama/step-20")
+
+
 @pytest.mark.parametrize("card", ["", "# x\n\n- source: `/a` (dcp)\n", "- source: `a`\n" * 1000])
 def test_other_cards_tell_nothing(card: str) -> None:
     assert provenance(card) is None
@@ -129,3 +202,9 @@ def test_on_the_command_line(world: Path, tmp_path: Path, cli: Any) -> None:
     form = json.loads(cli("catalog", "rebuild", str(world), "--output", "json", *where).stdout)
     assert len(form["recorded"]) == 5
     assert form["left_out"] == []
+
+
+def test_outputs_on_the_command_line(outputs: Path, cli: Any) -> None:
+    done = cli("catalog", "rebuild", str(outputs / "llama"), "--made", str(outputs / "whole"),
+               "--fingerprints", "--catalog", str(outputs / "new.sqlite"))  # fmt: skip
+    assert done.stdout == "5 checkpoints recorded, 2 of them with the source they were made from\n"
