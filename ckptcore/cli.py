@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptcore import clitend
+from ckptcore import clitend, tendoutput
 from ckptcore import output as show
 from ckptcore.catalog.cli import app as catalog_app
 from ckptcore.catalog.cli import which as catalog_which
@@ -34,6 +34,7 @@ from ckptcore.options import (
     RECORD,
     SAVE,
     SHARDS,
+    WAIT,
     As,
     Catalog,
     Dst,
@@ -182,7 +183,7 @@ def fingerprint(src: Src, **given: Any) -> None:
 
 
 @app.command()
-@takes(CONTENT, MEANS, DEVICE, PLACE, PROOF, ANSWER)
+@takes(CONTENT, MEANS, DEVICE, PLACE, PROOF, WAIT, ANSWER)
 def consolidate(
     src: Src,
     dst: Annotated[str | None, typer.Argument(metavar="[DST]", help="Default: SRC.consolidated")] = None,
@@ -194,14 +195,14 @@ def consolidate(
 
 
 @app.command()
-@takes(MODEL, CONTENT, MEANS, DEVICE, PLACE, PROOF, ANSWER)
+@takes(MODEL, CONTENT, MEANS, DEVICE, PLACE, PROOF, WAIT, ANSWER)
 def export(src: Src, dst: Dst, to: To = "", **given: Any) -> None:
     """The model part as a Hugging Face folder: shards, index, config and tokenizer."""
     _convert(_request("export", src, dst, to, given), given)
 
 
 @app.command()
-@takes(SHARDS, PREFIX, CONTENT, MEANS, DEVICE, PLACE, PROOF, ANSWER)
+@takes(SHARDS, PREFIX, CONTENT, MEANS, DEVICE, PLACE, PROOF, WAIT, ANSWER)
 def reshard(src: Src, dst: Dst, to: To = "", **given: Any) -> None:
     """Model, optimizer and trainer state, cut for the ranks of a mesh: fsdp, tp, pp, ep."""
     _convert(_request("reshard", src, dst, to, given), given)
@@ -343,11 +344,30 @@ def _settings(given: dict[str, Any]) -> Any:
 
 def _convert(request: Any, given: dict[str, Any]) -> None:
     from ckptcore.convert import convert
+    from ckptcore.finishing import Result
 
     catalog: str | bool | None = False if given["no_catalog"] else given["catalog"]
+    as_json = given["output"] is Output.JSON
+    result: Result | None
     with show.progress() as progress:
-        result = convert(request, _settings(given), progress, catalog)
-    show.result(result, as_json=given["output"] is Output.JSON)
+        if given.get("wait") is None:
+            result = convert(request, _settings(given), progress, catalog)
+        else:
+            result = _once(request, given, progress, catalog)
+    if result is not None:
+        show.result(result, as_json=as_json)
+    else:
+        tendoutput.already(request.destination, as_json=as_json)
+
+
+def _once(request: Any, given: dict[str, Any], progress: Any, catalog: str | bool | None) -> Any:
+    from ckptcore.durations import parse_duration
+    from ckptcore.once import convert_once
+
+    return convert_once(
+        request, _settings(given), progress, catalog, wait_s=parse_duration(given["wait"]),
+        told=tendoutput.waits,
+    )  # fmt: skip
 
 
 def _pairs(given: list[str] | None, option: str) -> tuple[tuple[str, str], ...]:

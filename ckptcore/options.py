@@ -156,7 +156,15 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done,
 Settle = Annotated[
     str, typer.Option("--settle", metavar="TIME", help="Leave alone what changed within this time.")
 ]
-Again = Annotated[bool, typer.Option("--again", help="Also what failed a short time ago.")]
+Again = Annotated[bool, typer.Option("--again", help="Also what failed a short time ago, or was broken.")]
+Wait = Annotated[
+    str | None,
+    typer.Option(
+        "--wait",
+        metavar="TIME",
+        help="Look again for so long at what is not whole yet, and make once what several ask for.",
+    ),
+]
 NoCatalog = Annotated[bool, typer.Option("--no-catalog", help="Do not register.")]
 Save = Annotated[
     Path | None, typer.Option("--save", metavar="DIR", help="Keep the plan for `ckptcore apply`.")
@@ -195,6 +203,7 @@ PROOF: Table = {
     "verify": (Verify, True), "digest": (Digest, True), "fingerprint": (Fingerprint, None),
     "catalog": (Catalog, None), "no_catalog": (NoCatalog, False),
 }  # fmt: skip
+WAIT: Table = {"wait": (Wait, None)}
 SAVE: Table = {"save": (Save, None)}
 # For what is done in the catalog's name, and needs one.
 KNOWN: Table = {"catalog": (KnownBy, None)}

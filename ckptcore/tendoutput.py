@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.sizes import show_size
 
 if TYPE_CHECKING:
+    from ckptcore.errors import CkptError
     from ckptcore.retire import Retired, Retirement
     from ckptcore.scrub import Looked, Scrubbed
     from ckptcore.sweep import Item, Swept
@@ -30,6 +31,19 @@ def swept(value: Swept, *, as_json: bool) -> None:
         _json(value.as_dict())
         return
     print(("nothing was converted: " if value.dry_run else "") + _counts(value.counts))
+
+
+def waits(seconds: float, error: CkptError) -> None:
+    """Tells on standard error that something is looked at again, and why."""
+    print(_plain(f"looked at again in {seconds:.0f} s: {error.message}"), file=sys.stderr, flush=True)
+
+
+def already(destination: str, *, as_json: bool) -> None:
+    """The answer of a conversion that was not needed."""
+    if as_json:
+        _json({"destination": destination, "already": True})
+        return
+    print(_plain(f"{destination} was made from this checkpoint before"))
 
 
 def looked(as_json: bool) -> Callable[[Looked], None]:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ckptcore import claiming
+from ckptcore import claiming, once
 from ckptcore.announced import request_of
 from ckptcore.catalog import open_catalog
-from ckptcore.catalog.catalog import Catalog
-from ckptcore.catalog.claims import DONE, Key
-from ckptcore.convert import inspect, tidy
-from ckptcore.errors import Busy, DestinationExists, UnsafeContent
+from ckptcore.errors import UnsafeContent
 from ckptcore.request import Request
-from ckptcore.staging import refuse_existing
 from ckptcore.store import local_path
 from tasks.logs import log
 
@@ -48,17 +43,6 @@ def meant(request: Request, step: int | None, catalog: str | None) -> Request:
     return instead
 
 
-def is_there(request: Request) -> bool:
-    """Whether something stands at a request's destination."""
-    try:
-        refuse_existing(
-            request.destination, request.source, overwrite=False, single=request.single is not None
-        )
-    except DestinationExists:
-        return True
-    return False
-
-
 def made_from(destination: str, source: str, digest: str, catalog: str | None) -> bool:
     """Whether the catalog knows a destination as made from this source.
 
@@ -77,30 +61,5 @@ def alone(
     digest: of the source's manifest. run: id of the flow run, which takes up its own work at once when it is
     resumed. looks: seconds to wait between looks while somebody else is at work; then raises `Busy`.
     """
-    with open_catalog(catalog) as known:
-        key = claiming.key_of(request, claiming.source_digest(inspect(request.source, request.recover)))
-        for pause in (0.0, *looks):
-            time.sleep(pause)
-            for again in (False, True):  # what was made, and taken away since, is made again
-                with claiming.claimed(known, key, request.source, run, again=again) as claim:
-                    if claim.mine:
-                        made = _is_made(known, key, request, digest)
-                        if made:
-                            tidy(request.destination)
-                        yield not made
-                        return
-                if claim.state != DONE:
-                    break
-                if is_there(request):
-                    yield False
-                    return
-        raise Busy(f"{claim.owner} converts {request.source}")
-
-
-def _is_made(known: Catalog, key: Key, request: Request, digest: str) -> bool:
-    """Whether it was made before anybody kept claims."""
-    return (
-        is_there(request)
-        and not claiming.rewritten(known, key, request.source)
-        and claiming.made_from(known, request.destination, request.source, digest)
-    )
+    with open_catalog(catalog) as known, once.alone(known, request, digest, run, looks) as mine:
+        yield mine

@@ -19,13 +19,14 @@ from ckptcore.finishing import Result
 from ckptcore.register import Told
 from ckptcore.request import Request, Settings
 from ckptcore.sizes import parse_size
+from ckptcore.waiting import delays
 from flows._arrival import alone, made_from, meant, require_inside
 from flows._engine import engine as parse_engine
 from flows._later import inside, put_off
 from flows._patience import patiently
 from flows._words import explain, run_name
 from flows.convert import steps
-from tasks.settle import delays, may_become_whole, settle
+from tasks.settle import may_become_whole, settle
 
 BATCH = 1 << 30  # bytes of output in one task
 

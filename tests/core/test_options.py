@@ -14,7 +14,7 @@ from ckptcore.errors import error_classes
 WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --fingerprint --include
     --keep-quantized --max-file-size --memory --no-catalog --no-digest --no-fingerprint --no-resume
     --no-verify --output --overwrite --recover --rename --resume --tie
-    --to --verify --workers"""
+    --to --verify --wait --workers"""
 OPTIONS = {
     "inspect": "--exclude --include --keep-quantized --output --recover",
     "validate": "--catalog --keep-quantized --level --no-catalog --output --recover --workers",

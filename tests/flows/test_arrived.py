@@ -31,16 +31,16 @@ pytestmark = [
 @pytest.fixture
 def arrived(tmp_path: Path, catalog: str) -> Any:
     """Runs the flow on a source; its final state. Looks again after a tenth of a second."""
+    from ckptcore import waiting
     from flows.arrived import arrived
-    from tasks import settle
 
     def run(source: Path, **options: Any) -> Any:
         given = {"destination": str(tmp_path / "out"), "root": str(tmp_path), "verb": "consolidate"}
         return arrived(str(source), catalog=catalog, return_state=True, **(given | options))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settle, "STEPS", (0.1,))
-        patch.setattr(settle, "QUIET", 1.0)
+        patch.setattr(waiting, "STEPS", (0.1,))
+        patch.setattr(waiting, "QUIET", 1.0)
         yield run
 
 

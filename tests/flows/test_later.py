@@ -29,8 +29,8 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
     from prefect.exceptions import Abort
     from prefect.flow_engine import run_flow
 
+    from ckptcore import waiting
     from flows.arrived import arrived
-    from tasks import settle
 
     given = {"source": str(source), "destination": str(tmp_path / "out"), "root": str(tmp_path),
              "verb": "consolidate", "wait_minutes": 0.02, "catalog": catalog}  # fmt: skip
@@ -47,8 +47,8 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
             return client.read_flow_run(id)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(settle, "QUIET", 0.1)
-            patch.setattr(settle, "STEPS", (0.5, 1.0))
+            patch.setattr(waiting, "QUIET", 0.1)
+            patch.setattr(waiting, "STEPS", (0.5, 1.0))
             yield begin
 
 

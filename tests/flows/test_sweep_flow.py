@@ -69,12 +69,12 @@ def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
 
     Whoever configured the webhook wants something else, elsewhere: what the root is watched for counts.
     """
+    from ckptcore import waiting
     from flows.arrived import arrived
     from flows.sweep import sweep
-    from tasks import settle
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settle, "STEPS", (0.2,))
+        patch.setattr(waiting, "STEPS", (0.2,))
         for n in range(times):
             if n:
                 shutil.copytree(watched / "step-7", watched / f"step-{7 + n}")
