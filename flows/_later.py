@@ -19,6 +19,10 @@ from prefect.states import AwaitingRetry
 from tasks.begun import LOOKS, looks_of
 from tasks.logs import log
 
+# Seconds. A worker asks for runs 10 s before they are due, and ends with an error when it is given one whose
+# process it still has (Prefect 3.8, workers/base.py: a borrower holds one token of its limiter).
+AT_LEAST = 30.0
+
 
 def inside(pauses: Sequence[float]) -> Sequence[float]:
     """The pauses that a run makes in its own process: all of them when no worker would start it again."""
@@ -39,7 +43,7 @@ def put_off(pauses: Sequence[float], why: str) -> None:
         if looks >= len(pauses):
             return
         client.update_flow_run_labels(id, {LOOKS: looks + 1})
-        due = datetime.now(UTC) + timedelta(seconds=pauses[looks])
+        due = datetime.now(UTC) + timedelta(seconds=max(pauses[looks], AT_LEAST))
         told = f"looked at again at {due:%H:%M:%S} UTC: {why}"
         # Not by force: a run that is being cancelled stays so.
         client.set_flow_run_state(id, AwaitingRetry(scheduled_time=due, message=told[:2000]))

@@ -30,6 +30,7 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
     from prefect.flow_engine import run_flow
 
     from ckptcore import waiting
+    from flows import _later
     from flows.arrived import arrived
 
     given = {"source": str(source), "destination": str(tmp_path / "out"), "root": str(tmp_path),
@@ -47,6 +48,7 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
             return client.read_flow_run(id)
 
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_later, "AT_LEAST", 0.0)
             patch.setattr(waiting, "QUIET", 0.1)
             patch.setattr(waiting, "STEPS", (0.5, 1.0))
             yield begin
