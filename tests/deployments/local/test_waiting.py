@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.xdist_group("stack")]
 
 def test_wrong_names_hold_up_nobody(stack: Stack, checkpoint: Path) -> None:
     stack.up()
+    worker = stack.process("worker")
     late = checkpoint.with_name("step-9")
     wrong = [checkpoint.with_name(f"setp-{n}") for n in range(3)]  # more than the worker has places
     ids = {
@@ -31,5 +32,7 @@ def test_wrong_names_hold_up_nobody(stack: Stack, checkpoint: Path) -> None:
         assert "source-unreadable" in stack.run(ids[place])["state"]["message"]
     shutil.copytree(checkpoint, late)
     assert stack.ended(ids[late], 180)["state_type"] == "COMPLETED", stack.told(ids[late])
+    assert stack.process("worker") == worker
+    assert stack.running()["worker"]
     for place in wrong:
         stack.post(f"/flow_runs/{ids[place]}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
