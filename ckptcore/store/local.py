@@ -12,6 +12,7 @@ import resource
 import shutil
 import stat
 import threading
+import weakref
 from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
@@ -32,6 +33,7 @@ class LocalStore:
         self._real = os.path.realpath(root)
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
+        weakref.finalize(self, _close_all, self._open)  # a store that is dropped keeps no file open
         # Half of what the process may have: a checkpoint of 1024 ranks has 1024 files.
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = 8192 if soft == resource.RLIM_INFINITY else min(soft // 2, 8192)
@@ -153,9 +155,7 @@ class LocalStore:
 
     def close(self) -> None:
         with self._lock:
-            for fd in self._open.values():
-                os.close(fd)
-            self._open.clear()
+            _close_all(self._open)
 
     def _forget(self, path: str) -> None:
         """Closes what is open under a name that stands for another file from now on."""
@@ -201,3 +201,8 @@ class LocalStore:
 
 def _reraise(error: OSError) -> None:
     raise error
+
+
+def _close_all(descriptors: dict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])

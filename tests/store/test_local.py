@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,14 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     store.remove("a")
     with pytest.raises(SourceUnreadable):
         store.read("a", 0, 1)
+
+
+def test_a_store_that_is_dropped_keeps_no_file_open(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", b"read")
+    before = len(os.listdir("/proc/self/fd"))
+    assert store.read("a", 0, 4) == b"read"
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del store
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
