@@ -48,7 +48,7 @@ def host_buffer(nbytes: int, device: str) -> Bytes:
 def _paged(nbytes: int) -> Bytes:
     """Memory with small pages where usual tiles lie, so that it takes what they touch (numpy's own would
     be rounded up to 2 MiB each), and huge ones behind: strided writes over large tiles need them."""
-    held = mmap.mmap(-1, nbytes)
+    held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes > TILES and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without huge pages
             held.madvise(mmap.MADV_HUGEPAGE, TILES, nbytes - TILES)
