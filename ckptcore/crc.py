@@ -20,7 +20,13 @@ def combine(first: int, second: int, second_length: int) -> int:
     >>> combine(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
     True
     """
-    return _multiply(_shift(second_length), first) ^ second
+    if not first:
+        return second
+    moved = _moved(second_length)
+    for digit in moved:
+        second ^= digit[first & 15]
+        first >>= 4
+    return second
 
 
 class Pieces:
@@ -101,6 +107,22 @@ def _multiply(a: int, b: int) -> int:
         if not bit:
             return product
         b = (b >> 1) ^ _POLY if b & 1 else b >> 1
+
+
+@lru_cache(maxsize=1024)
+def _moved(nbytes: int) -> tuple[tuple[int, ...], ...]:
+    """By hexadecimal digit of a CRC, lowest first: what each value of it comes to behind so many bytes."""
+    bits, value = [0] * 32, _shift(nbytes)
+    for n in reversed(range(32)):  # reflected: the highest bit is x ** 0
+        bits[n] = value
+        value = (value >> 1) ^ _POLY if value & 1 else value >> 1
+    found = []
+    for n in range(0, 32, 4):
+        digit = [0]
+        for bit in bits[n : n + 4]:
+            digit += [bit ^ other for other in digit]
+        found.append(tuple(digit))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

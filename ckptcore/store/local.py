@@ -56,7 +56,7 @@ class LocalStore:
 
     def size(self, path: str) -> int | None:
         try:
-            seen = os.stat(self._root / path)
+            seen = os.stat(os.path.join(self.url, path))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -65,7 +65,7 @@ class LocalStore:
 
     def stamp(self, path: str) -> str | None:
         try:
-            seen = os.stat(self._root / path)
+            seen = os.stat(os.path.join(self.url, path))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
