@@ -104,7 +104,9 @@ def _dask(address: str | None, width: int, gpu: bool) -> Iterator[Crew]:
     with _serving("dask", address) as env:
         if address is None:
             offered = {"resources": {"GPU": 1}} if gpu else {}
-            own = {"n_workers": width, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+            # Its scheduler serves HTTP even without a dashboard: by default on 8787, of which there is one.
+            page = "127.0.0.1:0"
+            own = {"n_workers": width, "threads_per_worker": 1, "processes": True, "dashboard_address": page}
             runner: Any = DaskTaskRunner(cluster_kwargs={**own, **offered, "env": env})
         else:
             runner = DaskTaskRunner(address=address, client_kwargs={"timeout": CONNECT_SECONDS})

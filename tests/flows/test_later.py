@@ -103,10 +103,10 @@ def test_looking_does_not_use_up_what_a_crash_may(announced: Any, source: Path, 
 
     whole = (source / ".metadata").rename(source.parent / "metadata")
     announced()
-    announced()
+    run = announced()
+    assert run.state.name == "AwaitingRetry", run.state
     whole.rename(source / ".metadata")
     with get_client(sync_client=True) as client:
-        run = next(r for r in client.read_flow_runs() if r.state and r.state.name == "AwaitingRetry")
         client.set_flow_run_state(run.id, Crashed(message="killed"), force=True)
         told = resume(str(run.id), most=1, return_state=True).message
         assert told.endswith("goes on, for the 1. time"), told

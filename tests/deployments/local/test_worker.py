@@ -74,7 +74,7 @@ def test_a_worker_lets_go_of_its_run(stack: Stack, checkpoint: Path, tmp_path: P
     assert stack.run(id)["state"]["name"] == "AwaitingRetry", stack.told(id)
     assert "its worker was stopped" in stack.run(id)["state"]["message"]
     assert f"({id})" in log.read_text()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in running)
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in running))
     before = {json.loads(path.read_text())["path"] for path in receipts.glob("file-*.json")}
     assert 3 <= len(before) < len(TENSORS)
     stack.up()  # with its worker
