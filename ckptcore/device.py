@@ -33,7 +33,7 @@ _UNITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 def host_buffer(nbytes: int, device: str) -> Bytes:
     """Memory for a tile on the host: pinned where a device copies from it.
 
-    Raises `DeviceUnavailable`, and `BudgetTooSmall` when that much cannot be pinned.
+    Raises `DeviceUnavailable`, and `BudgetTooSmall` when that much cannot be had, or pinned.
     """
     if device == "cpu":
         return _paged(nbytes)
@@ -48,7 +48,10 @@ def host_buffer(nbytes: int, device: str) -> Bytes:
 def _paged(nbytes: int) -> Bytes:
     """Memory with small pages where usual tiles lie, so that it takes what they touch (numpy's own would
     be rounded up to 2 MiB each), and huge ones behind: strided writes over large tiles need them."""
-    held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise BudgetTooSmall(f"no memory for a buffer of {nbytes} bytes: {error.strerror}") from error
     if nbytes > TILES and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without huge pages
             held.madvise(mmap.MADV_HUGEPAGE, TILES, nbytes - TILES)

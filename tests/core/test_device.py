@@ -15,6 +15,7 @@ import ckptcore
 from ckptcore import Box, Settings
 from ckptcore.device import Lane, host_buffer
 from ckptcore.dtype import BY_NAME
+from ckptcore.errors import BudgetTooSmall
 from ckptcore.gather import _assign, tile_view
 from ckptcore.manifest import CONJ, NEG, SWAPPED
 
@@ -80,3 +81,8 @@ def test_a_conversion_through_lanes_is_the_same(device: str, tmp_path: Path) -> 
         ckptcore.convert(source, str(tmp_path / "lanes"), settings=means, dtype="bf16")
     assert len(used) == 2
     assert not differences(read_safetensors(tmp_path / "host"), read_safetensors(tmp_path / "lanes"))
+
+
+def test_a_buffer_that_cannot_be_had_is_a_matter_of_the_budget() -> None:
+    with pytest.raises(BudgetTooSmall, match="no memory for a buffer of 140737488355328 bytes"):
+        host_buffer(1 << 47, "cpu")  # more than a process can address
