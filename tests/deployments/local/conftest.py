@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,28 +11,16 @@ from pathlib import Path
 # Under `--import-mode=importlib` pytest adds nothing to `sys.path`.
 sys.path.insert(0, str(Path(__file__).parent))
 
-import postgres as postgresql
 import pytest
 import torch.distributed.checkpoint as dcp
-from stack import TENSORS, Stack
+from stack import TENSORS, Stack, whole_system
 
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
     """PostgreSQL, Prefect's server, a worker and the receiver, as `make up` starts them."""
-    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'ckptcore[postgres]'")
-    if postgresql.programs() is None:
-        pytest.skip("no PostgreSQL programs on this machine: apt-get install postgresql")
-    # Not below pytest's own folder: as root, PostgreSQL runs as a user who may not look into that.
-    folder = Path(tempfile.mkdtemp(prefix="ckptcore-up-"))
-    running = None
-    try:
-        running = Stack(folder)
+    with whole_system("ckptcore-up-") as running:
         yield running
-    finally:
-        if running is not None:
-            running.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

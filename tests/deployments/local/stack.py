@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import postgres as postgresql
+import pytest
 import torch
 
 TENSORS = {f"model.layers.{i}.weight": torch.arange(4096.0).reshape(64, 64) + i * 4096 for i in range(60)}
@@ -136,6 +141,25 @@ class Stack:
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+
+@contextmanager
+def whole_system(prefix: str, *, keep: bool = False) -> Iterator[Stack]:
+    """A `Stack` in a new folder, which goes with it unless it is kept; skips where it cannot run."""
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'ckptcore[postgres]'")
+    if postgresql.programs() is None:
+        pytest.skip("no PostgreSQL programs on this machine: apt-get install postgresql")
+    # Not below pytest's own folder: as root, PostgreSQL runs as a user who may not look into that.
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    running = None
+    try:
+        running = Stack(folder)
+        yield running
+    finally:
+        if running is not None:
+            running.close()
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 120, step: float = 0.3) -> bool:

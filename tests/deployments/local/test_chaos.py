@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
-import postgres as postgresql
 import pytest
 from batches import PER_FILE, Batch, left_in_the_middle
 from proof import has_ended, prove, standing
-from stack import Stack, eventually
+from stack import Stack, eventually, whole_system
 from supervisor import Supervisor
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600), pytest.mark.xdist_group("chaos")]
@@ -39,22 +35,10 @@ fingerprint = true
 @pytest.fixture
 def stack() -> Iterator[Stack]:
     """The four processes of `make up`, in a folder of their own, with an operator's own choices."""
-    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'ckptcore[postgres]'")
-    if postgresql.programs() is None:
-        pytest.skip("no PostgreSQL programs on this machine: apt-get install postgresql")
-    # Not below pytest's own folder: as root, PostgreSQL runs as a user who may not look into that.
-    folder = Path(tempfile.mkdtemp(prefix="ckptcore-chaos-"))
-    running = None
-    try:
-        running = Stack(folder)
-        config = folder / "receiver.toml"
+    with whole_system("ckptcore-chaos-", keep="CHAOS_KEEP" in os.environ) as running:
+        config = running.folder / "receiver.toml"
         config.write_text(config.read_text().replace("\n[sources.trainer]", CHOSEN))
         yield running
-    finally:
-        if running is not None:
-            running.close()
-        if "CHAOS_KEEP" not in os.environ:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
