@@ -18,7 +18,8 @@ from ckptcore.casting import derive_into
 from ckptcore.derive import FUNCTIONS
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, finding
-from ckptcore.gather import Bytes, gather, overlaps, sub_tile, tile_view
+from ckptcore.gather import Bytes, overlaps, sub_tile, tile_view
+from ckptcore.interleave import Interleaver
 from ckptcore.manifest import Derived, Manifest, view_of
 from ckptcore.records import Place, Records
 from ckptcore.resolve import Payload
@@ -63,14 +64,16 @@ class BoxReader:
             self._derive(self._node, want, tile, scratch)
             return
         held, copies = 0, []
+        into = Interleaver(tile, want, self._spec.dtype, scratch)
         for row, chunk, common in self._overlaps(want):
             if row in self._skipped:
                 continue
             if row in self._copies:
                 copies.append((row, chunk, common))
                 continue
-            self._gather(row, chunk, common, sub_tile(tile, common, want), scratch)
+            self._gather(row, chunk, common, into)
             held += common.numel
+        into.flush()
         if held != want.numel:
             message = f"{self._spec.fqn}: {want.numel - held} of {want.numel} elements are in no file"
             raise DamagedCheckpoint(message, findings=(
@@ -104,7 +107,7 @@ class BoxReader:
         chunks = self._manifest.chunks
         return overlaps(chunks.lo, chunks.shape, self._first, self._end, want)
 
-    def _gather(self, row: int, chunk: Box, common: Box, tile: Tile, scratch: Bytes) -> None:
+    def _gather(self, row: int, chunk: Box, common: Box, into: Interleaver) -> None:
         place = self._place(row, chunk)
         with self._lock:
             payload = self._payloads.get(row)
@@ -114,7 +117,7 @@ class BoxReader:
                 payload = self._payloads.setdefault(row, fresh)
             if payload is not fresh:
                 fresh.close()
-        gather(payload, chunk, common, self._spec.dtype, tile, scratch, self._records.seen(payload, place))
+        into.put(payload, chunk, common, self._records.seen(payload, place))
         if self._once:
             with self._lock:
                 left = self._left.get(row, chunk.numel) - common.numel
@@ -140,7 +143,9 @@ class BoxReader:
         half = len(scratch) // 2 // 16 * 16
         for piece in common.tiles(half // BY_NAME[self._spec.dtype].itemsize):
             other = tile_view(scratch[:half], piece.shape, self._spec.dtype)
-            self._gather(row, chunk, piece, other, scratch[half:])
+            into = Interleaver(other, piece, self._spec.dtype, scratch[half:])
+            self._gather(row, chunk, piece, into)
+            into.flush()
             if not np.array_equal(_bits(sub_tile(tile, piece, common)), _bits(other)):
                 path = self._place(row, chunk).path
                 message = f"{self._spec.fqn}: its copy in {path} differs in [{piece.offset}, +{piece.shape})"

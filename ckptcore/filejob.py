@@ -26,7 +26,8 @@ from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.fileplan import COMPARE, FilePlan, PlannedTensor
 from ckptcore.fingerprint import ZERO, Sum, add, pack
-from ckptcore.gather import Placed, gather, overlaps, sub_tile, tile_view
+from ckptcore.gather import Placed, overlaps, sub_tile, tile_view
+from ckptcore.interleave import Interleaver
 from ckptcore.manifest import view_of
 from ckptcore.receipts import Receipt
 from ckptcore.records import Place, Records
@@ -216,12 +217,7 @@ class FileWork:
         """Scatters, sums and casts a part on the device; copies are compared here, before the cast."""
         tensor = self.plan.tensors[part.tensor]
         tile = lane.tile(part.box.shape, tensor.source_dtype)
-        copies = []
-        for row, chunk, common in self._overlaps(part):
-            if self.plan.op[row] == COMPARE:
-                copies.append((row, chunk, common))
-            else:
-                self._read(row, part, chunk, common, sub_tile(tile, common, part.box), scratch)
+        copies = self._fill(part, tile, scratch)
         changes = tensor.dtype != tensor.source_dtype
         here = tile_view(cast, part.box.shape, tensor.source_dtype)
         if self._sums is not None:
@@ -260,29 +256,35 @@ class FileWork:
         derive_into(node, part.box, inputs, target, tensor.dtype, self._settings.device, cast[:room])
 
     def _gather(self, part: TensorPart, tile: npt.NDArray[Any], scratch: Bytes) -> None:
+        compared = self._fill(part, tile, scratch)
+        if self._settings.verify:
+            for row, chunk, common in compared:
+                self._compare(row, part, chunk, common, sub_tile(tile, common, part.box), scratch)
+
+    def _fill(self, part: TensorPart, tile: npt.NDArray[Any] | Placed, scratch: Bytes
+              ) -> list[tuple[int, Box, Box]]:  # fmt: skip
+        """Reads a part into its tile; gives the reads that are copies, to be compared."""
         compared: list[tuple[int, Box, Box]] = []
+        into = Interleaver(tile, part.box, self._specs[part.tensor].source_dtype, scratch)
         for row, chunk, common in self._overlaps(part):
             if self.plan.op[row] == COMPARE:
                 compared.append((row, chunk, common))
             else:
-                self._read(row, part, chunk, common, sub_tile(tile, common, part.box), scratch)
-        if self._settings.verify:
-            for row, chunk, common in compared:
-                self._compare(row, part, chunk, common, sub_tile(tile, common, part.box), scratch)
+                self._read(row, part, chunk, common, into)
+        into.flush()
+        return compared
 
     def _overlaps(self, part: TensorPart) -> Iterator[tuple[int, Box, Box]]:
         """(read, its box, what it shares with the part) of every read that shares something."""
         first, last = self._by_tensor[part.tensor]
         return overlaps(self.plan.reads.lo, self.plan.reads.shape, first, last, part.box)
 
-    def _read(self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any] | Placed,
-              scratch: Bytes) -> None:  # fmt: skip
+    def _read(self, row: int, part: TensorPart, chunk: Box, common: Box, into: Interleaver) -> None:
         tensor = self._specs[part.tensor]
         place = _place(self.plan, row, chunk.shape, tensor)
         payload, kept = self._payload(row, place)
         try:
-            seen = self._records.seen(payload, place)
-            gather(payload, chunk, common, tensor.source_dtype, tile, scratch, seen)
+            into.put(payload, chunk, common, self._records.seen(payload, place))
         finally:
             if not kept:
                 payload.close()
@@ -294,7 +296,9 @@ class FileWork:
         half = len(scratch) // 2
         for piece in common.tiles(half // BY_NAME[tensor.source_dtype].itemsize):
             other = tile_view(scratch[:half], piece.shape, tensor.source_dtype)
-            self._read(row, part, chunk, piece, other, scratch[half:])
+            into = Interleaver(other, piece, tensor.source_dtype, scratch[half:])
+            self._read(row, part, chunk, piece, into)
+            into.flush()
             mine = sub_tile(tile, piece, common)
             if not np.array_equal(_bits(mine), _bits(other)):
                 path = self._path(row)

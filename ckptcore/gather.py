@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -38,6 +39,11 @@ class Placed(Protocol):
 
 
 Tile = TypeVar("Tile", npt.NDArray[Any], Placed)
+
+
+def unit_of(itemsize: int) -> Any:
+    """The dtype that elements of so many bytes move as."""
+    return _UNITS[itemsize]
 
 
 def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
@@ -123,27 +129,20 @@ def _run(inside: Box, shape: tuple[int, ...]) -> tuple[int, bool]:
 def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...],
              dtype: str, itemsize: int, tile: npt.NDArray[Any] | Placed, scratch: Bytes,
              seen: Seen | None) -> None:  # fmt: skip
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    count = 1
-    for n in shape:
-        count *= n
-    nbytes = span * itemsize
-    if nbytes <= len(scratch) and (span <= _OVERREAD * count or nbytes <= _SMALL):
-        begin = first = sum(o * s for o, s in zip(offset, strides, strict=True))
-        end = first + span
-        if seen is not None and payload.strides is None and shape:
-            # Whole rows, where the elements wanted are not few: such ranges add up to a checksum.
-            rows = _rows(offset, shape, strides)
-            if rows[1] - rows[0] <= min(_OVERREAD * count, len(scratch) // itemsize):
-                begin, end = rows
+    found = range_of(
+        offset, shape, strides, itemsize, len(scratch), seen is not None and payload.strides is None
+    )
+    if found is not None:
+        begin, end, first = found
         buffer = scratch[: (end - begin) * itemsize]
         at = payload.start + begin * itemsize
         payload.read_into(at, buffer.data)
         if seen is not None:
             seen(at, len(buffer), zlib.crc32(buffer.data))
-        wanted = buffer[(first - begin) * itemsize :][:nbytes]
+        wanted = buffer[(first - begin) * itemsize :][: _span(shape, strides) * itemsize]
         _assign(tile, wanted, shape, strides, dtype, payload.flags)
         return
+    span, count = _span(shape, strides), prod(shape)
     dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])
     # As many steps along that dim as the buffer takes, or one by one where gaps are wide.
     inner = span - (shape[dim] - 1) * strides[dim]
@@ -157,6 +156,29 @@ def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], 
         part_shape = (*shape[:dim], n, *shape[dim + 1 :])
         index = (slice(None),) * dim + (slice(at, at + n),)
         _descend(payload, part_offset, part_shape, strides, dtype, itemsize, tile[index], scratch, seen)
+
+
+def range_of(offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int,
+             room: int, rows: bool) -> tuple[int, int, int] | None:  # fmt: skip
+    """(begin, end, first): one read of the elements [begin, end) holds a box, whose first one is ``first``.
+
+    None where it would not fit ``room`` bytes, or read much more than the box. rows: whether whole rows of
+    a row-major chunk are preferred, where the elements wanted are not few: they add up to a checksum.
+    """
+    first = sum(o * s for o, s in zip(offset, strides, strict=True))
+    span, count = _span(shape, strides), prod(shape)
+    if span * itemsize > room or (span > _OVERREAD * count and span * itemsize > _SMALL):
+        return None
+    if rows and shape:
+        begin, end = _rows(offset, shape, strides)
+        if end - begin <= min(_OVERREAD * count, room // itemsize):
+            return begin, end, first
+    return first, first + span, first
+
+
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a box, both included."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
 def _rows(offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
