@@ -60,22 +60,23 @@ app = typer.Typer(
 )  # fmt: skip
 catalog_app.command("rebuild")(catalog_rebuild)
 app.add_typer(catalog_app, name="catalog")
-app.command("which")(catalog_which)
-app.command()(clitend.sweep)
-app.command()(clitend.scrub)
-app.command()(clitend.retire)
 
 
-@app.callback()
-def main(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
-) -> None:
-    """Sharded training checkpoints made whole: validated, consolidated and exported in bounded memory."""
-    if version:
+def _version(wanted: bool) -> None:
+    if wanted:
         from ckptcore import __version__
 
         print(f"ckptcore {__version__}")
         raise typer.Exit(0)
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")
+    ] = False,
+) -> None:
+    """Sharded training checkpoints made whole: validated, consolidated and exported in bounded memory."""
 
 
 @app.command()
@@ -252,6 +253,13 @@ def apply(
 def formats(output: As = Output.TEXT) -> None:
     """What can be read and written, and what is recognised and refused by name."""
     show.formats(as_json=output is Output.JSON)
+
+
+# Behind the verbs above, as the help shows them.
+app.command("which")(catalog_which)
+app.command()(clitend.sweep)
+app.command()(clitend.scrub)
+app.command()(clitend.retire)
 
 
 def run(argv: list[str]) -> int:

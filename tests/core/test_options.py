@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptcore
 from ckptcore.errors import error_classes
 
 WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --fingerprint --include
@@ -106,3 +107,11 @@ def test_a_saved_plan_is_carried_out_only_on_the_same_source(tmp_path: Path) -> 
     (tmp_path / "kept").replace(source)
     assert run("apply", str(plan), "--no-catalog").returncode == 0
     assert (out / "model.safetensors").exists()
+
+
+def test_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptcore", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["ckptcore", ckptcore.__version__]
+    assert not done.stderr

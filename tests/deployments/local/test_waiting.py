@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 from stack import Stack, eventually
+
+from tasks.begun import LOOKS
 
 pytestmark = [pytest.mark.xdist_group("stack")]
 
@@ -36,3 +39,26 @@ def test_wrong_names_hold_up_nobody(stack: Stack, checkpoint: Path) -> None:
     assert stack.running()["worker"]
     for place in wrong:
         stack.post(f"/flow_runs/{ids[place]}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
+
+
+@pytest.mark.soak
+def test_a_long_pause_is_no_death(stack: Stack, checkpoint: Path) -> None:
+    """Runs that give no sign of life for 90 s are crashed; one that is put off for longer gives none."""
+    stack.up()
+    late = checkpoint.with_name("step-9")
+    id = stack.start("arrived/arrived", {
+        "source": str(late), "destination": str(stack.exports / "long" / late.name),
+        "root": str(stack.root), "verb": "consolidate",
+    })  # fmt: skip
+    assert eventually(lambda: stack.run(id)["state"]["name"] == "AwaitingRetry"), stack.told(id)
+    stack.api.patch(f"/flow_runs/{id}/labels", json={LOOKS: 4}).raise_for_status()  # 120 s come next
+    assert eventually(lambda: stack.run(id)["labels"][LOOKS] == 5), stack.told(id)
+    shutil.copytree(checkpoint, late)
+    assert stack.ended(id, 240)["state_type"] == "COMPLETED", stack.told(id)
+    states = stack.get(f"/flow_run_states/?flow_run_id={id}")
+    names = sorted({state["name"] for state in states})
+    assert "Crashed" not in names, names
+    begun = sorted(
+        datetime.fromisoformat(state["timestamp"]) for state in states if state["name"] == "Running"
+    )
+    assert begun[-1] - begun[-2] > timedelta(seconds=100), begun
