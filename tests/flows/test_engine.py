@@ -237,16 +237,55 @@ def test_a_large_file_is_written_in_parts_by_several_workers(
     assert sum(name.startswith("write dask.pt, part ") for name in observe.tasks(run)) > 1
 
 
-def test_ray_writes_the_same_files(
-    prefect_api: str, source: Path, catalog: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def ray_here(prefect_api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a Ray cluster of our own needs."""
     pytest.importorskip("prefect_ray", reason="the ray extra is not installed")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("PREFECT_API_URL", prefect_api)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_ray_writes_the_same_files(source: Path, catalog: str, tmp_path: Path) -> None:
     common: dict[str, Any] = {"catalog": catalog, **observe.ONE_FILE_EACH}
     convert(str(source), str(tmp_path / "threads"), **common)
     convert(str(source), str(tmp_path / "ray"), engine="ray", **common)
+    assert observe.contents(tmp_path / "ray") == observe.contents(tmp_path / "threads")
+
+
+def ray_tasks() -> list[int]:
+    """The worker processes of Ray that have a task: Ray names them by what they do."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (entry / "cmdline").read_bytes()
+        except OSError:  # it has ended
+            continue
+        if title.startswith(b"ray::") and not title.startswith(b"ray::IDLE"):
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_ray_writes_the_same_files_also_when_a_worker_is_killed(
+    source: Path, catalog: str, tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {"catalog": catalog, **observe.ONE_FILE_EACH}
+    convert(str(source), str(tmp_path / "threads"), **common)
+    receipts = tmp_path / ".ray.ckptcore" / "receipts"
+    killed: list[int] = []
+
+    def kill() -> None:
+        until(lambda: receipts.is_dir() and any(receipts.iterdir()), "a file")
+        killed.append(until(ray_tasks, "a task")[0])
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    convert(str(source), str(tmp_path / "ray"), engine="ray", **common)
+    killer.join()
+    assert killed
     assert observe.contents(tmp_path / "ray") == observe.contents(tmp_path / "threads")
 
 
