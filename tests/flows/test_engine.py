@@ -262,7 +262,7 @@ def ray_tasks() -> list[int]:
             title = (entry / "cmdline").read_bytes()
         except OSError:  # it has ended
             continue
-        if title.startswith(b"ray::") and not title.startswith(b"ray::IDLE"):
+        if re.match(rb"ray::(?!IDLE|\w*Agent)", title):  # agents serve the machine, they do no work
             found.append(int(entry.name))
     return found
 
