@@ -1,32 +1,19 @@
-"""CRC-32 of a whole from the CRC-32s of its parts, in any order of arrival.
+"""CRC-32: of bytes, and of a whole from those of its parts, in any order of arrival.
 
-Joining two CRCs multiplies by a power of x in GF(2)[x] modulo the CRC polynomial, as zlib's
-``crc32_combine`` does (crc32.c, `multmodp`, `x2nmodp`); Python's zlib module does not offer it.
+ISA-L's, by vectors (https://github.com/intel/isa-l, crc/crc32_gzip_refl_by16_10.asm): what zlib takes for it
+is as long as reading and writing the bytes, and more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
-_POLY = 0xEDB88320  # reflected, as in zlib
+from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32_combine as combine
+
+__all__ = ["Pieces", "Runs", "combine", "crc32"]
+
 _MAX_PIECES = 8192
-
-
-def combine(first: int, second: int, second_length: int) -> int:
-    """CRC-32 of A + B from those of A and of B, and B's length in bytes.
-
-    >>> import zlib
-    >>> combine(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
-    True
-    """
-    if not first:
-        return second
-    moved = _moved(second_length)
-    for digit in moved:
-        second ^= digit[first & 15]
-        first >>= 4
-    return second
 
 
 class Pieces:
@@ -94,44 +81,3 @@ class Runs:
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """(first byte, length, CRC-32) of every run, in order."""
         return ((start, *self._starts[start]) for start in sorted(self._starts))
-
-
-def _multiply(a: int, b: int) -> int:
-    product, bit = 0, 1 << 31
-    while True:
-        if a & bit:
-            product ^= b
-            if not a & (bit - 1):
-                return product
-        bit >>= 1
-        if not bit:
-            return product
-        b = (b >> 1) ^ _POLY if b & 1 else b >> 1
-
-
-@lru_cache(maxsize=1024)
-def _moved(nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """By hexadecimal digit of a CRC, lowest first: what each value of it comes to behind so many bytes."""
-    bits, value = [0] * 32, _shift(nbytes)
-    for n in reversed(range(32)):  # reflected: the highest bit is x ** 0
-        bits[n] = value
-        value = (value >> 1) ^ _POLY if value & 1 else value >> 1
-    found = []
-    for n in range(0, 32, 4):
-        digit = [0]
-        for bit in bits[n : n + 4]:
-            digit += [bit ^ other for other in digit]
-        found.append(tuple(digit))
-    return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def _shift(nbytes: int) -> int:
-    """x ** (8 * nbytes) modulo the polynomial."""
-    power, result, n = 0x00800000, 1 << 31, nbytes  # x ** 8, one
-    while n:
-        if n & 1:
-            result = _multiply(power, result)
-        power = _multiply(power, power)
-        n >>= 1
-    return result

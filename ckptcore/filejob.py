@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,7 @@ from blake3 import blake3
 
 from ckptcore.box import Box, flat_start, is_run
 from ckptcore.casting import cast_into, derive_into
-from ckptcore.crc import Runs
+from ckptcore.crc import Runs, crc32
 from ckptcore.derive import FUNCTIONS
 from ckptcore.device import Lane, sum_held
 from ckptcore.dtype import BY_NAME
@@ -197,7 +196,7 @@ class FileWork:
         if self._sums is not None and not summed:
             self._sum(part, cast if changes else target, scratch, lane)
         if self._patched:
-            crc = zlib.crc32(target.data)
+            crc = crc32(target.data)
             with self._lock:
                 self._slots.setdefault(part.tensor, Runs()).add(part.offset, part.nbytes, crc)
 

@@ -8,7 +8,6 @@ run needs no buffer at all: it is read straight into the tile.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, Protocol, TypeVar
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.box import Box
+from ckptcore.crc import crc32
 from ckptcore.dtype import BY_NAME
 from ckptcore.manifest import CONJ, NEG, SWAPPED, Ints, row_major
 from ckptcore.resolve import Payload
@@ -109,7 +109,7 @@ def gather(payload: Payload, chunk: Box, want: Box, dtype: str, tile: npt.NDArra
             at = payload.start + start * itemsize
             payload.read_into(at, target)
             if seen is not None:
-                seen(at, len(target), zlib.crc32(target))
+                seen(at, len(target), crc32(target))
             return
     _descend(payload, inside.offset, inside.shape, strides, dtype, itemsize, tile, scratch, seen)
 
@@ -138,7 +138,7 @@ def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], 
         at = payload.start + begin * itemsize
         payload.read_into(at, buffer.data)
         if seen is not None:
-            seen(at, len(buffer), zlib.crc32(buffer.data))
+            seen(at, len(buffer), crc32(buffer.data))
         wanted = buffer[(first - begin) * itemsize :][: _span(shape, strides) * itemsize]
         _assign(tile, wanted, shape, strides, dtype, payload.flags)
         return

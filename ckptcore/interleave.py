@@ -7,7 +7,6 @@ row by row of the tile: five times as fast for runs of 64 bytes. All else goes t
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.box import Box
+from ckptcore.crc import crc32
 from ckptcore.dtype import BY_NAME
 from ckptcore.gather import Bytes, Placed, Seen, gather, range_of, sub_tile, unit_of
 from ckptcore.manifest import row_major
@@ -73,7 +73,7 @@ class Interleaver:
         at = payload.start + begin * self._itemsize
         payload.read_into(at, slot.data)
         if seen is not None:
-            seen(at, like.nbytes, zlib.crc32(slot.data))
+            seen(at, like.nbytes, crc32(slot.data))
         self._count += 1
 
     def flush(self) -> None:

@@ -8,11 +8,10 @@ whether damage is seen must not depend on how something was read.
 from __future__ import annotations
 
 import threading
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckptcore.crc import Pieces
+from ckptcore.crc import Pieces, crc32
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.gather import Seen
 from ckptcore.manifest import Item, View
@@ -122,7 +121,7 @@ class Records:
             for at in range(0, payload.record_length, _BLOCK):
                 view = memoryview(block)[: min(_BLOCK, payload.record_length - at)]
                 payload.read_into(payload.record_start + at, view)
-                crc = zlib.crc32(view, crc)
+                crc = crc32(view, crc)
             self._require(crc, payload, place)
         finally:
             payload.close()

@@ -6,7 +6,6 @@ Reads every item once, in blocks, on a few threads. Memory: three blocks a worke
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from ckptcore.box import Box
 from ckptcore.cover import replicas
+from ckptcore.crc import crc32
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import CkptError, DamagedCheckpoint, Finding, SourceUnreadable, UnsafeContent, finding
 from ckptcore.gather import Bytes, gather, tile_view
@@ -150,7 +150,7 @@ class _State:
             count = min(_BLOCK, payload.record_length - at)
             block, _ = self._buffers(count)
             payload.read_into(payload.record_start + at, block)
-            crc = zlib.crc32(block, crc) if payload.crc32 is not None else 0
+            crc = crc32(block, crc) if payload.crc32 is not None else 0
             self._advance(count)
         if payload.crc32 is not None and crc != payload.crc32:
             return [finding("crc-mismatch", "bytes", f"{name}: bytes in {path} have CRC-32 {crc:08x}, "

@@ -9,7 +9,6 @@ torch_dist an object is stored as a list with it alone inside.
 from __future__ import annotations
 
 import re
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from math import prod
 from typing import Any
 
 from ckptcore.builder import Builder
+from ckptcore.crc import crc32
 from ckptcore.errors import ChecksumMismatch, Finding, MalformedCheckpoint, finding
 from ckptcore.formats._dcpobjects import ObjectRules, adopt, kept
 from ckptcore.formats._megatrontables import read_megatron
@@ -203,6 +203,6 @@ def _bytes_of(view: StoredView, objects: Objects, read: Reader, what: str) -> by
     if place.strides is not None or len(view.shape) != 1 or length > _MAX_BYTES:
         raise MalformedCheckpoint(f"{what}: {count} bytes of extra state in a layout that nothing writes")
     raw = read(start, length)
-    if crc is not None and zlib.crc32(raw) != crc:
-        raise ChecksumMismatch(f"{what} has CRC-32 {zlib.crc32(raw):08x}, {crc:08x} is stored")
+    if crc is not None and crc32(raw) != crc:
+        raise ChecksumMismatch(f"{what} has CRC-32 {crc32(raw):08x}, {crc:08x} is stored")
     return raw[place.start : place.start + count]

@@ -7,9 +7,9 @@ of them; comparing a few ranges proves the same as parsing them again, in a tent
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
+from ckptcore.crc import crc32
 from ckptcore.errors import ChecksumMismatch
 from ckptcore.formats._torchzip import Parsed, Resolved, Window, parse_tensor
 
@@ -48,7 +48,7 @@ def _filled(template: _Template, window: Window, what: str) -> Resolved:
     if template.resolved.crc32 is None:
         return template.resolved
     if template.id_length:
-        crc = zlib.crc32(window.read(template.id_at, template.id_length))
+        crc = crc32(window.read(template.id_at, template.id_length))
         if crc != int.from_bytes(window.read(template.id_crc_at, 4), "little"):
             raise ChecksumMismatch(f"{what}: the serialization id does not match its CRC-32")
     known, crc = template.resolved, int.from_bytes(window.read(template.crc_at, 4), "little")

@@ -8,8 +8,8 @@ that ``mmap=True`` works. What data.pkl holds is `Pickled`'s.
 from __future__ import annotations
 
 import struct
-import zlib
 
+from ckptcore.crc import crc32
 from ckptcore.formats._picklewrite import Pickled
 
 __all__ = ["ALIGN", "Pickled", "central_entry", "descriptor", "end_records", "local_header", "small_record"]
@@ -64,6 +64,6 @@ def end_records(count: int, at: int, size: int) -> bytes:
 
 def small_record(name: str, at: int, data: bytes) -> tuple[bytes, bytes]:
     """(header + payload + descriptor, directory row) of a record whose bytes are known."""
-    crc = zlib.crc32(data)
+    crc = crc32(data)
     whole = local_header(name, at) + data + descriptor(crc, len(data))
     return whole, central_entry(name, at, crc, len(data))

@@ -13,11 +13,11 @@ every count and offset before use.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptcore.crc import crc32
 from ckptcore.dtype import BY_NAME, BY_STORAGE
 from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnsafeContent
 from ckptcore.formats import _bounds
@@ -180,9 +180,9 @@ def read_record(window: Window, entry: ZipRecord, checked: bool, what: str) -> b
     if entry.length > _MAX_PICKLE:
         raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} has {entry.length} bytes")
     raw = window.read(payload_start(window, entry, what), entry.length)
-    if checked and zlib.crc32(raw) != entry.crc32:
+    if checked and crc32(raw) != entry.crc32:
         raise ChecksumMismatch(
-            f"{what}: record {entry.name!r} has CRC-32 {zlib.crc32(raw):08x}, {entry.crc32:08x} is stored",
+            f"{what}: record {entry.name!r} has CRC-32 {crc32(raw):08x}, {entry.crc32:08x} is stored",
             hint="copy the file again from where it was written",
         )
     return raw
