@@ -22,11 +22,11 @@ ONE_FILE_EACH = {"max_file_size": "16KiB", "batch": "1KiB", "workers": 1}
 
 
 @contextmanager
-def worker(stack: Stack, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def worker(stack: Stack, log: Path, name: str = "other") -> Iterator[subprocess.Popen[bytes]]:
     """A worker beside that of the stack, as systemd and Kubernetes start it."""
     keep = {"PREFECT_HOME": str(stack.folder / "prefect"), "PREFECT_SERVER_EPHEMERAL_ENABLED": "false"}
     env = os.environ | stack.env | keep | {"PREFECT_WORKER_QUERY_SECONDS": "1"}
-    command = [sys.executable, "-m", "deployments.worker", "--pool", "ckptcore", "--name", "other",
+    command = [sys.executable, "-m", "deployments.worker", "--pool", "ckptcore", "--name", name,
                "--limit", "1"]  # fmt: skip
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
@@ -84,9 +84,12 @@ def test_a_worker_lets_go_of_its_run(stack: Stack, checkpoint: Path, tmp_path: P
 
 def test_others_keep_their_runs(stack: Stack, tmp_path: Path) -> None:
     stack.up()
-    with worker(stack, tmp_path / "log") as process:
+    # A name that no test before has made known to the server: it tells that this one has begun.
+    with worker(stack, tmp_path / "log", "neighbour") as process:
         assert eventually(
-            lambda: any(w["name"] == "other" for w in stack.post("/work_pools/ckptcore/workers/filter", {}))
+            lambda: any(
+                w["name"] == "neighbour" for w in stack.post("/work_pools/ckptcore/workers/filter", {})
+            )
         ), (tmp_path / "log").read_text()
         # Taken by another worker, as its label says; this one's end is no business of it.
         deployment = stack.get("/deployments/name/scrub/scrub")["id"]
