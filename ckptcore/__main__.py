@@ -34,10 +34,7 @@ def entry() -> NoReturn:
     """Runs one command as a process of its own."""
     gc.set_threshold(_GARBAGE, 10, 10)
     code = main()
-    try:
-        atexit._run_exitfuncs()
-    except Exception as error:  # what a library wanted to do in the end; the command is done
-        print(f"while ending: {type(error).__name__}: {error}", file=sys.stderr)
+    atexit._run_exitfuncs()  # what fails there is told, and goes no further
     try:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,7 +1,7 @@
 """CRC-32: of bytes, and of a whole from those of its parts, in any order of arrival.
 
-ISA-L's, by vectors (https://github.com/intel/isa-l, crc/crc32_gzip_refl_by16_10.asm): what zlib takes for it
-is as long as reading and writing the bytes, and more.
+ISA-L's, by vectors (https://github.com/intel/isa-l, crc/crc32_gzip_refl_by16_10.asm): zlib's takes six times
+as long and more, which was half of what moving the bytes takes.
 """
 
 from __future__ import annotations

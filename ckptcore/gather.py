@@ -26,7 +26,7 @@ Seen = Callable[[int, int, int], None]  # (first byte, length, CRC-32) of every 
 _OVERREAD = 4
 _SMALL = 4096  # bytes: one read of a page costs no less than one of an element
 # Element-wide integers: copies move bits, whatever they mean.
-_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 class Placed(Protocol):
@@ -41,14 +41,9 @@ class Placed(Protocol):
 Tile = TypeVar("Tile", npt.NDArray[Any], Placed)
 
 
-def unit_of(itemsize: int) -> Any:
-    """The dtype that elements of so many bytes move as."""
-    return _UNITS[itemsize]
-
-
 def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     """A row-major tile of ``shape`` over the buffer's first bytes, as integers of the same width."""
-    unit = _UNITS[BY_NAME[dtype].itemsize]
+    unit = UNITS[BY_NAME[dtype].itemsize]
     count = int(np.prod(shape, dtype=np.int64))
     return buffer[: count * np.dtype(unit).itemsize].view(unit).reshape(shape)
 
@@ -193,11 +188,11 @@ def _assign(tile: npt.NDArray[Any] | Placed, buffer: Bytes, shape: tuple[int, ..
     itemsize = BY_NAME[dtype].itemsize
     if flags & SWAPPED:
         part = itemsize // 2 if BY_NAME[dtype].kind == "c" else itemsize
-        buffer.view(_UNITS[part]).byteswap(inplace=True)
+        buffer.view(UNITS[part]).byteswap(inplace=True)
     if not isinstance(tile, np.ndarray):
         tile.place(buffer, shape, strides, dtype, flags)
         return
-    unit = _UNITS[itemsize]
+    unit = UNITS[itemsize]
     source: npt.NDArray[Any] = np.ndarray(
         shape, unit, buffer=buffer.data, strides=tuple(s * itemsize for s in strides)
     )

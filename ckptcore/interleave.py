@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ckptcore.box import Box
 from ckptcore.crc import crc32
 from ckptcore.dtype import BY_NAME
-from ckptcore.gather import Bytes, Placed, Seen, gather, range_of, sub_tile, unit_of
+from ckptcore.gather import UNITS, Bytes, Placed, Seen, gather, range_of, sub_tile
 from ckptcore.manifest import row_major
 from ckptcore.resolve import Payload
 
@@ -84,7 +84,7 @@ class Interleaver:
         self._like, self._count = None, 0
         shape, d = like.shape, self._dim if count > 1 else 0
         source: npt.NDArray[Any] = np.ndarray(
-            (count, *shape), unit_of(self._itemsize), self._scratch.data, like.lead * self._itemsize,
+            (count, *shape), UNITS[self._itemsize], self._scratch.data, like.lead * self._itemsize,
             (_pitch(like), *(s * self._itemsize for s in like.strides)),
         )  # fmt: skip
         whole = Box(self._first.offset, (*shape[:d], count * shape[d], *shape[d + 1 :]))
