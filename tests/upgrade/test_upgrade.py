@@ -1,0 +1,184 @@
+"""What an older version left goes on under this one, or ends with what to do."""
+
+from __future__ import annotations
+
+import importlib
+import inspect as python
+import json
+import shutil
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from ckptcore.catalog import claims, inbox, open_catalog, outbox, sightings, upgrade
+from ckptcore.catalog.database import HEAD
+from ckptcore.cli import run
+from ckptcore.convert import convert, execute
+from ckptcore.request import Request, Settings
+from deployments.receiver.orders import order_of
+from deployments.receiver.settings import load
+from flows.arrived import arrived
+
+SECRETS = ("TRAINER_SECRET", "SLURM_TOKEN", "SLURM_TOKEN_OLD", "EVENTS_TOKEN", "MLFLOW_SECRET",
+           "WANDB_SECRET", "DET_WEBHOOKS_SIGNING_KEY", "GITHUB_SECRET", "EVENTBRIDGE_KEY",
+           "EVALUATION_SECRET")  # fmt: skip
+WHSEC = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def answer(capsys, *words):
+    code = run([*map(str, words), "--output", "json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_catalog_asks_to_be_upgraded_and_then_answers(old, old_revision, either, capsys):
+    if HEAD not in old_revision:
+        code, refused = answer(capsys, "catalog", "list")
+        assert (code, refused["error"]["code"]) == (16, "catalog")
+        assert "ckptcore catalog upgrade" in refused["error"]["hint"]
+    upgrade(either)
+    code, listed = answer(capsys, "catalog", "list")
+    assert code == 0
+    uris = {row["uri"] for row in listed}
+    assert {str(old / "out-1"), str(old / "exports" / "kept" / "step-8")} <= uris
+    code, shown = answer(capsys, "catalog", "show", "best")
+    assert code == 0
+    assert shown["checkpoint"]["uri"] == str(old / "out-1")
+    assert {f["path"]: f["digest"] for f in shown["files"]}["model.safetensors"]
+
+
+def test_queues_claims_and_sightings_are_what_they_were(old, either):
+    upgrade(either)
+    with open_catalog(either) as catalog:
+        with catalog.reading() as conn:
+            assert inbox.depth(conn) == {"waiting": 1, "taken": 1, "done": 0, "failed": 1}
+            assert outbox.depth(conn)["waiting"] == 1
+            seen = sightings.below(conn, str(old / "kept"))
+        assert {uri.rsplit("/", 1)[1]: row.state for uri, row in seen.items()} == {
+            "step-8": "whole",
+            "step-9": "broken",
+        }
+        with catalog.queueing() as conn:  # the lease of the one that was at work ends
+            due = datetime.now(UTC) + timedelta(days=1)
+            assert len(inbox.take(conn, due, limit=9)) == 2
+            assert inbox.again(conn, due, None)
+
+
+def test_a_sweep_does_not_open_again_what_the_older_version_saw(old, capsys, monkeypatch):
+    upgrade(f"sqlite:///{old}/catalog.sqlite")
+    monkeypatch.setattr("ckptcore.settling.inspect", lambda *_a, **_k: pytest.fail("it was opened again"))
+    code, swept = answer(capsys, "sweep", "kept", "--settle", "0s")
+    assert code in (0, 1)
+    assert {Path(i["source"]).name: i["standing"] for i in swept["items"]} == {
+        "step-8": "converted",
+        "step-9": "broken",
+    }
+
+
+def test_claims_are_kept(old, capsys):
+    upgrade(f"sqlite:///{old}/catalog.sqlite")
+    source, made = old / "runs" / "llama" / "step-1", old / "out-1"
+    code, found = answer(capsys, "consolidate", source, made, "--wait", "1s")
+    assert (code, found) == (0, {"destination": str(made), "already": True})
+    source, held = old / "runs" / "llama" / "step-4", old / "out-4"
+    code, found = answer(capsys, "consolidate", source, held, "--wait", "1s")
+    assert (code, found["error"]["code"]) == (17, "busy")
+    with open_catalog() as catalog, catalog.writing() as conn:
+        conn.exec_driver_sql("UPDATE claims SET due_at='2020-01-01 00:00:00.000000' WHERE state='taken'")
+        assert claims.of_destination(conn, str(held))
+    assert answer(capsys, "consolidate", source, held, "--wait", "1s")[0] == 0
+
+
+def test_a_half_done_conversion_goes_on(old):
+    request = Request(str(old / "runs" / "llama" / "step-2"), str(old / "out-2"), max_file_size=5000)
+    staged = old / ".out-2.ckptcore" / "files" / "model-00001-of-00003.safetensors"
+    inode = staged.stat().st_ino
+    result = convert(request, catalog_url=False)
+    assert [r.reused for r in result.files] == [True, False, False, False]
+    assert (old / "out-2" / staged.name).stat().st_ino == inode
+    fresh = Request(request.source, str(old / "fresh"), max_file_size=5000)
+    convert(fresh, catalog_url=False)
+    assert bytes_of(old / "out-2") == bytes_of(old / "fresh")
+    assert not staged.parents[1].exists()
+
+
+def test_workers_of_the_new_version_take_files_of_the_old_plan(old):
+    receipts = execute(str(old / ".out-2.ckptcore" / "plan"), [0, 1], Settings(workers=1))
+    assert [r.reused for r in receipts] == [True, False]
+
+
+def test_what_was_published_is_not_made_again(old):
+    request = Request(str(old / "runs" / "llama" / "step-2"), str(old / "out-5"))
+    before = (old / "out-5" / "model.safetensors").stat()
+    convert(request, catalog_url=False)
+    after = (old / "out-5" / "model.safetensors").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert not (old / ".out-5.ckptcore").exists()
+
+
+def test_a_saved_plan_is_carried_out(old, capsys):
+    upgrade(f"sqlite:///{old}/catalog.sqlite")
+    code, made = answer(capsys, "apply", old / "saved")
+    assert (code, made["destination"]) == (0, str(old / "out-3"))
+
+
+def test_a_saved_plan_of_another_source_is_refused(old, capsys):
+    shutil.copy(old / "runs/llama/step-1/__0_0.distcp", old / "runs/llama/step-3/__0_0.distcp")
+    code, refused = answer(capsys, "apply", old / "saved")
+    assert (code, refused["error"]["code"]) == (11, "source-changed")
+
+
+def test_scrub_proves_what_was_published(old, capsys):
+    upgrade(f"sqlite:///{old}/catalog.sqlite")
+    shutil.rmtree(old / "kept" / "step-9")
+    code, found = answer(capsys, "scrub", "--share", "1")
+    proofs = {Path(c["uri"]).name: c["proof"] for c in found["checkpoints"]}
+    assert proofs["out-1"] == "proven"
+    weights = old / "out-1" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    code, found = answer(capsys, "scrub", "--share", "1")
+    assert code == 1
+    assert {Path(c["uri"]).name: c["proof"] for c in found["checkpoints"]}["out-1"] == "damaged"
+
+
+def test_open_events_become_runs_that_the_flow_accepts(old):
+    url = f"sqlite:///{old}/catalog.sqlite"
+    upgrade(url)
+    config = old / "receiver.toml"
+    text = config.read_text().replace('roots = ["/checkpoints", "s3://team/checkpoints"]',
+                                      f'roots = ["{old}/runs"]')  # fmt: skip
+    config.write_text(text)
+    _, senders = load(config, dict.fromkeys(SECRETS, WHSEC))
+    with open_catalog(url) as catalog, catalog.reading() as conn:
+        events = [e for e in inbox.listed(conn) if e.state in ("waiting", "taken")]
+    assert len(events) == 2
+    for event in events:
+        order = order_of(senders[event.source], event.uri, event.run, event.step)
+        assert order.deployment == "arrived/arrived"
+        assert arrived.validate_parameters(dict(order.parameters))
+
+
+def test_deployments_of_the_older_version_start_flows_of_this_one(old):
+    made = yaml.safe_load((old / "prefect.yaml").read_text())["deployments"]
+    assert len(made) >= 8
+    for one in made:
+        module, _, name = one["entrypoint"].rpartition(".")
+        flow = getattr(importlib.import_module(module), name)
+        known = python.signature(flow.fn).parameters
+        given = set(one.get("parameters") or {})
+        for trigger in one.get("triggers") or ():
+            given |= set(trigger.get("parameters") or {})
+        for schedule in one.get("schedules") or ():
+            given |= set(schedule.get("parameters") or {})
+        assert given <= set(known), f"{one['name']}: {given - set(known)}"
+        for key, value in (one.get("parameters") or {}).items():
+            TypeAdapter(known[key].annotation if not isinstance(known[key].annotation, str) else object
+                        ).validate_python(value)  # fmt: skip
