@@ -222,15 +222,13 @@ def plan(
     from ckptcore.compose import compose
     from ckptcore.convert import inspect as read
     from ckptcore.convert import peak_memory
+    from ckptcore.destination import refuse_existing
     from ckptcore.planfile import plan_into
-    from ckptcore.staging import refuse_existing
 
     verb = verb or ("reshard" if given["mesh"] else "consolidate")
     request = _request(verb, src, dst, to, given)
     settings = _settings(given)
-    refuse_existing(
-        request.destination, request.source, overwrite=request.overwrite, single=request.single is not None
-    )
+    refuse_existing(request)
     manifest = read(src, request.recover, request.keep_quantized)
     saved = given["save"] is not None
     composed = plan_into(given["save"], request, manifest) if saved else compose(request, manifest)
@@ -321,6 +319,7 @@ def _request(verb: str, src: str, dst: str | None, to: str, given: dict[str, Any
         given.get("mesh") or "",
         _text_of(given.get("sharding")),
         given.get("serialization", "torch_save"),
+        given["overwrite_foreign"],
     )
 
 

@@ -19,15 +19,17 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from ckptcore.accounting import require_accounted
 from ckptcore.casting import torch_on
 from ckptcore.check import LEVELS, Report, check
-from ckptcore.compose import Composed, compose
+from ckptcore.compose import compose
+from ckptcore.destination import refuse_existing, require_place
 from ckptcore.errors import (
     CkptError,
     DiskFull,
     Finding,
     Interrupted,
-    MalformedCheckpoint,
+    StagingForeign,
 )
 from ckptcore.execute import execute_files, tile_bytes
 from ckptcore.finishing import (
@@ -43,15 +45,16 @@ from ckptcore.frame import canonical_json
 from ckptcore.joining import join_parts
 from ckptcore.manifest import Manifest
 from ckptcore.parts import Part, cut
-from ckptcore.plan import Plan, PlannedFile, load_file_plan, load_head, save_plan
+from ckptcore.plan import Plan, PlannedFile, load_file_plan, load_head
+from ckptcore.publications import DONE, Replaced, note_replaced, noted
+from ckptcore.publishing import conclude
 from ckptcore.receipts import Receipt, read_receipt
 from ckptcore.register import Registration, fail, start, succeed
 from ckptcore.request import Request, Settings
-from ckptcore.staging import PUBLISHING, Staging, refuse_existing
+from ckptcore.stagedplan import renew, restore, save, saved_digest, stamps_of
+from ckptcore.staging import Staging
 from ckptcore.stamps import load as load_stamps
 from ckptcore.stamps import require_same
-from ckptcore.stamps import save as save_stamps
-from ckptcore.stamps import take as take_stamps
 from ckptcore.store import open_store
 
 __all__ = [
@@ -112,17 +115,20 @@ def validate(manifest: Manifest, level: str = "cover", *, workers: int = 2,
         return check(manifest, store, level, workers=workers, progress=progress)
 
 
-def prepare(request: Request, settings: Settings | None = None, manifest: Manifest | None = None) -> Prepared:
+def prepare(request: Request, settings: Settings | None = None, manifest: Manifest | None = None,
+            catalog_url: str | bool | None = False) -> Prepared:  # fmt: skip
     """Checks the source, plans, and saves the plan beside the destination.
 
-    The same request over the same source gives the same plan, and keeps what an earlier run has
+    catalog_url: whose rows account for files of a destination that is replaced; None for the default, False
+    for none. The same request over the same source gives the same plan, and keeps what an earlier run has
     written. Raises `DestinationExists`, `DamagedCheckpoint`, `Busy`, `DiskFull`, ....
     """
     settings = settings or Settings()
     _require_means(settings, request)
+    require_place(request.destination, request.source, config=request.config)
     staging = Staging(request.destination)
-    with staging.lock():
-        return _prepare(request, settings, manifest, staging)
+    with staging.lock(make=True):
+        return _prepare(request, settings, manifest, staging, catalog_url)
 
 
 def execute(plan_uri: str, indices: Sequence[int] | None = None, settings: Settings | None = None,
@@ -182,7 +188,9 @@ def finish(plan_uri: str, settings: Settings | None = None, progress: Progress |
 
 def settle(plan_uri: str) -> None:
     """Removes the staging folder of a published plan."""
-    Staging.of_plan(plan_uri).remove()
+    staging = Staging.of_plan(plan_uri)
+    conclude(staging)
+    staging.remove()
 
 
 def tidy(destination: str) -> None:
@@ -192,9 +200,15 @@ def tidy(destination: str) -> None:
     """
     staging = Staging(destination)
     staging.sweep_gone()
-    if published_plan(staging) or publishing_plan(staging):
-        with staging.lock():
-            staging.remove()
+    try:
+        if published_plan(staging) or publishing_plan(staging):
+            with staging.lock():
+                conclude(staging)
+                staging.remove()
+    except (
+        StagingForeign
+    ) as error:  # what is published needs nothing of it: it is left to whoever put it there
+        _log.warning("%s", error.message)
 
 
 def convert(request: Request, settings: Settings | None = None, progress: Progress | None = None,
@@ -210,14 +224,15 @@ def convert(request: Request, settings: Settings | None = None, progress: Progre
     manifest: Manifest | None = None
     try:
         _require_means(settings, request)
+        require_place(request.destination, request.source, config=request.config)
         began = time.perf_counter()
         manifest = inspect(request.source, request.recover, request.keep_quantized)
         inspected = time.perf_counter() - began
         tell("inspect", manifest.nbytes, manifest.nbytes)
         tell("validate", 0, manifest.nbytes)
         staging = Staging(request.destination)
-        with staging.lock():
-            prepared = _prepare(request, settings, manifest, staging)
+        with staging.lock(make=True):
+            prepared = _prepare(request, settings, manifest, staging, catalog_url)
             tell("validate", manifest.nbytes, manifest.nbytes)
             tell("plan", prepared.bytes_out, prepared.bytes_out)
             began = time.perf_counter()
@@ -250,12 +265,16 @@ def register(
     return replace(result, conversion=registration.id)
 
 
-def _prepare(request: Request, settings: Settings, manifest: Manifest | None, staging: Staging) -> Prepared:
+def _prepare(request: Request, settings: Settings, manifest: Manifest | None, staging: Staging,
+             catalog_url: str | bool | None) -> Prepared:  # fmt: skip
     staging.sweep_gone()
+    conclude(staging)
+    begun = noted(staging)
     published = published_plan(staging) or publishing_plan(staging)
+    staging.require_ours(published=published is not None)
     if published is None:
         try:
-            _refuse_existing(request)
+            refuse_existing(request)
         except CkptError:
             _remove_if_unused(staging)
             raise
@@ -266,15 +285,26 @@ def _prepare(request: Request, settings: Settings, manifest: Manifest | None, st
         if plan.derived and settings.device != "cpu":
             torch_on(settings.device)
         if published is not None and published != plan.digest:
-            _refuse_existing(request)
-        stamps = _stamps(manifest)
-        same = _saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
-        if not (request.resume and same):
+            refuse_existing(request)
+        stamps = stamps_of(manifest)
+        same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
+        ours = begun if begun is not None and published == plan.digest else None
+        staging.sweep_parts()
+        if ours is not None and ours.step == DONE:
+            restore(staging, composed, stamps, ours, same=same)
+        elif not (request.resume and same):
             staging.clear()
-            _save(staging, composed, stamps)
+            save(staging, composed, stamps)
+            ours = None
+        elif published_plan(staging) is None:
+            renew(staging, composed, stamps)
+        if ours is None or not ours.step:  # the second: an earlier version recorded no lists
+            replaced = Replaced()
+            if request.replaces:
+                replaced = require_accounted(request, composed.extra, catalog_url, begun)
+            note_replaced(staging, replaced)
         # Every time: an equal plan may come with another word on --overwrite.
         staging.root.put(REQUEST, canonical_json(request.as_dict()))
-        staging.sweep_parts()
         _require_room(staging, plan)
     except CkptError:
         _remove_if_unused(staging)
@@ -298,12 +328,6 @@ def _require_means(settings: Settings, request: Request) -> None:
         torch_on(settings.device)
 
 
-def _refuse_existing(request: Request) -> None:
-    refuse_existing(
-        request.destination, request.source, overwrite=request.overwrite, single=request.single is not None
-    )
-
-
 def peak_memory(plan: Plan, settings: Settings) -> int:
     """Expected peak, bytes: the process and its buffers, whatever the checkpoint's size."""
     largest = max((f.nbytes for f in plan.files), default=0)
@@ -313,18 +337,6 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
         4 * settings.threads * max(largest, 1),
     )
     return _BASE_MEMORY[bool(plan.cast or plan.derived)] + buffers
-
-
-def _stamps(manifest: Manifest) -> dict[str, str | None]:
-    with closing(open_store(manifest.root)) as source:
-        return take_stamps(manifest, source)
-
-
-def _save(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -> None:
-    save_stamps(staging.plan, stamps)
-    for path, data in composed.extra.items():
-        staging.files.put(path, data)
-    save_plan(staging.plan, composed.plan, composed.files)
 
 
 def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings,
@@ -346,15 +358,6 @@ def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings
         )  # fmt: skip
 
 
-def _saved_digest(staging: Staging) -> str | None:
-    if staging.plan.size("head.json") is None:
-        return None
-    try:
-        return load_head(staging.plan).digest
-    except MalformedCheckpoint:  # cut off by a crash: planned again
-        return None
-
-
 def _require_room(staging: Staging, plan: Plan) -> None:
     free = staging.root.free_bytes()
     have = 0
@@ -370,9 +373,5 @@ def _require_room(staging: Staging, plan: Plan) -> None:
 
 def _remove_if_unused(staging: Staging) -> None:
     """Takes away a staging folder that holds no finished file."""
-    root = staging.root.local
-    if root is None or not root.is_dir() or staging.root.size(PUBLISHING) is not None:
-        return
-    receipts = root / "receipts"
-    if not receipts.is_dir() or not any(receipts.iterdir()):
+    if staging.is_unused():
         staging.remove()

@@ -214,6 +214,13 @@ class OutputMismatch(CkptError):
     default_hint = "run again with --no-resume; if it happens again it is a defect, please report it"
 
 
+class StagingForeign(CkptError):
+    """A staging folder, or what lies in it, is another user's, or is nothing that ckptcore puts there."""
+
+    code, exit_code = "staging-foreign", 25
+    default_hint = "it was left as it is: find out who put it there, then remove it and run again"
+
+
 class InternalError(CkptError):
     """Something happened that ckptcore does not foresee."""
 

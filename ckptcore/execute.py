@@ -29,9 +29,10 @@ from ckptcore.filejob import FileWork, expect
 from ckptcore.fileplan import FilePlan
 from ckptcore.partjob import PartWork, proven
 from ckptcore.parts import Part, jobs_of
-from ckptcore.receipts import Receipt, is_intact, read_receipt, write_receipt
+from ckptcore.receipts import Receipt, seen_as, write_receipt
 from ckptcore.records import Records
 from ckptcore.request import Settings
+from ckptcore.reuse import DryWork, confirmed, earlier
 from ckptcore.store import Store
 from ckptcore.tiles import Job, jobs
 
@@ -55,24 +56,21 @@ def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, pl
     the one file that is named (`ckptcore.parts`); the receipt is the part's.
     Raises the first error of any worker; finished files and receipts stay.
     """
-    done: dict[int, Receipt] = {}
-    moved = 0
     records = Records(source, items, settings.verify, scratch)
     bounds = (part.begin, part.end) if part is not None else None
-    for index in indices:
-        old = read_receipt(receipts, plan_digest, index, bounds)
-        # A file from before fingerprints were wanted is written again: only its elements give its sums.
-        summed = old is None or old.sums is not None or not settings.fingerprint
-        if old is not None and summed and is_intact(files, old):
-            done[index] = replace(old, reused=True)
-            if old.pending and settings.verify:
-                expect(load(index), old.pending, records)
-            moved += old.nbytes
-            if progress is not None:
-                progress("write", moved, total)
-    todo = [i for i in indices if i not in done]
-    if todo:
-        run = _Run(
+    old = earlier(indices, plan_digest, files, receipts, settings, bounds)
+    done = dict(old.kept)
+    for index, receipt in done.items():
+        if receipt.pending and settings.verify:
+            expect(load(index), receipt.pending, records)
+    moved = sum(receipt.nbytes for receipt in done.values())
+    if moved and progress is not None:
+        progress("write", moved, total)
+
+    def run(todo: Sequence[int], *, dry: bool = False) -> dict[int, Receipt]:
+        if not todo:
+            return {}
+        return _Run(
             load,
             todo,
             plan_digest,
@@ -87,8 +85,16 @@ def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, pl
             unchanged,
             records,
             part,
-        )
-        done |= run.finish()
+            dry,
+        ).finish()
+
+    for index, made in run(list(old.doubted), dry=True).items():
+        same = confirmed(old.doubted[index], made)
+        if same is not None:
+            write_receipt(receipts, plan_digest, same)
+            done[index] = same
+            moved += same.nbytes
+    done |= run([i for i in indices if i not in done])
     records.finish(settings.threads)
     for index, receipt in done.items():
         if receipt.pending:  # what other files had to be waited for is proven now
@@ -131,8 +137,9 @@ class _Run:
         unchanged: Unchanged,
         records: Records,
         part: Part | None,
+        dry: bool,
     ) -> None:
-        self._part = part
+        self._part, self._dry = part, dry
         self._settings, self._source, self._files, self._receipts = (
             settings,
             source,
@@ -172,7 +179,9 @@ class _Run:
             plan = load(index)
             self._unchanged([f.path for f in plan.files])
             means = (plan, self._source, self._files, self._settings, self._records, self._scratch)
-            work = FileWork(*means) if self._part is None else PartWork(*means, self._part)
+            work = (
+                PartWork(*means, self._part) if self._part else (DryWork if self._dry else FileWork)(*means)
+            )
             self._open[index] = work
             pending = None
             cut = (plan, self._tile, self._settings.threads)
@@ -206,8 +215,10 @@ class _Run:
                 if receipt is not None:
                     # Also behind the last read: a file that was rewritten meanwhile proves nothing.
                     self._unchanged([f.path for f in work.plan.files])
-                    write_receipt(self._receipts, self._plan_digest, receipt)
-                    _log.info("%s", work.told(receipt))
+                    if not self._dry:
+                        receipt = replace(receipt, stamp=seen_as(self._files, receipt))
+                        write_receipt(self._receipts, self._plan_digest, receipt)
+                        _log.info("%s", work.told(receipt))
                     with self._report:
                         self._done[receipt.index] = receipt
                         del self._open[receipt.index]

@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptcore.accounting import require_accounted
 from ckptcore.check import check
-from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError
+from ckptcore.errors import DestinationExists, Finding, MalformedCheckpoint, OutputMismatch, UsageError
 from ckptcore.fingerprint import Fingerprinted, checkpoint_fingerprint
 from ckptcore.fingerprinttable import fingerprints
 from ckptcore.formats import Format, Source, by_name, open_source, read_manifest
-from ckptcore.frame import canonical_json
 from ckptcore.manifest import Manifest, TensorSpec
 from ckptcore.plan import Plan, load_file_plan, load_head
-from ckptcore.receipts import Receipt, is_intact, read_receipt
+from ckptcore.publications import DONE, Publication, Replaced, noted, noted_replaced
+from ckptcore.publishing import conclude, identity, publish_local
+from ckptcore.receipts import Receipt, digest_of, is_intact, read_receipt, seen_as
+from ckptcore.remotepublishing import ITSELF, is_published, publish_remote
 from ckptcore.request import Request
-from ckptcore.staging import PUBLISHING, Staging, publish
+from ckptcore.stagedplan import planned_paths
+from ckptcore.staging import Staging
 from ckptcore.stamps import load as load_stamps
 from ckptcore.stamps import require_same
 from ckptcore.store import Store, local_path, open_store
@@ -83,8 +86,10 @@ class Result:
 def finish_staged(staging: Staging, progress: Progress | None) -> Result:
     """Verifies and publishes a staged output whose files are all written."""
     began = time.perf_counter()
+    conclude(staging)
     plan = load_head(staging.plan)
-    request = Request.from_dict(json.loads(_read(staging.root, REQUEST)))
+    request = _request(staging)
+    staging.require_ours(published=published_plan(staging) is not None)
     receipts = tuple(receipt_of(staging, plan, f.index) for f in plan.files)
     found = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
     _require_proven(receipts)
@@ -97,13 +102,15 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
         staging.sweep_parts(joints=True)
         written, commit = _read_back(staging, plan, receipts)
         verified = time.perf_counter()
-        single = plan.target.single is not None
-        again = publishing_plan(staging) == plan.digest
         with closing(open_store(plan.source)) as source:
             require_same(load_stamps(staging.plan) or {}, source)
-        _note_publishing(staging, plan, single=single)
         _log.info("verified %d tensors of %s, publishing", len(written.tensors), staging.destination)
-        publish(staging, commit, single=single, overwrite=request.overwrite or again)
+        publication = _publication(staging, plan, request, receipts)
+        if staging.root.local is not None:
+            with staging.moving(single=plan.target.single is not None):
+                publish_local(staging, publication, single=plan.target.single is not None)
+        else:
+            publish_remote(staging, publication, (ITSELF,) if plan.target.single is not None else commit)
     timings = {
         "write": sum(r.seconds for r in receipts),
         "verify": verified - began,
@@ -128,29 +135,22 @@ def _require_proven(receipts: Sequence[Receipt]) -> None:
 
 
 def published_plan(staging: Staging) -> str | None:
-    """The digest of the plan whose output stands at the destination, when an earlier run moved it
-    there and was stopped before it could clean up; else None."""
-    target = local_path(staging.destination)
-    if target is None or staging.root.size(PUBLISHING) is None:
-        return None  # a remote publication is repeated, see `publishing_plan`
-    try:
-        form = json.loads(_read(staging.root, PUBLISHING))
-        return str(form["plan"]) if _identity(str(target)) == form["identity"] else None
-    except (ValueError, KeyError, TypeError):  # cut off by a crash before anything was moved
+    """The digest of the plan whose output is at the destination, when an earlier run published it and was
+    stopped before it could clean up; else None."""
+    begun, target = noted(staging), local_path(staging.destination)
+    if begun is None:
         return None
+    if target is None:
+        return begun.plan if begun.step == DONE else None
+    return begun.plan if begun.identity is not None and identity(target) == begun.identity else None
 
 
 def publishing_plan(staging: Staging) -> str | None:
-    """The digest of the plan that an earlier run began to copy to a remote destination, or None.
-
-    Equal bytes are copied over equal bytes, so it is simply done again.
-    """
-    if staging.root.local is not None or staging.root.size(PUBLISHING) is None:
+    """The digest of the plan that an earlier run began to copy to a remote destination, or None."""
+    begun = noted(staging)
+    if staging.root.local is not None or begun is None or begun.step == DONE:
         return None
-    try:
-        return str(json.loads(_read(staging.root, PUBLISHING))["plan"])
-    except (ValueError, KeyError, TypeError):  # cut off by a crash before anything was copied
-        return None
+    return begun.plan
 
 
 def receipt_of(staging: Staging, plan: Plan, index: int) -> Receipt:
@@ -168,10 +168,14 @@ def _published_output(staging: Staging, plan: Plan, receipts: Sequence[Receipt])
     source = open_source(staging.destination, keep_quantized=True)  # what counts is what was written
     with closing(source.store):
         written = read_manifest(source)
-        proven = all(
-            source.store.size(r.path) == r.nbytes and (r.digest is None or is_intact(source.store, r))
-            for r in receipts
-        )
+        begun = noted(staging)
+        if begun is not None and begun.step == DONE:
+            proven = is_published(staging, begun)
+        else:
+            proven = all(
+                source.store.size(r.path) == r.nbytes and (r.digest is None or is_intact(source.store, r))
+                for r in receipts
+            )
     if not proven or sorted(_told(written)) != _planned(staging, plan)[0]:
         raise DestinationExists(f"{staging.destination} exists, and has changed since it was published")
     return written
@@ -194,33 +198,59 @@ def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[i
     return sorted(told), commit
 
 
-def _note_publishing(staging: Staging, plan: Plan, *, single: bool) -> None:
-    identity = None
-    if staging.files.local is not None:
-        moved = staging.files.local / staging.name if single else staging.files.local
-        identity = _identity(str(moved))
-    form = {"plan": plan.digest, "identity": identity}
-    staging.root.put(PUBLISHING, canonical_json(form))
+def _publication(
+    staging: Staging, plan: Plan, request: Request, receipts: tuple[Receipt, ...]
+) -> Publication:
+    """What is about to be published; on an object store, one that a killed run recorded is gone on with."""
+    begun = noted(staging)
+    if staging.root.local is None and begun is not None and begun.plan == plan.digest and begun.step:
+        return begun
+    replaces = noted_replaced(staging)
+    if replaces is None:  # an earlier version made the plan
+        replaces = require_accounted(request, {}, begun=begun) if request.replaces else Replaced()
+    single = plan.target.single is not None
+    puts: dict[str, tuple[int, str | None]] = {
+        ITSELF if single else r.path: (r.nbytes, r.digest) for r in receipts
+    }
+    puts |= {path: (staging.files.size(path) or 0, digest) for path, digest in plan.extra}
+    return Publication(plan.digest, None, "", replaces, puts, receipts=receipts)
 
 
-def _identity(path: str) -> list[int] | None:
-    try:
-        seen = os.lstat(path)
-    except OSError:
-        return None
-    return [seen.st_dev, seen.st_ino, seen.st_mtime_ns]
+def _require_written(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> None:
+    """Holds every staged file against its receipt, or the plan.
 
-
-def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tuple[Manifest, tuple[str, ...]]:
-    """The staged output's own manifest, when it holds what was planned; and its commit files."""
+    A file that is the very one that was written, by its stamp, is not read again.
+    """
+    staging.require_planned(planned_paths(plan))
     for planned, receipt in zip(plan.files, receipts, strict=True):
         size = staging.files.size(receipt.path)
-        told = (receipt.path, receipt.nbytes)
-        if told != (planned.path, planned.nbytes) or size != planned.nbytes:
+        if (receipt.path, receipt.nbytes, size) != (planned.path, planned.nbytes, planned.nbytes):
             raise OutputMismatch(
                 f"{planned.path} was planned with {planned.nbytes} bytes, the staged file has {size}",
                 hint="run the command again with --no-resume",
             )
+        if receipt.stamp is None and receipt.digest is None:
+            continue  # written without digests, by a version that took no stamps
+        if receipt.stamp != seen_as(staging.files, receipt) and not is_intact(staging.files, receipt):
+            raise OutputMismatch(
+                f"{planned.path} was changed since it was written (got {seen_as(staging.files, receipt)}, "
+                f"written was {receipt.stamp}, BLAKE3 {receipt.digest})",
+                hint="run the command again: the file is written anew",
+                file=planned.path,
+            )
+    for path, digest in plan.extra:
+        size = staging.files.size(path)
+        if size is None or digest_of(staging.files, path, size) != digest:
+            raise OutputMismatch(
+                f"{path} is not as it was planned (got {size} bytes, planned was BLAKE3 {digest})",
+                hint="run the command again: the file is written anew",
+                file=path,
+            )
+
+
+def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tuple[Manifest, tuple[str, ...]]:
+    """The staged output's own manifest, when it holds what was planned; and its commit files."""
+    _require_written(staging, plan, receipts)
     source = Source(staging.files, plan.target.single, staging.files.list())
     reader = by_name(plan.target.format)
     assert reader.read is not None  # every format that writes reads
@@ -263,6 +293,16 @@ def _in_literals(staging: Staging, plan: Plan, written: Manifest, planned: set[s
         held = [(x.start, x.start + len(x.data)) for x in (one.literals if one is not None else ())]
         found -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in held)}
     return found
+
+
+def _request(staging: Staging) -> Request:
+    data = _read(staging.root, REQUEST)
+    try:
+        return Request.from_dict(json.loads(data))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise MalformedCheckpoint(
+            f"cannot read {staging.root.url}/{REQUEST}: {error}", hint="prepare the conversion again"
+        ) from error
 
 
 def _read(store: Store, name: str) -> bytes:

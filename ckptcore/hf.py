@@ -47,6 +47,14 @@ _PROVENANCE = re.compile(
     r"- exported by: ckptcore (?P<version>[\w.+-]{1,64})$",
     re.MULTILINE,
 )
+# A card as `model_card` writes it, from its first byte to its last.
+_PLAIN_CARD = re.compile(
+    r"(---\nlibrary_name: transformers\n---\n\n)?# (?P<title>[^\n]+)\n\n"
+    r"[\d,]+ parameters in \d+ tensors, exported from a sharded training checkpoint\.\n\n## Provenance\n\n"
+    r"- source: `[^\n]{1,4096}\n- source manifest \(BLAKE3\): `[0-9a-f]{64}`\n"
+    r"- exported by: ckptcore [\w.+-]{1,64}\n"
+    r"(- cast to: \w+\n)?(- tied: `[^\n]*` is `[^\n]*`, equality checked\n)*"
+)
 _TIMEOUT = 600  # seconds; building a model on the meta device takes a few
 
 
@@ -192,6 +200,12 @@ def provenance(card: str) -> tuple[str, str, str] | None:
     """What such a README tells: (source, digest of its manifest, version); None where it is not ours."""
     found = _PROVENANCE.search(card)
     return (found["source"], found["digest"], found["version"]) if found else None
+
+
+def is_untouched(card: bytes, name: str) -> bool:
+    """Whether a README of a folder of this name is one that `model_card` writes, and nothing was added."""
+    found = _PLAIN_CARD.fullmatch(card.decode(errors="replace"))
+    return found is not None and found["title"] == name
 
 
 def _ask(config: ConfigFolder) -> dict[str, Any]:

@@ -7,6 +7,7 @@ stores behind the data are filled in, and the file's own digest is computed. Onl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +16,7 @@ from blake3 import blake3
 from ckptcore.crc import Runs
 from ckptcore.errors import InternalError, OutputMismatch, UsageError
 from ckptcore.fileplan import FilePlan
-from ckptcore.receipts import Receipt, joint_name, read_receipt, receipt_name, write_receipt
+from ckptcore.receipts import Receipt, joint_name, read_receipt, receipt_name, seen_as, write_receipt
 from ckptcore.store import Store
 
 _BLOCK = 4 << 20
@@ -52,6 +53,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
         plan.index, plan.path, plan.nbytes, digest, round(sum(p.seconds for p in parts), 6),
         verified, len(plan.number) - verified, sums=_sums(parts),
     )  # fmt: skip
+    found = replace(found, stamp=seen_as(files, found))
     write_receipt(receipts, plan_digest, found)
     for part in parts:
         assert part.begin is not None

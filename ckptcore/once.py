@@ -8,15 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptcore import claiming
 from ckptcore.catalog.claims import DONE, Key
 from ckptcore.convert import Progress, convert, inspect, tidy
+from ckptcore.destination import refuse_existing
 from ckptcore.errors import Busy, DestinationExists
 from ckptcore.finishing import Result
 from ckptcore.request import Request, Settings
-from ckptcore.staging import refuse_existing
 from ckptcore.waiting import Told, delays, wait_until_whole
 
 if TYPE_CHECKING:
@@ -80,9 +81,7 @@ def alone(known: Catalog, request: Request, digest: str, who: str, looks: Sequen
 def is_there(request: Request) -> bool:
     """Whether something stands at a request's destination."""
     try:
-        refuse_existing(
-            request.destination, request.source, overwrite=False, single=request.single is not None
-        )
+        refuse_existing(replace(request, overwrite=False, overwrite_foreign=False))
     except DestinationExists:
         return True
     return False

@@ -128,7 +128,12 @@ Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Budget fo
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads; default by the machine.")]
 Device = Annotated[str, typer.Option("--device", help="Where to cast and sum: cpu, cuda, cuda:1.")]
 Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Keep verified files of an earlier run.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST as a whole.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace DST as a whole, if every file in it is accounted for.")
+]
+OverwriteForeign = Annotated[
+    bool, typer.Option("--overwrite-foreign", help="Replace DST together with files of others in it.")
+]
 Verify = Annotated[
     bool, typer.Option("--verify/--no-verify", help="Check stored CRC-32 and copies while moving.")
 ]
@@ -198,7 +203,10 @@ SHARDS: Table = {
 }  # fmt: skip
 MEANS: Table = {"memory": (Memory, "1GiB"), "workers": (Workers, None)}
 DEVICE: Table = {"device": (Device, "cpu")}
-PLACE: Table = {"resume": (Resume, True), "overwrite": (Overwrite, False)}
+PLACE: Table = {
+    "resume": (Resume, True), "overwrite": (Overwrite, False),
+    "overwrite_foreign": (OverwriteForeign, False),
+}  # fmt: skip
 PROOF: Table = {
     "verify": (Verify, True), "digest": (Digest, True), "fingerprint": (Fingerprint, None),
     "catalog": (Catalog, None), "no_catalog": (NoCatalog, False),

@@ -7,7 +7,7 @@ digest and the file's BLAKE3 digest; a later run believes it only after hashing 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from blake3 import blake3
@@ -30,7 +30,8 @@ class Receipt:
     were off. begin: the first byte of a part of a file (`ckptcore.parts`), whose `nbytes` and `digest` are
     the part's; None for a whole file. crcs: (tensor, first byte in it, bytes, CRC-32) of what a part holds of
     tensors whose checksums stand in the file. proven: a bit for each source record of the file's plan, hex:
-    which of them the writer of a part has proven.
+    which of them the writer of a part has proven. stamp: of the very file that was written (`seen_as`);
+    None in receipts of versions that took none.
     """
 
     index: int
@@ -46,11 +47,12 @@ class Receipt:
     begin: int | None = None
     crcs: tuple[tuple[int, int, int, int], ...] = ()
     proven: str = ""
+    stamp: str | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face; sums and parts are for receipts only."""
+        """The JSON face; sums, parts and stamps are for receipts only."""
         form = asdict(replace(self, sums=None))
-        for name in ("sums", "begin", "crcs", "proven"):
+        for name in ("sums", "begin", "crcs", "proven", "stamp"):
             del form[name]
         return form
 
@@ -65,6 +67,8 @@ class Receipt:
 def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
     """Records a finished file, or a finished part of one."""
     form = {"plan": plan_digest, **receipt.as_dict()}
+    if receipt.stamp is not None:
+        form["stamp"] = receipt.stamp
     if receipt.sums is not None:
         form["sums"] = receipt.sums.hex()
     part = None
@@ -86,9 +90,18 @@ def read_receipt(
         form = json.loads(store.read(name, 0, size))
         if form.pop("plan", None) != plan_digest:
             return None
-        return Receipt.from_dict(form)
-    except (ValueError, TypeError):  # cut off by a crash: the file is written again
+        found = Receipt.from_dict(form)
+    except (ValueError, TypeError, AttributeError):  # cut off by a crash: the file is written again
         return None
+    return found if (found.index, found.begin) == (index, part[0] if part is not None else None) else None
+
+
+def seen_as(files: Readable, receipt: Receipt) -> str | None:
+    """What tells the file of a receipt from any other, also of equal bytes; None when it is away."""
+    if receipt.begin is None:
+        return files.stamp(receipt.path)
+    # Of a file that is written in parts the inode alone: size and times change while others write.
+    return (files.stamp(joint_name(receipt.path)) or "").rpartition(", ")[2] or None
 
 
 def is_intact(files: Readable, receipt: Receipt) -> bool:

@@ -45,6 +45,7 @@ class Request:
     mesh: for reshard, the ranks: ``fsdp=4,tp=2``. sharding: TOML text with rules of its own, or None for the
         built-in ones. serialization: how a DCP folder's items are written, torch_save or safetensors.
     overwrite: replace an existing destination. resume: reuse finished files of an earlier run.
+    overwrite_foreign: replace it also where files lie in it that nothing accounts for.
     """
 
     source: str
@@ -67,6 +68,7 @@ class Request:
     mesh: str = ""
     sharding: str | None = None
     serialization: str = "torch_save"
+    overwrite_foreign: bool = False
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:
@@ -100,6 +102,11 @@ class Request:
         """The output format's name."""
         default = "dcp" if self.verb == "reshard" else "safetensors"
         return self.to or SUFFIX_FORMATS.get(_suffix(self.destination), (default,))[0]
+
+    @property
+    def replaces(self) -> bool:
+        """Whether what lies at the destination may be replaced."""
+        return self.overwrite or self.overwrite_foreign
 
     @property
     def single(self) -> str | None:

@@ -27,7 +27,7 @@ FIELDS = ("root", "run", "step", "name", "path")
 _DISTINGUISH = ("step", "name", "path")
 _OF_REQUEST = frozenset(f.name for f in fields(Request)) - {"source", "destination", "resume"}
 # What decides whether it is done, not what is made.
-_NOT_OUTPUT = ("source", "destination", "overwrite", "resume", "recover")
+_NOT_OUTPUT = ("source", "destination", "overwrite", "overwrite_foreign", "resume", "recover")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ def consolidate(
     max_file_size: str = "5GB",
     recover: bool = False,
     overwrite: bool = False,
+    overwrite_foreign: bool = False,
     memory: str = "1GiB",
     workers: int | None = None,
     device: str = "cpu",
@@ -41,7 +42,8 @@ def consolidate(
     dtype: cast floating-point tensors to this.
     max_file_size: tensor bytes in one output file.
     recover: take a save that was aborted in its last step.
-    overwrite: replace the destination as a whole.
+    overwrite: replace the destination as a whole, if every file there is accounted for.
+    overwrite_foreign: replace it together with files of others.
     memory: budget for tensor buffers.
     workers: threads; by default as the machine has.
     device: torch device for casts.
@@ -59,6 +61,7 @@ def consolidate(
         max_file_size=max_file_size,
         recover=recover,
         overwrite=overwrite,
+        overwrite_foreign=overwrite_foreign,
         memory=memory,
         workers=workers,
         device=device,

@@ -57,6 +57,7 @@ def convert(
     recover: bool = False,
     keep_quantized: bool = False,
     overwrite: bool = False,
+    overwrite_foreign: bool = False,
     resume: bool = True,
     memory: str = "1GiB",
     workers: int | None = None,
@@ -86,7 +87,8 @@ def convert(
     tie: A=B, tensor A is left out because it must equal B; may be repeated.
     recover: take a save that did not finish, or that nothing proves whole.
     keep_quantized: carry quantised weights as they are stored, instead of their values in float32.
-    overwrite: replace the destination as a whole.
+    overwrite: replace the destination as a whole, if every file there is accounted for.
+    overwrite_foreign: replace it together with files of others.
     resume: keep finished files of an earlier run.
     memory: budget for tensor buffers, for all batches together.
     workers: threads, for all batches together; by default as the machine has.
@@ -118,6 +120,7 @@ def convert(
             recover=recover,
             keep_quantized=keep_quantized,
             overwrite=overwrite,
+            overwrite_foreign=overwrite_foreign,
             resume=resume,
         )
         settings = Settings(parse_size(memory), workers, device, verify, digest, fingerprint)
@@ -174,7 +177,7 @@ def fan_out(
     failed: list[Exception] = []
     for request, registration in zip(requests, registrations, strict=True):
         try:
-            done.append(_one(request, settings, manifest, registration, timings, batch_bytes, on))
+            done.append(_one(request, settings, manifest, registration, timings, batch_bytes, on, catalog))
         except BaseException as error:
             fail(registration, _told(error), manifest)
             if not isinstance(error, Exception):  # stopped: the other targets are not begun
@@ -195,9 +198,10 @@ def _one(
     timings: dict[str, float],
     batch_bytes: int,
     on: Engine,
+    catalog: str | Literal[False] | None,
 ) -> Result:
     """One output of a checked source: planned, written, published, recorded."""
-    prepared = plan(request, settings, closed(manifest))
+    prepared = plan(request, settings, closed(manifest), catalog)
     timings = timings | prepared.timings
     began = time.perf_counter()
     write_all(prepared, settings, batch_bytes, on)

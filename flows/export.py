@@ -26,6 +26,7 @@ def export(
     dtype_for: list[str] | None = None,
     max_file_size: str = "5GB",
     overwrite: bool = False,
+    overwrite_foreign: bool = False,
     memory: str = "1GiB",
     workers: int | None = None,
     device: str = "cpu",
@@ -41,7 +42,8 @@ def export(
     dtype: cast floating-point tensors to this.
     dtype_for: GLOB=DTYPE, an exception to dtype; "keep" leaves as it is; may be repeated.
     max_file_size: tensor bytes in one output file.
-    overwrite: replace the destination as a whole.
+    overwrite: replace the destination as a whole, if every file there is accounted for.
+    overwrite_foreign: replace it together with files of others.
     memory: budget for tensor buffers.
     workers: threads; by default as the machine has.
     device: torch device for casts.
@@ -59,6 +61,7 @@ def export(
         dtype_for=dtype_for,
         max_file_size=max_file_size,
         overwrite=overwrite,
+        overwrite_foreign=overwrite_foreign,
         memory=memory,
         workers=workers,
         device=device,

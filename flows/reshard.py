@@ -7,6 +7,7 @@ runs it.
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 from prefect import State, flow
@@ -17,6 +18,7 @@ from ckptcore.errors import CkptError, UsageError
 from ckptcore.finishing import Result
 from ckptcore.request import Request, Settings
 from ckptcore.sizes import parse_size
+from ckptcore.store.place import identify, overlaps
 from flows._command import main
 from flows._engine import engine as parse_engine
 from flows._words import explain, run_name
@@ -51,6 +53,7 @@ def reshard(
     exclude: list[str] | None = None,
     model_prefix: str | None = None,
     overwrite: bool = False,
+    overwrite_foreign: bool = False,
     memory: str = "1GiB",
     workers: int | None = None,
     device: str = "cpu",
@@ -70,7 +73,8 @@ def reshard(
     include: only tensors whose stored name matches this glob; may be repeated.
     exclude: no tensor whose stored name matches this glob; may be repeated.
     model_prefix: where the model is in the checkpoint; by default it is found.
-    overwrite: replace the destinations as a whole.
+    overwrite: replace the destinations as a whole, if every file there is accounted for.
+    overwrite_foreign: replace them together with files of others.
     memory: budget for tensor buffers.
     workers: threads; by default as the machine has.
     device: torch device.
@@ -87,9 +91,11 @@ def reshard(
             targets.insert(0, one)
         if not targets:
             raise UsageError("no target is named", hint="a destination and --mesh, or --also")
-        places = [t.destination.rstrip("/") for t in targets]
-        if len(set(places)) < len(places):
-            raise UsageError(f"two targets would be written to one place: {', '.join(places)}")
+        for a, b in combinations(targets, 2):
+            if overlaps(identify(a.destination), identify(b.destination)):
+                raise UsageError(
+                    f"two targets would be written to one place: {a.destination}, {b.destination}"
+                )
         requests = [
             Request(
                 source=source,
@@ -103,6 +109,7 @@ def reshard(
                 sharding=target.sharding,
                 serialization=target.serialization,
                 overwrite=overwrite,
+                overwrite_foreign=overwrite_foreign,
             )
             for target in targets
         ]

@@ -16,9 +16,14 @@ from tasks.words import count, table
 
 
 @task(task_run_name="plan", **STEP)
-def plan(request: Request, settings: Settings, manifest: Manifest) -> Prepared:
-    """The plan, saved beside the destination; its summary is an artifact. No tensor is written."""
-    prepared = prepare(request, settings, manifest)
+def plan(
+    request: Request, settings: Settings, manifest: Manifest, catalog: str | bool | None = False
+) -> Prepared:
+    """The plan, saved beside the destination; its summary is an artifact. No tensor is written.
+
+    catalog: whose rows account for what is replaced; None for the default one, False for none.
+    """
+    prepared = prepare(request, settings, manifest, catalog)
     facts = [
         ("source", f"`{request.source}`"),
         ("destination", f"`{request.destination}`"),

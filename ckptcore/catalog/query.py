@@ -72,6 +72,12 @@ def show(conn: Connection, ref: str, tensors: bool) -> CheckpointDetail | Conver
     return _checkpoint_detail(conn, row_id, tensors)
 
 
+def files_at(conn: Connection, uri: str) -> tuple[FileRow, ...]:
+    """The files of every checkpoint that is, or was, recorded at a normal URI."""
+    rows = select(CheckpointFile).join(Checkpoint, Checkpoint.id == CheckpointFile.checkpoint_id)
+    return tuple(FileRow(r.path, r.nbytes, r.digest) for r in conn.execute(rows.where(Checkpoint.uri == uri)))
+
+
 def resolve_checkpoint(conn: Connection, ref: str) -> int:
     """The row id of the checkpoint that `ref` names. Raises `UsageError`."""
     table, row_id = resolve(conn, ref)

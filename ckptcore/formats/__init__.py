@@ -71,7 +71,7 @@ FORMATS: tuple[Format, ...] = (
 
 __all__ = [
     "FORMATS", "KNOWN", "Abilities", "Arrangement", "Evidence", "FileLayout", "Format",
-    "KnownFormat", "Literal", "Slot", "Source", "by_name", "detect", "open_source",
+    "KnownFormat", "Literal", "Slot", "Source", "by_name", "detect", "located", "open_source",
     "read_manifest", "registry",
 ]  # fmt: skip
 

@@ -106,10 +106,13 @@ class LocalStore:
                 os.close(fd)
 
     def writer(self, path: str, nbytes: int) -> Writer:
-        return LocalWriter(self._root / path, nbytes, lambda: self._forget(path))
+        shown = self._root / path
+        return LocalWriter(self._open_folder(path, nbytes), shown, nbytes, lambda: self._forget(path))
 
     def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
-        return JointWriter(self._root, path, nbytes, lambda: self._forget(path), alone=alone)
+        shown = self._root / path
+        folder = self._open_folder(path, nbytes)
+        return JointWriter(folder, shown, nbytes, lambda: self._forget(path), alone=alone)
 
     def put(self, path: str, data: bytes) -> None:
         writer = self.writer(path, len(data))
@@ -175,6 +178,18 @@ class LocalStore:
             if kept:
                 self._open[path] = fd
         return fd, kept
+
+    def _open_folder(self, path: str, nbytes: int) -> int:
+        """A descriptor of the folder that a file lies in, which is made; for a writer, which closes it."""
+        try:
+            return self._folder_of(path)
+        except OSError as error:
+            raise unwritable(str(self._root / path), error, nbytes) from error
+
+    def _folder_of(self, path: str) -> int:
+        folder = (self._root / path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def _open_inside(self, path: str) -> int:
         full = os.path.join(self._root, path)

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import itertools
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,19 +31,18 @@ class LocalWriter:
     """A file being written under a temporary name beside its final one."""
 
     sequential = False
-    _flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    _flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-    def __init__(self, path: Path, nbytes: int, replaced: Callable[[], None]) -> None:
-        self._path, self._nbytes, self._replaced = path, nbytes, replaced
-        self._temporary = self._name(path)
-        self._unsynced = 0
+    def __init__(self, folder: int, path: Path, nbytes: int, replaced: Callable[[], None]) -> None:
+        """folder: descriptor of the folder that it lies in, closed with the writer. path: for messages, and
+        with its name. replaced: called when the name stands for another file."""
+        self._folder, self._path, self._nbytes, self._replaced = folder, path, nbytes, replaced
+        self._name, self._fd = self._first_name(path.name), -1
+        self._unsynced, self._left = 0, False
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             # 0o666: the file's mode follows the umask, as a plain open() would.
-            self._fd = os.open(self._temporary, self._flags, 0o666)
-        except OSError as error:
-            raise unwritable(str(path), error, nbytes) from error
-        try:
+            self._fd = os.open(self._name, self._flags, 0o666, dir_fd=folder)
+            self._left = True
             self._in_memory = _is_tmpfs(self._fd)
             self._piece = _MAX_WRITE if self._in_memory else _WRITE
             self._preallocate()
@@ -50,9 +50,10 @@ class LocalWriter:
             self.abort()
             raise unwritable(str(path), error, nbytes) from error
 
-    def _name(self, path: Path) -> Path:
-        # Unique per writer: two runs of one plan may meet, and both end with the same bytes.
-        return path.with_name(f".{path.name}.{os.getpid()}-{next(_SERIAL)}.part")
+    def _first_name(self, name: str) -> str:
+        # Unique per writer: two runs of one plan may meet, and both end with the same bytes. In containers
+        # every process has the same number, and a killed one may have left a file.
+        return f".{name}.{os.getpid()}-{next(_SERIAL)}-{secrets.token_hex(4)}.part"
 
     def _preallocate(self) -> None:
         if self._in_memory:
@@ -108,19 +109,44 @@ class LocalWriter:
 
     def commit(self) -> None:
         try:
-            if not self._in_memory:
-                os.fsync(self._fd)
-            os.close(self._fd)
-            os.replace(self._temporary, self._path)
-            self._replaced()
-            sync_folder(self._path.parent)
+            self._sync()
+            os.close(self._taken())
+            self._rename(self._path.name)
         except OSError as error:
+            self.abort()
             raise unwritable(str(self._path), error, self._nbytes) from error
+        self._close()
 
     def abort(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
-        self._temporary.unlink(missing_ok=True)
+        if self._left:
+            self._left = False
+            with contextlib.suppress(OSError):  # what is left is swept by the next run
+                os.unlink(self._name, dir_fd=self._folder)
+        self._close()
+
+    def _sync(self) -> None:
+        if not self._in_memory:
+            os.fsync(self._fd)
+
+    def _rename(self, name: str) -> None:
+        """Gives the file its name, durably."""
+        os.replace(self._name, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        self._left = False
+        self._replaced()
+        os.fsync(self._folder)
+
+    def _taken(self) -> int:
+        """The file's descriptor, for whoever closes it."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def _close(self) -> None:
+        """Closes what is open, once."""
+        folder, self._folder = self._folder, -1
+        for fd in (self._taken(), folder):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
 
     def _start_writeback(self, at: int, length: int) -> None:
         if self._in_memory or _SYNC_FILE_RANGE is None:
@@ -137,55 +163,60 @@ class JointWriter(LocalWriter):
     alone: while nobody else has it open; a writer that was given up for lost may still be at work.
     """
 
-    _flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    _flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
     def __init__(
-        self, root: Path, path: str, nbytes: int, replaced: Callable[[], None], *, alone: bool = False
+        self, folder: int, path: Path, nbytes: int, replaced: Callable[[], None], *, alone: bool = False
     ) -> None:
-        self._root = root
-        super().__init__(root / path, nbytes, replaced)
+        super().__init__(folder, path, nbytes, replaced)
         try:
             fcntl.flock(self._fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.abort()
-            raise Busy(f"another process is writing {root / path}") from error
-        if not self._path.exists() or not os.path.samestat(os.fstat(self._fd), os.stat(self._path)):
+            raise Busy(f"another process is writing {path}") from error
+        if not self._is_named():
             self.abort()
-            raise Busy(f"{root / path} was joined a moment ago")
+            raise Busy(f"{path} was joined a moment ago")
 
     def name(self, path: str) -> None:
+        """Names it; ``path`` lies in the same folder."""
         try:
-            if not self._in_memory:
-                os.fsync(self._fd)
-            os.replace(self._path, self._root / path)
-            os.close(self._fd)  # only now: until it has its name, nobody else may write to it
-            self._replaced()
-            sync_folder(self._path.parent)
+            self._sync()
+            self._rename(path.rpartition("/")[2])
         except OSError as error:
-            raise unwritable(str(self._root / path), error, self._nbytes) from error
+            self._close()
+            raise unwritable(str(self._path.with_name(path)), error, self._nbytes) from error
+        self._close()  # only now: until it has its name, nobody else may write to it
 
-    def _name(self, path: Path) -> Path:
-        return path
+    def commit(self) -> None:
+        """Makes durable what was written; the name stays."""
+        try:
+            self._sync()
+            os.close(self._taken())
+            self._replaced()
+            os.fsync(self._folder)
+        except OSError as error:
+            self._close()
+            raise unwritable(str(self._path), error, self._nbytes) from error
+        self._close()
+
+    def abort(self) -> None:
+        """Closes it; what other processes wrote stays."""
+        self._close()
+
+    def _first_name(self, name: str) -> str:
+        return name
 
     def _preallocate(self) -> None:
         if os.fstat(self._fd).st_size != self._nbytes:
             super()._preallocate()
 
-    def commit(self) -> None:
-        """Makes durable what was written; the name stays."""
+    def _is_named(self) -> bool:
         try:
-            if not self._in_memory:
-                os.fsync(self._fd)
-            os.close(self._fd)
-            self._replaced()
-            sync_folder(self._path.parent)
-        except OSError as error:
-            raise unwritable(str(self._path), error, self._nbytes) from error
-
-    def abort(self) -> None:
-        """Closes it; what other processes wrote stays."""
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+            now = os.stat(self._path.name, dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(self._fd), now)
 
 
 def sync_folder(path: Path) -> None:

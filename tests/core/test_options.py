@@ -14,7 +14,7 @@ from ckptcore.errors import error_classes
 
 WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --fingerprint --include
     --keep-quantized --max-file-size --memory --no-catalog --no-digest --no-fingerprint --no-resume
-    --no-verify --output --overwrite --recover --rename --resume --tie
+    --no-verify --output --overwrite --overwrite-foreign --recover --rename --resume --tie
     --to --verify --wait --workers"""
 OPTIONS = {
     "inspect": "--exclude --include --keep-quantized --output --recover",
@@ -25,8 +25,8 @@ OPTIONS = {
     "export": WRITE + " --config --model-prefix",
     "reshard": WRITE + " --mesh --model-prefix --serialization --sharding",
     "plan": """--config --dtype --dtype-for --exclude --include --keep-quantized --max-file-size --memory
-        --mesh --model-prefix --no-resume --output --overwrite --recover --rename --resume --save
-        --serialization --sharding --tie --to --verb --workers""",
+        --mesh --model-prefix --no-resume --output --overwrite --overwrite-foreign --recover --rename --resume
+        --save --serialization --sharding --tie --to --verb --workers""",
     "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint
         --no-verify --output --verify --workers""",
     "fingerprint": """--catalog --device --exclude --include --keep-quantized --memory --model

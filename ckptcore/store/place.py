@@ -1,0 +1,239 @@
+"""Places: do two URLs lead to the same storage, or one into the other?
+
+A URL is a spelling; a place is what it leads to, as far as that can be known without asking a server:
+the family of its scheme, the endpoint, the bucket, the key; on this machine the real path, the mount, and
+(device, inode) of every folder above. Spellings that any client could take for one another are one place:
+a conversion that is refused costs a new name, one that replaces its own source costs the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import unquote, urlsplit
+
+from ckptcore.store import local_path
+
+_FAMILIES = {
+    "s3": "s3",
+    "s3a": "s3",
+    "s3n": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "adl": "az",
+    "wasb": "az",
+    "wasbs": "az",
+    "http": "http",
+    "https": "http",
+    "ssh": "ssh",
+    "sftp": "ssh",
+    "memory": "memory",
+    "oss": "oss",
+    "cos": "cos",
+    "cosn": "cos",
+    "obs": "obs",
+    "tos": "tos",
+    "r2": "s3",
+}
+# What an HTTP server may show of its own: https://host/bucket/key and https://bucket.host/key.
+_BUCKETS = frozenset({"s3", "gs", "az", "oss", "cos", "obs", "tos"})
+_ANY = "*"  # a bucket that is named by an alias: it can be any
+_ALIAS = re.compile(r"arn:|.*-s3alias$")
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "host.docker.internal"})
+_DECODINGS = 3  # how often a key may be percent-encoded
+
+
+class Relation(StrEnum):
+    """How one place lies to another."""
+
+    APART = "apart"
+    SAME = "same"
+    INSIDE = "inside"
+    AROUND = "around"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a URL leads.
+
+    family: schemes that reach the same storage. endpoint: the server, "" where that is not known. spots:
+    (bucket or device, path in it), once for each way to read the spelling. trail: (device, inode) of the
+    place itself, where it exists, and of the existing folders above it, nearest first. exists: whether
+    ``trail`` begins with the place itself. Remote places have no trail.
+    """
+
+    url: str
+    family: str
+    endpoint: str
+    spots: frozenset[tuple[str, tuple[str, ...]]]
+    trail: tuple[tuple[int, int], ...] = ()
+    exists: bool = False
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether it is a whole bucket, under any reading."""
+        return self.family in _BUCKETS and any(not path for _, path in self.spots)
+
+
+def identify(url: str) -> Place:
+    """The place of a path or URL; of a chain (``simplecache::s3://...``) the storage at its end.
+
+    Raises `UsageError` for what is no URL at all. Nothing has to exist; no server is asked.
+    """
+    last = next((part for part in reversed(url.split("::")) if part), "")
+    path = local_path(last)
+    scheme, sign, rest = last.partition("://")
+    if path is not None or scheme.lower() in ("file", "local"):
+        return _local(url, os.fspath(path) if path is not None else rest)
+    assert sign
+    scheme = scheme.lower()
+    family = _FAMILIES.get(scheme, scheme)
+    return Place(url, family, _endpoint(scheme, family, rest), frozenset(_spots(family, rest)))
+
+
+def relation(a: Place, b: Place) -> Relation:
+    """How ``a`` lies to ``b``: SAME, INSIDE it, AROUND it, or APART where none can be."""
+    found = {_of_paths(x[1], y[1]) for x in a.spots for y in b.spots if _may_meet(a, b, x[0], y[0])}
+    if a.exists and b.exists and a.trail[0] == b.trail[0]:
+        found.add(Relation.SAME)
+    if b.exists and b.trail[0] in a.trail:
+        found.add(Relation.INSIDE)
+    if a.exists and a.trail[0] in b.trail:
+        found.add(Relation.AROUND)
+    order = (Relation.SAME, Relation.AROUND, Relation.INSIDE)
+    return next((r for r in order if r in found), Relation.APART)
+
+
+def overlaps(a: Place, b: Place) -> bool:
+    """Whether the two are one place, or one of them lies in the other."""
+    return relation(a, b) is not Relation.APART
+
+
+def _of_paths(a: tuple[str, ...], b: tuple[str, ...]) -> Relation:
+    if a == b:
+        return Relation.SAME
+    if a[: len(b)] == b:
+        return Relation.INSIDE
+    return Relation.AROUND if b[: len(a)] == a else Relation.APART
+
+
+def _may_meet(a: Place, b: Place, one: str, other: str) -> bool:
+    families = {a.family, b.family}
+    same = len(families) == 1 or ("http" in families and families & _BUCKETS)
+    known = len(families) == 1 and a.endpoint and b.endpoint
+    return bool(same) and not (known and a.endpoint != b.endpoint) and (one == other or _ANY in (one, other))
+
+
+def _local(url: str, path: str) -> Place:
+    real = os.path.realpath(path)
+    device, inner = _on_device(real)
+    spots = {("", _parts(real)), (device, _parts(inner))}
+    trail: list[tuple[int, int]] = []
+    at, exists = real, False
+    while True:
+        try:
+            seen = os.stat(at)
+        except (OSError, ValueError):  # not there, or not to be looked at: the path itself is compared
+            pass
+        else:
+            exists = exists or at == real
+            trail.append((seen.st_dev, seen.st_ino))
+        if at == os.path.dirname(at):
+            break
+        at = os.path.dirname(at)
+    return Place(url, "file", "", frozenset(spots), tuple(trail), exists)
+
+
+def _on_device(real: str) -> tuple[str, str]:
+    """(device, path in its file system) of a real path: the same for all mounts that show it."""
+    best = ("", "/", "/")
+    for device, root, point in mounts():
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best[2]):
+            best = (device, root, point)
+    inner = os.path.relpath(real, best[2])
+    return f"device {best[0]}", os.path.normpath(os.path.join(best[1], inner))
+
+
+def mounts() -> Iterator[tuple[str, str, str]]:
+    """(device, folder of its file system, mount point) of every mount; none where the system does not say."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.readlines()
+    except OSError:
+        return
+    for line in lines:
+        fields = line.split(" ")
+        if len(fields) > 4:
+            yield fields[2], _unescaped(fields[3]), _unescaped(fields[4])
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), text)
+
+
+def _spots(family: str, rest: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if family == "memory":
+        yield from (("", path) for path in _readings(rest))
+        return
+    bare = re.split(r"[?#]", rest, maxsplit=1)[0]
+    for text in {rest, bare}:
+        host, _, key = text.lstrip("/").partition("/")
+        # abfs://container@account.host/path, but s3://user:password@bucket/key
+        bucket = host.partition("@")[0] if family == "az" else host.rpartition("@")[2]
+        bucket = unquote(bucket).lower()
+        for path in _readings(key):
+            if family == "http":
+                yield bucket.partition(":")[0].partition(".")[0], path
+                yield from ((path[0].lower(), path[1:]),) if path else ()
+            yield (_ANY if family == "s3" and _ALIAS.match(bucket) else bucket), path
+
+
+def _readings(key: str) -> set[tuple[str, ...]]:
+    """The paths that a key may be taken for: as it stands, decoded, with its dots followed."""
+    texts = [key]
+    for _ in range(_DECODINGS):
+        texts.append(unquote(texts[-1]))
+    return {path for text in texts for path in (_parts(text), _parts(text, dots=True))}
+
+
+def _parts(path: str, *, dots: bool = False) -> tuple[str, ...]:
+    found: list[str] = []
+    for part in path.split("/"):
+        if part in ("", "."):
+            continue
+        if dots and part == "..":
+            found = found[:-1]
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _endpoint(scheme: str, family: str, rest: str) -> str:
+    """The server in one spelling, "" for one that is not said here."""
+    if family == "az":
+        host = rest.partition("/")[0]
+        return host.partition("@")[2].lower()
+    if family != "s3":
+        return ""
+    import fsspec.config
+
+    given = fsspec.config.conf.get(scheme, {})
+    named = given.get("endpoint_url") or (given.get("client_kwargs") or {}).get("endpoint_url")
+    named = named or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if not named:
+        return ""  # a profile may name one
+    try:
+        seen = urlsplit(str(named) if "://" in str(named) else f"//{named}")
+        host, port = (seen.hostname or "").lower().rstrip("."), seen.port
+    except ValueError:
+        return ""
+    if host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        return "aws"
+    host = "localhost" if host in _LOOPBACK or host.startswith("127.") else host
+    return f"{host}:{port or (80 if seen.scheme == 'http' else 443)}"

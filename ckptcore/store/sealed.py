@@ -1,0 +1,327 @@
+"""Sealed folders: how does a run work in a folder beside others' without taking their hand?
+
+The folder's parents are resolved once, when it is opened; links there are legitimate. From the folder down
+every name is opened below its folder's descriptor: a link, a FIFO, a device, another user's file is refused
+(`StagingForeign`), neither used nor emptied. Checks are per file, never per byte range.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ckptcore.errors import CkptError, SourceUnreadable, StagingForeign
+from ckptcore.store import Joint, inner_path
+from ckptcore.store._folders import FOLDER, closing_fd, enter, look, remove_tree, walk
+from ckptcore.store._localerrors import unreadable, unwritable
+from ckptcore.store._ours import Owners, strange
+from ckptcore.store.local import LocalStore
+
+
+class SealedFolder:
+    """A folder of ours, by descriptor, once it is opened. Safe to use from several threads.
+
+    path: as it was named. name: its last part. parent: the folder that it lies in. owners: whose things in it
+    are ours. mode: what it is made with, below the umask. foreign: raises when the names in a folder at a
+    path say that it is somebody else's.
+    """
+
+    def __init__(
+        self, path: Path, *, mode: int | None = None, foreign: Callable[[Path, list[str]], None] | None = None
+    ) -> None:
+        self.path, self.name, self.parent = path, path.name, path.parent
+        self.owners = Owners.of_process()
+        self._mode = self.owners.folder_mode if mode is None else mode
+        self._foreign = foreign
+        self._lock = threading.Lock()
+        self._held: dict[str, int] = {}
+        weakref.finalize(self, _close_all, self._held)
+
+    def open(self, *, make: bool = False) -> int | None:
+        """Its descriptor, kept open for this object's life or until `close`; None when there is no folder.
+
+        make: make it and its parents. Raises `StagingForeign`, `OSError`.
+        """
+        with self._lock:
+            if "folder" not in self._held:
+                try:
+                    self._open(make=make)
+                except FileNotFoundError:  # it went in this moment
+                    if make:
+                        raise
+            return self._held.get("folder")
+
+    def close(self) -> None:
+        """Lets go of it; what is opened next may be another folder of the same name."""
+        with self._lock:
+            _close_all(self._held)
+
+    def in_place(self) -> bool:
+        """Whether what is held is what lies under the name now: a run that ends renames its folder."""
+        with self._lock:
+            fd = self._held.get("folder")
+            if fd is None:
+                return False
+            now = look(self._held["parent"], self.name)
+            return now is not None and os.path.samestat(now, os.fstat(fd))
+
+    def parent_fd(self) -> int:
+        """The descriptor of the parent of the folder that is held; not to be listed, nor closed."""
+        return self._held["parent"]
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[tuple[int, list[str]]]:
+        """A descriptor of the parent, and the names in it; none when it is away, or cannot be listed."""
+        held = self._held.get("parent")
+        try:
+            fd = os.open(self.parent if held is None else ".", FOLDER & ~os.O_NOFOLLOW, dir_fd=held)
+        except OSError:  # nothing of ours is to be found there
+            yield -1, []
+            return
+        with closing_fd(fd):
+            yield fd, os.listdir(fd)
+
+    def remove(self, gone: str) -> None:
+        """Removes the folder that is held, at once under its name, with everything in it.
+
+        gone: a free name for it beside the other. What cannot be removed stays under that. Raises `OSError`.
+        """
+        fd = self.open()
+        if fd is None or not self.in_place():
+            return  # another run has removed it
+        parent = self.parent_fd()
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.name, gone, src_dir_fd=parent, dst_dir_fd=parent)
+        moved = look(parent, gone)
+        if moved is not None and os.path.samestat(moved, os.fstat(fd)):
+            with contextlib.suppress(OSError, StagingForeign):  # the next run tries again
+                remove_tree(parent, gone, str(self.path.with_name(gone)), self.owners)
+        self.close()
+
+    @contextlib.contextmanager
+    def below(self, folders: tuple[str, ...], *, make: bool = False) -> Iterator[int | None]:
+        """A descriptor of a folder in it, by the names on the way; None when there is none."""
+        fd = self.open(make=make)
+        at = os.dup(fd) if fd is not None else None
+        shown = str(self.path)
+        try:
+            for name in folders:
+                if at is None:
+                    break
+                shown = f"{shown}/{name}"
+                inner = enter(at, name, shown, self.owners, make=make)
+                os.close(at)
+                at = inner
+            yield at
+        finally:
+            if at is not None:
+                os.close(at)
+
+    def strangers_may_write(self) -> bool:
+        """Whether others than `owners` can write to the folder that is held."""
+        fd = self.open()
+        return fd is not None and self.owners.strangers_may_write(os.fstat(fd).st_mode)
+
+    def anybody_may_write(self) -> bool:
+        """Whether the folder that is held is open to everybody on the machine."""
+        fd = self.open()
+        return fd is not None and bool(os.fstat(fd).st_mode & stat.S_IWOTH)
+
+    def shut_out(self) -> bool:
+        """Takes the right to write from everybody else; False where that changes nothing: a file system
+        may keep no modes, or another of the owners made the folder."""
+        fd = self.open()
+        assert fd is not None  # who calls has opened it
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        with contextlib.suppress(PermissionError):
+            os.fchmod(fd, mode & (self.owners.folder_mode | 0o7000))
+        return not self.strangers_may_write()
+
+    def _open(self, *, make: bool) -> None:
+        try:
+            parent = os.open(self.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if not make:
+                return
+            self.parent.mkdir(parents=True, exist_ok=True)
+            parent = os.open(self.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except NotADirectoryError:
+            if not make:
+                return
+            raise
+        fd = None
+        try:
+            fd = self._open_in(parent, make=make)
+        finally:
+            if fd is None:
+                os.close(parent)
+        if fd is not None:
+            self._held |= {"parent": parent, "folder": fd}
+
+    def _open_in(self, parent: int, *, make: bool) -> int | None:
+        made = False
+        seen = look(parent, self.name)
+        if seen is None:
+            if not make:
+                return None
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.name, self._mode, dir_fd=parent)
+                made = True
+            seen = os.stat(self.name, dir_fd=parent, follow_symlinks=False)
+        try:
+            self.owners.require_folder(seen, str(self.path))
+        except CkptError:
+            if made:  # a server maps this user to another: what was made goes again, as it is empty
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.name, dir_fd=parent)
+            raise
+        fd = os.open(self.name, FOLDER, dir_fd=parent)
+        try:
+            self.owners.require_folder(os.fstat(fd), str(self.path))
+            if self._foreign is not None:
+                self._foreign(self.path, os.listdir(fd))
+        except BaseException as error:
+            now, seen = look(parent, self.name), os.fstat(fd)
+            os.close(fd)
+            if isinstance(error, StagingForeign) and (now is None or not os.path.samestat(now, seen)):
+                # It was being removed under another name: what it holds says nothing any more.
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
+            raise
+        return fd
+
+
+class SealedStore(LocalStore):
+    """A sealed folder, or a folder in one, as a store."""
+
+    def __init__(self, home: SealedFolder, *inside: str) -> None:
+        super().__init__(home.path.joinpath(*inside))
+        self._home, self._inside = home, inside
+
+    def list(self) -> dict[str, int]:
+        return {path: seen.st_size for path, seen in self.entries() if not path.endswith("/")}
+
+    def entries(self) -> Sequence[tuple[str, os.stat_result]]:
+        """(path, what it is) of every file and folder, sorted; folders end with a slash.
+
+        Raises `StagingForeign` when one of them is not ours, `SourceUnreadable` when there is no folder.
+        """
+        try:
+            with self._home.below(self._inside) as fd:
+                if fd is None:
+                    raise SourceUnreadable(f"{self.url} does not exist", hint="check the path")
+                return sorted(walk(fd, "", self.url, self._home.owners), key=lambda entry: entry[0])
+        except OSError as error:
+            raise unreadable(self.url, error) from error
+
+    def is_there(self) -> bool:
+        """Whether there is such a folder; raises `StagingForeign` for what is there instead."""
+        try:
+            with self._home.below(self._inside) as fd:
+                return fd is not None
+        except OSError as error:
+            raise unreadable(self.url, error) from error
+
+    def size(self, path: str) -> int | None:
+        seen = self._look(path)
+        return None if seen is None or stat.S_ISDIR(seen.st_mode) else seen.st_size
+
+    def stamp(self, path: str) -> str | None:
+        seen = self._look(path)
+        if seen is None:
+            return None
+        times = f"modified {seen.st_mtime_ns}, changed {seen.st_ctime_ns}"
+        return f"{seen.st_size} bytes, {times}, inode {seen.st_ino}"
+
+    def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
+        with self._at(path) as (fd, name):
+            seen = look(fd, name) if fd is not None else None
+        if seen is not None:  # it is written in place: under another name it would be another's file
+            self._home.owners.require_only_name(seen, f"{self.url}/{path}")
+        return super().joint(path, nbytes, alone=alone)
+
+    def put(self, path: str, data: bytes) -> None:
+        """A small file; one that holds the same is left."""
+        if self.size(path) != len(data) or self.read(path, 0, len(data)) != data:
+            super().put(path, data)
+
+    def remove(self, path: str) -> None:
+        self._forget(path)
+        try:
+            with self._at(path) as (fd, name):
+                seen = look(fd, name) if fd is not None else None
+                if fd is None or seen is None:
+                    return
+                self._home.owners.require_file(seen, f"{self.url}/{path}")
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
+        except OSError as error:
+            raise unwritable(f"{self.url}/{path}", error) from error
+
+    def remove_all(self) -> None:
+        self.close()
+        *above, name = self._inside
+        try:
+            with self._home.below(tuple(above)) as fd:
+                if fd is not None and look(fd, name) is not None:
+                    remove_tree(fd, name, self.url, self._home.owners)
+        except OSError as error:
+            raise unwritable(self.url, error) from error
+
+    def _look(self, path: str) -> os.stat_result | None:
+        """What is there, which is ours and a file, or a folder; None when there is nothing."""
+        try:
+            with self._at(path) as (fd, name):
+                seen = look(fd, name) if fd is not None else None
+        except OSError as error:
+            raise unreadable(f"{self.url}/{path}", error) from error
+        if seen is not None and not stat.S_ISDIR(seen.st_mode):
+            self._home.owners.require_file(seen, f"{self.url}/{path}")
+        return seen
+
+    def _open_inside(self, path: str) -> int:
+        shown = f"{self.url}/{path}"
+        try:
+            with self._at(path) as (fd, name):
+                seen = look(fd, name) if fd is not None else None
+                if fd is None or seen is None:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                self._home.owners.require_file(seen, shown)
+                opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+        except OSError as error:
+            raise unreadable(shown, error) from error
+        try:
+            self._home.owners.require_only_name(os.fstat(opened), shown)
+        except BaseException:
+            os.close(opened)
+            raise
+        return opened
+
+    def _folder_of(self, path: str) -> int:
+        *above, _ = inner_path(path, what=self.url).split("/")
+        with self._home.below((*self._inside, *above), make=True) as fd:
+            assert fd is not None  # it was made
+            return os.dup(fd)
+
+    @contextlib.contextmanager
+    def _at(self, path: str) -> Iterator[tuple[int | None, str]]:
+        *above, name = inner_path(path, what=self.url).split("/")
+        with self._home.below((*self._inside, *above)) as fd:
+            yield fd, name
+
+
+def refuse_unknown(path: Path, known: Callable[[str], bool], names: list[str]) -> None:
+    """Raises `StagingForeign` for names in a folder that are none of its own."""
+    odd = sorted(name for name in names if not known(name))
+    if odd:
+        raise strange(str(path), f"it holds what ckptcore does not put there (got {', '.join(odd[:5])!r})")
+
+
+def _close_all(held: dict[str, int]) -> None:
+    while held:
+        os.close(held.popitem()[1])

@@ -1,0 +1,130 @@
+"""Places: is one storage known under all its names, and are two never taken for one?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ckptcore.errors import UsageError
+from ckptcore.store.place import Relation, identify, overlaps, relation
+
+SAME = [
+    ("s3://b/run", "s3://b/run/"),
+    ("s3://b/run", "s3a://b/run"),
+    ("s3://b/run", "s3n://b//run"),
+    ("s3://b/run", "s3://user:secret@b/run"),
+    ("s3://b/run", "s3://user:se@cret@b/run"),
+    ("s3://b/run", "S3://B/run"),
+    ("s3://b/run", "s3://b/./run"),
+    ("s3://b/run", "s3://b/x/../run"),
+    ("s3://b/a/b", "s3://b/a%2Fb"),
+    ("s3://b/a b", "s3://b/a%20b"),
+    ("s3://b/a b", "s3://b/a%2520b"),
+    ("s3://b/run", "s3://b/run?versionId=7"),
+    ("s3://b/run", "simplecache::s3://b/run"),
+    ("s3://b/run", "filecache::simplecache::s3a://b/run"),
+    ("s3://b/run", "https://b.s3.eu-central-1.amazonaws.com/run"),
+    ("s3://b/run", "http://127.0.0.1:9000/b/run"),
+    ("s3://arn:aws:s3:eu-central-1:1:accesspoint/run", "s3://b/run"),
+    ("gs://b/run", "gcs://b/run"),
+    ("abfs://c@account.dfs.core.windows.net/run", "az://c/run"),
+    ("abfss://c@account.dfs.core.windows.net/run", "https://account.blob.core.windows.net/c/run"),
+    ("memory://a/b", "memory:///a//b/"),
+    ("/tmp/nowhere/x", "file:///tmp/nowhere/../nowhere/x/"),
+    ("/tmp/nowhere/x", "local:///tmp//nowhere/./x"),
+    ("/tmp/nowhere/x.zip", "zip://inner::file:///tmp/nowhere/x.zip"),
+]
+APART = [
+    ("s3://b/run", "s3://b/run-2"),
+    ("s3://b/run/step-1", "s3://b/run/step-10"),
+    ("s3://b/run", "s3://c/run"),
+    ("s3://b/run", "gs://b/run"),
+    ("s3://b/run", "s3://b/Run"),
+    ("s3://b/run", "/b/run"),
+    ("abfs://c@one.dfs.core.windows.net/run", "abfs://c@two.dfs.core.windows.net/run"),
+    ("memory://a/b", "/a/b"),
+    ("/tmp/nowhere/x", "/tmp/nowhere/xy"),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), SAME)
+def test_spellings_of_one_place(a: str, b: str) -> None:
+    one, other = identify(a), identify(b)
+    assert relation(one, other) is Relation.SAME
+    assert relation(identify(f"{a}/step-1"), other) is Relation.INSIDE or "?" in a or ".zip" in a
+    assert relation(other, identify(f"{a}/step-1")) is Relation.AROUND or "?" in a or ".zip" in a
+
+
+@pytest.mark.parametrize(("a", "b"), APART)
+def test_places_apart(a: str, b: str) -> None:
+    assert not overlaps(identify(a), identify(b))
+    assert not overlaps(identify(b), identify(a))
+
+
+def test_a_bucket_is_around_all_its_keys() -> None:
+    assert relation(identify("s3://b"), identify("s3a://b/a/b")) is Relation.AROUND
+    assert identify("s3://b/").is_bucket
+    assert identify("s3://b/a/..").is_bucket
+    assert not identify("s3://b/a").is_bucket
+    assert not identify("memory://").is_bucket
+
+
+def test_endpoints_part_places_only_where_both_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.config
+
+    a, b = "s3://b/run", "s3a://b/run"
+    monkeypatch.setitem(fsspec.config.conf, "s3a", {"endpoint_url": "http://LOCALHOST:9000/"})
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    assert overlaps(identify(a), identify(b)), "a profile may name the other's"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    assert overlaps(identify(a), identify(b))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://s3.eu-central-1.amazonaws.com")
+    assert not overlaps(identify(a), identify(b))
+
+
+def test_links_lead_to_the_same_place(tmp_path: Path) -> None:
+    (tmp_path / "run" / "step-1").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "deep").symlink_to("link/step-1")
+    run = identify(str(tmp_path / "run"))
+    assert relation(identify(str(tmp_path / "link")), run) is Relation.SAME
+    assert relation(identify(str(tmp_path / "deep")), run) is Relation.INSIDE
+    assert relation(run, identify(f"file://{tmp_path}/deep/new/folder")) is Relation.AROUND
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("x")
+    os.link(one, other)
+    assert relation(identify(str(one)), identify(str(other))) is Relation.SAME
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_bind_mounts_lead_to_the_same_place(tmp_path: Path) -> None:
+    """Also of a folder below, or above: what is mounted elsewhere is followed to its file system."""
+    (tmp_path / "run" / "step-1" / "files").mkdir(parents=True)
+    (tmp_path / "away").mkdir()
+    bind = ["mount", "--bind", str(tmp_path / "run" / "step-1"), str(tmp_path / "away")]
+    if subprocess.run(bind, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        run, step = identify(str(tmp_path / "run")), identify(str(tmp_path / "run" / "step-1"))
+        away, inside = identify(str(tmp_path / "away")), identify(str(tmp_path / "away" / "new" / "out"))
+        assert relation(away, step) is Relation.SAME
+        assert relation(away, run) is Relation.INSIDE
+        assert relation(inside, run) is Relation.INSIDE
+        assert relation(identify(str(tmp_path / "run" / "step-1" / "new")), away) is Relation.INSIDE
+        assert not overlaps(inside, identify(str(tmp_path / "run" / "step-2")))
+    finally:
+        subprocess.run(["umount", str(tmp_path / "away")], check=True)
+
+
+@pytest.mark.parametrize("url", ["", "::", "a\0b", "file://a\0b"])
+def test_no_urls(url: str) -> None:
+    with pytest.raises(UsageError):
+        identify(url)
+
+
+@pytest.mark.parametrize("url", ["://", "s3://", "a::", "::a", "x://[::1", "s3://%", "file://", "b::c::/d"])
+def test_odd_urls_are_places(url: str) -> None:
+    assert identify(url).spots
