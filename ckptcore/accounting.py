@@ -101,6 +101,9 @@ class _Noted:
     def stamp(self, path: str) -> str | None:
         return self._store.stamp(path)
 
+    def ctime(self, path: str) -> int | None:
+        return self._store.ctime(path)
+
     def read(self, path: str, start: int, length: int) -> bytes:
         self.read_names.add(path)
         return self._store.read(path, start, length)

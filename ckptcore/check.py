@@ -8,7 +8,7 @@ report can be complete and bad: checks return findings and never stop at the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,12 @@ import numpy as np
 from ckptcore.cover import coverage
 from ckptcore.dtype import BY_NAME
 from ckptcore.errors import DamagedCheckpoint, Finding, NotComplete, UsageError, finding
-from ckptcore.filedigests import mismatches
+from ckptcore.filedigests import SHA256, mismatches
 from ckptcore.manifest import Envelope, Manifest
 from ckptcore.store import Store
 
 LEVELS = ("files", "cover", "bytes", "values")
+_NAMED = 5  # files that a finding names; the report has all of them
 Progress = Callable[[str, int, int], None]
 
 
@@ -30,7 +31,8 @@ class Report:
     """What a check found.
 
     level: how deep it looked. tensors: number of tensors. nbytes: bytes of tensor data.
-    findings: in the order of levels. unverified: items without a stored checksum.
+    findings: in the order of levels. unverified: items without a stored checksum. unproven: the files whose
+    bytes nothing proves, where the level is deep enough to ask.
     """
 
     level: str
@@ -39,21 +41,31 @@ class Report:
     nbytes: int
     findings: tuple[Finding, ...]
     unverified: int = 0
+    unproven: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether nothing found is an error."""
         return not any(f.severity == "error" for f in self.findings)
 
+    @property
+    def status(self) -> str:
+        """damaged, where something is; unproven, where nothing is, but bytes are not proven; else ok."""
+        if not self.ok:
+            return "damaged"
+        return "unproven" if self.unproven else "ok"
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON of `ckptcore validate --output json`."""
         return {
             "ok": self.ok,
+            "status": self.status,
             "level": self.level,
             "format": self.format,
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "findings": [f.as_dict() for f in self.findings],
+            "unproven": list(self.unproven),
         }
 
 
@@ -71,19 +83,31 @@ def check(manifest: Manifest, store: Store | None = None, level: str = "cover", 
     for rule_level, rule in RULES:
         if LEVELS.index(rule_level) <= depth:
             found += rule(manifest)
-    unverified = 0
+    unverified, unproven = 0, tuple[str, ...]()
     if depth >= LEVELS.index("bytes"):
         if store is None:
             raise UsageError(f"level {level!r} reads files: a store is needed")
         from ckptcore.scan import scan
 
         broken = {f.file for f in found if f.severity == "error" and f.code in _UNREADABLE}
-        more, unverified = scan(manifest, store, skip_files=broken, values=level == "values",
-                                workers=workers, progress=progress)  # fmt: skip
+        more, unverified, bare = scan(manifest, store, skip_files=broken, values=level == "values",
+                                      workers=workers, progress=progress)  # fmt: skip
         found += [*more, *mismatches(manifest, store)]
+        summed = manifest.origin.get(SHA256) or {}
+        unproven = tuple(sorted((bare | {f.path for f in manifest.beside}) - set(summed)))
+        found += unproven_finding(unproven)
     order = {name: i for i, name in enumerate(LEVELS)}
     unique = tuple(dict.fromkeys(sorted(found, key=lambda f: order[f.level])))
-    return Report(level, manifest.format, manifest.num_tensors, manifest.nbytes, unique, unverified)
+    return Report(level, manifest.format, manifest.num_tensors, manifest.nbytes, unique, unverified, unproven)
+
+
+def unproven_finding(paths: Sequence[str]) -> list[Finding]:
+    """The finding that names files whose bytes nothing proves; none where there are none."""
+    if not paths:
+        return []
+    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    told = f"nothing proves the bytes of {', '.join(paths[:_NAMED])}{more}"
+    return [finding("unproven", "bytes", told, file=paths[0] if len(paths) == 1 else None)]
 
 
 def require_whole(manifest: Manifest, excused: Callable[[Finding], bool]) -> Report:

@@ -118,6 +118,10 @@ def validate(
             report = check(
                 manifest, level.value, workers=Settings(workers=workers).threads, progress=progress
             )
+            if not no_catalog and level in (Level.BYTES, Level.VALUES):
+                from ckptcore.registered import against_catalog  # SQLAlchemy: only who needs it waits for it
+
+                report = against_catalog(manifest, report, src, catalog)
     except CkptError as error:
         if error.exit_code != 1:
             raise

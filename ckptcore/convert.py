@@ -29,6 +29,7 @@ from ckptcore.errors import (
     DiskFull,
     Finding,
     Interrupted,
+    SourceChanged,
     StagingForeign,
 )
 from ckptcore.execute import execute_files, tile_bytes
@@ -51,10 +52,11 @@ from ckptcore.publishing import conclude
 from ckptcore.receipts import Receipt, read_receipt
 from ckptcore.register import Registration, fail, start, succeed
 from ckptcore.request import Request, Settings
-from ckptcore.stagedplan import renew, restore, save, saved_digest, stamps_of
+from ckptcore.stagedplan import renew, restore, save, saved_digest
 from ckptcore.staging import Staging
 from ckptcore.stamps import load as load_stamps
-from ckptcore.stamps import require_same
+from ckptcore.stamps import require_same, take_ctimes, used_files
+from ckptcore.stamps import take as take_stamps
 from ckptcore.store import open_store
 
 __all__ = [
@@ -183,7 +185,7 @@ def finish(plan_uri: str, settings: Settings | None = None, progress: Progress |
     """
     staging = Staging.of_plan(plan_uri)
     with staging.lock():
-        return finish_staged(staging, progress)
+        return finish_staged(staging, settings or Settings(), progress)
 
 
 def settle(plan_uri: str) -> None:
@@ -238,7 +240,7 @@ def convert(request: Request, settings: Settings | None = None, progress: Progre
             began = time.perf_counter()
             receipts = _execute(staging, None, settings, progress)
             wrote = time.perf_counter() - began
-            result = finish_staged(staging, progress)
+            result = finish_staged(staging, settings, progress)
             timings = {"inspect": inspected, **prepared.timings, "write": wrote}
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
             result = replace(result, files=receipts, timings=timings, warnings=prepared.warnings)
@@ -286,7 +288,7 @@ def _prepare(request: Request, settings: Settings, manifest: Manifest | None, st
             torch_on(settings.device)
         if published is not None and published != plan.digest:
             refuse_existing(request)
-        stamps = stamps_of(manifest)
+        ctimes, stamps = _noted(request, manifest)
         same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
         ours = begun if begun is not None and published == plan.digest else None
         staging.sweep_parts()
@@ -294,7 +296,7 @@ def _prepare(request: Request, settings: Settings, manifest: Manifest | None, st
             restore(staging, composed, stamps, ours, same=same)
         elif not (request.resume and same):
             staging.clear()
-            save(staging, composed, stamps)
+            save(staging, composed, stamps, ctimes)
             ours = None
         elif published_plan(staging) is None:
             renew(staging, composed, stamps)
@@ -337,6 +339,22 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
         4 * settings.threads * max(largest, 1),
     )
     return _BASE_MEMORY[bool(plan.cast or plan.derived)] + buffers
+
+
+def _noted(request: Request, manifest: Manifest) -> tuple[dict[str, int | None], dict[str, str | None]]:
+    """(ctimes, stamps) of the source's files, older than the first byte that the plan rests on."""
+    used, seen = used_files(manifest), manifest.stamps
+    with closing(open_store(manifest.root)) as source:
+        ctimes, stamps = take_ctimes(used, source), take_stamps(manifest, source)
+    if all(path in seen and seen[path][0] == stamps[path] for path in used):
+        return {path: seen[path][1] for path in used}, stamps
+    # Written since it was listed, or listed by a store that spells versions otherwise.
+    if inspect(request.source, request.recover, request.keep_quantized).digest != manifest.digest:
+        raise SourceChanged(
+            f"{request.source} was rewritten while it was read",
+            hint="run the command again when nothing writes to the source",
+        )
+    return ctimes, stamps
 
 
 def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings,

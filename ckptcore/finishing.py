@@ -28,12 +28,14 @@ from ckptcore.publications import DONE, Publication, Replaced, noted, noted_repl
 from ckptcore.publishing import conclude, identity, publish_local
 from ckptcore.receipts import Receipt, digest_of, is_intact, read_receipt, seen_as
 from ckptcore.remotepublishing import ITSELF, is_published, publish_remote
-from ckptcore.request import Request
+from ckptcore.reproof import require_source
+from ckptcore.request import Request, Settings
 from ckptcore.stagedplan import planned_paths
 from ckptcore.staging import Staging
+from ckptcore.stamps import digest as stamps_digest
 from ckptcore.stamps import load as load_stamps
-from ckptcore.stamps import require_same
-from ckptcore.store import Store, local_path, open_store
+from ckptcore.stamps import load_ctimes
+from ckptcore.store import Readable, Store, local_path
 
 Progress = Callable[[str, int, int], None]
 REQUEST = "request.json"
@@ -50,6 +52,8 @@ class Result:
     warnings: findings that did not stop it. fingerprint: of the tensors as they were before any cast, or
     None when not every file was summed; fingerprints: of each of them. renamed: (old, new) names;
     map_digest: of everything that was done to names. dropped: (name, rule) of what was left out.
+    source_stamp, source_ctime: what the source was read as, see `ckptcore.stamps.digest`. published: (path,
+    bytes, BLAKE3 or None) of every published file: those of the receipts and the small ones beside them.
     """
 
     destination: str
@@ -70,6 +74,9 @@ class Result:
     renamed: tuple[tuple[str, str], ...] = ()
     map_digest: str = ""
     dropped: tuple[tuple[str, str], ...] = ()
+    source_stamp: str | None = None
+    source_ctime: str | None = None
+    published: tuple[tuple[str, int, str | None], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
@@ -83,7 +90,7 @@ class Result:
         return form
 
 
-def finish_staged(staging: Staging, progress: Progress | None) -> Result:
+def finish_staged(staging: Staging, settings: Settings, progress: Progress | None) -> Result:
     """Verifies and publishes a staged output whose files are all written."""
     began = time.perf_counter()
     conclude(staging)
@@ -96,14 +103,15 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
     if progress is not None:
         progress("verify", plan.bytes_out, plan.bytes_out)
     if published_plan(staging) == plan.digest:
-        written = _published_output(staging, plan, receipts)
+        written, published = _published_output(staging, plan, receipts)
         verified = time.perf_counter()
     else:
         staging.sweep_parts(joints=True)
         written, commit = _read_back(staging, plan, receipts)
+        published = _published_files(staging.files, plan, receipts, written)
         verified = time.perf_counter()
-        with closing(open_store(plan.source)) as source:
-            require_same(load_stamps(staging.plan) or {}, source)
+        if publishing_plan(staging) != plan.digest:  # else what was proven when it began may be gone
+            require_source(staging, plan, request, settings, progress)
         _log.info("verified %d tensors of %s, publishing", len(written.tensors), staging.destination)
         publication = _publication(staging, plan, request, receipts)
         if staging.root.local is not None:
@@ -121,6 +129,8 @@ def finish_staged(staging: Staging, progress: Progress | None) -> Result:
         written.digest, plan.digest, plan.bytes_in, timings, written, staging.plan_uri,
         fingerprint=checkpoint_fingerprint(found) if found is not None else None, fingerprints=found or (),
         renamed=plan.renamed, map_digest=plan.map_digest, dropped=plan.dropped,
+        source_stamp=stamps_digest(load_stamps(staging.plan)),
+        source_ctime=stamps_digest(load_ctimes(staging.plan)), published=published,
     )  # fmt: skip
 
 
@@ -153,6 +163,29 @@ def publishing_plan(staging: Staging) -> str | None:
     return begun.plan
 
 
+def _published_files(store: Readable, plan: Plan, receipts: Sequence[Receipt], written: Manifest
+                     ) -> tuple[tuple[str, int, str | None], ...]:  # fmt: skip
+    """(path, bytes, digest) of every file of the output, which lies in ``store``.
+
+    Files that hold no tensor are digested where receipts have no digests: they are small. Raises
+    `OutputMismatch` when a file that came along (config, tokenizer, card) is not what was planned.
+    """
+    held = {f.path for f in written.files}
+    found = []
+    for r in receipts:
+        known = r.digest is not None or r.path in held
+        found.append((r.path, r.nbytes, r.digest if known else digest_of(store, r.path, r.nbytes)))
+    for path, planned in plan.extra:
+        size = store.size(path)
+        if size is None or digest_of(store, path, size) != planned:
+            raise OutputMismatch(
+                f"{store.url}/{path} is not what was planned (got {size} bytes)",
+                hint="run the command again with --no-resume",
+            )
+        found.append((path, size, planned))
+    return tuple(found)
+
+
 def receipt_of(staging: Staging, plan: Plan, index: int) -> Receipt:
     """The receipt of a file of the plan; raises `SourceChanged` when it is not written yet."""
     found = read_receipt(staging.receipts, plan.digest, index)
@@ -163,8 +196,9 @@ def receipt_of(staging: Staging, plan: Plan, index: int) -> Receipt:
     return found
 
 
-def _published_output(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> Manifest:
-    """The manifest of what stands at the destination, when it still is what was published."""
+def _published_output(staging: Staging, plan: Plan, receipts: Sequence[Receipt]
+                      ) -> tuple[Manifest, tuple[tuple[str, int, str | None], ...]]:  # fmt: skip
+    """The manifest and the files of what is at the destination, when it still is what was published."""
     source = open_source(staging.destination, keep_quantized=True)  # what counts is what was written
     with closing(source.store):
         written = read_manifest(source)
@@ -176,9 +210,13 @@ def _published_output(staging: Staging, plan: Plan, receipts: Sequence[Receipt])
                 source.store.size(r.path) == r.nbytes and (r.digest is None or is_intact(source.store, r))
                 for r in receipts
             )
+        try:
+            published = _published_files(source.store, plan, receipts, written) if proven else ()
+        except OutputMismatch:
+            proven = False
     if not proven or sorted(_told(written)) != _planned(staging, plan)[0]:
         raise DestinationExists(f"{staging.destination} exists, and has changed since it was published")
-    return written
+    return written, published
 
 
 def _told(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:

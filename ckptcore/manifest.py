@@ -202,6 +202,9 @@ class Manifest:
     findings: what the reader saw that a check must report.
     derived: tensor -> how it is computed; such a tensor has no chunks. inputs: the stored tensors
         that those are computed from, over the same items and files; None when there are none.
+    stamps: path -> stamp and ctime (`ckptcore.store.Stamped`) of files as they were before the first byte was
+        read, where whoever read it knows them. beside: other files of the place, which neither hold anything
+        of it nor were read to describe it. Neither is part of what a checkpoint is, saved, or digested.
     """
 
     format: str
@@ -215,6 +218,8 @@ class Manifest:
     findings: tuple[Finding, ...] = ()
     derived: Mapping[int, Derived] = field(default_factory=dict)
     inputs: Manifest | None = None
+    stamps: Mapping[str, tuple[str, int | None]] = field(default_factory=dict, compare=False, repr=False)
+    beside: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def num_tensors(self) -> int:

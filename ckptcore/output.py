@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckptcore.manifest import Manifest
 
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
+_STATUS = {"ok": "[green]ok[/]", "unproven": "[yellow]unproven[/]", "damaged": "[red]damaged[/]"}
 _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
 
 
@@ -98,7 +99,7 @@ def report(value: Report, *, as_json: bool) -> None:
     out = _console()
     counts = Counter(f.severity for f in value.findings)
     told = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items()) or "nothing found"
-    mark = "[green]ok[/]" if value.ok else "[red]damaged[/]"
+    mark = _STATUS[value.status]
     out.print(f"{mark} at level {value.level}: {value.format or 'unknown format'}, {value.tensors} tensors, "
               f"{show_size(value.nbytes)}; {told}", highlight=False)  # fmt: skip
     _findings(out, value.findings)

@@ -1,7 +1,8 @@
 """Proving: is what the catalog knows still there, byte for byte?
 
 Of what was written here every file has a BLAKE3, and is read once and compared. A source has what its format
-stores: its manifest must be the registered one, and its bytes must match their checksums.
+stores: its manifest must be the registered one, and its bytes must match their checksums. A file that neither
+proves is named, and the checkpoint is not called proven.
 """
 
 from __future__ import annotations
@@ -12,27 +13,26 @@ from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 
-from blake3 import blake3
-
 from ckptcore.catalog import CheckpointDetail, CheckpointFacts
-from ckptcore.catalog.values import FileRow
+from ckptcore.catalog.values import FileRow, Role
+from ckptcore.check import unproven_finding
 from ckptcore.convert import inspect, validate
-from ckptcore.errors import CkptError, Finding, SourceUnreadable, finding
-from ckptcore.manifest import Manifest
+from ckptcore.errors import CkptError, Finding, SourceUnreadable
 from ckptcore.register import facts
-from ckptcore.store import Store, local_path, open_store, split_url
-
-_BLOCK = 8 << 20
+from ckptcore.registered import NoTime, compare, folder_of, same_manifest, with_digests
+from ckptcore.store import local_path, open_store, split_url
 
 
 class Proof(StrEnum):
     """How it stands.
 
-    proven: every byte is as it was. damaged: something is not. changed: another checkpoint stands there.
-    gone: nothing does. unread: it could not be looked at. stopped: there was no time.
+    proven: every byte is as it was. unproven: nothing is known to be wrong, but no checksum or digest covers
+    every byte. damaged: something is not as it was. changed: another checkpoint is there. gone: nothing is.
+    unread: it could not be looked at. stopped: there was no time.
     """
 
     PROVEN = "proven"
+    UNPROVEN = "unproven"
     DAMAGED = "damaged"
     CHANGED = "changed"
     GONE = "gone"
@@ -42,17 +42,15 @@ class Proof(StrEnum):
 
 @dataclass(frozen=True)
 class Proven:
-    """What a look gave. nbytes: read. now: what stands there, where that is another checkpoint."""
+    """What a look gave. nbytes: read. now: what is there, where that is another checkpoint. unproven: the
+    files whose bytes nothing proves."""
 
     proof: Proof
     findings: tuple[Finding, ...] = ()
     message: str = ""
     nbytes: int = 0
     now: CheckpointFacts | None = None
-
-
-class _NoTime(Exception):
-    """The caller's time is over."""
+    unproven: tuple[str, ...] = ()
 
 
 def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -> Proven:
@@ -61,10 +59,11 @@ def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -
     try:
         if not _is_there(uri):
             return Proven(Proof.GONE, message=f"there is nothing at {uri}")
-        if known.files and all(f.digest for f in known.files):
+        data = [f for f in known.files if f.role == Role.DATA]
+        if data and all(f.digest for f in data):
             return _by_digests(uri, known.files, in_time)
         return _by_checksums(known, in_time)
-    except _NoTime:
+    except NoTime:
         return Proven(Proof.STOPPED, message="the time was over")
     except CkptError as error:
         if error.exit_code in (1, 3):
@@ -74,75 +73,45 @@ def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -
 
 
 def _by_digests(uri: str, files: tuple[FileRow, ...], in_time: Callable[[], bool]) -> Proven:
-    found: list[Finding] = []
-    nbytes = 0
-    with closing(open_store(_folder(uri, files))) as store:
-        for file in files:
-            size = store.size(file.path)
-            if size is None:
-                found.append(finding("missing-file", "files", f"{file.path} is not there", file=file.path))
-            elif size != file.nbytes:
-                code = "truncated-file" if size < file.nbytes else "oversized-file"
-                told = f"{file.path} has {size} bytes, {file.nbytes} were written"
-                found.append(finding(code, "files", told, file=file.path))
-            else:
-                digest = _digest(store, file, in_time)
-                nbytes += size
-                if digest != file.digest:
-                    told = (
-                        f"{file.path} hashes to {digest[:16]}..., {(file.digest or '')[:16]}... was written"
-                    )
-                    found.append(finding("digest-mismatch", "bytes", told, file=file.path))
-    proof = Proof.DAMAGED if found else Proof.PROVEN
-    return Proven(proof, tuple(found), found[0].message if found else "", nbytes)
-
-
-def _digest(store: Store, file: FileRow, in_time: Callable[[], bool]) -> str:
-    whole = blake3()
-    for at in range(0, file.nbytes, _BLOCK):
-        if not in_time():
-            raise _NoTime
-        whole.update(store.read(file.path, at, min(_BLOCK, file.nbytes - at)))
-    return whole.hexdigest()
+    compared = compare(uri, files, in_time)
+    recorded = {f.path for f in files}
+    folder = folder_of(uri, files)
+    listed = [] if recorded == {split_url(uri)[1]} else _listed(folder)
+    unproven = tuple(p for p in listed if p not in recorded) + tuple(
+        f.path for f in files if f.digest is None
+    )
+    return _proven(compared.findings, unproven, compared.read)
 
 
 def _by_checksums(known: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
     def progress(_stage: str, _done: int, _total: int) -> None:
         if not in_time():
-            raise _NoTime
+            raise NoTime
 
     uri = known.checkpoint.uri
-    manifest = _same(uri, known.checkpoint.manifest_digest)
+    manifest = same_manifest(uri, known.checkpoint.manifest_digest)
     if manifest is None:
         now = inspect(uri)
         return Proven(Proof.CHANGED, message=f"another checkpoint stands at {uri} now", now=facts(now, uri))
-    report = validate(manifest, "bytes", progress=progress)
-    errors = [f for f in report.findings if f.severity == "error"]
-    proof = Proof.PROVEN if report.ok else Proof.DAMAGED
-    return Proven(proof, report.findings, errors[0].message if errors else "", report.nbytes)
+    compared = compare(uri, known.files, in_time)
+    report = with_digests(validate(manifest, "bytes", progress=progress), compared)
+    told = tuple(f for f in report.findings if f.code != "unproven")
+    return _proven(told, report.unproven, report.nbytes + compared.read)
 
 
-def _same(uri: str, digest: str) -> Manifest | None:
-    """The manifest as it was registered: it may have been read with other options."""
-    for recover, keep in ((False, False), (False, True), (True, False)):
-        try:
-            found = inspect(uri, recover, keep)
-        except CkptError:
-            if not recover and not keep:
-                raise
-            continue
-        if found.digest.rpartition(":")[2].lower() == digest:
-            return found
-    return None
+def _proven(findings: tuple[Finding, ...], unproven: tuple[str, ...], nbytes: int) -> Proven:
+    errors = [f for f in findings if f.severity == "error"]
+    doubts = unproven_finding(unproven)
+    if errors:
+        return Proven(Proof.DAMAGED, (*findings, *doubts), errors[0].message, nbytes, unproven=unproven)
+    proof = Proof.UNPROVEN if unproven else Proof.PROVEN
+    message = doubts[0].message if doubts else ""
+    return Proven(proof, (*findings, *doubts), message, nbytes, unproven=unproven)
 
 
-def _folder(uri: str, files: tuple[FileRow, ...]) -> str:
-    """The folder that the files' paths are relative to: a checkpoint may be one file."""
-    parent, name = split_url(uri)
-    path = local_path(uri)
-    if path is not None:
-        return parent if path.is_file() else uri
-    return parent if [f.path for f in files] == [name] else uri
+def _listed(folder: str) -> list[str]:
+    with closing(open_store(folder)) as store:
+        return list(store.list())
 
 
 def _is_there(uri: str) -> bool:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from blake3 import blake3
-
 from ckptcore.catalog import Kind
 from ckptcore.convert import validate
 from ckptcore.discover import discover
@@ -27,9 +25,10 @@ from ckptcore.formats import Source, detect, open_source, read_manifest
 from ckptcore.formats._roots import located
 from ckptcore.hf import provenance
 from ckptcore.manifest import Manifest
-from ckptcore.register import Prints, facts
+from ckptcore.receipts import digest_of
+from ckptcore.register import Prints, Published, facts
 from ckptcore.request import Settings
-from ckptcore.store import Store, open_store
+from ckptcore.store import open_store
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 _CARD = "README.md"
 _MAX_CARD = 1 << 20
 NO_PRINTS: Prints = (None, {})
-_BLOCK = 4 << 20  # bytes read at a time for a digest
 Told = Callable[[str], None]
 
 
@@ -74,9 +72,9 @@ def rebuild(
 ) -> Rebuilt:  # fmt: skip
     """Records what lies at or below `roots` and `made`: folders to look through, or checkpoints.
 
-    made: those that hold what was made here. digests: read every byte, so that each file is known by its
-        BLAKE3 digest again. take: means to take fingerprints, which tell what an output was made from. told:
-        gets a line for each place.
+    made: those that hold what was made here. digests: read every byte, so that each file that is there is
+        known by its BLAKE3 digest again, config and tokenizer too. take: means to take fingerprints, which
+        tell what an output was made from. told: gets a line for each place.
 
     What is wrong with a checkpoint is recorded or left out, and told. Raises `SourceUnreadable` for a root
     that is not there, and `CatalogError`.
@@ -90,13 +88,14 @@ def rebuild(
         try:
             manifest = read_manifest(open_source(uri))
             report = validate(manifest)
-            files = _digests(manifest) if digests else None
+            files = _digests(manifest) if digests else []
             prints = _prints(manifest, take, told) if take is not None and report.ok else NO_PRINTS
         except CkptError as error:
             left_out.append((uri, error.code, error.message))
             told(f"left out  {uri}: {error.message}")
             continue
-        known = facts(manifest, uri, files, verified="cover" if report.ok else None, prints=prints)
+        known = facts(manifest, uri, {path: digest for path, _, digest in files}, prints=prints,
+                      verified="cover" if report.ok else None, published=files)  # fmt: skip
         public = catalog.record_validation(known, report.findings, level="cover", kind=kind)
         found[public] = uri, manifest.format
         told(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
@@ -143,19 +142,14 @@ def _prints(manifest: Manifest, take: Settings, told: Told) -> Prints:
     return held_by(manifest, found.tensors, dict(found.renamed))
 
 
-def _digests(manifest: Manifest) -> dict[str, str | None]:
+def _digests(manifest: Manifest) -> list[Published]:
+    """Every file of the place; of a checkpoint that is one file, that file."""
     with closing(open_store(manifest.root)) as store:
-        return {file.path: _digest(store, file.path) for file in manifest.files}
-
-
-def _digest(store: Store, path: str) -> str | None:
-    size = store.size(path)
-    if size is None:
-        return None
-    digest = blake3()
-    for at in range(0, size, _BLOCK):
-        digest.update(store.read(path, at, min(_BLOCK, size - at)))
-    return digest.hexdigest()
+        alone = manifest.origin.get("file")
+        there = store.list() if alone is None else {alone: store.size(alone)}
+        return [
+            (path, size, digest_of(store, path, size)) for path, size in there.items() if size is not None
+        ]
 
 
 def _adopted(catalog: Catalog, began: datetime, public: str, uri: str) -> str | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _MOST = (1 << 63) - 1  # a lying shape can claim more than a database integer holds
 Prints = tuple[str | None, Mapping[str, str]]
+Published = tuple[str, int, str | None]
 _log = logging.getLogger("ckptcore")
 
 
@@ -77,13 +78,15 @@ def succeed(
     old = dict(result.renamed)
     read = facts(source, registration.request.source, verified="cover", told=registration.told,
                  prints=held_by(source, numbers, old))  # fmt: skip
-    made = facts(derived, result.destination, digests, verified="cover", prints=held_by(derived, numbers, {}))
+    made = facts(derived, result.destination, digests, verified="cover", prints=held_by(derived, numbers, {}),
+                 published=result.published)  # fmt: skip
     try:
         registration.catalog.succeed(
             registration.id,
             source=read,
             derived=made,
             map_digest=result.map_digest or None, fingerprint=result.fingerprint,
+            source_stamp=result.source_stamp, source_ctime=result.source_ctime,
             plan_digest=result.plan_digest, bytes_in=result.bytes_in, bytes_out=result.nbytes,
             peak_memory=peak_memory, timings=result.timings, findings=result.warnings,
         )  # fmt: skip
@@ -135,9 +138,10 @@ def record_fingerprint(manifest: Manifest, uri: str, found: Sequence[Fingerprint
 
 def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = None, *,
           verified: str | None = None, prints: Prints = (None, {}),
-          told: Told = UNTOLD) -> CheckpointFacts:  # fmt: skip
+          told: Told = UNTOLD, published: Sequence[Published] = ()) -> CheckpointFacts:  # fmt: skip
     """What the catalog stores of a manifest. prints: its fingerprint and those of its tensors. told: where
-    the name of its place tells no step."""
+    the name of its place tells no step. published: (path, size, digest) of every file there, as far as known:
+    those that the manifest does not name are recorded beside those that it does."""
     from ckptcore.catalog import CheckpointFacts
 
     step, run = _step_and_run(uri)
@@ -146,11 +150,14 @@ def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = 
     name = manifest.origin.get("file")
     known = digests or {}
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
+    files = [
+        (f.path, f.size or 0, known.get(f.path)) for f in manifest.files if name is None or f.path == name
+    ]
+    named = {path for path, _, _ in files}
     return CheckpointFacts(
         uri, manifest.format, manifest.digest, min(manifest.nbytes, _MOST),
         [(t.fqn, t.dtype, t.shape, min(t.nbytes, _MOST)) for t in manifest.tensors],
-        [(f.path, f.size or 0, known.get(f.path)) for f in manifest.files if name is None or f.path == name],
-        step, run, origin, verified, *prints,
+        files, step, run, origin, verified, *prints, [row for row in published if row[0] not in named],
     )  # fmt: skip
 
 

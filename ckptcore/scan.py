@@ -25,8 +25,9 @@ _BLOCK = 4 << 20
 
 
 def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], values: bool, workers: int,
-         progress: Callable[[str, int, int], None] | None) -> tuple[list[Finding], int]:  # fmt: skip
-    """Findings of every chunk's bytes, and how many items carry no checksum.
+         progress: Callable[[str, int, int], None] | None
+         ) -> tuple[list[Finding], int, set[str]]:  # fmt: skip
+    """Findings of every chunk's bytes, how many items carry no checksum, and the files these lie in.
 
     Of a derived tensor, what it is computed from is looked at.
     """
@@ -34,6 +35,7 @@ def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], value
     pieces, unverified, done = sum(len(m.chunks) for m in wholes), 0, 0
     total = sum(t.nbytes for m in wholes for n, t in enumerate(m.tensors) if n not in m.derived)
     findings: list[Finding] = []
+    bare: set[str] = set()
     for whole in wholes:
         state = _State(whole, store, skip_files, values, done, total, progress)
         with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
@@ -42,6 +44,7 @@ def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], value
             for found in pool.map(state.pair, replicas(whole)):
                 findings += found
         unverified, done = unverified + state.unverified, state.done
+        bare |= state.bare
         if values:
             findings += state.value_findings()
     if unverified:
@@ -49,7 +52,7 @@ def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], value
             finding("no-checksum", "bytes", f"{unverified} of {pieces} stored pieces carry no "
                     "checksum: their layout is right, their bytes cannot be proven")
         )  # fmt: skip
-    return findings, unverified
+    return findings, unverified, bare
 
 
 class _State:
@@ -60,6 +63,7 @@ class _State:
                  progress: Callable[[str, int, int], None] | None) -> None:  # fmt: skip
         self.manifest, self.store, self.skip, self.values = manifest, store, skip, values
         self.unverified = 0
+        self.bare: set[str] = set()
         self._records: dict[tuple[str | None, int], bool] = {}
         self._bad_values: dict[str, list[int]] = {}
         self._lock = threading.Lock()
@@ -145,6 +149,7 @@ class _State:
         if payload.crc32 is None:
             with self._lock:
                 self.unverified += 1
+                self.bare.add(path)
         crc = 0
         for at in range(0, payload.record_length, _BLOCK):
             count = min(_BLOCK, payload.record_length - at)

@@ -37,6 +37,7 @@ class Looked:
         """The JSON face."""
         return {"checkpoint": self.checkpoint.id, "uri": self.checkpoint.uri,
                 "proof": self.proven.proof.value, "why": self.proven.message, "bytes": self.proven.nbytes,
+                "unproven": list(self.proven.unproven),
                 "findings": [f.as_dict() for f in self.proven.findings]}  # fmt: skip
 
 
@@ -55,8 +56,8 @@ class Scrubbed:
 
     @property
     def exit_code(self) -> int:
-        """1 where something is damaged, changed, gone or could not be read."""
-        fine = (Proof.PROVEN, Proof.STOPPED)
+        """1 where something is damaged, changed, gone or could not be read: unproven is not damaged."""
+        fine = (Proof.PROVEN, Proof.UNPROVEN, Proof.STOPPED)
         return int(any(each.proven.proof not in fine for each in self.looked))
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def _record(catalog: Catalog, found: Looked) -> None:
         catalog.record_validation(proven.now, (), level="files")
         return
     with catalog.writing() as conn:
-        if proven.proof in (Proof.PROVEN, Proof.DAMAGED):
+        if proven.proof in (Proof.PROVEN, Proof.UNPROVEN, Proof.DAMAGED):
             tending.checked(conn, now, id, "bytes", proven.findings)
         elif proven.proof is Proof.GONE:
             tending.gone(conn, now, id)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 from ckptcore.compose import Composed
 from ckptcore.errors import MalformedCheckpoint
-from ckptcore.manifest import Manifest
 from ckptcore.plan import Plan, file_name, load_head, save_plan
 from ckptcore.publications import Publication
 from ckptcore.receipts import digest_of, joint_name, read_receipt, write_receipt
 from ckptcore.staging import Staging
 from ckptcore.stamps import save as save_stamps
-from ckptcore.stamps import take as take_stamps
-from ckptcore.store import open_store
 
 
-def stamps_of(manifest: Manifest) -> dict[str, str | None]:
-    """The stamps of the files that a plan is made from."""
-    with closing(open_store(manifest.root)) as source:
-        return take_stamps(manifest, source)
+def save(
+    staging: Staging,
+    composed: Composed,
+    stamps: dict[str, str | None],
+    ctimes: dict[str, int | None] | None = None,
+) -> None:
+    """Stages a plan, the stamps of its source, and the small files that go beside its output.
 
-
-def save(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -> None:
-    """Stages a plan, the stamps of its source, and the small files that go beside its output."""
-    save_stamps(staging.plan, stamps)
+    ctimes: of the source; None keeps those that were noted when the staged files were begun.
+    """
+    save_stamps(staging.plan, stamps, ctimes)
     _put_extra(staging, composed)
     save_plan(staging.plan, composed.plan, composed.files)
 

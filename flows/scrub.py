@@ -34,6 +34,6 @@ def scrub(share: float = 0.05, budget: str = "10m", catalog: str | None = None) 
     told = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "nothing was due"
     if found.exit_code == 0:
         return Completed(message=told, data=found)
-    wrong = [each for each in found.looked if each.proven.proof not in ("proven", "stopped")]
+    wrong = [each for each in found.looked if each.proven.proof not in ("proven", "unproven", "stopped")]
     lines = [f"- {each.checkpoint.uri}: {each.proven.message}" for each in wrong[:NAMED]]
     return Failed(message="\n".join([told, *lines]), data=found)

@@ -26,7 +26,7 @@ def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
     """A share of what the catalog knows, read again; a table of it is an artifact."""
 
     def told(each: Looked) -> None:
-        tell = log.info if each.proven.proof in ("proven", "stopped") else log.warning
+        tell = log.info if each.proven.proof in ("proven", "unproven", "stopped") else log.warning
         tell("%s is %s: %s", each.checkpoint.uri, each.proven.proof.value, each.proven.message or "all of it")
 
     with open_catalog(catalog, create=False) as known:

@@ -103,12 +103,13 @@ class Catalog:
         self, conversion_id: str, *, source: CheckpointFacts, derived: CheckpointFacts,
         plan_digest: str, bytes_in: int, bytes_out: int, peak_memory: int | None,
         timings: Mapping[str, float], findings: Iterable[Finding] = (), map_digest: str | None = None,
-        fingerprint: str | None = None,
+        fingerprint: str | None = None, source_stamp: str | None = None, source_ctime: str | None = None,
     ) -> str:  # fmt: skip
         """Record that it published `derived`, made from `source`; the id of the derived one.
 
         findings: what was found on the source on the way (warnings, notes).
-        timings: stage -> seconds. Sizes in bytes. map_digest, fingerprint: see `ConversionRow`.
+        timings: stage -> seconds. Sizes in bytes. map_digest, fingerprint,
+        source_stamp, source_ctime: see `ConversionRow`.
         Told twice, the second time changes nothing.
         """
         with self.writing() as conn:
@@ -116,7 +117,7 @@ class Catalog:
                 conn, _now(), conversion_id, source=source, derived=derived,
                 plan_digest=plan_digest, bytes_in=bytes_in, bytes_out=bytes_out,
                 peak_memory=peak_memory, timings=timings, findings=findings, map_digest=map_digest,
-                fingerprint=fingerprint,
+                fingerprint=fingerprint, source_stamp=source_stamp, source_ctime=source_ctime,
             )  # fmt: skip
 
     def fail(

@@ -24,11 +24,11 @@ from ckptcore.catalog.models import (
     TrainingRun,
 )
 from ckptcore.catalog.text import clean, clean_json, hex_digest, normal_uri
-from ckptcore.catalog.values import LEVELS, CheckpointFacts, Kind, State
+from ckptcore.catalog.values import LEVELS, CheckpointFacts, Kind, Role, State
 from ckptcore.errors import Finding, UsageError
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection
 
 
 def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind: Kind) -> tuple[int, str]:
@@ -40,6 +40,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     uri, manifest = normal_uri(facts.uri), hex_digest(facts.manifest_digest)
     files = [(clean(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.files]
     content = content_digest(files)
+    extra = [(clean(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.extra]
     known = select(
         Checkpoint.id, Checkpoint.uuid, Checkpoint.content_digest, Checkpoint.state,
         Checkpoint.run_id, Checkpoint.step,
@@ -65,8 +66,13 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
             changes["fingerprint"] = facts.fingerprint
         if content and not row.content_digest:
             changes |= {"content_digest": content, "num_files": len(files)}
-            conn.execute(delete(CheckpointFile).where(CheckpointFile.checkpoint_id == row.id))
-            _put_files(conn, row.id, files)
+            conn.execute(delete(CheckpointFile).where(*_files(row.id, Role.DATA)))
+            _put_files(conn, row.id, files, Role.DATA)
+        if extra:
+            conn.execute(delete(CheckpointFile).where(*_files(row.id, Role.EXTRA)))
+            held = select(CheckpointFile.path).where(*_files(row.id, Role.DATA))
+            data = set(conn.execute(held).scalars())
+            _put_files(conn, row.id, [f for f in extra if f[0] not in data], Role.EXTRA)
         conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(changes))
         checkpoint, public = row.id, row.uuid
         _note_fingerprints(conn, checkpoint, facts.fingerprints)
@@ -94,7 +100,8 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
             )
             .returning(Checkpoint.id)
         ).scalar_one()
-        _put_files(conn, checkpoint, files)
+        _put_files(conn, checkpoint, files, Role.DATA)
+        _put_files(conn, checkpoint, extra, Role.EXTRA)
         _put_tensors(conn, checkpoint, facts)
     conn.execute(
         update(Checkpoint)
@@ -165,9 +172,15 @@ def content_digest(files: Sequence[tuple[str, int, str | None]]) -> str:
     return blake3.blake3(listing.encode()).hexdigest()
 
 
-def _put_files(conn: Connection, checkpoint: int, files: Sequence[tuple[str, int, str | None]]) -> None:
+def _files(checkpoint: int, role: Role) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    return CheckpointFile.checkpoint_id == checkpoint, CheckpointFile.role == role.value
+
+
+def _put_files(
+    conn: Connection, checkpoint: int, files: Sequence[tuple[str, int, str | None]], role: Role
+) -> None:
     rows = [
-        {"checkpoint_id": checkpoint, "path": path, "nbytes": nbytes, "digest": digest}
+        {"checkpoint_id": checkpoint, "path": path, "nbytes": nbytes, "digest": digest, "role": role.value}
         for path, nbytes, digest in files
     ]
     if rows:

@@ -52,7 +52,8 @@ def succeed(
     conn: Connection, now: datetime, conversion: str, *, source: CheckpointFacts,
     derived: CheckpointFacts, plan_digest: str, bytes_in: int, bytes_out: int,
     peak_memory: int | None, timings: Mapping[str, float], findings: Iterable[Finding],
-    map_digest: str | None = None, fingerprint: str | None = None,
+    map_digest: str | None = None, fingerprint: str | None = None, source_stamp: str | None = None,
+    source_ctime: str | None = None,
 ) -> str:  # fmt: skip
     """Both checkpoints, the edge between them, and the end of the conversion; the derived's id.
 
@@ -82,6 +83,8 @@ def succeed(
             timings=clean_json(timings),
             map_digest=map_digest,
             fingerprint=fingerprint,
+            source_stamp=source_stamp,
+            source_ctime=source_ctime,
             error_code=None,
             error_message=None,
         )

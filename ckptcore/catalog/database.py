@@ -28,7 +28,7 @@ from ckptcore.catalog.views import make_views
 from ckptcore.errors import CatalogAway, CatalogError, MissingDependency
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008")
 HEAD = REVISIONS[-1]
 
 PSYCOPG = "postgresql+psycopg"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import aliased
@@ -95,14 +95,18 @@ def _by_digest(conn: Connection, digest: str) -> list[Origin]:
         else begins(CheckpointFile.digest, digest)
     )
     wanted = (
-        select(Checkpoint.id, CheckpointFile.path, CheckpointFile.nbytes, CheckpointFile.digest)
+        select(
+            Checkpoint.id,
+            CheckpointFile.path,
+            CheckpointFile.nbytes,
+            CheckpointFile.digest,
+            CheckpointFile.role,
+        )
         .join(Checkpoint, Checkpoint.id == CheckpointFile.checkpoint_id)
         .where(same)
         .order_by(*current_first(), CheckpointFile.path)
     )
-    return [
-        _origin(conn, row.id, FileRow(row.path, row.nbytes, row.digest)) for row in conn.execute(wanted).all()
-    ]
+    return [_origin(conn, row.id, _file_row(row)) for row in conn.execute(wanted).all()]
 
 
 def _by_place(conn: Connection, uri: str) -> list[Origin]:
@@ -120,7 +124,7 @@ def _by_place(conn: Connection, uri: str) -> list[Origin]:
             )
         ).first()
         if file is not None:
-            return [_origin(conn, row.id, FileRow(file.path, file.nbytes, file.digest))]
+            return [_origin(conn, row.id, _file_row(file))]
     return []
 
 
@@ -131,7 +135,11 @@ def _only_file(conn: Connection, checkpoint: int, uri: str) -> FileRow | None:
     ).all()
     if len(files) != 1 or files[0].path != uri.rpartition("/")[2]:
         return None
-    return FileRow(files[0].path, files[0].nbytes, files[0].digest)
+    return _file_row(files[0])
+
+
+def _file_row(row: Any) -> FileRow:
+    return FileRow(row.path, row.nbytes, row.digest, row.role)
 
 
 def _origin(conn: Connection, checkpoint: int, file: FileRow | None) -> Origin:

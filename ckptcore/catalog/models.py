@@ -77,6 +77,7 @@ class Checkpoint(Base):
 
     content_digest is '' while unknown, because NULLs would all count as different in the key.
     dtypes is a comma-separated list, the dtype with the most bytes first. origin is JSON.
+    num_files counts the files that hold what the manifest names.
     """
 
     __tablename__ = "checkpoint"
@@ -111,7 +112,7 @@ class Checkpoint(Base):
 
 
 class CheckpointFile(Base):
-    """A file of a checkpoint, relative to its URI."""
+    """A file of a checkpoint, relative to its URI. role: see `values.Role`."""
 
     __tablename__ = "checkpoint_file"
 
@@ -119,6 +120,7 @@ class CheckpointFile(Base):
     path: Mapped[str] = mapped_column(primary_key=True)
     nbytes: Mapped[int]
     digest: Mapped[str | None] = mapped_column(index=True)
+    role: Mapped[str] = mapped_column(server_default="data")
 
 
 class Tensor(Base):
@@ -135,7 +137,11 @@ class Tensor(Base):
 
 
 class Conversion(Base):
-    """One run of a conversion, recorded when it begins. request and timings are JSON."""
+    """One run of a conversion, recorded when it begins. request and timings are JSON.
+
+    source_stamp, source_ctime: digests over what the source's files were read as, see `ckptcore.stamps`;
+    NULL where it is not known, and the latter where the store has no such time.
+    """
 
     __tablename__ = "conversion"
     __table_args__ = (Index(None, "state", "started_at"),)
@@ -160,6 +166,8 @@ class Conversion(Base):
     timings: Mapped[str]
     map_digest: Mapped[str | None]
     fingerprint: Mapped[str | None] = mapped_column(index=True)
+    source_stamp: Mapped[str | None]
+    source_ctime: Mapped[str | None]
 
 
 class ConversionIO(Base):

@@ -199,6 +199,8 @@ def conversion_row(row: Any) -> ConversionRow:
         timings=json.loads(row.timings),
         map_digest=row.map_digest,
         fingerprint=row.fingerprint,
+        source_stamp=row.source_stamp,
+        source_ctime=row.source_ctime,
     )
 
 
@@ -237,7 +239,7 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
         checkpoint=checkpoint_row(row),
         files=tuple(
             sorted(
-                (FileRow(r.path, r.nbytes, r.digest) for r in conn.execute(files)),
+                (FileRow(r.path, r.nbytes, r.digest, r.role) for r in conn.execute(files)),
                 key=lambda file: _natural(file.path),
             )
         ),

@@ -200,6 +200,7 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
         yield Group("", _table(detail.files[:_FILES], (
             ("file", lambda f: tail(f.path, 44)),
             ("size", lambda f: size(f.nbytes)),
+            ("role", lambda f: f.role),
             ("blake3", lambda f: (f.digest or "-")[:32]),
         ), right=("size",)))  # fmt: skip
         if left > 0:

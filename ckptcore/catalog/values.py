@@ -42,6 +42,17 @@ class State(StrEnum):
     DELETED = "deleted"
 
 
+class Role(StrEnum):
+    """What a file of a checkpoint is for.
+
+    data: it holds what the manifest names: tensors and objects. extra: it belongs to what was published, and
+    holds none: config, tokenizer, index, metadata, card.
+    """
+
+    DATA = "data"
+    EXTRA = "extra"
+
+
 class Outcome(StrEnum):
     """How a conversion stands."""
 
@@ -66,7 +77,8 @@ class CheckpointFacts:
     manifest_digest: digest of its manifest, without a prefix.
     nbytes: the bytes of its tensors.
     tensors: (fqn, dtype, shape, nbytes) of every tensor; FQNs are unique.
-    files: (path relative to `uri`, nbytes, BLAKE3 hex digest or None) of every file, paths unique.
+    files: (path relative to `uri`, nbytes, BLAKE3 hex digest or None) of every file that holds what the
+        manifest names, paths unique. extra: the same of every other file that was published, or found.
     step, run: training step, and the name of the training run, where known.
     origin: what the checkpoint says about its writer: ranks, mesh, versions. Stored as JSON.
     verified: the check level that this very run has proven, or None.
@@ -86,6 +98,7 @@ class CheckpointFacts:
     verified: str | None = None
     fingerprint: str | None = None
     fingerprints: Mapping[str, str] = field(default_factory=dict)
+    extra: Sequence[tuple[str, int, str | None]] = ()
 
     def __post_init__(self) -> None:
         if self.verified is not None and self.verified not in LEVELS:
@@ -127,11 +140,12 @@ class CheckpointRow:
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """One file of a checkpoint; digest is BLAKE3 in hex, or None."""
+    """One file of a checkpoint; digest is BLAKE3 in hex, or None. role: see `Role`."""
 
     path: str
     nbytes: int
     digest: str | None
+    role: str = Role.DATA.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +164,9 @@ class ConversionRow:
     """One run of a conversion. timings: stage -> seconds. peak_memory: bytes.
 
     fingerprint: of what was carried, under its new names and before any cast; map_digest: of what was done
-    to the names. None where no fingerprint was taken.
+    to the names. None where no fingerprint was taken. source_stamp, source_ctime: digests
+    (`ckptcore.stamps.digest`) over identity and status time of every file of the source that was used, as
+    they were before its first byte was read; None where that is not known, or the store has no such time.
     """
 
     id: str
@@ -172,6 +188,8 @@ class ConversionRow:
     timings: dict[str, float]
     map_digest: str | None = None
     fingerprint: str | None = None
+    source_stamp: str | None = None
+    source_ctime: str | None = None
 
     @property
     def made_for(self) -> str:

@@ -45,8 +45,8 @@ from ckptcore.formats.base import (
     Slot,
     Source,
 )
-from ckptcore.manifest import Manifest
-from ckptcore.store import open_store, split_url
+from ckptcore.manifest import Manifest, StoredFile
+from ckptcore.store import Stamped, Store, open_store, split_url
 
 # In the order they are asked. A format is recognised by its own files, never by elimination.
 FORMATS: tuple[Format, ...] = (
@@ -96,20 +96,24 @@ def open_source(url: str, *, recover: bool = False, keep_quantized: bool = False
         except OSError as error:  # a name too long, say
             raise SourceUnreadable(f"cannot open {url[:200]}: {error.strerror}") from error
         if is_folder:
-            return Source(store, None, store.list(), recover, keep_quantized)
+            return _source(store, None, store.stamped(), recover, keep_quantized)
         parent, name = split_url(url)
         store = open_store(parent)
-        size = store.size(name)
-        if size is None:
+        seen = store.look(name)
+        if seen is None:
             raise SourceUnreadable(f"{url} does not exist, or is no regular file")
-        return Source(store, name, {name: size}, recover, keep_quantized)
+        return _source(store, name, {name: seen}, recover, keep_quantized)
     parent, name = split_url(url)
     if "." in name:  # object stores have no folders to ask; a name with a suffix may be a file
         above = open_store(parent)
-        size = above.size(name)
-        if size is not None:
-            return Source(above, name, {name: size}, recover, keep_quantized)
-    return Source(store, None, store.list(), recover, keep_quantized)
+        seen = above.look(name)
+        if seen is not None:
+            return _source(above, name, {name: seen}, recover, keep_quantized)
+    return _source(store, None, store.stamped(), recover, keep_quantized)
+
+
+def _source(store: Store, name: str | None, seen: dict[str, Stamped], recover: bool, keep: bool) -> Source:
+    return Source(store, name, {path: one.nbytes for path, one in seen.items()}, recover, keep, seen)
 
 
 def detect(source: Source) -> tuple[Format, Evidence]:
@@ -156,7 +160,26 @@ def read_manifest(source: Source) -> Manifest:
         stray = finding("stray-file", "files", message, file=others[0])
         manifest = replace(manifest, findings=(*manifest.findings, stray))
     told = {"evidence": [*way, *evidence.because], "file": source.name}
-    return replace(manifest, origin={**manifest.origin, **told})
+    return _as_listed(root, source, replace(manifest, origin={**manifest.origin, **told}))
+
+
+def _as_listed(root: Source, source: Source, manifest: Manifest) -> Manifest:
+    """With what the listing, which is older than every read, saw of its files and of those beside them."""
+    below = source.store.url.removeprefix(root.store.url).strip("/")
+    if manifest.root != source.store.url or not root.seen:
+        return manifest
+    prefix = f"{below}/" if below else ""
+    paths = {prefix + f.path: f.path for f in manifest.files}
+    stamps = {
+        path: (root.seen[at].stamp, root.seen[at].ctime) for at, path in paths.items() if at in root.seen
+    }
+    touched: set[str] = getattr(root.store, "touched", set())
+    beside = tuple(
+        StoredFile(at[len(prefix) :], seen.nbytes)
+        for at, seen in root.seen.items()
+        if at.startswith(prefix) and at not in paths and at not in touched
+    )
+    return replace(manifest, stamps=stamps, beside=beside)
 
 
 def _recognised(source: Source) -> list[tuple[Format, Evidence]]:

@@ -28,6 +28,10 @@ class SubStore:
         """A text that changes when the file is written again."""
         return self._store.stamp(self._prefix + path)
 
+    def ctime(self, path: str) -> int | None:
+        """When its status last changed, ns, or None."""
+        return self._store.ctime(self._prefix + path)
+
     def read(self, path: str, start: int, length: int) -> bytes:
         """Exactly ``length`` bytes; raises as the store does."""
         return self._store.read(self._prefix + path, start, length)

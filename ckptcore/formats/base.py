@@ -17,7 +17,7 @@ from ckptcore.formats._substore import SubStore
 from ckptcore.manifest import Manifest, TensorSpec
 from ckptcore.paths import Path
 from ckptcore.sharding import Topology
-from ckptcore.store import Readable
+from ckptcore.store import Readable, Stamped
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class Source:
 
     store: the folder. name: the one file of it that was named, or None for the folder itself.
     listing: relative path -> size. recover: whether an unfinished save may be taken as it is.
-    keep_quantized: whether quantised weights stay as they are stored.
+    keep_quantized: whether quantised weights stay as they are stored. seen: the files as they were when they
+    were listed; of the place that was opened, not of folders below it.
     """
 
     store: Readable
@@ -34,6 +35,7 @@ class Source:
     listing: Mapping[str, int]
     recover: bool = False
     keep_quantized: bool = False
+    seen: Mapping[str, Stamped] = field(default_factory=dict)
 
     def below(self, folder: str) -> Source:
         """The source that a subfolder is; its paths are relative to it."""

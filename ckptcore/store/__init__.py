@@ -8,12 +8,26 @@ name until `Writer.commit`.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from ckptcore.errors import UnsafeContent, UsageError
 
 Buffer = memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Stamped:
+    """One file, as it was at one moment. nbytes: its size. stamp, ctime: see `Readable`."""
+
+    nbytes: int
+    stamp: str
+    ctime: int | None
+
+
+# A ctime that says nothing yet: a write that comes now may still get the same one.
+YOUNG = -1
 
 
 class Writer(Protocol):
@@ -64,6 +78,10 @@ class Readable(Protocol):
     def stamp(self, path: str) -> str | None:
         """A text that changes when the file is written again, or None when there is no such file."""
 
+    def ctime(self, path: str) -> int | None:
+        """When the file's status last changed, ns since 1970: by writing it, but also by chmod or link;
+        `YOUNG` when that was just now. None when there is no such file, or the store has no such time."""
+
     def read(self, path: str, start: int, length: int) -> bytes:
         """Exactly ``length`` bytes; raises `SourceUnreadable`, `StorageTrouble`."""
 
@@ -75,7 +93,15 @@ class Readable(Protocol):
 
 
 class Store(Readable, Protocol):
-    """A folder of files to read from and to write to."""
+    """A folder of files to read from and to write to. touched: the paths that were read from so far."""
+
+    touched: set[str]
+
+    def stamped(self) -> dict[str, Stamped]:
+        """As `list`, with what tells whether a file is still the same, from the same look at it."""
+
+    def look(self, path: str) -> Stamped | None:
+        """One file as `stamped` would have it, or None when there is no such file."""
 
     def writer(self, path: str, nbytes: int) -> Writer:
         """A new file of ``nbytes``; raises `DiskFull`, `DestinationUnwritable`."""

@@ -12,15 +12,18 @@ import resource
 import shutil
 import stat
 import threading
+import time
 import weakref
 from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
-from ckptcore.store import Buffer, Joint, Store, Writer
+from ckptcore.store import YOUNG, Buffer, Joint, Stamped, Store, Writer
 from ckptcore.store._localerrors import short, unreadable, unwritable
 from ckptcore.store.localwrite import JointWriter, LocalWriter
 
 _BLOCK = 64 << 20  # bytes of a copy between stores
+# Times move on by a tick of the kernel, 10 ms at most; on FAT and older file systems by up to 2 s.
+_FINE_NS, _COARSE_NS, _ROUND_NS = 20_000_000, 2_100_000_000, 10_000_000
 
 
 class LocalStore:
@@ -33,13 +36,14 @@ class LocalStore:
         self._real = os.path.realpath(root)
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
+        self.touched: set[str] = set()
         weakref.finalize(self, _close_all, self._open)  # a store that is dropped keeps no file open
         # Half of what the process may have: a checkpoint of 1024 ranks has 1024 files.
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = 8192 if soft == resource.RLIM_INFINITY else min(soft // 2, 8192)
 
-    def list(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+    def stamped(self) -> dict[str, Stamped]:
+        found: dict[str, Stamped] = {}
         try:
             if not self._root.is_dir():
                 if self._root.exists():
@@ -49,28 +53,38 @@ class LocalStore:
                 for name in names:
                     path = os.path.join(folder, name)
                     with contextlib.suppress(FileNotFoundError):  # removed meanwhile, or dangling
-                        found[os.path.relpath(path, self._root)] = os.stat(path).st_size
+                        now = time.time_ns()  # before the look, or a later write may pass for an earlier one
+                        found[os.path.relpath(path, self._root)] = _stamped(os.stat(path), now)
         except OSError as error:
             raise unreadable(self.url, error) from error
         return dict(sorted(found.items()))
 
+    def list(self) -> dict[str, int]:
+        return {path: seen.nbytes for path, seen in self.stamped().items()}
+
     def size(self, path: str) -> int | None:
-        try:
-            seen = os.stat(os.path.join(self.url, path))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise unreadable(f"{self.url}/{path}", error) from error
-        return seen.st_size if stat.S_ISREG(seen.st_mode) else None
+        seen = self._stat(path)
+        return seen.st_size if seen is not None and stat.S_ISREG(seen.st_mode) else None
+
+    def look(self, path: str) -> Stamped | None:
+        now, seen = time.time_ns(), self._stat(path)
+        return _stamped(seen, now) if seen is not None and stat.S_ISREG(seen.st_mode) else None
 
     def stamp(self, path: str) -> str | None:
+        seen = self._stat(path)
+        return None if seen is None else _stamp(seen)
+
+    def ctime(self, path: str) -> int | None:
+        now, seen = time.time_ns(), self._stat(path)
+        return None if seen is None else _ctime(seen, now)
+
+    def _stat(self, path: str) -> os.stat_result | None:
         try:
-            seen = os.stat(os.path.join(self.url, path))
+            return os.stat(os.path.join(self.url, path))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise unreadable(f"{self.url}/{path}", error) from error
-        return f"{seen.st_size} bytes, modified {seen.st_mtime_ns}, inode {seen.st_ino}"
 
     def read(self, path: str, start: int, length: int) -> bytes:
         fd, kept = self.descriptor(path)
@@ -173,6 +187,7 @@ class LocalStore:
         if fd is not None:
             return fd, True
         fd = self._open_inside(path)
+        self.touched.add(path)
         with self._lock:
             kept = path not in self._open and len(self._open) < self._max_open
             if kept:
@@ -212,6 +227,21 @@ class LocalStore:
         snapshots = os.path.dirname(self._real)
         blobs = os.path.join(os.path.dirname(snapshots), "blobs") + os.sep
         return os.path.basename(snapshots) == "snapshots" and real.startswith(blobs)
+
+
+def _stamped(seen: os.stat_result, now: int) -> Stamped:
+    return Stamped(seen.st_size, _stamp(seen), _ctime(seen, now))
+
+
+def _stamp(seen: os.stat_result) -> str:
+    # Without the ctime, which a chmod changes, too.
+    return f"{seen.st_size} bytes, modified {seen.st_mtime_ns}, inode {seen.st_ino}"
+
+
+def _ctime(seen: os.stat_result, now: int) -> int:
+    """The ctime, unless a write behind ``now`` could get the same one. It may be another machine's clock."""
+    grain = _COARSE_NS if seen.st_ctime_ns % _ROUND_NS == 0 else _FINE_NS
+    return YOUNG if -grain <= now - seen.st_ctime_ns < grain else seen.st_ctime_ns
 
 
 def _reraise(error: OSError) -> None:

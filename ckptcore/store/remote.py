@@ -21,7 +21,7 @@ from ckptcore.errors import (
     StorageTrouble,
     UsageError,
 )
-from ckptcore.store import Buffer, Joint, Store, Writer
+from ckptcore.store import Buffer, Joint, Stamped, Store, Writer
 
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
 # What file systems call the thing that changes with a file's content, best first.
@@ -35,6 +35,7 @@ class FsspecStore:
     def __init__(self, url: str) -> None:
         self.url = url if url.endswith("://") else url.rstrip("/")
         self.local: Path | None = None
+        self.touched: set[str] = set()
         try:
             # Listings are cached by default; another writer's file would stay invisible.
             self._fs, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
@@ -44,43 +45,49 @@ class FsspecStore:
             raise _trouble(self.url, error) from error
         self._root = self._root.rstrip("/")
 
-    def list(self) -> dict[str, int]:
-        def call() -> dict[str, int]:
+    def stamped(self) -> dict[str, Stamped]:
+        def call() -> dict[str, Stamped]:
             self._fs.invalidate_cache()
             found = self._fs.find(self._root, detail=True)
             return {
-                name[len(self._root) :].lstrip("/"): int(info["size"] or 0)
+                name[len(self._root) :].lstrip("/"): _stamped(info)
                 for name, info in sorted(found.items())
                 if name != self._root and info.get("type", "file") == "file"
             }
 
-        found: dict[str, int] = _retrying(self.url, call)
+        found: dict[str, Stamped] = _retrying(self.url, call)
         if not found:
             raise SourceUnreadable(f"{self.url} does not exist or is empty")
         return found
 
-    def size(self, path: str) -> int | None:
-        def call() -> int | None:
-            try:
-                info = self._fs.info(self._full(path))
-            except FileNotFoundError:
-                return None
-            return int(info["size"]) if info.get("type", "file") == "file" else None
+    def list(self) -> dict[str, int]:
+        return {path: seen.nbytes for path, seen in self.stamped().items()}
 
-        found: int | None = _retrying(f"{self.url}/{path}", call)
-        return found
+    def size(self, path: str) -> int | None:
+        seen = self.look(path)
+        return None if seen is None else seen.nbytes
+
+    def look(self, path: str) -> Stamped | None:
+        info = self._info(path)
+        return _stamped(info) if info is not None and info.get("type", "file") == "file" else None
 
     def stamp(self, path: str) -> str | None:
-        def call() -> str | None:
+        info = self._info(path)
+        return None if info is None else _stamped(info).stamp
+
+    def _info(self, path: str) -> dict[str, Any] | None:
+        def call() -> dict[str, Any] | None:
             try:
-                info = self._fs.info(self._full(path))
+                info: dict[str, Any] = self._fs.info(self._full(path))
             except FileNotFoundError:
                 return None
-            told = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
-            return f"{info.get('size')} bytes, version {told}"
+            return info
 
-        found: str | None = _retrying(f"{self.url}/{path}", call)
+        found: dict[str, Any] | None = _retrying(f"{self.url}/{path}", call)
         return found
+
+    def ctime(self, path: str) -> int | None:
+        return None  # an object is replaced, never written in place: its version tells
 
     def read(self, path: str, start: int, length: int) -> bytes:
         if not length:
@@ -89,6 +96,8 @@ class FsspecStore:
         def call() -> bytes:
             data: bytes = self._fs.cat_file(self._full(path), start=start, end=start + length)
             return data
+
+        self.touched.add(path)
 
         data: bytes = _retrying(f"{self.url}/{path}", call)
         if len(data) != length:
@@ -177,6 +186,11 @@ class FsspecWriter:
             with contextlib.suppress(Exception):  # nothing more can be done for a failed upload
                 self._file.discard()
         self._file.closed = True
+
+
+def _stamped(info: dict[str, Any]) -> Stamped:
+    told = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
+    return Stamped(int(info["size"] or 0), f"{info.get('size')} bytes, version {told}", None)
 
 
 def _retrying(what: str, call: Any, *, writing: bool = False) -> Any:

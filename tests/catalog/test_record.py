@@ -94,6 +94,16 @@ def test_derived_belongs_to_the_run_and_step_of_its_source(catalog, facts, conve
     assert count(catalog, TrainingRun) == 1
 
 
+def test_a_conversion_keeps_what_its_source_was_read_as(catalog, facts):
+    given = {"plan_digest": "p", "bytes_in": 1, "bytes_out": 1, "peak_memory": None, "timings": {}}
+    stamps = {"source_stamp": "5" * 64, "source_ctime": "c" * 64}
+    conversion = begin(catalog)
+    catalog.succeed(conversion, source=facts("/a"), derived=facts("/b", content="c1"), **given, **stamps)
+    catalog.record_validation(facts("/a"))  # a source that is registered again takes nothing back
+    row = catalog.show(conversion).conversion
+    assert (row.source_stamp, row.source_ctime) == ("5" * 64, "c" * 64)
+
+
 def test_success_told_twice_changes_nothing(catalog, facts):
     conversion = begin(catalog)
     given = {

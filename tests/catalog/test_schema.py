@@ -121,10 +121,13 @@ AT = {
         UPDATE inbox SET attempts_before = 3;
         UPDATE outbox SET attempts_before = 4""",
     "0007": "",
+    "0008": """
+        UPDATE conversion SET source_stamp = 's', source_ctime = 'c';
+        UPDATE checkpoint_file SET role = 'extra'""",
 }
 
 # What the views of the newest schema are: a change needs a revision, or catalogs of today keep the old ones.
-VIEWS_OF = ("0007", "a33cdd3221c974113f26ac7bff24d83dcb2c46c32f4395be1fd11db56ef047cc")
+VIEWS_OF = ("0008", "a33cdd3221c974113f26ac7bff24d83dcb2c46c32f4395be1fd11db56ef047cc")
 
 
 def test_views_change_with_a_revision_only():

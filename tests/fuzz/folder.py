@@ -26,6 +26,9 @@ class Folder:
     def stamp(self, path: str) -> str | None:
         return "" if path in self.files else None
 
+    def ctime(self, path: str) -> int | None:
+        return None
+
     def read(self, path: str, start: int, length: int) -> bytes:
         data = self.files.get(path)
         if data is None or start < 0 or length < 0 or start + length > len(data):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import fsspec
 import pytest
@@ -50,6 +52,21 @@ def test_export_equals_the_local_one(root: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_versions_are_those_of_the_listing(s3: str, tmp_path: Path) -> None:
+    """What a listing and a look at one object call its version is one text: a source is inspected once."""
+    url = f"{s3}/versions"
+    fs, path = fsspec.url_to_fs(url)
+    for file in SAMPLE.iterdir():
+        fs.pipe_file(f"{path}/{file.name}", file.read_bytes())
+    store = open_store(url)
+    assert {p: seen.stamp for p, seen in store.stamped().items()} == {p: store.stamp(p) for p in store.list()}
+    module = import_module("ckptcore.convert")
+    with mock.patch.object(module, "read_manifest", wraps=module.read_manifest) as read:
+        ckptcore.convert(url, str(tmp_path / "out"))
+    assert read.call_count == 1
+
+
 def test_existing_output_is_refused_and_replaced_as_a_whole(root: str) -> None:
     source = f"{root}/source/step-3"
     ckptcore.convert(source, f"{root}/out", verb="export", max_file_size=2_000)
