@@ -84,11 +84,15 @@ def retire(
         bool, typer.Option("--fingerprint", help="Read sources and children to take their fingerprints.")
     ] = False,
     accept_cast: Annotated[
-        bool, typer.Option("--accept-cast", help="A child with cast tensors stands for its source, too.")
+        bool, typer.Option("--accept-cast", hidden=True, help="The same as --accept-loss cast.")
     ] = False,
     accept_loss: Annotated[
         list[str] | None,
-        typer.Option("--accept-loss", metavar="GLOB", help="Objects and files that may go (repeatable)."),
+        typer.Option(
+            "--accept-loss",
+            metavar="GLOB",
+            help="Objects and files that may go unproven; the word cast: what a cast took (repeatable).",
+        ),
     ] = None,
     **given: Any,
 ) -> None:
@@ -105,7 +109,8 @@ def retire(
     as_json = given["output"] is Output.JSON
     with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
         found = run(
-            catalog, Policy(keep_last, keep_every), scope, yes=yes, take=settings if fingerprint else None,
-            allowed=Allowed(accept_cast, tuple(accept_loss or ())), told=show.fate(as_json),
+            catalog, Policy(keep_last, keep_every), scope, yes=yes,
+            take=settings if fingerprint else None, means=settings,
+            allowed=Allowed.of(accept_loss, cast=accept_cast), told=show.fate(as_json),
         )  # fmt: skip
     show.retired(found, as_json=as_json)

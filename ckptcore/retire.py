@@ -1,42 +1,47 @@
-"""Retiring: which sources are let go, and is it safe to delete them? Nothing is deleted unless told to.
+"""Retiring: which sources may go, and is it safe to delete them? Nothing is deleted unless asked for.
 
 1. `plan` applies the policy to the sources of the watched roots, and looks for what stands for each;
-2. `carry_out` reads that child once more, byte for byte, and then deletes the source: in one transaction it
-   is asked again who holds on to it, it is marked, and moved out of sight. Only then are its bytes removed.
+2. `carry_out` reads that child once more, byte for byte; in one transaction it is asked again who holds on
+   to the source, and it is marked and moved out of sight; then the child is read again, from its own place,
+   while the source is away: whatever led from the one to the other leads nowhere now. Only then exactly the
+   names that were approved are removed. Where anything is not as it was, the source comes back.
 
-Reading takes hours, and a trainer may save the step again meanwhile. So the files of both are noted before
-anything of them is read, and compared behind the last read, and once more where nobody finds the source.
+Reading takes hours, and a trainer may save the step again meanwhile. So everything in both folders is noted
+before anything of them is read, and compared behind the last read, status times included, and once more where
+nobody finds the source.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import shutil
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.catalog import CheckpointDetail, roots, tending
+from ckptcore.aside import Aside, Record
+from ckptcore.catalog import roots, tending
 from ckptcore.catalog.values import CheckpointRow
-from ckptcore.convert import inspect
-from ckptcore.errors import CkptError, Conflict, SourceChanged, UsageError
-from ckptcore.proving import Proof, prove
-from ckptcore.replaceable import Allowed, Stand, inner_names, stand_in
+from ckptcore.childproof import changed, child_of, require_at_rest, require_holding, require_proven
+from ckptcore.errors import CkptError, Conflict, UsageError
+from ckptcore.leftover import clear_away
+from ckptcore.proving import prove
+from ckptcore.registered import same_manifest
+from ckptcore.replaceable import Allowed, Stand, require_as_converted, stand_in
 from ckptcore.request import Settings
 from ckptcore.retention import Entry, Policy, decide, held
-from ckptcore.store import join_url, local_path, open_store, split_url
-from ckptcore.store.survey import Seen, changed, everything_at, newest, survey
+from ckptcore.store import local_path, open_store, split_url
+from ckptcore.store.below import open_above
+from ckptcore.store.contents import Thing, contents, difference, require_no_mount
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
-_AWAY = "retired"  # part of the name under which a folder waits for its end
+_log = logging.getLogger("ckptcore")
 
 
 class Fate(StrEnum):
@@ -50,7 +55,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Retired:
-    """One source. why: the reasons. stand: what stands for it, where it is let go."""
+    """One source. why: the reasons. stand: what was found to stand for it, or why nothing does."""
 
     source: CheckpointRow
     fate: Fate
@@ -60,17 +65,32 @@ class Retired:
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
         child = self.stand.child if self.stand else None
-        return {"checkpoint": self.source.id, "uri": self.source.uri, "run": self.source.run,
-                "step": self.source.step, "fate": self.fate.value, "why": list(self.why),
-                "bytes": self.source.nbytes, "child": child.uri if child else None}  # fmt: skip
+        return {
+            "checkpoint": self.source.id,
+            "uri": self.source.uri,
+            "run": self.source.run,
+            "step": self.source.step,
+            "fate": self.fate.value,
+            "why": list(self.why),
+            "bytes": self.source.nbytes,
+            "child": child.uri if child else None,
+            "unproven": [{"name": name, "kind": kind} for name, kind in self.unproven],
+        }
+
+    @property
+    def unproven(self) -> tuple[tuple[str, str], ...]:
+        """(name, kind) of what lies in the source and nothing proves to hold: it goes by these names only."""
+        return self.stand.lost if self.stand is not None else ()
 
 
 @dataclass(frozen=True)
 class Retirement:
-    """What came of it. done: whether anything was to be deleted at all."""
+    """What came of it. done: whether anything was to be deleted at all. left: what earlier runs that were
+    killed left and nobody may remove, in sentences."""
 
     items: tuple[Retired, ...]
     done: bool
+    left: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -84,26 +104,26 @@ class Retirement:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
-        return {"deleted": self.done, "counts": self.counts, "bytes": self.nbytes,
+        return {"deleted": self.done, "counts": self.counts, "bytes": self.nbytes, "left": list(self.left),
                 "checkpoints": [i.as_dict() for i in self.items]}  # fmt: skip
 
 
 def retire(catalog: Catalog, policy: Policy, scope: str | None = None, *, yes: bool = False,
-           allowed: Allowed | None = None, take: Settings | None = None,
+           allowed: Allowed | None = None, take: Settings | None = None, means: Settings | None = None,
            told: Callable[[Retired], None] | None = None) -> Retirement:  # fmt: skip
-    """Lets sources go as the policy says. scope: a watched root or a run by name, or None for all roots.
+    """Deletes sources as the policy says. scope: a watched root or a run by name, or None for all roots.
 
-    yes: delete; otherwise nothing is changed. take: means to take fingerprints. told: is called for each.
+    yes: delete; otherwise nothing is changed. take: take fingerprints anew, with these means. means: those
+    for reading a child again. told: is called for each.
     """
-    if yes:
-        clear_away(catalog)
+    left = clear_away(catalog, take or means or Settings()) if yes else ()
     items = []
     for item in plan(catalog, policy, scope, allowed=allowed, take=take):
-        done = carry_out(catalog, item) if yes and item.fate is Fate.LET_GO else item
+        done = carry_out(catalog, item, take or means) if yes and item.fate is Fate.LET_GO else item
         items.append(done)
         if told is not None:
             told(done)
-    return Retirement(tuple(items), yes)
+    return Retirement(tuple(items), yes, left)
 
 
 def plan(catalog: Catalog, policy: Policy, scope: str | None = None, *, allowed: Allowed | None = None,
@@ -112,6 +132,7 @@ def plan(catalog: Catalog, policy: Policy, scope: str | None = None, *, allowed:
     now = datetime.now(UTC)
     with catalog.reading() as conn:
         rows = _in_scope(conn, scope)
+        above = roots.every(conn)
         entries = {row.id: _entry(row, tending.ties(conn, now, row.id)) for row in rows}
     verdicts = decide(entries.values(), policy)
     for row, verdict in zip(rows, verdicts, strict=True):
@@ -119,51 +140,31 @@ def plan(catalog: Catalog, policy: Policy, scope: str | None = None, *, allowed:
             yield Retired(row, Fate.KEPT, verdict.why)
             continue
         try:
+            _root_above(above, row)
             stand = stand_in(catalog, row, allowed or Allowed(), take=take)
         except CkptError as error:
             stand = Stand(None, None, f"{error.code}: {error.message}")
         if stand.child is None:
-            yield Retired(row, Fate.UNSAFE, (stand.why,))
+            yield Retired(row, Fate.UNSAFE, (stand.why,), stand)
         else:
             yield Retired(row, Fate.LET_GO, (*verdict.why, f"{stand.child.uri} holds it"), stand)
 
 
-def carry_out(catalog: Catalog, item: Retired) -> Retired:
-    """Deletes one source that is let go, unless something speaks against it now."""
-    assert item.stand is not None
-    assert item.stand.child is not None
+def carry_out(catalog: Catalog, item: Retired, means: Settings | None = None) -> Retired:
+    """Deletes one source that may go, unless something speaks against it now. means: to read its child."""
+    stand = item.stand
+    assert stand is not None
+    assert stand.child is not None
     try:
-        _require_unchanged(item.source, item.stand)
-        detail = catalog.show(item.stand.child.id, tensors=False)
-        assert isinstance(detail, CheckpointDetail)
-        proven = prove(detail)
-        if any(f.code == "no-checksum" for f in proven.findings) and not item.stand.fresh:
-            told = f"{detail.checkpoint.uri} has no digests: --fingerprint reads both"
-            return replace(item, fate=Fate.UNSAFE, why=(told,))
-        if proven.proof not in (Proof.PROVEN, Proof.UNPROVEN):  # what it holds is proven: see above
-            return replace(item, fate=Fate.UNSAFE, why=(f"{detail.checkpoint.uri}: {proven.message}",))
-        _require_at_rest(item.stand.child_seen, detail.checkpoint.uri)
-        _delete(catalog, item.source, item.stand.source_seen)
+        _require_unchanged(item.source, stand)
+        detail = child_of(catalog, stand.child.id)
+        require_proven(detail.checkpoint.uri, prove(detail), digests=stand.cast or not stand.fresh)
+        require_at_rest(stand, detail)
+        left = _delete(catalog, item, means or Settings())
     except CkptError as error:
         fate = Fate.KEPT if isinstance(error, Conflict) else Fate.UNSAFE
         return replace(item, fate=fate, why=(error.message,))
-    return replace(item, fate=Fate.DELETED)
-
-
-def clear_away(catalog: Catalog) -> None:
-    """Ends what runs that were killed left: what is deleted is removed, what was only moved comes back."""
-    waiting: list[Path] = []
-    with catalog.writing() as conn:  # nobody is between moving and committing now
-        for root in roots.every(conn):
-            living = {row.uri for row in tending.sources(conn, root.uri)}
-            for uri in living:
-                left = _left(uri)
-                if len(left) == 1 and not os.path.lexists(uri):
-                    left[0].rename(uri)
-            for uri in set(tending.deleted_below(conn, root.uri)) - living:
-                waiting += _left(uri)
-    for path in waiting:
-        _remove(path)
+    return replace(item, fate=Fate.DELETED, why=(*item.why, *left))
 
 
 def _in_scope(conn: Any, scope: str | None) -> list[CheckpointRow]:
@@ -187,68 +188,121 @@ def _entry(row: CheckpointRow, ties: tending.Ties) -> Entry:
 
 def _require_unchanged(source: CheckpointRow, stand: Stand) -> None:
     """Raises unless what lies there is what the child was made from."""
-    manifest = inspect(source.uri)
-    if manifest.digest.rpartition(":")[2].lower() != source.manifest_digest:
+    manifest = same_manifest(source.uri, source.manifest_digest)
+    if manifest is None:
         raise UsageError("another checkpoint stands there now")
-    if stand.fresh:
-        return
-    assert stand.conversion is not None
-    files = survey(manifest.root)
-    used = {manifest.files[int(f)].path for f in set(manifest.items.file.tolist())}
-    last = newest({path: seen for path, seen in files.items() if path in used})
-    if last is None or datetime.fromtimestamp(last, UTC) > stand.conversion.started_at:
-        raise UsageError(
-            "it was written, moved or touched since it was converted; --fingerprint reads it anew"
-        )
+    if not stand.fresh:
+        assert stand.conversion is not None
+        require_as_converted(manifest, stand.conversion)
 
 
-def _require_at_rest(seen: Mapping[str, Seen], uri: str, moved: Path | None = None) -> None:
-    """Raises `SourceChanged` unless its files are those that were seen. moved: where they are now."""
-    name = changed(seen, everything_at(str(moved or uri)), times=moved is None)
+def _require_same(uri: str, things: Mapping[str, Thing]) -> None:
+    """Raises `SourceChanged` unless a source is, name by name, what was seen before it was read."""
+    name = difference(things, contents(uri))
     if name is not None:
-        raise SourceChanged(
-            f"{join_url(uri, name) if name else uri} was written, moved or touched while this ran",
-            hint="run again when nobody writes there",
-        )
+        raise changed(uri, name)
 
 
-def _delete(catalog: Catalog, source: CheckpointRow, seen: Mapping[str, Seen]) -> None:
-    moved: tuple[Path, Path] | None = None
-    path = local_path(source.uri)
-    names = _order(source.uri, seen) if path is None else []
-    _require_at_rest(seen, source.uri)
+def _delete(catalog: Catalog, item: Retired, means: Settings) -> tuple[str, ...]:
+    """Deletes a source whose child is proven; sentences on what had to stay."""
+    stand = item.stand
+    assert stand is not None
+    assert stand.child is not None
+    source = item.source
+    _require_same(source.uri, stand.things)
+    if local_path(source.uri) is None:
+        _delete_objects(catalog, source, stand, means)
+        return ()
+    require_no_mount(source.uri)
+    with catalog.reading() as conn:
+        root = _root_above(roots.every(conn), source)
+    record = Record(source.id, stand.child.id, source.uri, stand.fingerprint, stand.things)
+    with closing(Aside.begin(root, record)) as aside:
+        marked = False
+        try:
+            with catalog.writing() as conn:
+                _mark(conn, datetime.now(UTC), source)
+                _moved_away(aside)  # last in the transaction: no reader sees half of it
+                aside.require_approved()  # whoever saves from here on makes a new folder
+            marked = True
+            _require_read_again(catalog, stand, means)
+            aside.require_approved()
+        except BaseException:
+            aside.put_back()
+            if marked:
+                _unmark(catalog, source)
+            raise
+        left = aside.remove()
+        return _told_of(aside, left) if left else ()
+
+
+def _require_read_again(catalog: Catalog, stand: Stand, means: Settings) -> None:
+    """Raises unless a child, as the catalog has it now, holds what it must, and rested since it was seen."""
+    assert stand.child is not None
+    detail = child_of(catalog, stand.child.id)
+    require_holding(detail, stand.fingerprint, means)
+    require_at_rest(stand, detail)
+
+
+def _told_of(aside: Aside, left: Sequence[str]) -> tuple[str, ...]:
+    """What came while the source was removed goes back to where it was written."""
+    names = ", ".join(left[:5])
+    try:
+        aside.put_back()
+    except UsageError as error:
+        return (f"{names} could not be removed: {error.message}",)
+    return (f"{names} came or changed meanwhile, and is kept in {aside.path}",)
+
+
+def _unmark(catalog: Catalog, source: CheckpointRow) -> None:
+    """Notes that a source is there after all; the error that brought it back counts for more than this."""
     try:
         with catalog.writing() as conn:
-            now = datetime.now(UTC)
-            _mark(conn, now, source)
-            if path is not None:
-                moved = path, _moved_away(path)  # last in the transaction: no reader sees half of it
-                _require_at_rest(seen, source.uri, moved[1])  # whoever saves from here on makes a new folder
-            else:
-                _require_at_rest(seen, source.uri)
-    except BaseException:
-        if moved is not None and not os.path.lexists(moved[0]):
-            moved[1].rename(moved[0])
-        raise
-    if moved is not None:
-        _remove(moved[1])
-    else:
-        _remove_remote(source.uri, names)
+            tending.restored(conn, source.id)
+    except CkptError as error:
+        _log.warning("%s is back, but the catalog calls it deleted: %s", source.uri, error.message)
+
+
+def _delete_objects(catalog: Catalog, source: CheckpointRow, stand: Stand, means: Settings) -> None:
+    """Removes a source from an object store, where nothing can be moved away; its child is read first."""
+    _require_read_again(catalog, stand, means)
+    with catalog.writing() as conn:
+        _mark(conn, datetime.now(UTC), source)
+        _require_same(source.uri, stand.things)
+    _remove_remote(source.uri, list(stand.things))
 
 
 def _mark(conn: Any, now: datetime, source: CheckpointRow) -> None:
     _require_free(conn, now, source)
-    if not tending.deleted(conn, now, source.id):
+    if not tending.deleted(conn, now, source):
         raise Conflict("its row in the catalog changed meanwhile")
 
 
-def _moved_away(path: Path) -> Path:
-    away = path.with_name(f".{path.name}.{_AWAY}-{uuid.uuid4().hex[:8]}.ckptcore")
-    try:
-        path.rename(away)
-    except OSError as error:
-        raise UsageError(f"it cannot be moved away: {error.strerror}") from error
-    return away
+def _moved_away(aside: Aside) -> None:
+    aside.take()
+
+
+def _root_above(above: Iterable[roots.Root], source: CheckpointRow) -> str:
+    """The watched root that a source really lies below: not by its name, and not through a link. Any place on
+    an object store is what it is called.
+
+    Raises `UsageError`.
+    """
+    error: UsageError | None = None
+    for root in above:
+        if not source.uri.startswith(root.uri.rstrip("/") + "/"):
+            continue
+        if local_path(source.uri) is None:
+            if ".." not in source.uri.split("/"):
+                return root.uri
+            continue
+        try:
+            os.close(open_above(root.uri, source.uri))
+        except UsageError as found:
+            error = error or found
+        else:
+            return root.uri
+    raise error or UsageError(f"cannot delete {source.uri}: it does not lie below a watched root")
 
 
 def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
@@ -260,15 +314,10 @@ def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
     others = tending.inside(conn, source.uri)
     if others:
         raise Conflict(f"{others[0]} lies in it")
-    above = [r.uri.rstrip("/") + "/" for r in roots.every(conn)]
-    if not any(source.uri.startswith(a) for a in above):
-        raise Conflict("it does not lie below a watched root")
-
-
-def _order(uri: str, seen: Mapping[str, Seen]) -> list[str]:
-    """What says where tensors lie goes first: a reader finds nothing rather than half of it."""
-    used = inner_names(inspect(uri), uri)
-    return sorted(seen, key=lambda name: name in used)
+    try:
+        _root_above(roots.every(conn), source)
+    except UsageError as error:
+        raise Conflict(error.message) from error
 
 
 def _remove_remote(uri: str, names: Sequence[str]) -> None:
@@ -277,18 +326,3 @@ def _remove_remote(uri: str, names: Sequence[str]) -> None:
     with closing(open_store(parent if "" in names else uri)) as store:
         for name in names:
             store.remove(name or itself)
-
-
-def _left(uri: str) -> list[Path]:
-    path = local_path(uri)
-    if path is None or not path.parent.is_dir():
-        return []
-    begins = f".{path.name}.{_AWAY}-"
-    return [p for p in path.parent.iterdir() if p.name.startswith(begins) and p.name.endswith(".ckptcore")]
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)  # what is left is removed by the next run
-    else:
-        path.unlink(missing_ok=True)

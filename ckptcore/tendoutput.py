@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ckptcore.scrub import Looked, Scrubbed
     from ckptcore.sweep import Item, Swept
 
+_MOST = 50  # names of what is unproven that are printed of one source
+
 
 def told(as_json: bool) -> Callable[[Item], None]:
     """Tells each item of a sweep on standard error while the sweep goes on, where the answer is JSON."""
@@ -69,8 +71,12 @@ def fate(as_json: bool) -> Callable[[Retired], None]:
     """Tells what becomes of each source."""
 
     def line(each: Retired) -> None:
-        told = _plain(f"{each.fate:<9} {each.source.uri}: {'; '.join(each.why)}")
-        print(told, file=sys.stderr if as_json else sys.stdout, flush=True)
+        lines = [f"{each.fate:<9} {each.source.uri}: {'; '.join(each.why)}"]
+        lines += [f"{'':<9} unproven: {name} ({kind})" for name, kind in each.unproven[:_MOST]]
+        if len(each.unproven) > _MOST:
+            lines.append(f"{'':<9} unproven: {len(each.unproven) - _MOST} more, --output json lists all")
+        for text in lines:
+            print(_plain(text), file=sys.stderr if as_json else sys.stdout, flush=True)
 
     return line
 
@@ -80,6 +86,8 @@ def retired(value: Retirement, *, as_json: bool) -> None:
     if as_json:
         _json(value.as_dict())
         return
+    for kept in value.left:
+        print(_plain(f"kept      {kept}"))
     told = f"{_counts(value.counts)}, {show_size(value.nbytes)}"
     print(told if value.done else f"{told}; nothing was deleted, --yes does it")
 

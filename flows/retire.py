@@ -41,17 +41,17 @@ def retire(
     keep_every: and every step that this divides.
     yes: delete; without it nothing is changed.
     fingerprint: read sources and children to take their fingerprints.
-    accept_cast: a child with cast tensors stands for its source, too.
-    accept_loss: globs on objects and files that may go; may be repeated.
+    accept_cast: the same as the name cast in accept_loss.
+    accept_loss: globs on objects and files that may go unproven; the name cast gives up what a cast took.
     memory: budget for tensor buffers.
     workers: threads; by default as the machine has.
     device: torch device for sums.
     catalog: URL of the catalog; by default CKPTCORE_CATALOG_URL, else the user's own.
     """
     try:
-        take = Settings(parse_size(memory), workers, device) if fingerprint else None
-        policy, allowed = Policy(keep_last, keep_every), Allowed(accept_cast, tuple(accept_loss or ()))
-        found = let_go(scope, policy, yes, allowed, take, catalog)
+        means = Settings(parse_size(memory), workers, device)
+        policy, allowed = Policy(keep_last, keep_every), Allowed.of(accept_loss, cast=accept_cast)
+        found = let_go(scope, policy, yes, allowed, means if fingerprint else None, catalog, means)
     except CkptError as error:
         return Failed(message=explain(error), data=error)
     counts = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "no source"

@@ -43,15 +43,25 @@ def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
 
 @task(task_run_name="retire", cache_policy=NO_CACHE, persist_result=False)
 def retire(
-    scope: str | None, policy: Policy, yes: bool, allowed: Allowed, take: Settings | None, catalog: str | None
+    scope: str | None,
+    policy: Policy,
+    yes: bool,
+    allowed: Allowed,
+    take: Settings | None,
+    catalog: str | None,
+    means: Settings | None = None,
 ) -> Retirement:
     """The sources that the policy lets go; what becomes of each, and why, is an artifact."""
 
     def told(each: Retired) -> None:
         log.info("%s is %s: %s", each.source.uri, each.fate.value, "; ".join(each.why))
+        for name, kind in each.unproven[:MAX_ROWS]:
+            log.info("unproven in %s: %s (%s)", each.source.uri, name, kind)
 
     with open_catalog(catalog, create=False) as known:
-        found = run_retire(known, policy, scope, yes=yes, allowed=allowed, take=take, told=told)
+        found = run_retire(known, policy, scope, yes=yes, allowed=allowed, take=take, means=means, told=told)
+    for kept in found.left:
+        log.warning("%s", kept)
     rows = [
         {"fate": i.fate.value, "step": i.source.step, "checkpoint": i.source.uri, "why": "; ".join(i.why)}
         for i in found.items[:MAX_ROWS]

@@ -131,16 +131,33 @@ def inside(conn: Connection, uri: str) -> tuple[str, ...]:
     return tuple(conn.execute(select(Checkpoint.uri).where(below, Checkpoint.state.in_(_ALIVE))).scalars())
 
 
-def deleted(conn: Connection, now: datetime, public: str) -> bool:
-    """It is deleted on purpose from now on; False when it is not there as it was."""
-    here = (Checkpoint.uuid == public, Checkpoint.state == State.PRESENT.value)
+def deleted(conn: Connection, now: datetime, row: CheckpointRow) -> bool:
+    """It is deleted on purpose from now on; False when its row is not what it was."""
+    here = (
+        Checkpoint.uuid == row.id,
+        Checkpoint.uri == row.uri,
+        Checkpoint.kind == row.kind,
+        Checkpoint.manifest_digest == row.manifest_digest,
+        Checkpoint.state == State.PRESENT.value,
+    )
     values = {"state": State.DELETED.value, "deleted_at": now}
     return conn.execute(update(Checkpoint).where(*here).values(values)).rowcount == 1
 
 
-def deleted_below(conn: Connection, root: str) -> tuple[str, ...]:
-    """The places below a root whose checkpoints were deleted on purpose."""
+def restored(conn: Connection, public: str) -> None:
+    """It was not deleted after all."""
+    here = (Checkpoint.uuid == public, Checkpoint.state == State.DELETED.value)
+    conn.execute(update(Checkpoint).where(*here).values(state=State.PRESENT.value, deleted_at=None))
+
+
+def state_of(conn: Connection, public: str) -> str | None:
+    """The state of a checkpoint, or None for one that this catalog does not know."""
+    return conn.execute(select(Checkpoint.state).where(Checkpoint.uuid == public)).scalar()
+
+
+def known_below(conn: Connection, root: str) -> tuple[str, ...]:
+    """The places below a root where sources are, or were."""
     above = root.rstrip("/") + "/"
     below = Checkpoint.uri.startswith(above, autoescape=True)
-    wanted = select(Checkpoint.uri).where(below, Checkpoint.state == State.DELETED.value)
+    wanted = select(Checkpoint.uri).where(below, Checkpoint.kind == Kind.SOURCE.value).distinct()
     return tuple(uri for uri in conn.execute(wanted).scalars() if uri.startswith(above))

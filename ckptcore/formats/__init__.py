@@ -34,6 +34,7 @@ from ckptcore.formats._known import KNOWN
 from ckptcore.formats._rankfiles import unread
 from ckptcore.formats._registry import Registry, register
 from ckptcore.formats._roots import beside_steps, located
+from ckptcore.formats._substore import Noting
 from ckptcore.formats.base import (
     Abilities,
     Arrangement,
@@ -145,15 +146,19 @@ def detect(source: Source) -> tuple[Format, Evidence]:
     )
 
 
-def read_manifest(source: Source) -> Manifest:
-    """The manifest of a source, read by its format; the evidence goes into ``origin``."""
+def read_manifest(source: Source, names: set[str] | None = None) -> Manifest:
+    """The manifest of a source, read by its format; the evidence goes into ``origin``.
+
+    names: the files that the format's reader read from are added, by their paths below the manifest's root;
+    those that were only looked at to recognise it are not.
+    """
     root = source
     source, way = located(source)
     if source is not root:
         _require_notes_only(root, source)
     found, evidence = detect(source)
     assert found.read is not None  # every entry of FORMATS reads
-    manifest = found.read(source)
+    manifest = found.read(source if names is None else replace(source, store=Noting(source.store, names)))
     if source.name is None and (others := unread(source.listing, {f.path for f in manifest.files})):
         more = f" and {len(others) - 1} more" if others[1:] else ""
         message = f"{others[0]}{more} are named by rank, like another checkpoint's, and are not read"

@@ -1,4 +1,7 @@
-"""A subfolder of a store as a store to read from: formats nest, and their readers need not know."""
+"""Stores inside stores: a subfolder to read from, and one that notes which files were read.
+
+Formats nest, and their readers need not know.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +45,21 @@ class SubStore:
 
     def close(self) -> None:
         """Nothing: the store that it reads from is closed by who opened it."""
+
+
+class Noting(SubStore):
+    """The same store; the names of all files of which bytes were asked for are added to ``names``."""
+
+    def __init__(self, store: Readable, names: set[str]) -> None:
+        super().__init__(store, "")
+        self.url, self.local, self._names = store.url, store.local, names
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """As the store does."""
+        self._names.add(path)
+        return super().read(path, start, length)
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """As the store does."""
+        self._names.add(path)
+        super().read_into(path, start, into)

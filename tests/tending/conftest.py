@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from datetime import UTC, datetime
 
 import pytest
+from retiring import Template
 
 from ckptcore.catalog import open_catalog, roots, upgrade
 from ckptcore.convert import convert
@@ -74,3 +75,23 @@ def swept(catalog, url):
         return {item.source.rsplit("/", 1)[-1]: item for item in found.items}, made
 
     return run
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """What sources are copies of."""
+    return Template(tmp_path_factory.mktemp("template"))
+
+
+@pytest.fixture(scope="module")
+def shared(request, tmp_path_factory):
+    """(catalog, its URL) on each database, for all sequences."""
+    if request.param == "sqlite":
+        url = str(tmp_path_factory.mktemp("catalog") / "catalog.sqlite")
+        with open_catalog(url) as catalog:
+            yield catalog, url
+        return
+    with request.getfixturevalue("postgres").database() as url:
+        upgrade(url)
+        with open_catalog(url) as catalog:
+            yield catalog, url

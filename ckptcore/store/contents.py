@@ -1,0 +1,201 @@
+"""Contents: everything that lies at a place, of whatever kind, and what would change with each thing.
+
+Made for deleting and for comparing identities: no link is followed unless asked for, nothing is skipped, and
+what cannot be looked at is an error. Objects of a remote store are files with a version.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from enum import StrEnum
+from typing import Any
+
+from ckptcore.errors import SourceChanged, SourceUnreadable, UsageError
+from ckptcore.store import local_path
+from ckptcore.store.place import mounts
+from ckptcore.store.survey import MAX_FILES, everything_at
+
+MAX_DEPTH = 128  # of folders in folders; what is deeper is no checkpoint
+_UNKNOWN = "unknown"  # what the survey calls the version of an object of which the store tells none
+
+
+class Kind(StrEnum):
+    """What a name in a folder stands for."""
+
+    FILE = "file"
+    FOLDER = "folder"
+    LINK = "link"
+    FIFO = "FIFO"
+    SOCKET = "socket"
+    DEVICE = "device"
+
+
+_KINDS = {
+    stat.S_IFREG: Kind.FILE,
+    stat.S_IFDIR: Kind.FOLDER,
+    stat.S_IFLNK: Kind.LINK,
+    stat.S_IFIFO: Kind.FIFO,
+    stat.S_IFSOCK: Kind.SOCKET,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One name.
+
+    version: the target of a link; of an object the version of its content; else "". mtime, ctime: ns since
+    1970. device, inode, links: which file it is on this machine, and how many names it has. Where the store
+    has no such thing, None.
+    """
+
+    kind: Kind
+    nbytes: int
+    version: str = ""
+    mtime: int | None = None
+    ctime: int | None = None
+    device: int | None = None
+    inode: int | None = None
+    links: int | None = None
+
+    def as_list(self) -> list[Any]:
+        """The JSON form."""
+        return list(astuple(self))
+
+    @classmethod
+    def of_list(cls, form: list[Any]) -> Thing:
+        """The thing of `as_list`'s form; raises `ValueError`, `TypeError`."""
+        return cls(Kind(form[0]), *form[1:])
+
+
+def contents(url: str, *, follow: bool = False) -> dict[str, Thing]:
+    """Everything at a place by its relative name, folders with a slash behind theirs, sorted.
+
+    Of a place that is one file, that file under the empty name. follow: links to files are what they lead to,
+    as for whoever reads there. Raises `SourceUnreadable`, `StorageTrouble`, and `UsageError` for what no
+    deletion may look past: another file system, a mount, an object without a version.
+    """
+    path = local_path(url)
+    if path is None:
+        return _objects(url)
+    found: dict[str, Thing] = {}
+    for name, thing in _local(os.path.abspath(path), follow):
+        found[name] = thing
+        if len(found) > MAX_FILES:
+            raise UsageError(f"cannot list {url}: it holds more than {MAX_FILES} names")
+    return dict(sorted(found.items()))
+
+
+def thing_of(seen: os.stat_result, target: str = "") -> Thing:
+    """What ``lstat`` says of a name. target: where it leads, for a link."""
+    kind = _KINDS.get(stat.S_IFMT(seen.st_mode), Kind.DEVICE)
+    if kind is Kind.FOLDER:  # its times and size change with what is in it, which is looked at by itself
+        return Thing(kind, 0, device=seen.st_dev, inode=seen.st_ino)
+    return Thing(
+        kind,
+        seen.st_size,
+        target,
+        seen.st_mtime_ns,
+        seen.st_ctime_ns,
+        seen.st_dev,
+        seen.st_ino,
+        seen.st_nlink,
+    )
+
+
+def same(one: Thing, other: Thing, *, status: bool = True) -> bool:
+    """Whether a name still stands for the same thing with the same content.
+
+    status: also take it for another when its status alone changed (ctime).
+    """
+    alike = (one.kind, one.nbytes, one.version, one.mtime, one.inode) == (
+        other.kind,
+        other.nbytes,
+        other.version,
+        other.mtime,
+        other.inode,
+    )
+    return alike and (not status or one.ctime == other.ctime)
+
+
+def difference(before: Mapping[str, Thing], now: Mapping[str, Thing], *, status: bool = True) -> str | None:
+    """The first name that came, went or was written in between, or None."""
+    for name in sorted(before.keys() | now.keys()):
+        was, seen = before.get(name), now.get(name)
+        if was is None or seen is None or not same(was, seen, status=status):
+            return name
+    return None
+
+
+def require_no_mount(path: str) -> None:
+    """Raises `UsageError` when something is mounted at a path or below it: a mount of the same file system
+    elsewhere has the same device number, and its files would be taken for files of this folder."""
+    above = os.path.realpath(path)
+    for _, _, point in mounts():
+        if point == above or point.startswith(above.rstrip("/") + "/"):
+            raise UsageError(
+                f"cannot delete {path}: another place is mounted at {point}", hint="unmount it first"
+            )
+
+
+def _objects(url: str) -> dict[str, Thing]:
+    found = everything_at(url)
+    for name, seen in found.items():
+        if seen.stamp == _UNKNOWN:
+            raise UsageError(f"cannot prove that {url}/{name} stays as it is: the store tells no version")
+    return {name: Thing(Kind.FILE, seen.nbytes, seen.stamp) for name, seen in found.items()}
+
+
+def _local(root: str, follow: bool) -> Iterator[tuple[str, Thing]]:
+    try:
+        top = os.stat(root) if follow else os.lstat(root)
+    except OSError as error:
+        raise SourceUnreadable(f"cannot look at {root}: {error.strerror}") from error
+    if not stat.S_ISDIR(top.st_mode):
+        yield "", _thing(root, top)
+        return
+    todo = [("", 0)]
+    while todo:
+        folder, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            raise UsageError(f"cannot list {root}/{folder}: folders in it are more than {MAX_DEPTH} deep")
+        for name in _names(f"{root}/{folder}"):
+            path, thing = f"{root}/{folder}{name}", None
+            try:
+                seen = os.lstat(path)
+                if follow and stat.S_ISLNK(seen.st_mode):
+                    thing = _followed(path)
+                thing = thing or _thing(path, seen)
+            except FileNotFoundError as error:
+                raise SourceChanged(f"{path} went while {root} was listed") from error
+            except OSError as error:
+                raise SourceUnreadable(f"cannot look at {path}: {error.strerror}") from error
+            if thing.device != top.st_dev and not follow:
+                raise UsageError(f"cannot delete {root}: {path} is on another file system")
+            if thing.kind is Kind.FOLDER:
+                todo.append((f"{folder}{name}/", depth + 1))
+                yield f"{folder}{name}/", thing
+            else:
+                yield f"{folder}{name}", thing
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise SourceUnreadable(f"cannot list {folder}: {error.strerror}") from error
+
+
+def _thing(path: str, seen: os.stat_result) -> Thing:
+    return thing_of(seen, os.readlink(path) if stat.S_ISLNK(seen.st_mode) else "")
+
+
+def _followed(path: str) -> Thing | None:
+    """What a link leads to, where that is no folder: folders behind links are not listed by readers."""
+    try:
+        seen = os.stat(path)
+    except OSError:
+        return None  # it leads nowhere: it stays a link
+    return None if stat.S_ISDIR(seen.st_mode) else thing_of(seen)

@@ -1,0 +1,151 @@
+"""Retire, killed at every step, on both databases: the source is there again, or proven elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+
+import pytest
+from retiring import World, on_both, snapshot
+
+from ckptcore import aside
+from ckptcore import retire as module
+from ckptcore.catalog import open_catalog
+from ckptcore.replaceable import Allowed
+from ckptcore.retention import Policy
+from ckptcore.retire import retire
+
+
+def _is_at(name):
+    """Dies at the n-th call of something; (where, attribute, call that is its last, behind it?)."""
+    where, attribute, last, behind = FAULTS[name]
+    step, calls = getattr(where, attribute), []
+
+    def dying(*given, **options):
+        if attribute == "mkdir" and not str(given[0]).startswith(".step-1."):
+            return step(*given, **options)
+        calls.append(1)
+        if len(calls) == last and not behind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = step(*given, **options)
+        if len(calls) == last and behind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(where, attribute, dying)
+
+
+FAULTS = {
+    "before the folder that it is moved to": (aside.os, "mkdir", 1, False),
+    "before its record": (aside.os, "mkdir", 1, True),
+    "in its record": (aside.Record, "dump", 1, True),
+    "before it is moved": (aside.Aside, "take", 1, False),
+    "moved and not committed": (aside.Aside, "take", 1, True),
+    "committed": (module, "_require_read_again", 1, False),
+    "read again": (module, "_require_read_again", 1, True),
+    "before the first name goes": (aside.Aside, "remove", 1, False),
+    "one name gone": (aside, "_unlink", 1, True),
+    "two names gone": (aside, "_unlink", 2, True),
+    "in a folder below": (aside, "_unlink", 4, True),
+    "before the last folder": (aside, "_remove_folder", 2, False),
+    "before its record goes": (aside, "_forget", 1, False),
+    "removed": (aside.Aside, "remove", 1, True),
+}
+
+
+def killed(world, name):
+    """Retires in a process of its own that is killed."""
+    gone = os.fork()
+    if not gone:
+        try:
+            _is_at(name)
+            with open_catalog(world.url) as catalog:
+                retire(catalog, Policy(1), world.name, yes=True, allowed=Allowed(loss=("notes/*",)))
+        finally:
+            os._exit(1)  # it was to die before
+    assert os.waitpid(gone, 0)[1] == signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("shared", "name"),
+    on_both(FAULTS, ("moved and not committed", "committed", "one name gone")),
+    indirect=["shared"],
+)
+def test_a_killed_run_leaves_the_source_or_its_proof(name, shared, template, tmp_path):
+    world = World(template, *shared, tmp_path, re.sub(r"\W", "-", name)).make()
+    (world.source / "notes").mkdir()
+    for n in range(3):
+        (world.source / "notes" / f"{n}.txt").write_bytes(b"given up")
+    before = snapshot(world.source)
+    killed(world, name)
+    world.holds_all(world.child)
+    world.retire(last=3)
+    assert world.left == ()
+    if world.source.exists():
+        assert snapshot(world.source) == before
+        world.deletes("notes/*")
+    assert sorted(os.listdir(world.source.parent)) == ["step-2"]
+    assert world.catalog.show(str(world.source)).checkpoint.state == "deleted"
+
+
+@pytest.mark.parametrize(
+    ("shared", "name"), on_both(["one name gone", "in a folder below"], ()), indirect=["shared"]
+)
+def test_what_is_left_stays_when_its_child_proves_nothing_any_more(name, shared, template, tmp_path):
+    world = World(template, *shared, tmp_path, "gone-" + name.replace(" ", "-")).make()
+    (world.source / "notes").mkdir()
+    for n in range(3):
+        (world.source / "notes" / f"{n}.txt").write_bytes(b"given up")
+    killed(world, name)
+    home = next(world.source.parent.glob(".*.ckptcore"))
+    rest = snapshot(home)
+    file = world.child / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + b"!")
+    world.retire(last=3)
+    assert (len(world.left), str(home) in world.left[0]) == (1, True)
+    assert snapshot(home) == rest
+    file.write_bytes(whole)
+    world.retire(last=3)
+    assert (world.left, home.exists()) == ((), False)
+
+
+@pytest.mark.parametrize("shared", ["sqlite"], indirect=True)
+def test_what_somebody_put_there_is_no_leftover(shared, template, tmp_path):
+    """Folders with the name of a leftover: without a record, with a forged one, of another catalog."""
+    world = World(template, *shared, tmp_path, "forged").make()
+    run = world.source.parent
+    for n, record in enumerate(
+        (
+            None,
+            b"{}",
+            b"[" * 100_000,
+            b'{"version":1,"checkpoint":"x","child":"y","uri":"%s","things":{}}' % bytes(world.source),
+        )
+    ):
+        home = run / f".step-1.retiring-0000000{n}.ckptcore"
+        shutil.copytree(template.dcp, home / "step-1")
+        if record is not None:
+            (home / "record.json").write_bytes(record)
+    (run / ".step-1.retiring-0000000a.ckptcore").symlink_to(world.elsewhere)
+    before = snapshot(run)
+    world.retire(last=3)
+    assert len(world.left) == 5
+    assert snapshot(run) == before
+    shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("shared", ["sqlite", "postgresql"], indirect=True)
+def test_a_run_leaves_alone_what_another_is_deleting(shared, template, tmp_path, monkeypatch):
+    world = World(template, *shared, tmp_path, "two-runs").make()
+    seen = []
+
+    def other(*_):
+        seen.append((retire(world.catalog, Policy(3), world.name, yes=True).left, world.source.exists()))
+
+    step = module._require_read_again
+    monkeypatch.setattr(module, "_require_read_again", lambda *given: (other(), step(*given)))
+    world.deletes()
+    assert seen == [((), False)]
