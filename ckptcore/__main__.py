@@ -13,6 +13,7 @@ import resource
 import sys
 from typing import NoReturn
 
+from ckptcore import terminal
 from ckptcore.errors import InternalError
 
 _GARBAGE = 200_000  # objects that came and stayed until garbage is looked for; the usual 700 take 0.1 s
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 def entry() -> NoReturn:
     """Runs one command as a process of its own."""
     gc.set_threshold(_GARBAGE, 10, 10)
+    terminal.guard()
     code = main()
     atexit._run_exitfuncs()  # what fails there is told, and goes no further
     try:

@@ -21,7 +21,7 @@ from blake3 import blake3
 from ckptcore.catalog import claims
 from ckptcore.catalog.claims import ClaimRow, Key
 from ckptcore.catalog.text import normal_uri
-from ckptcore.errors import CkptError, UsageError
+from ckptcore.errors import CkptError, UsageError, ended_by
 from ckptcore.manifest import Manifest
 from ckptcore.request import Request
 from ckptcore.stamps import take as take_stamps
@@ -95,10 +95,10 @@ def claimed(catalog: Catalog, key: Key, source: str, who: str, *, again: bool = 
     except BaseException as error:
         stop.set()
         keeper.join()
-        code = getattr(error, "code", "internal" if isinstance(error, Exception) else "interrupted")
+        ended = ended_by(error)
         try:
             with catalog.writing() as conn:
-                claims.failed(conn, datetime.now(UTC), claim, code, str(error) or type(error).__name__)
+                claims.failed(conn, datetime.now(UTC), claim, ended.code, ended.message)
         except CkptError as second:  # must not hide the first error; the lease ends by itself
             _log.warning("the claim could not be settled: %s", second.message)
         raise

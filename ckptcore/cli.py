@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptcore import clitend, tendoutput
+from ckptcore import clitend, tendoutput, terminal
 from ckptcore import output as show
 from ckptcore.catalog.cli import app as catalog_app
 from ckptcore.catalog.cli import which as catalog_which
@@ -66,7 +66,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from ckptcore import __version__
 
-        print(f"ckptcore {__version__}")
+        terminal.line(f"ckptcore {__version__}")
         raise typer.Exit(0)
 
 
@@ -289,7 +289,7 @@ def run(argv: list[str]) -> int:
     except Exception as error:
         # The last net: what nobody foresaw ends in words and a code of its own, too.
         if os.environ.get("CKPTCORE_TRACEBACK"):
-            raise
+            terminal.report(error)
         show.error(InternalError(f"{type(error).__name__}: {error}"), as_json=as_json)
         return InternalError.exit_code
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
+from ckptcore import terminal
 from ckptcore.catalog.clishared import As, Output, Where, write_json
 
 
@@ -34,11 +34,13 @@ def rebuild(
     take = Settings() if fingerprints else None
     with open_catalog(catalog or default_url()) as found:
         done = run(found, roots, made=made or (), digests=digests, take=take,
-                   told=lambda line: print(line, file=sys.stderr))  # fmt: skip
+                   told=lambda line: terminal.line(line, err=True))  # fmt: skip
     if output is Output.JSON:
         write_json(done.as_dict())
         return
     linked = sum(r.made_from is not None for r in done.recorded)
-    print(f"{len(done.recorded)} checkpoints recorded, {linked} of them with the source they were made from")
+    terminal.line(
+        f"{len(done.recorded)} checkpoints recorded, {linked} of them with the source they were made from"
+    )
     if done.left_out:
-        print(f"{len(done.left_out)} places left out; `--output json` tells each with its reason")
+        terminal.line(f"{len(done.left_out)} places left out; `--output json` tells each with its reason")

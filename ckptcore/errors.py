@@ -11,9 +11,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from ckptcore.redaction import redacted, redacted_value
+
 
 class CkptError(Exception):
-    """Base of every error that ckptcore raises on purpose."""
+    """Base of every error that ckptcore raises on purpose.
+
+    Message, hint and values hold no credentials, whatever URL or library they come from: an error goes into
+    logs, catalogs and messages to others.
+    """
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 4
@@ -21,10 +27,10 @@ class CkptError(Exception):
     default_hint: ClassVar[str] = ""
 
     def __init__(self, message: str, *, hint: str | None = None, **values: Any) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = self.default_hint if hint is None else hint
-        self.values = values
+        self.message = redacted(message)
+        super().__init__(self.message)
+        self.hint = self.default_hint if hint is None else redacted(hint)
+        self.values: dict[str, Any] = redacted_value(values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process borders (Prefect task runners); keyword-only arguments would be lost.
@@ -366,7 +372,7 @@ def finding(code: str, level: str, message: str, *, fqn: str | None = None, file
             hint: str | None = None) -> Finding:  # fmt: skip
     """A `Finding` with the severity and, unless given, the next step of its code."""
     severity, _, default = FINDINGS[code]
-    return Finding(code, level, message, fqn, file, default if hint is None else hint, severity)
+    return Finding(code, level, redacted(message), fqn, file, default if hint is None else hint, severity)
 
 
 def error_classes() -> list[type[CkptError]]:
@@ -378,6 +384,24 @@ def error_classes() -> list[type[CkptError]]:
         found.append(cls)
         queue += cls.__subclasses__()
     return sorted(found, key=lambda c: (c.exit_code, c.code))
+
+
+def ended_by(error: BaseException) -> CkptError:
+    """What is recorded of whatever ended a piece of work.
+
+    A process that is told to end says so in its own ways: none of them is an error code of ours.
+
+    >>> ended_by(SystemExit(1)).code, ended_by(KeyboardInterrupt()).code, ended_by(ValueError("x")).code
+    ('worker-lost', 'interrupted', 'internal')
+    """
+    if isinstance(error, CkptError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("stopped by the user")
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, Exception):
+        return InternalError(said)
+    return WorkerLost(f"the process that was at work was ended ({said})")
 
 
 def _rebuild(cls: type[CkptError], message: str, hint: str, values: dict[str, Any]) -> CkptError:

@@ -6,13 +6,13 @@ the answer alone.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ckptcore import terminal
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.sizes import show_size
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptcore.manifest import Manifest
 
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
-_STATUS = {"ok": "[green]ok[/]", "unproven": "[yellow]unproven[/]", "damaged": "[red]damaged[/]"}
+_STATUS = {"ok": "green", "unproven": "yellow", "damaged": "red"}
 _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
 
 
@@ -49,7 +49,7 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
     stored = len(value.chunks) + (len(value.inputs.chunks) if value.inputs is not None else 0)
     used = sorted({int(f) for f in value.items.file.tolist()})
     if as_json:
-        _json(
+        terminal.write_json(
             {
                 "format": value.format,
                 "evidence": value.origin.get("evidence", []),
@@ -69,39 +69,41 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
             }
         )
         return
-    out = _console()
+    out = terminal.console()
     out.print(
-        f"[bold]{value.root}[/]: {value.format} ({'; '.join(value.origin.get('evidence', []))})",
-        highlight=False,
+        terminal.text(
+            (value.root, "bold"),
+            f": {value.format} ({'; '.join(value.origin.get('evidence', []))})",
+        ),
     )
     kinds = ", ".join(f"{show_size(n)} {d}" for d, n in dtypes.most_common())
     out.print(
         f"{value.num_tensors} tensors, {show_size(value.nbytes)} ({kinds}); {stored} chunks in "
-        f"{len(used)} files; {len(value.blobs)} objects",
-        highlight=False,
+        f"{len(used)} files; {len(value.blobs)} objects"
     )
     table = _table("tensor", "dtype", "shape", "chunks")
     for i, t in tensors[:_LIMIT]:
-        table.add_row(_safe(t.fqn), t.dtype, str(list(t.shape)), _safe(computed.get(i, str(chunks[i]))))
+        _row(table, t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i])))
     out.print(table)
     if len(tensors) > _LIMIT:
-        out.print(
-            f"and {len(tensors) - _LIMIT} more tensors (--output json has all, --include picks)",
-            highlight=False,
-        )
+        out.print(f"and {len(tensors) - _LIMIT} more tensors (--output json has all, --include picks)")
 
 
 def report(value: Report, *, as_json: bool) -> None:
     """The answer of `validate`."""
     if as_json:
-        _json(value.as_dict())
+        terminal.write_json(value.as_dict())
         return
-    out = _console()
+    out = terminal.console()
     counts = Counter(f.severity for f in value.findings)
-    told = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items()) or "nothing found"
-    mark = _STATUS[value.status]
-    out.print(f"{mark} at level {value.level}: {value.format or 'unknown format'}, {value.tensors} tensors, "
-              f"{show_size(value.nbytes)}; {told}", highlight=False)  # fmt: skip
+    found = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items()) or "nothing found"
+    out.print(
+        terminal.text(
+            (value.status, _STATUS[value.status]),
+            f" at level {value.level}: {value.format or 'unknown format'}, {value.tensors} tensors, "
+            f"{show_size(value.nbytes)}; {found}",
+        )
+    )
     _findings(out, value.findings)
 
 
@@ -125,7 +127,7 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
     """The answer of `plan`."""
     p = value.plan
     if as_json:
-        _json(
+        terminal.write_json(
             {
                 "source": p.source,
                 "format": p.target.format,
@@ -150,20 +152,19 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
             }
         )
         return
-    out = _console()
+    out = terminal.console()
     if value.model:
-        out.print(f"model: {_safe(value.model.because)}", highlight=False)
+        out.print(terminal.text(f"model: {value.model.because}"))
     out.print(f"reads {show_size(p.bytes_in)} in {p.requests} requests, writes {show_size(p.bytes_out)} in "
-              f"{len(p.files)} files ({p.target.format}), peak memory about {show_size(peak)}",
-              highlight=False)  # fmt: skip
+              f"{len(p.files)} files ({p.target.format}), peak memory about {show_size(peak)}")  # fmt: skip
     if value.ranks:
         low, high = min(value.ranks.held), max(value.ranks.held)
         held = f"hold {show_size(low)} to {show_size(high)} each"
-        told = f"{len(value.ranks.held)} ranks ({p.target.mesh}) {held}"
-        out.print(f"{told}, the fullest {value.ranks.ratio:.3f} of the mean", highlight=False)
+        ranks = f"{len(value.ranks.held)} ranks ({p.target.mesh}) {held}"
+        out.print(terminal.text(f"{ranks}, the fullest {value.ranks.ratio:.3f} of the mean"))
     table = _table("file", "bytes", "tensors")
     for f in p.files[:_LIMIT]:
-        table.add_row(_safe(f.path), f"{f.nbytes:,}", str(f.tensors))
+        _row(table, f.path, f"{f.nbytes:,}", str(f.tensors))
     out.print(table)
     _pairs(out, "renamed", [(a, b) for a, b in p.renamed])
     _pairs(out, "computed", list(p.derived))
@@ -176,31 +177,33 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
 def difference(value: Difference, *, as_json: bool) -> None:
     """The answer of `diff`."""
     if as_json:
-        _json(value.as_dict())
+        terminal.write_json(value.as_dict())
         return
-    out = _console()
+    out = terminal.console()
     for label, side in (("A", value.a), ("B", value.b)):
         model = f"; model: {side.model}" if side.model else ""
         gone = f"; {len(side.left_out)} left out" if side.left_out else ""
         bare = f"; {side.unverified} items without a checksum" if side.unverified else ""
         size = f"{side.tensors} tensors, {show_size(side.nbytes)}"
-        told = f"{label}: {_safe(side.url)}: {side.format}, {size}{_safe(model)}{gone}{bare}"
-        out.print(told, highlight=False, soft_wrap=True)
-    mark = "[green]equal[/]" if value.equal else "[red]different[/]"
+        out.print(
+            terminal.text(f"{label}: {side.url}: {side.format}, {size}{model}{gone}{bare}"), soft_wrap=True
+        )
     out.print(
-        f"{mark}: {value.equal_tensors} tensors and {value.equal_objects} values are the same, "
-        f"{len(value.tensors)} tensors and {len(value.objects)} values are not",
-        highlight=False,
+        terminal.text(
+            ("equal", "green") if value.equal else ("different", "red"),
+            f": {value.equal_tensors} tensors and {value.equal_objects} values are the same, "
+            f"{len(value.tensors)} tensors and {len(value.objects)} values are not",
+        )
     )
     table = _table("name", "differs in", "A", "B")
     rows = [(t.name, _what(t), *_both(t)) for t in value.tensors]
     rows += [(o.name, f"value, {o.what}" if o.what != "values" else "value", o.a, o.b) for o in value.objects]
     for row in rows[:_LIMIT]:
-        table.add_row(*map(_safe, row))
+        _row(table, *row)
     if rows:
         out.print(table)
     if len(rows) > _LIMIT:
-        out.print(f"and {len(rows) - _LIMIT} more (--output json has all)", highlight=False)
+        out.print(f"and {len(rows) - _LIMIT} more (--output json has all)")
     _pairs(out, "not compared", list(value.skipped))
     _findings(out, [*value.a.warnings, *value.b.warnings])
 
@@ -222,36 +225,40 @@ def _both(found: TensorDifference) -> tuple[str, str]:
 def fingerprint(value: Fingerprints, url: str, *, as_json: bool) -> None:
     """The answer of `fingerprint`."""
     if as_json:
-        _json(value.as_dict())
+        terminal.write_json(value.as_dict())
         return
     bare = f"; {value.unverified} items without a checksum" if value.unverified else ""
-    out = _console()
-    out.print(value.fingerprint, highlight=False, soft_wrap=True)
-    told = f"{_safe(url)}: {len(value.tensors)} tensors, map {value.map_digest[:16]}{bare}"
-    out.print(told, highlight=False, style="dim", soft_wrap=True)
+    out = terminal.console()
+    out.print(value.fingerprint, soft_wrap=True)
+    of_what = f"{url}: {len(value.tensors)} tensors, map {value.map_digest[:16]}{bare}"
+    out.print(terminal.text((of_what, "dim")), soft_wrap=True)
 
 
 def result(value: Result, *, as_json: bool) -> None:
     """The answer of a conversion."""
     if as_json:
-        _json(value.as_dict())
+        terminal.write_json(value.as_dict())
         return
-    out = _console()
+    out = terminal.console()
     verified = sum(r.verified for r in value.files)
     unproven = sum(r.unverified for r in value.files)
-    told = f"{verified} stored checksums verified" + (f", {unproven} pieces without one" if unproven else "")
-    out.print(f"[green]{_safe(value.destination)}[/]: {value.format}, {len(value.tensors)} tensors, "
-              f"{show_size(value.nbytes)} in {len(value.files)} files; {told}", highlight=False)  # fmt: skip
+    proof = f"{verified} stored checksums verified" + (f", {unproven} pieces without one" if unproven else "")
+    out.print(
+        terminal.text(
+            (value.destination, "green"),
+            f": {value.format}, {len(value.tensors)} tensors, "
+            f"{show_size(value.nbytes)} in {len(value.files)} files; {proof}",
+        )
+    )
     seconds = ", ".join(f"{k} {v:.2f} s" for k, v in value.timings.items())
     out.print(
         f"{seconds}{f'; catalog {value.conversion}' if value.conversion else ''}",
-        highlight=False,
         style="dim",
     )
     if value.fingerprint is not None:
-        out.print(f"fingerprint {value.fingerprint}", highlight=False, style="dim", soft_wrap=True)
+        out.print(f"fingerprint {value.fingerprint}", style="dim", soft_wrap=True)
     for rule, count in Counter(rule for _, rule in value.dropped).items():
-        out.print(f"left out: {count}, {_safe(rule)}", highlight=False, soft_wrap=True)
+        out.print(terminal.text(f"left out: {count}, {rule}"), soft_wrap=True)
     _findings(out, value.warnings)
 
 
@@ -277,22 +284,22 @@ def formats(*, as_json: bool) -> None:
         ]
         refused = [{"name": k.name, "title": k.title, "hint": k.hint} for k in KNOWN]
         broken = [{"package": p, "reason": r} for p, r in found.broken]
-        _json({"formats": rows, "refused": refused, "broken": broken})
+        terminal.write_json({"formats": rows, "refused": refused, "broken": broken})
         return
-    out = _console()
+    out = terminal.console()
     table = _table("format", "what", "read", "write", "checksums", "recognised by")
     for f in found.formats:
         a, package = f.abilities, found.package(f.name)
         name = f.name if package == "ckptcore" else f"{f.name} ({package})"
         seen_by = f.recognised_by.replace("`", "")
-        table.add_row(name, f.title, _yes(a.reads), _yes(a.writes), a.checksums, seen_by)
+        _row(table, name, f.title, _yes(a.reads), _yes(a.writes), a.checksums, seen_by)
     out.print(table)
     table = _table("recognised, not read", "what", "next step")
     for k in KNOWN:
-        table.add_row(k.name, k.title, k.hint)
+        _row(table, k.name, k.title, k.hint)
     out.print(table)
     for package, reason in found.broken:
-        out.print(f"[red]not used[/]: formats of {_safe(package)}: {_safe(reason)}", highlight=False)
+        out.print(terminal.text(("not used", "red"), f": formats of {package}: {reason}"))
 
 
 def error(value: CkptError, *, as_json: bool) -> None:
@@ -300,12 +307,14 @@ def error(value: CkptError, *, as_json: bool) -> None:
     if as_json:
         form = value.as_dict()
         form["findings"] = [f.as_dict() for f in value.values.get("findings", ())]
-        _json({"error": form})
+        terminal.write_json({"error": form})
         return
-    out = _console(stderr=True)
-    out.print(f"[red]{value.code}[/]: {_safe(value.message)}", highlight=False, soft_wrap=True)
+    out = terminal.console(err=True)
+    # What a message has in more lines than one is indented: none can pass for a line of our own.
+    message = terminal.text(f": {value.message}".replace("\n", "\n    "), lines=True)
+    out.print(terminal.text((value.code, "red")) + message, soft_wrap=True)
     if value.hint:
-        out.print(f"  next: {_safe(value.hint)}", highlight=False, soft_wrap=True)
+        out.print(terminal.text(f"  next: {value.hint}"), soft_wrap=True)
 
 
 @contextmanager
@@ -317,7 +326,7 @@ def progress() -> Iterator[Progress]:
         def line(stage: str, done: int, total: int) -> None:
             if stage not in seen:
                 seen.add(stage)
-                print(f"{stage}: {show_size(total)}", file=sys.stderr, flush=True)
+                terminal.line(f"{stage}: {show_size(total)}", err=True)
 
         yield line
         return
@@ -331,7 +340,7 @@ def progress() -> Iterator[Progress]:
     )
 
     with Progress(TextColumn("{task.description:9}"), BarColumn(), DownloadColumn(binary_units=True),
-                  TransferSpeedColumn(), TimeRemainingColumn(), console=_console(stderr=True),
+                  TransferSpeedColumn(), TimeRemainingColumn(), console=terminal.console(err=True),
                   transient=False) as bar:  # fmt: skip
         tasks: dict[str, Any] = {}
 
@@ -348,11 +357,13 @@ def _findings(out: Console, found: Sequence[Finding]) -> None:
         return
     table = _table("finding", "level", "what")
     for f in found[:_LIMIT]:
-        next_step = f"\n[dim]next: {_safe(f.hint)}[/]" if f.hint else ""
-        table.add_row(f"[{_STYLE[f.severity]}]{f.code}[/]", f.level, f"{_safe(f.message)}{next_step}")
+        what = terminal.text(f.message, lines=True)
+        if f.hint:
+            what.append("\n").append_text(terminal.text((f"next: {f.hint}", "dim")))
+        table.add_row(terminal.text((f.code, _STYLE[f.severity])), f.level, what)
     out.print(table)
     if len(found) > _LIMIT:
-        out.print(f"and {len(found) - _LIMIT} more (--output json has all)", highlight=False)
+        out.print(f"and {len(found) - _LIMIT} more (--output json has all)")
 
 
 def _pairs(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -360,10 +371,10 @@ def _pairs(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
         return
     table = _table(title, "")
     for a, b in rows[:_LIMIT]:
-        table.add_row(_safe(a), _safe(b))
+        _row(table, a, b)
     out.print(table)
     if len(rows) > _LIMIT:
-        out.print(f"and {len(rows) - _LIMIT} more {title} (--output json has all)", highlight=False)
+        out.print(f"and {len(rows) - _LIMIT} more {title} (--output json has all)")
 
 
 def _table(*columns: str) -> Any:
@@ -376,22 +387,10 @@ def _table(*columns: str) -> Any:
     return table
 
 
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr)
-
-
-def _safe(text: str) -> str:
-    """Text from a checkpoint: no markup, no control characters that move the cursor."""
-    from rich.markup import escape
-
-    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
+def _row(table: Any, *cells: str) -> None:
+    """Adds a row in which no cell makes lines of its own."""
+    table.add_row(*map(terminal.text, cells))
 
 
 def _yes(value: bool) -> str:
     return "yes" if value else "-"
-
-
-def _json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, ensure_ascii=True) + "\n")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.errors import CatalogAway, CatalogError, CkptError
+from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
 from ckptcore.fingerprint import Fingerprinted
 from ckptcore.fingerprinttable import held_by
 from ckptcore.manifest import Manifest
@@ -101,11 +101,11 @@ def fail(registration: Registration | None, error: BaseException, source: Manife
     """Records a failure. That the catalog fails too must not hide the first error: it is logged."""
     if registration is None:
         return
-    code = getattr(error, "code", "internal")
-    findings = getattr(error, "values", {}).get("findings", ())
+    ended = ended_by(error)
+    findings = ended.values.get("findings", ())
     known = facts(source, registration.request.source, told=registration.told) if source is not None else None
     try:
-        registration.catalog.fail(registration.id, code=code, message=str(error) or type(error).__name__,
+        registration.catalog.fail(registration.id, code=ended.code, message=ended.message,
                                   findings=tuple(findings), source=known)  # fmt: skip
     except CkptError as second:
         _log.warning("the failure could not be registered: %s", second.message)

@@ -7,12 +7,13 @@ template with a closed set of fields: ``{root}`` the watched root, ``{run}`` the
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from string import Formatter
-from typing import Any
+from typing import Any, get_type_hints
 
 from blake3 import blake3
 
@@ -20,6 +21,7 @@ from ckptcore.errors import UsageError
 from ckptcore.formats import by_name
 from ckptcore.frame import canonical_json
 from ckptcore.request import Request
+from ckptcore.shown import shown as quoted
 from ckptcore.store import local_path
 
 DESTINATION = "{root}/../exports/{run}/{name}"  # where nothing else is asked for
@@ -77,6 +79,7 @@ def target_of(form: Mapping[str, Any]) -> Target:
     if unknown:
         raise UsageError(f"a target has no field {', '.join(unknown)}",
                          hint=f"destination, {', '.join(sorted(_OF_REQUEST))}")  # fmt: skip
+    _require_types(options)
     target = Target(_checked(str(form.get("destination") or DESTINATION)), options)
     try:
         request = target.request("/a/run/step-1", Place("/a", "run", 1, "step-1", "run/step-1"))
@@ -84,6 +87,21 @@ def target_of(form: Mapping[str, Any]) -> Target:
     except (TypeError, AttributeError) as error:  # a number where a text is meant, say
         raise UsageError(f"the target cannot be used: {error}") from error
     return target
+
+
+def _require_types(options: Mapping[str, Any]) -> None:
+    """Raises `UsageError` for a value of another type than its field: ``"false"`` would be true."""
+    from pydantic import TypeAdapter, ValidationError
+
+    types = get_type_hints(Request)
+    for name, value in options.items():
+        try:
+            # As JSON: a list is a tuple there, and nothing else is taken for something else.
+            TypeAdapter(types[name]).validate_json(json.dumps(value), strict=True)
+        except (ValidationError, TypeError, ValueError) as error:
+            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            raise UsageError(f"the target cannot be used: {name} cannot be {quoted(value)}: {why}",
+                             hint=f"{name} is of the type {types[name]}") from error  # fmt: skip
 
 
 def options_digest(request: Request) -> str:

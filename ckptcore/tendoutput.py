@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ckptcore import terminal
 from ckptcore.sizes import show_size
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def told(as_json: bool) -> Callable[[Item], None]:
     """Tells each item of a sweep on standard error while the sweep goes on, where the answer is JSON."""
 
     def line(item: Item) -> None:
-        print(_item(item), file=sys.stderr if as_json else sys.stdout, flush=True)
+        terminal.line(_item(item), err=as_json)
 
     return line
 
@@ -30,22 +29,22 @@ def told(as_json: bool) -> Callable[[Item], None]:
 def swept(value: Swept, *, as_json: bool) -> None:
     """The answer of `sweep`; in words, its items have been told."""
     if as_json:
-        _json(value.as_dict())
+        terminal.write_json(value.as_dict(), indent=2)
         return
-    print(("nothing was converted: " if value.dry_run else "") + _counts(value.counts))
+    terminal.line(("nothing was converted: " if value.dry_run else "") + _counts(value.counts))
 
 
 def waits(seconds: float, error: CkptError) -> None:
     """Tells on standard error that something is looked at again, and why."""
-    print(_plain(f"looked at again in {seconds:.0f} s: {error.message}"), file=sys.stderr, flush=True)
+    terminal.line(f"looked at again in {seconds:.0f} s: {error.message}", err=True)
 
 
 def already(destination: str, *, as_json: bool) -> None:
     """The answer of a conversion that was not needed."""
     if as_json:
-        _json({"destination": destination, "already": True})
+        terminal.write_json({"destination": destination, "already": True}, indent=2)
         return
-    print(_plain(f"{destination} was made from this checkpoint before"))
+    terminal.line(f"{destination} was made from this checkpoint before")
 
 
 def looked(as_json: bool) -> Callable[[Looked], None]:
@@ -53,8 +52,7 @@ def looked(as_json: bool) -> Callable[[Looked], None]:
 
     def line(each: Looked) -> None:
         why = f": {each.proven.message}" if each.proven.message else ""
-        told = _plain(f"{each.proven.proof:<9} {each.checkpoint.uri}{why}")
-        print(told, file=sys.stderr if as_json else sys.stdout, flush=True)
+        terminal.line(f"{each.proven.proof:<9} {each.checkpoint.uri}{why}", err=as_json)
 
     return line
 
@@ -62,9 +60,9 @@ def looked(as_json: bool) -> Callable[[Looked], None]:
 def scrubbed(value: Scrubbed, *, as_json: bool) -> None:
     """The answer of `scrub`."""
     if as_json:
-        _json(value.as_dict())
+        terminal.write_json(value.as_dict(), indent=2)
         return
-    print(f"{_counts(value.counts)}; {len(value.looked)} of {value.due} due, of {value.known} known")
+    terminal.line(f"{_counts(value.counts)}; {len(value.looked)} of {value.due} due, of {value.known} known")
 
 
 def fate(as_json: bool) -> Callable[[Retired], None]:
@@ -76,7 +74,7 @@ def fate(as_json: bool) -> Callable[[Retired], None]:
         if len(each.unproven) > _MOST:
             lines.append(f"{'':<9} unproven: {len(each.unproven) - _MOST} more, --output json lists all")
         for text in lines:
-            print(_plain(text), file=sys.stderr if as_json else sys.stdout, flush=True)
+            terminal.line(text, err=as_json)
 
     return line
 
@@ -84,29 +82,19 @@ def fate(as_json: bool) -> Callable[[Retired], None]:
 def retired(value: Retirement, *, as_json: bool) -> None:
     """The answer of `retire`."""
     if as_json:
-        _json(value.as_dict())
+        terminal.write_json(value.as_dict(), indent=2)
         return
     for kept in value.left:
-        print(_plain(f"kept      {kept}"))
-    told = f"{_counts(value.counts)}, {show_size(value.nbytes)}"
-    print(told if value.done else f"{told}; nothing was deleted, --yes does it")
+        terminal.line(f"kept      {kept}")
+    counted = f"{_counts(value.counts)}, {show_size(value.nbytes)}"
+    terminal.line(counted if value.done else f"{counted}; nothing was deleted, --yes does it")
 
 
 def _item(item: Item) -> str:
     to = f" -> {item.destination}" if item.standing in ("ready", "made") else ""
     why = f": {item.why}" if item.why else ""
-    return _plain(f"{item.standing:<9} {item.source}{to}{why}")
-
-
-def _plain(text: str) -> str:
-    """Names from a disk cannot steer a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return f"{item.standing:<9} {item.source}{to}{why}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "no checkpoint was found"
-
-
-def _json(value: Any) -> None:
-    json.dump(value, sys.stdout, indent=2)
-    sys.stdout.write("\n")

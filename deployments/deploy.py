@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
+import inspect
 import subprocess
 import sys
 import tempfile
@@ -17,7 +17,9 @@ import httpx
 import yaml
 
 import flows  # noqa: F401  # settles Prefect's environment
+from ckptcore import terminal
 from ckptcore.errors import CkptError, UsageError
+from deployments.parameters import declared, flow_of, misfits
 from flows._command import meanings
 
 FILES = Path(__file__).parent
@@ -29,6 +31,7 @@ def deploy(wait: float = 120.0) -> None:
 
     wait: seconds for the server to answer. Raises `UsageError`.
     """
+    _require_fit()
     _await_server(wait)
     _make_pool()
     # Where the command runs does not matter: entrypoints are modules.
@@ -42,6 +45,21 @@ def deploy(wait: float = 120.0) -> None:
         raise UsageError(f"prefect deploy failed: {done.stdout[-2000:]} {done.stderr[-2000:]}".strip())
     _describe(_read("prefect.yaml")["deployments"])
     _automate(_read("automations.yaml")["automations"])
+
+
+def _require_fit() -> None:
+    """Raises `UsageError` unless every flow takes what its deployment and its triggers give it."""
+    wrong = []
+    for one in declared():
+        by_trigger = {name for each in one.get("triggers") or () for name in each.get("parameters") or ()}
+        # A flow's parameters without a default come with each run.
+        needed = {n for n, p in inspect.signature(flow_of(one).fn).parameters.items() if p.default is p.empty}
+        found = misfits(flow_of(one), one.get("parameters") or {}, by_trigger | needed)
+        wrong += [f"deployment {one['name']}: {each}" for each in found]
+    if wrong:
+        raise UsageError(
+            "cannot deploy prefect.yaml: " + "; ".join(wrong), hint="mend the file; nothing was changed"
+        )
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -124,14 +142,15 @@ def _automate(wanted: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m deployments.deploy", description=__doc__)
+    parser = terminal.Parser(prog="python -m deployments.deploy", description=__doc__)
     parser.add_argument("--wait", type=float, default=120.0, help="seconds for the server to answer")
     try:
         deploy(parser.parse_args().wait)
     except CkptError as error:
-        print(f"{error.code}: {error.message}\nnext: {error.hint}", file=sys.stderr)
+        terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
         sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
+    terminal.guard()
     main()

@@ -9,7 +9,6 @@ takes them up at once, behind their last whole file. Nothing of Prefect is impor
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from ckptcore import terminal
 from deployments.local.process import having
 
 MARK = "CKPTCORE_WORKER"
@@ -30,9 +30,7 @@ STEP = 0.1
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs until it is told to end; the exit status: 0 when it was told, else the worker's."""
-    parser = argparse.ArgumentParser(
-        prog="python -m deployments.worker", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = terminal.Parser(prog="python -m deployments.worker", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pool", required=True, help="the work pool")
     parser.add_argument(
         "--name", default=socket.gethostname(),
@@ -98,11 +96,12 @@ def _let_go(pool: str, name: str) -> None:
             if time.monotonic() < until:
                 time.sleep(1.0)
                 continue
-            print(f"the server could not be told; runs go on when it misses their heartbeat: {error}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            terminal.line(
+                f"the server could not be told; runs go on when it misses their heartbeat: {error}", err=True
+            )
             return
         for run in runs:
-            print(f"let go of {run.name} ({run.id})", flush=True)
+            terminal.line(f"let go of {run.name} ({run.id})")
         return
 
 
@@ -114,4 +113,5 @@ def _tell(pid: int, how: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
+    terminal.guard()
     sys.exit(main())

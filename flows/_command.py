@@ -15,8 +15,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from rich.console import Console
-
+from ckptcore import terminal
 from ckptcore.errors import Interrupted
 from ckptcore.sizes import show_size
 from flows._prefect import serve_while_alive
@@ -31,20 +30,22 @@ ENDS = ("source", "destination")  # given by position, also where a flow has a d
 def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     """Run ``flow`` with the command line's arguments; exit non-zero when it fails."""
     given = vars(parser(flow.fn, f"python -m flows.{flow.name}").parse_args(arguments))
-    words = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    terminal.guard()
     logging.getLogger("prefect.task_runs").addFilter(_is_news)
     serve_while_alive()
     try:
         state = cast("State[Any]", flow(**given, return_state=True))
     except KeyboardInterrupt:
-        words.print(f"stopped; {Interrupted.default_hint}")
+        terminal.line(f"stopped; {Interrupted.default_hint}", err=True)
         sys.exit(Interrupted.exit_code)
     result: Any = state.result(raise_on_failure=False)
     if not state.is_completed():
-        words.print(f"{(state.name or 'failed').lower()}: {state.message}")
+        terminal.block(f"{(state.name or 'failed').lower()}: {state.message}", err=True)
         sys.exit(getattr(result, "exit_code", 1))
     for one in result if isinstance(result, list) else [result]:
-        words.print(f"{one.destination}: {count(len(one.files), 'file')}, {show_size(one.nbytes)}")
+        terminal.line(
+            f"{one.destination}: {count(len(one.files), 'file')}, {show_size(one.nbytes)}", err=True
+        )
 
 
 def parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:
@@ -63,7 +64,7 @@ def parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:
     """
     text, told = inspect.getdoc(function) or "", meanings(function)
     types = typing.get_type_hints(function)
-    found = argparse.ArgumentParser(prog=prog, description=text.split("\n\n")[0])
+    found = terminal.Parser(prog=prog, description=text.split("\n\n")[0])
     for name, parameter in inspect.signature(function).parameters.items():
         help, default = told[name], parameter.default
         if default is parameter.empty:

@@ -9,6 +9,7 @@ from prefect import runtime
 from prefect.utilities.annotations import quote
 
 from ckptcore.errors import CkptError, UsageError
+from ckptcore.redaction import redacted
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ def run_name() -> str:
     """``export llama/step-300 to models/llama``: what a list of runs should say."""
     given: dict[str, Any] = runtime.flow_run.parameters
     verb = given.get("verb", runtime.flow_run.flow_name)
-    ends = (_last_two(str(given[end])) for end in ("source", "destination") if given.get(end))
+    ends = (_last_two(redacted(str(given[end]))) for end in ("source", "destination") if given.get(end))
     return f"{verb} {' to '.join(ends)}"
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from prefect import State, flow, runtime
 from prefect.states import Failed
 
-from ckptcore.errors import CkptError, Interrupted
+from ckptcore.errors import CkptError
 from ckptcore.finishing import Result
 from ckptcore.manifest import Manifest
 from ckptcore.register import UNTOLD, Registration, Told, fail, start
@@ -171,7 +171,7 @@ def fan_out(
         check(closed(manifest))
     except BaseException as error:
         for registration in registrations:
-            fail(registration, _told(error), manifest)
+            fail(registration, error, manifest)
         raise
     done: list[Result] = []
     failed: list[Exception] = []
@@ -179,10 +179,10 @@ def fan_out(
         try:
             done.append(_one(request, settings, manifest, registration, timings, batch_bytes, on, catalog))
         except BaseException as error:
-            fail(registration, _told(error), manifest)
+            fail(registration, error, manifest)
             if not isinstance(error, Exception):  # stopped: the other targets are not begun
                 for other in registrations[len(done) + len(failed) + 1 :]:
-                    fail(other, _told(error), manifest)
+                    fail(other, error, manifest)
                 raise
             failed.append(error)
     if failed:
@@ -210,10 +210,6 @@ def _one(
     result = replace(result, timings=result.timings | timings, warnings=prepared.warnings)
     noted = record.with_options(assets=asset_keys(request.destination), asset_deps=asset_keys(request.source))
     return noted(closed(registration), closed(result), closed(manifest), settings)
-
-
-def _told(error: BaseException) -> BaseException:
-    return Interrupted("stopped by the user") if isinstance(error, KeyboardInterrupt) else error
 
 
 if __name__ == "__main__":

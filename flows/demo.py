@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
 from rich.tree import Tree
 
+from ckptcore import terminal
 from ckptcore.store import local_path
 
 HOME = Path("demo")
-say = Console(highlight=False, soft_wrap=True)
+say = terminal.console()
 
 
 def main(
@@ -74,12 +73,13 @@ def main(
 
 def step(number: int, title: str) -> None:
     """A numbered heading."""
-    say.print(f"\n[bold cyan]{number}[/] [bold]{escape(title)}[/]")
+    say.print()
+    say.print(terminal.text((str(number), "bold cyan"), " ", (title, "bold")), soft_wrap=True)
 
 
 def run(module: str, *arguments: str) -> None:
     """Show a command, run it, and end with its exit code if it fails."""
-    say.print(f"[green]$[/] python -m {module} {escape(shlex.join(arguments))}")
+    say.print(terminal.text(("$", "green"), f" python -m {module} {shlex.join(arguments)}"), soft_wrap=True)
     done = subprocess.run([sys.executable, "-m", module, *arguments], check=False)
     if done.returncode:
         raise typer.Exit(done.returncode)
@@ -92,7 +92,7 @@ def trained(job: Path) -> Path:
     shutil.rmtree(job, ignore_errors=True)
     job.mkdir()
     with say.status("training"):
-        train(job, lambda line: say.print(f"  [dim]{escape(line)}[/]"))
+        train(job, lambda line: say.print(terminal.text("  ", (line, "dim")), soft_wrap=True))
     checkpoint = job / f"step-{STEPS}"
     show(str(checkpoint))
     return checkpoint
@@ -113,23 +113,23 @@ def compare(folder: str, reference: Path) -> None:
     say.print(f"  {type(model).__name__}, {model.num_parameters():,} parameters, {model.dtype}")
     say.print(f"  logits {tuple(ours.shape)} of the trained model in memory and of the folder:")
     if not same:
-        say.print("  [bold red]they differ[/]")
+        say.print(terminal.text(("  they differ", "bold red")))
         raise typer.Exit(1)
-    say.print("  [bold green]equal, bit for bit[/]")
+    say.print(terminal.text(("  equal, bit for bit", "bold green")))
 
 
 def show(url: str) -> None:
     """The files of a folder, with their sizes."""
     path = local_path(url)
     if path is None:
-        say.print(f"  {url}")
+        say.print(terminal.text(f"  {url}"), soft_wrap=True)
         return
-    tree = Tree(f"[bold]{escape(str(path))}[/]")
+    tree = Tree(terminal.text((str(path), "bold")))
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     for file in files:
         name = file.relative_to(path) if path.is_dir() else file
-        tree.add(f"{escape(str(name))}  [dim]{decimal(file.stat().st_size)}[/]")
-    say.print(tree)
+        tree.add(terminal.text(f"{name}  ", (decimal(file.stat().st_size), "dim")))
+    say.print(tree, soft_wrap=True)
 
 
 if __name__ == "__main__":

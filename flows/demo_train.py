@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from ckptcore import terminal
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -123,7 +125,7 @@ def _rank(folder: Path) -> None:
         mean = loss.detach().float() / WORLD
         dist.all_reduce(mean)
         if rank == 0 and step % 4 in (0, 1):
-            print(f"step {step:2d}  loss {mean.item():.3f}", flush=True)
+            terminal.line(f"step {step:2d}  loss {mean.item():.3f}")
 
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / f"step-{STEPS}")

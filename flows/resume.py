@@ -12,9 +12,9 @@ from uuid import UUID
 from prefect import State, flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
-from prefect.states import AwaitingRetry, Completed
+from prefect.states import AwaitingRetry, Completed, Failed
 
-from tasks.begun import begun
+from tasks.begun import begun, given_up
 from tasks.logs import log
 
 
@@ -28,7 +28,7 @@ def resume(flow_run_id: str, most: int = 5) -> State[Any]:
     """Let a crashed run go on where it stopped.
 
     flow_run_id: the run, as Prefect names it.
-    most: how often a run may begin in all; one that kills its process again and again stays crashed.
+    most: how often a run may be started in all; one that kills its process again and again has failed then.
     """
     told = _resumed(UUID(flow_run_id), most)
     log.info("%s", told)
@@ -44,8 +44,11 @@ def _resumed(run_id: UUID, most: int) -> str:
         # A run that somebody has taken up, cancelled or deleted meanwhile is left alone.
         if run.state is None or not run.state.is_crashed():
             return f"{run.name} is not crashed"
-        if begun(run) >= most:
-            return f"{run.name} has begun {begun(run)} times: it stays crashed"
-        again: State[Any] = AwaitingRetry(message=f"resumed after: {run.state.message or 'a crash'}"[:500])
+        times, last = begun(run, client.read_flow_run_states(run_id)), run.state.message or ""
+        if times >= most:
+            ended: State[Any] = Failed(message=given_up(times, last)[:2000])
+            client.set_flow_run_state(run_id, ended, force=True)
+            return f"{run.name} is {given_up(times, last)}"
+        again: State[Any] = AwaitingRetry(message=f"resumed after: {last or 'a crash'}"[:500])
         client.set_flow_run_state(run_id, again, force=True)
-        return f"{run.name} goes on, for the {begun(run) + 1}. time"
+        return f"{run.name} goes on, for the {times + 1}. time"

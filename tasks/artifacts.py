@@ -1,6 +1,6 @@
 """Artifacts: what a run shows to people, where the server takes it.
 
-A server that is away costs the picture and a line in the log, not the work.
+A server that is away costs the picture and a line in the log, not the work. Credentials in URLs are left out.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from ckptcore.redaction import redacted_value
 from tasks.logs import log
 
 P = ParamSpec("P")
@@ -21,7 +22,7 @@ def shown(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None
     ((3, 1), None)
     """
     try:
-        return create(*args, **kwargs)
+        return create(*redacted_value(args), **redacted_value(kwargs))
     except Exception as error:  # whatever ails the server, the bytes go on being written
         log.warning("an artifact is not shown: %s: %s", type(error).__name__, error)
         return None

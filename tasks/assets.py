@@ -9,6 +9,7 @@ from __future__ import annotations
 from prefect.assets import Asset
 from prefect.types.names import MAX_ASSET_KEY_LENGTH, RESTRICTED_ASSET_CHARACTERS
 
+from ckptcore.redaction import bare_url
 from ckptcore.store import local_path
 
 
@@ -21,7 +22,7 @@ def asset_keys(*places: str) -> list[Asset | str]:
     found: list[Asset | str] = []
     for place in places:
         path = local_path(place)
-        key = f"file://{path.absolute()}" if path is not None else place
+        key = f"file://{path.absolute()}" if path is not None else bare_url(place)
         for character in RESTRICTED_ASSET_CHARACTERS:
             key = key.replace(character, "_")
         if len(key) <= MAX_ASSET_KEY_LENGTH:

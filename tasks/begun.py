@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State, StateType
 
 LOOKS = "ckptcore.looks"  # a label of a run: how often it was put off, to look at its checkpoint later
+
+TAKEN = (StateType.PENDING, StateType.RUNNING)  # of a run that somebody has taken, to start it
 
 
 def looks_of(labels: Mapping[str, Any]) -> int:
@@ -16,6 +18,19 @@ def looks_of(labels: Mapping[str, Any]) -> int:
     return found if isinstance(found, int) else 0
 
 
-def begun(run: FlowRun) -> int:
-    """How often a run began, less the times at which it had put itself off."""
-    return run.run_count - looks_of(run.labels)
+def begun(run: FlowRun, states: Iterable[State[Any]] = ()) -> int:
+    """How often a run was started, less the times at which it had put itself off.
+
+    states: all that it ever had. Prefect's own count grows when a run begins to run; of one that dies before
+    that, only its states say that it was started once more.
+    """
+    kinds = [state.type for state in sorted(states, key=lambda state: state.timestamp)]
+    before = [StateType.SCHEDULED, *kinds]
+    starts = sum(old is StateType.SCHEDULED and new in TAKEN for old, new in zip(before, kinds, strict=False))
+    return max(run.run_count, starts) - looks_of(run.labels)
+
+
+def given_up(times: int, last: str) -> str:
+    """What is said of a run that is not started any more."""
+    end = last or "it said nothing"
+    return f"given up: it was started {times} times, and its process went away each time; at last: {end}"

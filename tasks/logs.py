@@ -1,12 +1,13 @@
 """Logs: whose lines stand in the log of a run, on whatever machine a task runs?
 
-An error that explains itself comes without a traceback.
+An error that explains itself comes without a traceback. No line steers a terminal, and none holds a password.
 """
 
 from __future__ import annotations
 
 import logging
 
+from ckptcore import terminal
 from ckptcore.errors import CkptError
 
 # Below the core's logger, so that both reach the flow run's log the same way.
@@ -26,6 +27,11 @@ def listen(level: int = logging.INFO) -> None:
             core.addHandler(handler)
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_known_traceback)
+    # At the handlers, where the records of every logger below come by.
+    for name in ("", "prefect", "prefect.extra", "prefect.flow_runs", "prefect.task_runs"):
+        for handler in logging.getLogger(name).handlers:
+            if not any(isinstance(f, terminal.Clean) for f in handler.filters):
+                handler.addFilter(terminal.Clean())
 
 
 def _without_known_traceback(record: logging.LogRecord) -> bool:

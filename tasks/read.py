@@ -9,10 +9,10 @@ from ckptcore.manifest import Manifest
 from ckptcore.sizes import show_size
 from tasks.logs import log
 from tasks.retry import STEP
-from tasks.words import count
+from tasks.words import count, named
 
 
-@task(task_run_name="read {source}", **STEP)
+@task(task_run_name=named("read"), **STEP)
 def read(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:
     """The manifest of ``source``: metadata only, no tensor byte is read."""
     found = inspect(source, recover, keep_quantized)

@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import State, TaskRun
 
 from ckptcore import waiting
 from tasks.retry import passes
-from tasks.words import count
+from tasks.words import count, named
 
 log = logging.getLogger("ckptcore.tasks")
 
@@ -27,7 +27,7 @@ def may_become_whole(error: object) -> bool:
 
 
 @task(
-    task_run_name="wait for {source}",
+    task_run_name=named("wait for"),
     retry_condition_fn=is_pending,
     cache_policy=NO_CACHE,
     persist_result=False,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from prefect import runtime
+
+from ckptcore.redaction import redacted
 
 
 def count(number: int, noun: str) -> str:
@@ -23,3 +27,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     lines = [tuple(head), ("---",) * len(head), *rows]
     return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
+
+
+def named(verb: str) -> Callable[[], str]:
+    """The name of a task's runs: the verb and its source, without credentials."""
+
+    def name() -> str:
+        return f"{verb} {redacted(str(runtime.task_run.parameters.get('source', '')))}"
+
+    return name

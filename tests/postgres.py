@@ -6,6 +6,7 @@ tests die without a word.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pwd
@@ -71,6 +72,17 @@ class Server:
         finally:
             self._administer(f"DROP DATABASE {name} WITH (FORCE)")
 
+    def as_role(self, url: str, role: str, *statements: str) -> str:
+        """The same database for an ordinary role, after statements of the administrator's about it."""
+        with contextlib.suppress(sqlalchemy.exc.ProgrammingError):  # there is
+            self._administer(f"CREATE ROLE {role} LOGIN PASSWORD '{self._password}'")
+        engine = sqlalchemy.create_engine(url, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            for statement in statements:
+                connection.exec_driver_sql(statement)
+        engine.dispose()
+        return sqlalchemy.make_url(url).set(username=role).render_as_string(hide_password=False)
+
     def start(self) -> None:
         """Starts it, on the port it had before."""
         for _ in range(5):
@@ -128,9 +140,11 @@ class Server:
 
     def _administer(self, statement: str) -> None:
         engine = sqlalchemy.create_engine(self.url(), isolation_level="AUTOCOMMIT")
-        with engine.connect() as connection:
-            connection.exec_driver_sql(statement)
-        engine.dispose()
+        try:
+            with engine.connect() as connection:
+                connection.exec_driver_sql(statement)
+        finally:
+            engine.dispose()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ckptcore.catalog.models import (
     Tensor,
     TrainingRun,
 )
-from ckptcore.catalog.text import clean, clean_json, hex_digest, normal_uri
+from ckptcore.catalog.text import clean, clean_json, hex_digest, normal_uri, storable
 from ckptcore.catalog.values import LEVELS, CheckpointFacts, Kind, Role, State
 from ckptcore.errors import Finding, UsageError
 
@@ -38,9 +38,9 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     All other rows of the URI are marked as replaced.
     """
     uri, manifest = normal_uri(facts.uri), hex_digest(facts.manifest_digest)
-    files = [(clean(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.files]
+    files = [(storable(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.files]
     content = content_digest(files)
-    extra = [(clean(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.extra]
+    extra = [(storable(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.extra]
     known = select(
         Checkpoint.id, Checkpoint.uuid, Checkpoint.content_digest, Checkpoint.state,
         Checkpoint.run_id, Checkpoint.step,
@@ -124,7 +124,7 @@ def note_findings(
     level: the deepest level that was checked in full; None closes nothing.
     A finding that a later check repeats stays one row; a conversion always gets rows of its own.
     """
-    told = {_identity(f.code, f.level, clean(f.message), _clean(f.fqn), _clean(f.file)): f
+    told = {_identity(f.code, f.level, clean(f.message), _storable(f.fqn), _storable(f.file)): f
             for f in findings}  # fmt: skip
     if checkpoint is not None:
         closed = []
@@ -142,7 +142,7 @@ def note_findings(
     rows = [
         {"checkpoint_id": checkpoint, "conversion_id": conversion, "code": f.code,
          "level": f.level, "severity": f.severity, "message": clean(f.message),
-         "fqn": _clean(f.fqn), "file": _clean(f.file), "hint": clean(f.hint), "found_at": now}
+         "fqn": _storable(f.fqn), "file": _storable(f.file), "hint": clean(f.hint), "found_at": now}
         for f in told.values()
     ]  # fmt: skip
     if rows:
@@ -194,7 +194,7 @@ def _note_fingerprints(conn: Connection, checkpoint: int, fingerprints: Mapping[
     here = Tensor.checkpoint_id == checkpoint
     known = {row.fqn: row.fingerprint
              for row in conn.execute(select(Tensor.fqn, Tensor.fingerprint).where(here))}  # fmt: skip
-    told = {clean(fqn): each for fqn, each in fingerprints.items()}
+    told = {storable(fqn): each for fqn, each in fingerprints.items()}
     rows = [{"name": k, "found": v} for k, v in told.items() if k in known and known[k] != v]
     if rows:
         named = Tensor.fqn == bindparam("name")
@@ -204,7 +204,7 @@ def _note_fingerprints(conn: Connection, checkpoint: int, fingerprints: Mapping[
 
 def _put_tensors(conn: Connection, checkpoint: int, facts: CheckpointFacts) -> None:
     rows = [
-        {"checkpoint_id": checkpoint, "fqn": clean(fqn), "dtype": dtype,
+        {"checkpoint_id": checkpoint, "fqn": storable(fqn), "dtype": dtype,
          "shape": str([int(n) for n in shape]), "nbytes": nbytes, "fingerprint": facts.fingerprints.get(fqn)}
         for fqn, dtype, shape, nbytes in facts.tensors
     ]  # fmt: skip
@@ -222,11 +222,11 @@ def _dtypes(facts: CheckpointFacts) -> list[str]:
 def _run(conn: Connection, now: datetime, name: str | None) -> int | None:
     if name is None:
         return None
-    found = conn.execute(select(TrainingRun.id).where(TrainingRun.name == clean(name))).scalar()
+    found = conn.execute(select(TrainingRun.id).where(TrainingRun.name == storable(name))).scalar()
     if found is not None:
         return found
     return conn.execute(
-        insert(TrainingRun).values(name=clean(name), created_at=now).returning(TrainingRun.id)
+        insert(TrainingRun).values(name=storable(name), created_at=now).returning(TrainingRun.id)
     ).scalar_one()
 
 
@@ -260,8 +260,8 @@ def _identity(*parts: str | None) -> tuple[str | None, ...]:
     return parts
 
 
-def _clean(text: str | None) -> str | None:
-    return None if text is None else clean(text)
+def _storable(text: str | None) -> str | None:
+    return None if text is None else storable(text)
 
 
 def _depth(level: str | None) -> int:

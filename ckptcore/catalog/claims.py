@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import select, update
 
 from ckptcore.catalog.models import Claim
-from ckptcore.catalog.text import clean, normal_uri
+from ckptcore.catalog.text import clean, normal_uri, storable
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -65,7 +65,7 @@ def take(
     values = {
         "source_digest": key.source_digest, "destination_uri": normal_uri(key.destination),
         "options_digest": key.options_digest, "source_uri": normal_uri(source), "state": TAKEN,
-        "owner": clean(owner), "attempts": 1, "taken_at": now, "due_at": now + lease,
+        "owner": storable(owner), "attempts": 1, "taken_at": now, "due_at": now + lease,
     }  # fmt: skip
     insert: Any = import_module(f"sqlalchemy.dialects.{conn.dialect.name}").insert
     columns = [Claim.source_digest, Claim.destination_uri, Claim.options_digest]
@@ -75,7 +75,7 @@ def take(
     row = conn.execute(select(Claim.__table__).where(*_is(key)).with_for_update()).one()
     if made is not None:
         return _row(row, mine=True)
-    busy = row.state == TAKEN and row.due_at > now and row.owner != clean(owner)
+    busy = row.state == TAKEN and row.due_at > now and row.owner != storable(owner)
     if busy or (row.state == DONE and not again):
         return _row(row)
     values |= {"attempts": row.attempts + 1, "ended_at": None, "error_code": None, "error_message": None}

@@ -6,11 +6,11 @@ Errors are `CkptError`s, which the main command maps to words and exit codes.
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
 
+from ckptcore import terminal
 from ckptcore.catalog import default_url, upgrade
 from ckptcore.catalog.clinames import alias_app, hold_app, root_app
 from ckptcore.catalog.cliqueues import inbox_app, outbox_app
@@ -32,9 +32,9 @@ def upgrade_(catalog: Where = None, output: As = Output.TEXT) -> None:
     if output is Output.JSON:
         write_json({"from": before, "to": after, "changed": before != after})
     elif before == after:
-        print(f"the catalog is up to date (schema {after})")
+        terminal.line(f"the catalog is up to date (schema {after})")
     else:
-        print(f"the catalog went from schema {before or 'none'} to {after}")
+        terminal.line(f"the catalog went from schema {before or 'none'} to {after}")
 
 
 @app.command("list")
@@ -70,7 +70,7 @@ def list_(
         if not error.values.get("missing"):
             raise
         # Before the first conversion the list is empty, which is no failure.
-        print(error.message, file=sys.stderr)
+        terminal.line(error.message, err=True)
     answer(rows, output)
 
 

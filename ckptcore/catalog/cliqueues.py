@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptcore import terminal
 from ckptcore.catalog.clishared import As, Limit, Output, Where, answer, opened, write_json
 from ckptcore.errors import UsageError
 
@@ -49,7 +50,7 @@ def _verbs(app: typer.Typer, name: str) -> None:
         if output is Output.JSON:
             write_json({"put_back": list(ids)})
             return
-        print(f"{len(ids)} put back" if ids else "nothing has failed")
+        terminal.line(f"{len(ids)} put back" if ids else "nothing has failed")
 
 
 def _queue(name: str) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptcore import terminal
 from ckptcore.catalog import as_dict, default_url, open_catalog
 
 if TYPE_CHECKING:
@@ -53,5 +52,4 @@ def answer(value: Any, output: Output) -> None:
 
 def write_json(value: Any) -> None:
     """Writes plain values."""
-    json.dump(value, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    terminal.write_json(value, indent=2)

@@ -25,7 +25,8 @@ from sqlalchemy.pool import NullPool, Pool, StaticPool
 
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import make_views
-from ckptcore.errors import CatalogAway, CatalogError, MissingDependency
+from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageError
+from ckptcore.shown import shown as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
 REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008")
@@ -65,6 +66,9 @@ PASSING_WORDS = ("starting up", "shutting down", "recovery mode", "not yet accep
 SHARED_FILE_SYSTEMS = (
     "nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs", "fuse",
 )  # fmt: skip
+
+_PLAIN_TEXT = "use text without NUL characters and lone surrogates, and numbers of at most 63 bits"
+_PLAIN_NUMBER = "use a number below 2**63"
 
 _STAMP = "CREATE TABLE IF NOT EXISTS alembic_version (version_num VARCHAR(32) NOT NULL, \
 CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
@@ -190,14 +194,25 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
 def translated(url: str) -> Iterator[None]:
     """Raise `CatalogError` for what the database says, without statement and parameters.
 
-    Raises `CatalogAway` for what passes when one waits.
+    Raises `CatalogAway` for what passes when one waits, and `UsageError` for a value that no column can hold.
     """
     try:
         yield
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the catalog cannot hold this text: {error.reason} (got {quoted(error.object)})",
+            hint=_PLAIN_TEXT,
+        ) from error
+    except OverflowError as error:  # SQLite's driver, of a number beyond 64 bits
+        raise UsageError(f"the catalog cannot hold this number: {error}", hint=_PLAIN_NUMBER) from error
     except exc.SQLAlchemyError as error:
         said = getattr(error, "orig", None) or error
         if _passes(error):
             raise CatalogAway(f"the catalog does not answer: {str(said).strip()}", url=url) from error
+        if isinstance(error, exc.DataError):
+            raise UsageError(
+                f"the catalog cannot hold this value: {str(said).strip()}", hint=_PLAIN_TEXT
+            ) from error
         raise CatalogError(
             f"the catalog cannot be used: {str(said).strip()}",
             hint="check the path, its permissions and the free space, or pass --no-catalog",

@@ -18,7 +18,7 @@ from sqlalchemy import select
 from ckptcore.catalog import queues
 from ckptcore.catalog.models import Inbox
 from ckptcore.catalog.queues import LEASE, Stage
-from ckptcore.catalog.text import clean
+from ckptcore.catalog.text import clean, storable
 from ckptcore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def accept(
     due_at: when it may be taken at the earliest; now by default.
     """
     found, new = queues.put(conn, Inbox, ("source", "event_id"), {
-        "uuid": str(uuid.uuid4()), "source": clean(source), "event_id": clean(event_id), "type": clean(type),
-        "uri": clean(uri), "run": clean(run), "step": step, "body": clean(body),
+        "uuid": str(uuid.uuid4()), "source": storable(source), "event_id": storable(event_id),
+        "type": storable(type), "uri": clean(uri), "run": storable(run), "step": step, "body": clean(body),
         "state": Stage.WAITING.value, "attempts": 0, "due_at": due_at or now, "received_at": now,
     })  # fmt: skip
     return _event(found), new

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.catalog import queues
 from ckptcore.catalog.models import Outbox
 from ckptcore.catalog.queues import LEASE, Stage
-from ckptcore.catalog.text import clean, clean_json
+from ckptcore.catalog.text import clean_json, storable
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -58,9 +58,9 @@ def put(
 ) -> tuple[Message, bool]:
     """The message's row, and whether it is new: put again, the first one stands as it is."""
     found, new = queues.put(conn, Outbox, ("endpoint", "key"), {
-        "uuid": str(uuid.uuid4()), "endpoint": clean(endpoint), "key": clean(key), "type": clean(type),
-        "body": clean_json(body), "state": Stage.WAITING.value, "attempts": 0, "due_at": now,
-        "created_at": now,
+        "uuid": str(uuid.uuid4()), "endpoint": storable(endpoint), "key": storable(key),
+        "type": storable(type), "body": clean_json(body), "state": Stage.WAITING.value, "attempts": 0,
+        "due_at": now, "created_at": now,
     })  # fmt: skip
     return _message(found), new
 

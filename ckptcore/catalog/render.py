@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ckptcore import terminal
 from ckptcore.catalog.aliases import AliasRow
 from ckptcore.catalog.holds import HoldRow
 from ckptcore.catalog.inbox import InboxEvent
@@ -41,7 +42,7 @@ Column = tuple[str, Callable[[Any], str]]
 def render(value: Any, console: Console | None = None) -> None:
     """Write a value of `values.py`, or a tuple of them, to the console (stdout)."""
     if console is None:
-        console = Console(highlight=False)
+        console = terminal.console()
         console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     for part in _parts(value):
         console.print(part)
@@ -136,9 +137,9 @@ NAMED: dict[type, tuple[Column, ...]] = {
 def _rows(answer: Answer) -> Iterable[RenderableType]:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in answer.columns:
-        table.add_column(Text(name), overflow="fold")
+        table.add_column(terminal.text(name), overflow="fold")
     for row in answer.rows:
-        table.add_row(*(Text("-" if value is None else str(value)) for value in row))
+        table.add_row(*(terminal.text("-" if value is None else str(value)) for value in row))
     yield table if answer.rows else "nothing found"
     if answer.more:
         yield Text(f"and more; --limit shows more than {len(answer.rows)} rows")
@@ -243,7 +244,7 @@ def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
 def _lineage(lines: Lineage) -> Iterable[RenderableType]:
     for step in reversed(lines.ancestors):
         yield _step(step, step.source)
-    yield Text("* " + _short(lines.checkpoint), style="bold")
+    yield terminal.text(("* " + _short(lines.checkpoint), "bold"))
     for step in lines.descendants:
         yield _step(step, step.derived)
 
@@ -251,7 +252,7 @@ def _lineage(lines: Lineage) -> Iterable[RenderableType]:
 def _step(step: LineageStep, other: CheckpointRow) -> Text:
     up = other is step.source
     made = f"{'->' if up else '<-'} {step.conversion.made_for} {_when(step.conversion.ended_at)}"
-    return Text(f"{'  ' * (step.depth - 1)}{'^' if up else 'v'} {_short(other)}  {made}")
+    return terminal.text(f"{'  ' * (step.depth - 1)}{'^' if up else 'v'} {_short(other)}  {made}")
 
 
 def _short(row: CheckpointRow) -> str:
@@ -297,7 +298,7 @@ def _facts(facts: dict[str, str]) -> Table:
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
     for name, words in facts.items():
-        grid.add_row(name, Text(words))
+        grid.add_row(name, terminal.text(words, lines=True))
     return grid
 
 
@@ -311,7 +312,7 @@ def _table(rows: Iterable[Any], columns: tuple[Column, ...], right: tuple[str, .
             justify="right" if name in right else "left",
         )
     for row in rows:
-        table.add_row(*(Text(words(row)) for _, words in columns))
+        table.add_row(*(terminal.text(cell(row), lines=name == "message") for name, cell in columns))
     return table
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog.models import WatchedRoot
-from ckptcore.catalog.text import clean, clean_json, normal_uri
+from ckptcore.catalog.text import clean, clean_json, normal_uri, storable
 from ckptcore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,23 +50,23 @@ def add(
         raise UsageError(f"there is a watched root {name} already", hint="remove it first, or name another")
     conn.execute(
         insert(WatchedRoot).values(
-            name=clean(name), uri=normal_uri(uri), include=clean_json(list(include)),
+            name=storable(name), uri=normal_uri(uri), include=clean_json(list(include)),
             target=clean_json(target or {}), enabled=True, created_at=now,
         )
     )  # fmt: skip
-    return get(conn, clean(name))
+    return get(conn, storable(name))
 
 
 def remove(conn: Connection, name: str) -> None:
     """Watches it no more. Raises `UsageError`."""
     get(conn, name)
-    conn.execute(delete(WatchedRoot).where(WatchedRoot.name == name))
+    conn.execute(delete(WatchedRoot).where(WatchedRoot.name == storable(name)))
 
 
 def enable(conn: Connection, name: str, enabled: bool) -> Root:
     """Goes on, or pauses. Raises `UsageError`."""
     get(conn, name)
-    conn.execute(update(WatchedRoot).where(WatchedRoot.name == name).values(enabled=enabled))
+    conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(enabled=enabled))
     return get(conn, name)
 
 
@@ -74,7 +74,7 @@ def swept(conn: Connection, now: datetime, name: str, note: str = "") -> None:
     """Notes that it was looked through. Raises `UsageError`."""
     get(conn, name)
     values = {"swept_at": now, "swept_note": clean(note)}
-    conn.execute(update(WatchedRoot).where(WatchedRoot.name == name).values(values))
+    conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(values))
 
 
 def get(conn: Connection, name: str) -> Root:
@@ -93,7 +93,7 @@ def every(conn: Connection, *, enabled: bool | None = None) -> tuple[Root, ...]:
 def _rows(conn: Connection, name: str | None) -> list[Root]:
     wanted = select(WatchedRoot.__table__).order_by(WatchedRoot.name)
     if name is not None:
-        wanted = wanted.where(WatchedRoot.name == clean(name))
+        wanted = wanted.where(WatchedRoot.name == storable(name))
     return [
         Root(r.name, r.uri, tuple(json.loads(r.include)), json.loads(r.target), r.enabled, r.created_at,
              r.swept_at, r.swept_note)

@@ -7,37 +7,36 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# user:password@ of any URL, and the parameters that make a signed URL work for anybody.
-_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
-_SIGNED = re.compile(
-    r"(?i)\b(X-Amz-(?:Signature|Credential|Security-Token)|X-Goog-Signature|AWSAccessKeyId"
-    r"|Signature|sig|token|password|secret)=[^&\s\"']+"
-)
+from ckptcore.redaction import bare_url, redacted
 
 
-def clean(text: str) -> str:
-    """`text` as every database can hold it, without credentials.
+def storable(text: str) -> str:
+    """`text` as every database can hold it: the name of a tensor, say, which must stay what it is.
 
     Lone surrogates (file names that are not UTF-8) and NULs are written out as escapes.
 
-    >>> clean("s3://me:secret@bucket/a")
-    's3://bucket/a'
-    >>> clean("a\\x00b")
-    'a\\\\x00b'
+    >>> storable("a\\x00b"), storable("blocks.token=1")
+    ('a\\\\x00b', 'blocks.token=1')
     """
-    # The names of tensors, by the hundred thousand: neither a URL nor a parameter is in them.
-    if text.isascii() and "\x00" not in text and "://" not in text and "=" not in text:
+    if text.isascii() and "\x00" not in text:
         return text
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")
-    return _SIGNED.sub(r"\1=...", _USERINFO.sub("", text))
+    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")
+
+
+def clean(text: str) -> str:
+    """`text` as every database can hold it, without credentials: messages, and what people write.
+
+    >>> clean("cannot read s3://me:secret@bucket/a")
+    'cannot read s3://bucket/a'
+    """
+    return redacted(storable(text))
 
 
 def clean_json(value: Any) -> str:
-    """`value` as canonical JSON; credentials left out, what is not JSON as its `str`."""
+    """`value` as canonical JSON; credentials of URLs left out, what is not JSON as its `str`."""
     return json.dumps(_plain(value), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
 
@@ -51,7 +50,9 @@ def hex_digest(digest: str) -> str:
 
 
 def normal_uri(uri: str) -> str:
-    """One spelling per place: local paths absolute, links followed; no trailing slash.
+    """One spelling per place: local paths absolute, links followed; no trailing slash, no credentials.
+
+    Who may read a place is not what it is: the same checkpoint, named by two people, is one row.
 
     >>> normal_uri("s3://bucket/run/step-10/")
     's3://bucket/run/step-10'
@@ -60,8 +61,12 @@ def normal_uri(uri: str) -> str:
     """
     scheme, found, rest = uri.partition("://")
     if not found or scheme in ("file", "local"):
-        return clean(os.path.realpath(os.path.expanduser(rest if found else uri)))
-    return clean(f"{scheme}://{rest}".rstrip("/"))
+        path = rest if found else uri
+        try:
+            return storable(os.path.realpath(os.path.expanduser(path)))
+        except ValueError:  # a NUL, or a surrogate that means no byte: no file can be called so
+            return storable(path)
+    return storable(bare_url(f"{scheme}://{rest}").rstrip("/"))
 
 
 def parents(uri: str) -> list[str]:
@@ -85,12 +90,12 @@ def parents(uri: str) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, str):
-        return clean(value)
+    if isinstance(value, str):  # a pattern of names is no secret, whatever it looks like
+        return clean(value) if "://" in value else storable(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {clean(str(k)): _plain(v) for k, v in value.items()}
+        return {storable(str(k)): _plain(v) for k, v in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_plain(item) for item in value]
     if isinstance(value, set | frozenset):

@@ -9,6 +9,7 @@ tensor of one chunk. ``common.pt`` and the four fields of ``metadata.json`` are 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from ckptcore.shown import shown
 
 _RANDOM = "rng_state"
 _MAX_NAME = 255  # bytes of a file name, on every common file system
+_MAX_PATH = 3500  # bytes of a name below the output: paths end at 4096
+_OWN = re.compile(r"\.z\w+|\d+(\.\d+)*")  # files that a tensor's own folder has: its metadata, its chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +151,27 @@ def _with_bytes(value: Any, inline: dict[str, Inline]) -> Any:
 
 def _require_folders(names: Sequence[str]) -> None:
     """Every name can be a path below the output, and none is another's file."""
-    taken = {COMMON_FILE, CONFIG}
+    taken, folders = {COMMON_FILE, CONFIG}, frozenset(names)
     for name in names:
         steps = name.split("/")
-        if name in taken or any(s in ("", ".", "..") or len(s.encode()) > _MAX_NAME for s in steps):
-            raise NameMismatch(f"{shown(name, 120)} cannot be a folder of a zarr checkpoint")
+        if (
+            name in taken
+            or not all(map(_can_be_folder, steps))
+            or len(name) > _MAX_PATH
+            or any(_OWN.fullmatch(s) and "/".join(steps[:n]) in folders for n, s in enumerate(steps) if n)
+        ):
+            raise NameMismatch(f"{shown(name, 120)} cannot be a folder of a zarr checkpoint",
+                               hint="rename it with --rename, or leave it out with --exclude")  # fmt: skip
         taken.add(name)
+
+
+def _can_be_folder(step: str) -> bool:
+    if step in ("", ".", "..") or "\0" in step or "\\" in step:
+        return False
+    try:
+        return len(step.encode()) <= _MAX_NAME
+    except UnicodeEncodeError:  # no text at all
+        return False
 
 
 def _config(backend: str) -> FileLayout:

@@ -100,7 +100,10 @@ def _scalar(dtype: Any, data: Any = None) -> Any:
         return Refused(f"{_SCALAR} of {dtype.name}")
     spelled = _spelled(dtype)
     _fits((), spelled, data)
-    return np.frombuffer(data, spelled)[0].item() if len(data) else ("" if "U" in spelled else b"")
+    if "U" in spelled:
+        # Not by numpy: of a number beyond the last character it makes a SystemError.
+        return data.decode("utf-32-be" if spelled[0] == ">" else "utf-32-le", "surrogatepass").rstrip("\0")
+    return np.frombuffer(data, spelled)[0].item() if len(data) else b""
 
 
 # The key of a state setter has no dot, so that no pickle can name it.

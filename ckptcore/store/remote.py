@@ -21,12 +21,16 @@ from ckptcore.errors import (
     StorageTrouble,
     UsageError,
 )
+from ckptcore.redaction import redacted_of
 from ckptcore.store import Buffer, Joint, Stamped, Store, Writer
 
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
 # What file systems call the thing that changes with a file's content, best first.
 _VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+
+# The same by its class's name, of clients that need not be installed.
+_REFUSED = frozenset({"ParamValidationError", "InvalidURL", "InvalidUrlClientError", "NonHttpUrlClientError"})
 
 
 class FsspecStore:
@@ -40,7 +44,7 @@ class FsspecStore:
             # Listings are cached by default; another writer's file would stay invisible.
             self._fs, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
         except (ValueError, ImportError) as error:
-            raise UsageError(f"cannot open {url!r}: {error}") from error
+            raise UsageError(redacted_of(f"cannot open {url!r}: {error}", url)) from error
         except Exception as error:
             raise _trouble(self.url, error) from error
         self._root = self._root.rstrip("/")
@@ -214,8 +218,8 @@ def _trouble(what: str, error: Exception, *, writing: bool = False) -> CkptError
     if isinstance(error, CkptError):
         return error
     verb = "write" if writing else "read"
-    message = f"cannot {verb} {what}: {error or type(error).__name__}"
-    if isinstance(error, _FINAL):
+    message = redacted_of(f"cannot {verb} {what}: {error or type(error).__name__}", what)
+    if isinstance(error, _FINAL) or type(error).__name__ in _REFUSED:
         return DestinationUnwritable(message) if writing else SourceUnreadable(message)
     credentials = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
     if type(error).__name__ in credentials:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
+from ckptcore import terminal
 from ckptcore.errors import CkptError
 from deployments.local import process
 from deployments.local.lifecycle import down, up
@@ -21,7 +21,7 @@ PATIENCE = 60.0  # seconds that runs get to end
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m deployments.local", description=__doc__)
+    parser = terminal.Parser(prog="python -m deployments.local", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     starting = verbs.add_parser("up", help="start PostgreSQL, Prefect, a worker and the webhook receiver")
     for port in fields(Ports):
@@ -40,12 +40,12 @@ def main() -> None:
     try:
         {"up": _up, "down": _down, "status": _status}[given.verb](given)
     except CkptError as error:
-        print(f"{error.code}: {error.message}\nnext: {error.hint}", file=sys.stderr)
+        terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
         sys.exit(error.exit_code)
 
 
 def _up(given: argparse.Namespace) -> None:
-    print(told(up(folder(), _choices(given, folder()), _say)))
+    terminal.block(told(up(folder(), _choices(given, folder()), _say)), indent="")
 
 
 def _down(given: argparse.Namespace) -> None:
@@ -60,7 +60,7 @@ def _status(given: argparse.Namespace) -> None:
         and service.is_ready(state)
         for service in SERVICES
     }
-    print(json.dumps(found))
+    terminal.write_json(found)
     sys.exit(0 if all(found.values()) else 1)
 
 
@@ -109,8 +109,9 @@ def _program() -> str:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    terminal.line(line)
 
 
 if __name__ == "__main__":
+    terminal.guard()
     main()

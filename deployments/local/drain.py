@@ -19,6 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.exceptions import ObjectNotFound
 
+from ckptcore import terminal
 from deployments.deploy import POOL, deploy
 from deployments.letgo import active, due_again
 
@@ -57,10 +58,11 @@ def resume() -> None:
 
 
 if __name__ == "__main__":
+    terminal.guard()
     for argument in sys.argv[1:]:
         verb, _, value = argument.partition("=")
         if verb == "pause":
-            print(",".join(map(str, pause(float(value)))))
+            terminal.line(",".join(map(str, pause(float(value)))))
         elif verb == "requeue":
             requeue(UUID(id) for id in value.split(",") if id)
         else:

@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,6 +19,7 @@ from urllib.parse import quote
 
 from platformdirs import user_state_path
 
+from ckptcore import terminal
 from ckptcore.errors import UsageError
 
 VARIABLE = "CKPTCORE_STATE"
@@ -167,7 +167,7 @@ def locked(at: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("waiting for another `up` or `down` of this state", file=sys.stderr)
+            terminal.line("waiting for another `up` or `down` of this state", err=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

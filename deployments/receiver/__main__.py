@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from pathlib import Path
 
+from ckptcore import terminal
 from ckptcore.errors import CkptError
 
 
 def main() -> None:
     """Serve until a signal comes; a second one ends it at once."""
-    parser = argparse.ArgumentParser(prog="python -m deployments.receiver", description="Receive webhooks.")
+    parser = terminal.Parser(prog="python -m deployments.receiver", description="Receive webhooks.")
     parser.add_argument("config", type=Path, help="TOML file; deployments/receiver/example.toml shows one")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; put TLS in front of others"
@@ -22,16 +22,17 @@ def main() -> None:
         "--check", action="store_true", help="only look whether the file and secrets are right"
     )
     given = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    terminal.log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to Prefect
     try:
         from deployments.receiver.serve import check, serve
 
         check(given.config) if given.check else serve(given.config, given.host, given.port)
     except CkptError as error:
-        print(f"{error.code}: {error.message}\nnext: {error.hint}", file=sys.stderr)
+        terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
         sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
+    terminal.guard()
     main()

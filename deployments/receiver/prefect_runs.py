@@ -15,9 +15,10 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
-from prefect.states import AwaitingRetry
+from prefect.states import AwaitingRetry, Failed
 
 from ckptcore.errors import UsageError
+from deployments.parameters import unknown
 from deployments.receiver.start import DEFAULT_BEAT, Away, RunState, is_overlooked
 from tasks.begun import begun
 
@@ -47,6 +48,9 @@ class PrefectRuns:
                 found = self._client.read_deployment_by_name(deployment)
             except ObjectNotFound as error:
                 raise UsageError(f"the Prefect server has no deployment {deployment}") from error
+            wrong = _misfits(deployment, parameters, found.parameter_openapi_schema or {})
+            if wrong:  # the run would die before it begins, as often as it is started
+                raise UsageError("; ".join(wrong), hint="mend [parameters] of the receiver's configuration")
             run = self._client.create_flow_run_from_deployment(
                 found.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
             )
@@ -64,6 +68,11 @@ class PrefectRuns:
         with _answering():
             self._client.set_flow_run_state(UUID(id), AwaitingRetry(message=why), force=True)
 
+    def give_up(self, id: str, why: str) -> None:
+        """Let a run be failed that was started often enough."""
+        with _answering():
+            self._client.set_flow_run_state(UUID(id), Failed(message=why[:2000]), force=True)
+
     def _state(self, run: FlowRun) -> RunState:
         state = run.state
         if state is None:
@@ -71,7 +80,9 @@ class PrefectRuns:
         since = state.timestamp.astimezone(UTC)
         found = RunState(state.type.value, since, state.message or "", begun(run), self._beat(run))
         if state.is_running() and is_overlooked(found, datetime.now(UTC)):
-            return replace(found, since=max(since, self._heard_of(run)))
+            found = replace(found, since=max(since, self._heard_of(run)))
+        if is_overlooked(found, datetime.now(UTC)):  # it is about to be started again, or given up
+            return replace(found, begun=begun(run, self._client.read_flow_run_states(run.id)))
         return found
 
     def _beat(self, run: FlowRun) -> timedelta:
@@ -105,6 +116,13 @@ class PrefectRuns:
         }
         # The client's own way of sending events is a queue in another thread; here it is one of four calls.
         self._client._client.post("/events", json=[made]).raise_for_status()
+
+
+def _misfits(deployment: str, parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
+    """Why the deployed flow cannot be called so; the server looks at the types, and at no name."""
+    known = schema.get("properties") or {}
+    flow = deployment.partition("/")[0]
+    return [unknown(flow, name, known) for name in parameters if name not in known]
 
 
 @contextmanager

@@ -11,10 +11,11 @@ REFUSALS: dict[str, tuple[int, str]] = {
     "unauthorized": (401, "the proof is missing, wrong or too old"),
     "forbidden-root": (403, "the place named is not below an allowed root"),
     "unknown-source": (404, "no such source is configured"),
-    "too-slow": (408, "the body did not arrive in time"),
+    "too-slow": (408, "the request did not arrive in time"),
     "too-large": (413, "the body is larger than allowed"),
     "unsupported-type": (415, "the content type is not one of this kind of sender"),
     "not-understood": (422, "the event does not say what a checkpoint's announcement must say"),
+    "headers-too-large": (431, "the head of the request is larger than allowed"),
     "unavailable": (503, "the inbox cannot be written now; send it again"),
 }
 

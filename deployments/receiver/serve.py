@@ -12,11 +12,13 @@ import httpx
 import uvicorn
 
 import flows  # noqa: F401  # settles Prefect's environment
+from ckptcore import terminal
 from ckptcore.errors import UsageError
 from deployments.receiver.app import make_app
 from deployments.receiver.inbox import Box
 from deployments.receiver.loop import Loop
 from deployments.receiver.notify import send_due
+from deployments.receiver.protocol import MAX_HEAD, Protocol
 from deployments.receiver.settings import load
 from deployments.receiver.start import work
 from deployments.receiver.watched import Watched
@@ -54,10 +56,10 @@ def serve(config: Path, host: str, port: int) -> None:
             uvicorn.Config(
                 make_app(senders, box, loop), log_level="warning", access_log=False, server_header=False,
                 timeout_graceful_shutdown=GRACE, limit_concurrency=CONNECTIONS,
-                h11_max_incomplete_event_size=64 << 10,
+                h11_max_incomplete_event_size=MAX_HEAD, http=Protocol, ws="none", log_config=None,
             )
         )  # fmt: skip
-        print(f"listening at http://{host}:{listener.getsockname()[1]}", flush=True)
+        terminal.line(f"listening at http://{host}:{listener.getsockname()[1]}")
         for number in (signal.SIGTERM, signal.SIGINT):
             # uvicorn raises the signal again when it has ended in order; that is no reason to die of it.
             signal.signal(number, lambda *_: None)

@@ -16,6 +16,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptcore.errors import UsageError
+from deployments.parameters import misfits_of
 from deployments.receiver.dialects import DIALECTS, Dialect
 from deployments.receiver.refusals import Refused
 from deployments.receiver.roots import normal
@@ -132,6 +133,7 @@ def problems(settings: Settings, env: Mapping[str, str]) -> list[str]:
             found.append(f"source {name}: kind {source.kind!r} is not one of {', '.join(DIALECTS)}")
             continue
         dialect = DIALECTS[source.kind]
+        found += [f"source {name}: {each}" for each in _parameters(settings, source)]
         if not dialect.uri and not source.uri:
             found.append(f"source {name}: events of {source.kind} name no place; set `uri`")
         if dialect.signed is not None and source.header:
@@ -153,6 +155,14 @@ def problems(settings: Settings, env: Mapping[str, str]) -> list[str]:
     found += _template("destination", settings.destination, {"path", "run", "step"})
     found += [f"root {root!r} is not a plain path or URL" for root in settings.roots if not is_plain(root)]
     return found
+
+
+def _parameters(settings: Settings, source: Source) -> list[str]:
+    """Whether the flow takes what its runs would be given: those of the configuration, and of an event."""
+    of_event = {"source": "/runs/a", "destination": "/exports/a", "root": "/runs", "run": "a", "step": 1}
+    own = settings.parameters | source.parameters
+    taken = [f"the parameter {name!r} is an event's to give" for name in own if name in of_event]
+    return taken + misfits_of(source.deployment or settings.deployment, own | of_event)
 
 
 def _secrets(whose: str, names: list[str], kind: str, env: Mapping[str, str]) -> list[str]:

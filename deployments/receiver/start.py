@@ -18,6 +18,7 @@ from deployments.receiver.inbox import Box, InboxEvent, News
 from deployments.receiver.orders import order_of
 from deployments.receiver.refusals import Refused
 from deployments.receiver.settings import Sender, Target
+from tasks.begun import given_up
 
 LIMIT = 20  # rows of one round
 LOOKS = (2, 5, 10, 20, 30)  # seconds until a run is looked at again
@@ -33,7 +34,7 @@ CRASHED_FOR = timedelta(minutes=30)
 OVERLOOKED = {"CRASHED": timedelta(seconds=45), "PENDING": timedelta(seconds=120)}
 DEFAULT_BEAT = timedelta(seconds=180)  # Prefect's own; prefect.yaml has 30 s
 BEATS = 4  # of a run that runs, and of which nothing was heard
-MOST_BEGUN = 5  # as in flows/resume.py: a run that kills its process again and again stays crashed
+MOST_BEGUN = 5  # as in flows/resume.py: a run that kills its process again and again has failed
 
 _log = logging.getLogger("deployments.receiver")
 
@@ -43,7 +44,7 @@ class RunState:
     """How a run is.
 
     kind: Prefect's state type. since: of that state; of one that runs, its last sign of life. message: for
-    people. begun: how often it was. beat: between two signs of life.
+    people. begun: how often it was started. beat: between two signs of life.
     """
 
     kind: str
@@ -70,6 +71,9 @@ class Runs(Protocol):
 
     def resume(self, id: str, why: str) -> None:
         """Let a run go on that nobody works on."""
+
+    def give_up(self, id: str, why: str) -> None:
+        """Let a run be failed that was started often enough."""
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
         """Make an event of Prefect, about a checkpoint, that automations can be triggered by."""
@@ -120,7 +124,7 @@ def outcome_of(state: RunState | None, now: datetime) -> str | None:
 def is_overlooked(state: RunState, now: datetime) -> bool:
     """Whether nobody works on a run, and nobody else has seen it."""
     patience = BEATS * state.beat if state.kind == "RUNNING" else OVERLOOKED.get(state.kind)
-    return patience is not None and now - state.since > patience and state.begun < MOST_BEGUN
+    return patience is not None and now - state.since > patience
 
 
 def delay_after(attempts: int) -> float:
@@ -179,6 +183,11 @@ class _Round:
         if outcome is None:
             # Attempts are takes; how often one was looked at is near enough to space the looks.
             if state is not None and is_overlooked(state, self.now):
+                if state.begun >= MOST_BEGUN:
+                    why = given_up(state.begun, state.message)
+                    self.runs.give_up(row.flow_run_id, why)
+                    self.end(row, "failed", why)
+                    return True
                 _log.warning(
                     "%s: event %s: run %s is overlooked, it goes on", row.source, row.id, row.flow_run_id
                 )

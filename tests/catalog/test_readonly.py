@@ -33,10 +33,18 @@ EVERYWHERE = [
     "--",
 ]
 SQLITE = [
-    "PRAGMA query_only=OFF", "PRAGMA journal_mode=DELETE", "PRAGMA writable_schema=ON", "VACUUM", "REINDEX",
-    "ATTACH 'other.sqlite' AS other", "ANALYZE", "SELECT load_extension('x')", "SELECT zeroblob(1000000000)",
-    "SAVEPOINT a", "DETACH main",
-]  # fmt: skip
+    "PRAGMA query_only=OFF",
+    "PRAGMA journal_mode=DELETE",
+    "PRAGMA writable_schema=ON",
+    "VACUUM",
+    "REINDEX",
+    "ATTACH 'other.sqlite' AS other",
+    "ANALYZE",
+    "SELECT load_extension('x')",
+    "SELECT zeroblob(1000000000)",
+    "SAVEPOINT a",
+    "DETACH main",
+]
 POSTGRESQL = [
     "SET default_transaction_read_only = off",
     "SET TRANSACTION READ WRITE",
@@ -57,11 +65,18 @@ POSTGRESQL = [
 SLOW = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
 
 
+OWNER = [
+    f"GRANT ALL ON {what} public TO keeper"
+    for what in ("ALL TABLES IN SCHEMA", "ALL SEQUENCES IN SCHEMA", "SCHEMA")
+]
+
+
 @pytest.fixture
-def filled(catalog, facts, url):
+def filled(catalog, facts, url, request):
+    """The URL of a catalog with five rows; on PostgreSQL that of a role that may do all with them."""
     for n in range(5):
         catalog.record_validation(facts(f"/runs/step-{n}", step=n))
-    return url
+    return url if "://" not in url else request.getfixturevalue("postgres").as_role(url, "keeper", *OWNER)
 
 
 def same(url):
@@ -77,8 +92,11 @@ def test_rows_and_names(filled):
     assert not ask(filled, "SELECT uri FROM checkpoint", limit=5).more
     assert ask(filled, "SELECT uri FROM checkpoint WHERE step < 0").rows == ()
     assert ask(filled, "SELECT '100%' AS a, '?:x' AS b").as_dict()["rows"] == [{"a": "100%", "b": "?:x"}]
-    [row] = ask(filled, "SELECT step, max(created_at), sum(total_bytes), NULL AS none FROM checkpoint"
-                        " GROUP BY step ORDER BY step LIMIT 1").as_dict()["rows"]  # fmt: skip
+    [row] = ask(
+        filled,
+        "SELECT step, max(created_at), sum(total_bytes), NULL AS none FROM checkpoint"
+        " GROUP BY step ORDER BY step LIMIT 1",
+    ).as_dict()["rows"]
     assert row["step"] == 0
     json.dumps(row)
     assert ask(filled, "SELECT 1 AS x, 2 AS x").as_dict()["rows"] == [[1, 2]]
@@ -120,7 +138,8 @@ def test_a_plan_changes_nothing_either(filled):
 
 def test_the_database_refuses_what_passes_the_grammar(postgres, upgraded):
     # A function may write, whatever the statement around it looks like.
-    with postgres.database(upgraded) as url:
+    with postgres.database(upgraded) as made:
+        url = postgres.as_role(made, "keeper", *OWNER)
         engine = sa.create_engine(url)
         with engine.begin() as connection:
             connection.exec_driver_sql(

@@ -43,9 +43,13 @@ class FakeRuns:
         self.error: Exception | None = None
         self.told: list[str] = []
         self.resumed: list[str] = []
+        self.given_up: list[tuple[str, str]] = []
 
     def resume(self, id: str, why: str) -> None:
         self.resumed.append(id)
+
+    def give_up(self, id: str, why: str) -> None:
+        self.given_up.append((id, why))
 
     def start(
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
@@ -274,8 +278,8 @@ def test_while_prefect_is_away_runs_are_looked_at_soon_again(
 @pytest.mark.parametrize(
     ("kind", "seconds", "begun", "resumed"),
     [
-        ("CRASHED", 30, 1, False), ("CRASHED", 60, 1, True), ("CRASHED", 60, 5, False),
-        ("PENDING", 100, 0, False), ("PENDING", 200, 0, True), ("RUNNING", 100, 1, False),
+        ("CRASHED", 30, 1, False), ("CRASHED", 60, 1, True), ("PENDING", 100, 0, False),
+        ("PENDING", 200, 0, True), ("RUNNING", 100, 1, False),
         ("RUNNING", 130, 1, True), ("SCHEDULED", 3000, 0, False),
     ],
 )  # fmt: skip
@@ -290,6 +294,29 @@ def test_a_run_that_automations_overlooked_goes_on(
     work(box, runs, senders, TARGETS, now)
     assert runs.resumed == ["run-0"] * resumed
     assert state(url) == [("waiting", "run-0", None)]
+
+
+@pytest.mark.parametrize("kind", ["CRASHED", "PENDING", "RUNNING"])
+def test_a_run_that_dies_again_and_again_has_failed(
+    kind: str, box: Box, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    box.put([(event(), webhooks.URI, "{}")], NOW)
+    work(box, runs, senders, TARGETS, NOW)
+    now, states = NOW, []
+    for started in range(1, 9):
+        now += timedelta(hours=1)
+        died = RunState(kind, now - timedelta(minutes=5), "exited with 1", started, timedelta(seconds=30))
+        runs.now["run-0"] = died
+        work(box, runs, senders, TARGETS, now)
+        states.append(state(url)[0][0])
+    assert states == ["waiting"] * 4 + ["failed"] * 4
+    assert runs.resumed == ["run-0"] * 4
+    ((given_up, why),) = runs.given_up
+    assert given_up == "run-0"
+    assert state(url) == [("failed", "run-0", why)]
+    assert "started 5 times" in why
+    assert "exited with 1" in why
+    assert outbox(url) == [("all", "waiting")]
 
 
 def ended(box: Box, runs: FakeRuns, senders: dict[str, Sender]) -> None:

@@ -1,0 +1,125 @@
+"""Redaction: which parts of a text let whoever reads it in?
+
+A URL may carry a user and a password, or a signature that works for anybody; so may the message of a library
+that was given one. `redacted` is for texts that people read: errors, logs, rows of the catalog, run names.
+`bare_url` is for a URL that stays one: the place without its credentials, the same whoever names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+GONE = "..."  # in place of a secret
+_SHORTEST = 4  # characters of a secret that is looked for by itself
+
+# What a parameter of a URL's query is called when its value opens the door: any name with one of these in it.
+_OPENS = r"sig|token|secret|passw|pwd|passphrase|cred|auth|key|jwt|session|policy|accessid"
+# Every repeat is bounded: a text of a million letters must not cost the square of it.
+_QUERY = re.compile(
+    rf"(?i)((?:[?&;]|%3F|%26)[\w.~\[\]%-]{{0,80}}?(?:{_OPENS})[\w.~\[\]-]{{0,80}}(?:=|%3D))"
+    r"(?:(?!%26)[^&\s\"'<>;])+"
+)
+# The same outside of a URL, where common words must not be taken for one: connection strings, options, XML.
+_NAMED = (
+    r"(?:x-(?:amz|goog|oss|cos|ms)-(?:signature|credential|security-token|access-token)"
+    r"|(?:aws|oss|google)?[_-]?access[_-]?(?:key[_-]?)?id|account[_-]?key"
+    r"|shared[_-]?access[_-]?(?:signature|key)"
+    r"|(?:aws[_-]?)?(?:secret|session|access|refresh|id|auth|bearer|sas|security|api)[_-]?(?:access[_-]?)?"
+    r"(?:key|token)"
+    r"|signature|sig|token|sas|secret|client[_-]?secret|(?:ssl)?password|passwd|passphrase|pwd"
+    r"|private[_-]?key|credentials?|authkey|jwt)"
+)
+_ASSIGNED = re.compile(rf"(?i)(?<![\w./-])({_NAMED}=)(?:\"[^\"]*\"|'[^']*'|[^&\s\"'<>;]+)")
+_QUOTED = re.compile(rf"(?i)((['\"]){_NAMED}\2\s{{0,9}}:\s{{0,9}})(?:b?\"[^\"]*\"|b?'[^']*')")
+_TAGGED = re.compile(rf"(?i)(<({_NAMED}|StringToSign|CanonicalRequest|SignatureProvided)>)[^<]*")
+_HEADER = re.compile(
+    r"(?i)(\bauthorization['\"]?\s{0,9}[:=]\s{0,9}b?['\"]?(?:[\w-]{1,20} +)?)[^'\"\r\n]+"
+    r"|((?-i:\bBearer)\s{1,9})[\w.~+/=-]{12,}"
+)
+# Keys that are known by their shape: AWS, Hugging Face, GitHub.
+_SHAPED = re.compile(r"\b((?:AKIA|ASIA)(?=[A-Z0-9]{16}\b)|hf_(?=\w{30})|gh[pousr]_(?=\w{36}))\w+")
+
+# user:password@ of a URL. Passwords are pasted with a slash in them, or a question mark: up to the last @ of
+# the word all goes, unless what follows the colon is the port of a host.
+_USERINFO = re.compile(
+    r"(?i)(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30})(?P<sep>://|%3A%2F%2F)"
+    r"(?P<user>[^\s/?#\"'<>]{0,2048}(?:@|%40)"
+    r"|[^:/?#@\s\"'<>]{0,512}:(?!:)(?!\d{1,5}(?:[/?#\s,;'\")]|$))[^\s@]{0,2048}@)"
+)
+_NO_SECRET = re.compile(r"(?i)[^:@]*:\*\*\*@")  # as SQLAlchemy writes it
+# Where a user alone is a name, and no key that opens something.
+_BY_NAME = re.compile(r"(?i)(?:postgres|mysql|mariadb|ssh|sftp|scp|hdfs|webhdfs|smb|ftp)")
+
+_STRICT_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
+_MAY_HOLD = re.compile(
+    r"(?i)://|%3A%2F%2F|=|bearer|authorization|['\"]\s{0,9}:|<[a-z]|AKIA|ASIA|hf_|gh[pousr]_"
+)
+
+
+def redacted(text: str) -> str:
+    """`text` without what opens a door: userinfo of URLs, signatures, tokens, passwords.
+
+    >>> redacted("cannot read s3://me:my/secret@bucket/a")
+    'cannot read s3://bucket/a'
+    >>> redacted("403, url=URL('https://h/a?X-Amz-Date=1&X-Amz-Signature=abc')")
+    "403, url=URL('https://h/a?X-Amz-Date=1&X-Amz-Signature=...')"
+    >>> redacted("postgresql+psycopg://user@host/database"), redacted("http://host:9000/run@5")
+    ('postgresql+psycopg://user@host/database', 'http://host:9000/run@5')
+    """
+    if not _MAY_HOLD.search(text):
+        return text
+    text = _USERINFO.sub(_without_user, text)
+    text = _QUERY.sub(rf"\1{GONE}", text)
+    text = _ASSIGNED.sub(rf"\1{GONE}", text)
+    text = _QUOTED.sub(rf"\1'{GONE}'", text)
+    text = _TAGGED.sub(rf"\1{GONE}", text)
+    text = _HEADER.sub(lambda found: f"{found[1] or found[2]}{GONE}", text)
+    return _SHAPED.sub(rf"\1{GONE}", text)
+
+
+def redacted_of(text: str, url: str) -> str:
+    """`text` redacted, and without what opens `url`, wherever it is: libraries take URLs apart.
+
+    >>> redacted_of('Invalid bucket name "me:secret@bucket"', "s3://me:secret@bucket/a")
+    'Invalid bucket name "...bucket"'
+    """
+    found = {m["user"] for m in _USERINFO.finditer(url)} | {m[0][len(m[1]) :] for m in _QUERY.finditer(url)}
+    found |= {user.removesuffix("@").partition(":")[2] for user in found}
+    found |= {unquote(each) for each in found}
+    for secret in sorted(found, key=len, reverse=True):
+        if len(secret) >= _SHORTEST:
+            text = text.replace(secret, GONE)
+    return redacted(text)
+
+
+def redacted_value(value: Any) -> Any:
+    """A plain value with every text in it `redacted`; what is no plain value stays as it is."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, Mapping):
+        return {k: redacted_value(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(redacted_value(v) for v in value)
+    return value
+
+
+def bare_url(url: str) -> str:
+    """The place that a URL names, without credentials: one spelling for all who may open it.
+
+    Names in its path are left alone, whatever they look like.
+
+    >>> bare_url("s3://me:secret@bucket/token=1/a"), bare_url("https://h/a?part=1&sig=x")
+    ('s3://bucket/token=1/a', 'https://h/a?part=1&sig=...')
+    """
+    place, mark, query = _STRICT_USERINFO.sub("", url).partition("?")
+    return place + _QUERY.sub(rf"\1{GONE}", mark + query)
+
+
+def _without_user(found: re.Match[str]) -> str:
+    user = found["user"]
+    named = ":" not in user and "%3a" not in user.lower() and _BY_NAME.match(found["scheme"])
+    kept = user if named or _NO_SECRET.fullmatch(user) else ""
+    return f"{found['scheme']}{found['sep']}{kept}"

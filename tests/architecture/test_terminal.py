@@ -1,0 +1,74 @@
+"""The terminal: does everything that is written go through the one module that cleans it?"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GATE = Path("ckptcore/terminal.py")
+# name -> why it may write by itself
+OWN = {
+    "ckptcore/hf_model.py": "a process of ours reads what it writes",
+    "ckptcore/catalog/sqliteworker.py": "a process of ours reads what it writes",
+    "deployments/senders/send.py": "is copied to machines without this package, and writes JSON in ASCII",
+    "deployments/senders/torch_exit.py": "is copied to machines without this package",
+}
+WRITES = {
+    "print",
+    "Console",
+    "rich.print",
+    "typer.echo",
+    "typer.secho",
+    "click.echo",
+    "click.secho",
+    "pprint",
+    "sys.stdout.write",
+    "sys.stderr.write",
+    "sys.stdout.writelines",
+    "sys.stderr.writelines",
+    "sys.stdout.buffer.write",
+    "traceback.print_exc",
+    "traceback.print_exception",
+    "logging.basicConfig",
+    "argparse.ArgumentParser",
+    "ArgumentParser",
+    "logging.StreamHandler",
+    "StreamHandler",
+    "warnings.showwarning",
+}
+
+
+def sources() -> Iterator[Path]:
+    for package in ("ckptcore", "tasks", "flows", "deployments"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield path.relative_to(ROOT)
+
+
+def named(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{named(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def written(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Call):
+            called = named(node.func)
+            handed = [named(each) for each in [*node.args, *(k.value for k in node.keywords)]]
+            streams = [each for each in handed if each in ("sys.stdout", "sys.stderr")]
+            if called in WRITES or (called in ("json.dump", "traceback.print_stack") and streams):
+                found.append(f"{path}:{node.lineno} {called}")
+    return found
+
+
+def test_nothing_writes_past_the_gate() -> None:
+    assert [w for p in sources() if p != GATE and str(p) not in OWN for w in written(p)] == []
+
+
+def test_the_exceptions_are_needed() -> None:
+    assert written(GATE)
+    for path in OWN:
+        assert written(Path(path)), path

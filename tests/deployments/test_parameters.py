@@ -1,0 +1,114 @@
+"""Parameters: is a configuration that no run could begin with refused before any event is?"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webhooks
+import yaml
+
+from ckptcore.errors import UsageError
+from deployments import deploy, parameters
+from deployments.parameters import declared, flow_of, misfits, misfits_of
+from deployments.receiver.serve import check
+from deployments.receiver.settings import load
+
+OF_EVENT = {"source": "/a", "destination": "/b", "root": "/", "run": "x", "step": 1}
+WRONG: dict[str, tuple[str, str]] = {
+    "a name": ('verbb = "export"', "takes no parameter 'verbb' (did you mean 'verb'?)"),
+    "a choice": ('verb = "exprot"', "cannot be 'exprot'"),
+    "a type": ('wait_minutes = "soon"', "cannot be 'soon'"),
+    "a number": ("workers = 1.5", "cannot be 1.5"),
+    "a list": ('dtype = ["bf16"]', "cannot be ['bf16']"),
+    "a table": ("memory = {a = 1}", "cannot be {'a': 1}"),
+    "a boolean": ('fingerprint = "perhaps"', "cannot be 'perhaps'"),
+    "a date": ("dtype = 2026-01-01", "cannot be sent to Prefect"),
+    "an event's": ('source = "/elsewhere"', "an event's to give"),
+}
+
+
+@pytest.mark.parametrize("where", ["parameters", "sources.slurm.parameters"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_receiver_does_not_start_with_what_no_run_could_begin_with(
+    name: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, said = WRONG[name]
+    config = tmp_path / "receiver.toml"
+    config.write_text(webhooks.CONFIG + f"\n[{where}]\n{line}\n")
+    with pytest.raises(UsageError) as caught:
+        load(config, webhooks.SECRETS)
+    assert said in caught.value.message
+    for variable, secret in webhooks.SECRETS.items():
+        monkeypatch.setenv(variable, secret)
+    with pytest.raises(UsageError):  # what `--check` does
+        check(config)
+
+
+@pytest.mark.parametrize("deployment", ["convert/convert", "export/export", "sweep/sweep", "resume/resume"])
+def test_a_deployment_that_takes_no_event_is_refused(deployment: str, tmp_path: Path) -> None:
+    config = tmp_path / "receiver.toml"
+    config.write_text(f'deployment = "{deployment}"\n' + webhooks.CONFIG)
+    with pytest.raises(UsageError, match=f"the flow {deployment.split('/')[0]} takes no parameter 'root'"):
+        load(config, webhooks.SECRETS)
+
+
+def test_what_fits_is_taken(tmp_path: Path) -> None:
+    config = tmp_path / "receiver.toml"
+    lines = 'verb = "consolidate"\ndtype = "bf16"\nwait_minutes = 5\nworkers = 2\nfingerprint = true\n'
+    for deployment in ("arrived/arrived", "somebody/elses"):
+        config.write_text(f'deployment = "{deployment}"\n{webhooks.CONFIG}\n[parameters]\n{lines}')
+        assert load(config, webhooks.SECRETS)[1]["slurm"].parameters["workers"] == 2
+    # Of a deployment that is not ours nothing is known here; the server is asked before a run is made.
+    assert misfits_of("somebody/elses", {"anything": 1}) == []
+
+
+@pytest.mark.parametrize("one", declared(), ids=lambda one: one["name"])
+def test_it_is_what_prefect_itself_would_say(one: dict[str, Any]) -> None:
+    from prefect.exceptions import ParameterTypeError, SignatureMismatchError
+
+    flow = flow_of(one)
+    needed = {"source": "/a", "destination": "/b", "mesh": "fsdp=2", "flow_run_id": "x"}
+    base = {k: v for k, v in needed.items() if k in flow.parameters.required}
+    for name, kind in flow.parameters.properties.items():
+        for value in (None, True, 0, 1, -1, 2.5, "", "1", "true", "x", [], ["a"], [1], {}, {"a": 1}):
+            given = base | {name: value}
+            try:
+                flow.validate_parameters(given)
+                theirs = True
+            except (ParameterTypeError, SignatureMismatchError):
+                theirs = False
+            assert (misfits(flow, given) == []) is theirs, (name, kind, value)
+    assert misfits(flow, base | {"nonsense": 1})
+    assert not base or misfits(flow, {})
+
+
+def test_what_is_deployed_fits() -> None:
+    deploy._require_fit()
+
+
+@pytest.mark.parametrize("place", ["parameters", "triggers", "types"])
+def test_nothing_is_deployed_that_does_not_fit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = yaml.safe_load(parameters.FILE.read_text())["deployments"]
+    arrived = next(one for one in found if one["name"] == "arrived")
+    if place == "parameters":
+        arrived["parameters"] = {"verbb": "export"}
+    elif place == "types":
+        arrived["parameters"] = {"step": "first"}
+    else:
+        arrived["triggers"][0]["parameters"]["sourc"] = "{{ event.payload.source }}"
+    monkeypatch.setattr(deploy, "declared", lambda: found)
+    with pytest.raises(UsageError, match=r"deployment arrived: the .*flow arrived"):
+        deploy.deploy(0.0)
+
+
+def test_a_value_that_is_put_in_later_is_not_looked_at() -> None:
+    arrived = flow_of(next(one for one in declared() if one["name"] == "arrived"))
+    block = {"$ref": {"block_document_id": "x"}}
+    assert (
+        misfits(arrived, OF_EVENT | {"dtype": {"__prefect_kind": "jinja", "template": "x"}, "to": block})
+        == []
+    )
+    assert misfits(arrived, OF_EVENT | {"dtype": datetime.date(2026, 1, 1)})
