@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.check import Report
@@ -115,19 +115,39 @@ def read(manifest: Manifest, fqn: str, box: Box | None = None, *, device: str = 
     return read_box(manifest, fqn, box, device=device, verify=verify)
 
 
-def load_into(manifest: Manifest, state_dict: dict[str, Any], *, prefix: str = "", strict: bool = True,
-              verify: bool = True) -> list[str]:  # fmt: skip
-    """Fills the tensors of a live state dict in place; gives the names of what stays unused.
+def load_into(manifest: Manifest, state_dict: MutableMapping[str, Any], *, prefix: str = "",
+              strict: bool = True, verify: bool = True) -> list[str]:  # fmt: skip
+    """Fills a live state dict in place, as `torch.distributed.checkpoint.load` does, from any format.
 
-    state_dict: nested dicts and lists of tensors; DTensors get their local shard, and only the
-    boxes that this rank holds are read, with no collective call. prefix: what the checkpoint's
-    names have in front. strict: raise `NameMismatch` when a tensor of the state dict is not in
-    the checkpoint; otherwise it is left as it is, and logged. Names, shapes and coverage are proven before
-    the first byte moves; a checksum that fails later leaves the state dict partly filled. Floating-point
-    tensors are cast where dtypes differ, others are refused.
+    Tensors are filled where they are; of a DTensor or ShardedTensor only what this rank holds is read, with
+    no collective call. Plain values are replaced in the dict or list that holds them. Objects with
+    ``state_dict`` and ``load_state_dict`` (modules, optimizers, torch's `Stateful`) give the first, and get
+    the second when everything is filled. A meta tensor is replaced by one in memory, where its container
+    takes it.
+
+    Args:
+        manifest: The checkpoint, as `open` gives it.
+        state_dict: Nested mappings, lists and tuples of tensors, plain values and such objects. Names are
+            those of `torch.distributed.checkpoint`: the keys on the way, joined with dots.
+        prefix: What the checkpoint's names have in front.
+        strict: Whether every leaf must get a value. Otherwise what the checkpoint lacks is left as it is, and
+            logged.
+        verify: Whether stored checksums are verified.
+
+    Returns:
+        Names of the checkpoint's tensors that nothing asked for.
+
+    Raises:
+        NameMismatch: A leaf is not in the checkpoint (strict), is a tensor on one side alone, has another
+            shape or the name of another leaf, or its value was refused when the checkpoint was read.
+        UsageError: A tensor cannot be filled: sparse, quantised, fake, expanded, a partial sum.
+        UnsupportedDtype: torch does not cast the stored dtype to the live one (`Tensor.copy_`).
+        DamagedCheckpoint: Elements are in no file. A checksum that fails is found while memory is filled, and
+            leaves it partly filled; objects are given nothing then. Every other error changes nothing.
+
     Memory: 16 MiB, and one local shard where it is not contiguous CPU memory of the stored dtype.
     """
-    from ckptcore.reading import load_into as run
+    from ckptcore.loading import load_into as run
 
     return run(manifest, state_dict, prefix=prefix, strict=strict, verify=verify)
 

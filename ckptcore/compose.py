@@ -143,8 +143,7 @@ def _names(request: Request, manifest: Manifest, model: ModelPart | None,
     mapped = remap(manifest, **options, tie=request.tie)
     if config is None or model is None:
         return mapped, []
-    expected = check_names(config, {t.fqn: t.shape for t in mapped.manifest.tensors},
-                           {a for a, _ in request.tie})  # fmt: skip
+    expected = check_names(config, {t.fqn: t.shape for t in mapped.manifest.tensors})
     present = {t.fqn for t in mapped.manifest.tensors}
     ties = [(a, b) for a, b in expected.ties if a in present and b in present]
     ties = [*request.tie, *(t for t in ties if t not in request.tie)]

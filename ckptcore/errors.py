@@ -349,6 +349,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "lost-at-save": ("error", "the writer lost data when it saved", "no tool can bring it back"),
     "names-unchecked": ("warning", "names and shapes were not compared with the model class",
                         "open the result with transformers"),
+    "fused-names": ("warning", "parameters are as the live model has them, not in pieces as in hub files",
+                    "transformers 5 opens both; other readers, and transformers 4, may start them at random"),
     "unnamed-states": ("info", "an optimizer's states are numbered, and nothing proves what the numbers mean",
                        "they are carried as numbers; an optimizer made of named_parameters() tells names"),
     "shape-lost": ("warning", "optimizer state is stored flattened and nothing tells its own shape",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckptcore.errors import Finding, NameMismatch, SourceUnreadable, UsageError
+from ckptcore.errors import Finding, NameMismatch, SourceUnreadable, UsageError, finding
 from ckptcore.manifest import Manifest
 from ckptcore.remap import Mapped
 from ckptcore.request import Request
@@ -114,60 +114,46 @@ def read_config(url: str) -> ConfigFolder:
     return ConfigFolder(url, content)
 
 
-def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]], tied: set[str]) -> Expected:
+def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> Expected:
     """Compares names and shapes with the model that the config describes.
 
-    tied: names that the user has tied away. Raises `NameMismatch` naming what is missing,
-    unexpected or of another shape; without transformers, gives a warning instead.
+    The installed transformers' own loader is asked, which renames, stacks and splits
+    (`ckptcore.hf_conversion`): every tensor must be used once, and every parameter get one value of its
+    shape, or be tied. Names as on the hub and names of the live model both fit it.
+    Raises `NameMismatch` naming what is missing, unexpected, of another shape, or cannot be put together;
+    without transformers, or for a model type that it does not know, gives a warning instead.
     """
     if importlib.util.find_spec("transformers") is None:
-        return Expected(
-            (),
-            (
-                _warning(
-                    "names and shapes were not checked against the model: transformers is not installed",
-                    "pip install 'ckptcore[hf]'",
-                ),
-            ),
-        )
-    answer = _ask(config)
+        return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'")
+    answer = _ask(config, found)
     if "rejected" in answer:
         raise UsageError(
             f"--config {config.url}: transformers builds no model from config.json: {answer['rejected']}",
             hint="name the folder of the model that was trained, or leave --config out",
         )
+    if "unknown" in answer:
+        return _unchecked(answer["unknown"], "install a transformers that knows it, and export again")
     if "error" in answer:
-        return Expected(
-            (),
-            (
-                _warning(
-                    f"names and shapes were not checked against the model: {answer['error']}",
-                    "check them by opening the result with transformers",
-                ),
-            ),
-        )
-    wanted = {name: tuple(shape) for name, shape in answer["tensors"].items()}
-    ties = tuple((a, b) for a, b in answer["ties"] if b in found or b in wanted)
-    absent_ok = {a for a, _ in ties} | set(answer["optional"]) | tied
-    # Some classes rename while loading (fused experts, say); transformers' own patterns say which.
-    mapped = [re.compile(p) for p in answer["renamed"]]
-    missing = sorted(n for n in wanted if n not in found and n not in absent_ok and not _any(mapped, n))
-    unexpected = sorted(
-        n for n in found if n not in wanted and not _any(mapped, n) and n not in answer["optional"]
-    )
-    shapes = sorted(n for n in wanted if n in found and found[n] != wanted[n])
-    if missing or unexpected or shapes:
-        told = [f"{n} {list(found[n])} (config says {list(wanted[n])})" for n in shapes]
-        parts = [
-            *([f"missing: {_few(missing)}"] if missing else []),
-            *([f"unexpected: {_few(unexpected)}"] if unexpected else []),
-            *([f"other shape: {_few(told)}"] if shapes else []),
-        ]
+        return _unchecked(answer["error"], "check them by opening the result with transformers")
+    shapes = [f"{n} {list(got)} (config says {list(right)})" for n, got, right in answer["shapes"]]
+    kinds = {
+        "missing": answer["missing"],
+        "unexpected": answer["unexpected"],
+        "other shape": shapes,
+        "cannot be put together": answer["broken"],
+    }
+    parts = [f"{kind}: {_few(names)}" for kind, names in kinds.items() if names]
+    if parts:
         raise NameMismatch(
             f"the checkpoint does not fit {answer['class']}: {'; '.join(parts)}",
-            missing=missing, unexpected=unexpected, shapes=shapes,
+            missing=answer["missing"], unexpected=answer["unexpected"],
+            shapes=[n for n, _, _ in answer["shapes"]], broken=answer["broken"],
         )  # fmt: skip
-    return Expected(ties)
+    warnings = []
+    if answer["fused"]:
+        message = f"{_few(answer['fused'])}: the live model's form of what files on the hub hold in pieces"
+        warnings.append(finding("fused-names", "cover", message))
+    return Expected(tuple((a, b) for a, b in answer["ties"]), tuple(warnings))
 
 
 def model_card(request: Request, mapped: Mapped, manifest: Manifest, *, has_config: bool) -> bytes:
@@ -208,18 +194,23 @@ def is_untouched(card: bytes, name: str) -> bool:
     return found is not None and found["title"] == name
 
 
-def _ask(config: ConfigFolder) -> dict[str, Any]:
+def _ask(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    asked = {"config": json.loads(config.content["config.json"]), "tensors": found}
     try:
-        return _answer(config)
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "ckptcore.hf_model",
+            ],  # -P: nothing is imported from the current folder
+            input=json.dumps(asked).encode(),
+            capture_output=True,
+            timeout=_TIMEOUT,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"building the model took more than {_TIMEOUT} s"}
-
-
-def _answer(config: ConfigFolder) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-m", "ckptcore.hf_model"], input=config.content["config.json"], capture_output=True,
-        timeout=_TIMEOUT, check=False,
-    )  # fmt: skip
     try:
         answer: dict[str, Any] = json.loads(run.stdout)
     except ValueError:
@@ -228,14 +219,11 @@ def _answer(config: ConfigFolder) -> dict[str, Any]:
     return answer
 
 
-def _any(patterns: list[re.Pattern[str]], name: str) -> bool:
-    return any(p.search(name) for p in patterns)
-
-
 def _few(names: list[str]) -> str:
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
-def _warning(message: str, hint: str) -> Finding:
-    return Finding("names-unchecked", "cover", message, hint=hint, severity="warning")
+def _unchecked(reason: str, hint: str) -> Expected:
+    message = f"names and shapes were not checked against the model: {reason}"
+    return Expected((), (finding("names-unchecked", "cover", message, hint=hint),))

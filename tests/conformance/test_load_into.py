@@ -13,12 +13,23 @@ from driver import REPOSITORY
 from test_fresh import JOB, seed_of
 
 LOAD = Path(__file__).with_name("load_job.py")
+APP = Path(__file__).with_name("app_job.py")
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(4, 2), (3, 4)])
 def test_load_into(saved: int, loaded: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Saved by so many ranks, loaded by others under other placements."""
     save_and_load(seed_of(request), saved, loaded, 3, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)]
+)
+def test_objects_and_values_on_several_ranks(
+    ranks: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """torch's own `load` beside it, in the same job."""
+    run(APP, seed_of(request) % 1000 + 1, tmp_path / "ckpt", "--ranks", ranks)
 
 
 @pytest.mark.soak

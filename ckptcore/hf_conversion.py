@@ -1,0 +1,287 @@
+"""What does transformers' own loader make of an export's names and shapes?
+
+Since version 5 transformers renames, splits, stacks and joins tensors while it loads: a list of a model's
+parameters says little about the names that its files must have. So its loader is run, on meta tensors of the
+export's shapes: what it leaves without a value, over, or in another shape is what a user would miss. Three
+things it does not notice, because it sorts and stacks what is there, and they are looked for here: experts
+numbered with gaps, two tensors for one parameter, and pieces of wrong sizes that add up to the right one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Shape = tuple[int, ...]
+_DIGITS = re.compile(r"(\d+)")
+
+
+@dataclass
+class Outcome:
+    """What does not fit: in the export's names, else in those of the hub's files, else in the model's.
+
+    shapes: (name, shape found, shape wanted). broken: what the loader cannot put together, and why.
+    ties: (name, name that shares its values) by the config, in the export's names. fused: parameters given
+    as the live model has them, where files on the hub hold their pieces.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: list[tuple[str, Shape, Shape]] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    ties: list[tuple[str, str]] = field(default_factory=list)
+    fused: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Where the loader puts one stored tensor.
+
+    group: the parameter it gives, or the first one of several: tensors of one group are put together.
+    pattern: of the converter that does so; None for a tensor that is taken as it is. targets: every
+    parameter that the group gives.
+    """
+
+    group: str
+    pattern: str | None
+    targets: tuple[str, ...]
+
+
+def compare(model: Any, found: Mapping[str, Shape]) -> Outcome:
+    """Holds an export against a model as the installed transformers would load it.
+
+    model: a transformers model on the meta device; its parameters are replaced. found: the export's
+    names and shapes.
+    """
+    wanted = {n: tuple(t.shape) for n, t in model.state_dict().items() if hasattr(t, "shape")}
+    try:
+        loading: Any = importlib.import_module("transformers.core_model_loading")
+    except ImportError:  # before version 5 nothing is put together
+        return _compare_names(model, found, wanted)
+    return _Comparison(loading, model, found, wanted).outcome()
+
+
+class _Comparison:
+    """One export, one model, and the loader of transformers 5."""
+
+    def __init__(self, loading: Any, model: Any, found: Mapping[str, Shape], wanted: Mapping[str, Shape]):
+        self._loading, self._model, self._found, self._wanted = loading, model, found, wanted
+        self._hub = self._hub_shapes()
+        self._routes, self._ideal = self._routes_of(found), self._routes_of(self._hub)
+        self._given, self._pieces = _by_group(self._routes), _by_group(self._ideal)
+        self._group_of = {
+            t: r.group for rs in (self._ideal, self._routes) for r in rs.values() for t in r.targets
+        }
+
+    def outcome(self) -> Outcome:
+        info = self._load()
+        out = Outcome()
+        skipped = _ignored(self._model, "unexpected")
+        out.unexpected += [
+            n for n, r in self._routes.items() if r.group not in self._wanted and not skipped(r.group)
+        ]
+        ties = _ties(self._model, self._wanted)
+        lacking = _without_tied({n for n in info.missing_keys if n in self._wanted}, ties, both_ways=True)
+        may_lack = _ignored(self._model, "missing")
+        bad: dict[str, str] = {}
+        for name in sorted(n for n in lacking if not may_lack(n)):
+            bad.setdefault(self._group_of.get(name, name), f"{name} gets no value")
+        for name, got, right in sorted(info.mismatched_keys, key=lambda m: str(m[0])):
+            bad.setdefault(self._group_of.get(name, name),
+                           f"{name} would be {list(got)} (config says {list(right)})")  # fmt: skip
+        for group, reason in info.conversion_errors.items():
+            bad[group] = _last_line(reason)
+        for group, names in self._given.items():
+            if group in self._wanted and (reason := self._defect(names)):
+                bad.setdefault(group, f"{group}: {reason}")
+        for group, reason in bad.items():
+            self._tell(group, reason, out)
+        direct = {r.group: n for n, r in self._routes.items() if r.pattern is None}
+        out.ties += [(direct[a], direct[b]) for a, b in ties if a in direct and b in direct]
+        out.fused += [n for g, n in direct.items() if any(_listed(self._ideal[p]) for p in self._pieces[g])]
+        return out
+
+    def _tell(self, group: str, reason: str, out: Outcome) -> None:
+        """One bad group, by the most exact names that there are."""
+        given, pieces = self._given[group], self._pieces[group]
+        if len(given) == 1 and self._routes[given[0]].pattern is None and group in self._wanted:
+            out.shapes.append((given[0], self._found[given[0]], self._wanted[group]))
+            return
+        absent = [n for n in pieces if n not in self._found]
+        over = [n for n in given if n not in self._hub] if pieces else []
+        odd = [n for n in given if n in self._hub and self._hub[n] != self._found[n]]
+        out.missing += absent if given or absent else [group]
+        out.unexpected += over
+        out.shapes += [(n, self._found[n], self._hub[n]) for n in odd]
+        if given and not (absent or over or odd):
+            out.broken.append(reason)
+
+    def _defect(self, names: Sequence[str]) -> str:
+        """What the loader does not notice about the tensors of one group; empty where nothing is wrong."""
+        by_pattern = defaultdict(list)
+        for name in names:
+            by_pattern[self._routes[name].pattern].append(name)
+        if len(names) > 1 and None in by_pattern:
+            return f"{' and '.join(names[:3])} would both give it"
+        for alike in by_pattern.values():
+            numbers = _numbers(alike)
+            if numbers != list(range(len(alike))):
+                return f"{alike[0]} and {len(alike) - 1} more are not numbered from 0 to {len(alike) - 1}"
+        listed = [n for n in names if _listed(self._routes[n])]
+        if len({len(alike) for alike in by_pattern.values()}) > 1 and listed:
+            return "its parts are not equally many"
+        # Where lists are stacked and joined, the joined parts are cut apart again in equal pieces.
+        if any(n in self._hub and self._hub[n] != self._found[n] for n in listed):
+            return "its parts are of different sizes"
+        return ""
+
+    def _hub_shapes(self) -> dict[str, Shape]:
+        """The names and shapes in the files that transformers would save; empty where it cannot tell."""
+        try:
+            saved = self._loading.revert_weight_conversion(self._model, self._model.state_dict())
+        except Exception:  # some classes convert in one direction only: messages name parameters then
+            return {}
+        return {n: tuple(t.shape) for n, t in saved.items() if hasattr(t, "shape")}
+
+    def _transforms(self) -> list[Any]:
+        mapping: Any = importlib.import_module("transformers.conversion_mapping")
+        found: list[Any] = mapping.get_model_conversion_mapping(self._model)
+        return found
+
+    def _routes_of(self, names: Iterable[str]) -> dict[str, _Route]:
+        """Each name's way through the loader: its own functions, in its own order."""
+        loading, model = self._loading, self._model
+        transforms = self._transforms()  # anew, as some remember what they have seen
+        renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+        targets_of = {p: c.target_patterns for c in converters for p in c.source_patterns}
+        prefix, wanted = model.base_model_prefix, model.state_dict()
+        routes = {}
+        for name in sorted(names, key=loading.dot_natural_key):
+            group, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
+            if group not in wanted and name in wanted:
+                group, pattern = loading.rename_source_key(name, [], [], prefix, wanted)
+            targets = targets_of[pattern] if pattern is not None else []
+            every = [group.replace(targets[0], t) for t in targets] or [group]
+            routes[name] = _Route(group, pattern, tuple(every))
+        return routes
+
+    def _load(self) -> Any:
+        """What transformers' loader says of these tensors; nothing is allocated."""
+        import torch
+
+        modeling: Any = importlib.import_module("transformers.modeling_utils")
+        dtypes = {n: t.dtype for n, t in self._model.state_dict().items() if hasattr(t, "dtype")}
+        tensors = {
+            name: torch.empty(shape, device="meta", dtype=dtypes.get(self._routes[name].group))
+            for name, shape in self._found.items()
+        }
+        config = modeling.LoadStateDictConfig(weight_mapping=self._transforms(), device_map={"": "meta"})
+        answer = self._model._load_pretrained_model(self._model, tensors, None, config)
+        return answer[0] if isinstance(answer, tuple) else answer
+
+
+def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Outcome:
+    """For transformers before 5, which renames at most."""
+    rename = getattr(model, "_get_key_renaming_mapping", None)
+    own = getattr(model, "_checkpoint_conversion_mapping", None) or None
+    new = rename(list(found), own) if rename is not None else {n: n for n in found}
+    ties = _ties(model, wanted)
+    skipped, may_lack = _ignored(model, "unexpected"), _ignored(model, "missing")
+    stored = defaultdict(list)
+    for name in found:
+        stored[new.get(name, name)].append(name)
+    lacking = _without_tied({n for n in wanted if n not in stored}, ties, both_ways=False)
+    return Outcome(
+        missing=sorted(n for n in lacking if not may_lack(n)),
+        unexpected=[n for k, ns in stored.items() for n in (ns[1:] if k in wanted else ns) if not skipped(k)],
+        shapes=[(ns[0], found[ns[0]], wanted[k]) for k, ns in stored.items()
+                if k in wanted and found[ns[0]] != wanted[k]],
+        ties=[(stored[a][0], stored[b][0]) for a, b in ties if a in stored and b in stored],
+    )  # fmt: skip
+
+
+def _ties(model: Any, wanted: Mapping[str, Shape]) -> list[tuple[str, str]]:
+    """(name, name that shares its values) of parameters, where the config ties them."""
+    keys = getattr(model, "all_tied_weights_keys", None)
+    if isinstance(keys, dict):  # transformers 5: already resolved for this config
+        return [(a, b) for a, b in keys.items() if a in wanted and b in wanted]
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return []
+    shared = getattr(model, "_tied_weights_keys", None) or []
+    if isinstance(shared, dict):
+        return [(a, b) for a, b in shared.items() if a in wanted and b in wanted]
+    kept = next((n for n in wanted if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    return [(a, kept) for a in shared if kept and a in wanted]
+
+
+def _without_tied(lacking: set[str], ties: Sequence[tuple[str, str]], *, both_ways: bool) -> set[str]:
+    """What is still lacking when tied parameters share one value.
+
+    both_ways: whether any name of a tie may be the one that is there.
+    """
+    groups: defaultdict[str, set[str]] = defaultdict(set)
+    for name, kept in ties:
+        groups[kept].add(name)
+    left = set(lacking)
+    for kept, names in groups.items():
+        if kept not in lacking or (both_ways and names - lacking):
+            left -= {kept, *names}
+    return left
+
+
+def _ignored(model: Any, what: str) -> Callable[[str], bool]:
+    """Whether transformers says nothing of a ``missing`` or ``unexpected`` name of this class."""
+    patterns = list(getattr(model, f"_keys_to_ignore_on_load_{what}", None) or [])
+    if (
+        what == "unexpected"
+    ):  # two buffers that were persistent once, as in `_adjust_missing_and_unexpected_keys`
+        buffers = [n for n, _ in model.named_buffers()]
+        patterns += (
+            [r"rotary_emb\.inv_freq"] if any(n.endswith("rotary_emb.inv_freq") for n in buffers) else []
+        )
+        patterns += [r"(^|\.)position_ids$"] if any(n.endswith("position_ids") for n in buffers) else []
+    compiled = [re.compile(p) for p in patterns]
+    return lambda name: any(p.search(name) for p in compiled)
+
+
+def _by_group(routes: Mapping[str, _Route]) -> defaultdict[str, list[str]]:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name, route in routes.items():
+        found[route.group].append(name)
+    return found
+
+
+def _listed(route: _Route) -> bool:
+    """Whether the tensor is one of a numbered list that is put together."""
+    return route.pattern is not None and "*" in route.pattern
+
+
+def _numbers(names: Sequence[str]) -> list[int]:
+    """The numbers that tell names apart, ascending; empty where they differ elsewhere, or in two places.
+
+    >>> _numbers(["a.0.b.2.w", "a.0.b.10.w"]), _numbers(["a.0.w"]), _numbers(["a.0.w", "b.0.w"])
+    ([2, 10], [0], [])
+    """
+    if len(names) == 1:
+        return [0]
+    parts = [_DIGITS.split(n) for n in names]
+    if len({len(p) for p in parts}) > 1:
+        return []
+    places = [k for k, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
+    if len(places) != 1 or places[0] % 2 == 0:
+        return []
+    return sorted(int(p[places[0]]) for p in parts)
+
+
+def _last_line(text: str) -> str:
+    """The gist of transformers' report, which is a traceback, the exception's text, and what it was about."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return " ".join(lines[-2:])
