@@ -8,8 +8,11 @@ word. They are left out by a rule that names them.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
+from ckptcore.errors import UnreadablePart
+from ckptcore.globs import leave_out
 from ckptcore.manifest import Manifest
 from ckptcore.selection import select
 from ckptcore.sharding import Mesh
@@ -21,6 +24,8 @@ _RANDOM = re.compile(
 # torchtitan (components/dataloader.py) keeps ``dp_rank_N`` and ``world_size`` side by side, and refuses
 # another degree; OLMo and others name the rank alike.
 _LOADER = re.compile(r"^(?P<root>(?:.*[./])?)dp_rank_(?P<rank>\d+)(?:[./]|$)")
+# What rank files with a flat optimizer are read as: number, state, rank.
+_FLAT = re.compile(r"(?:^|\.)state\.\d+\.\w+\.rank\d+$")
 _DATA_AXES = ("dp_replicate", "fsdp")
 
 
@@ -45,6 +50,23 @@ def without_bound(manifest: Manifest, mesh: Mesh) -> tuple[Manifest, tuple[tuple
     kept = select(manifest, rows, [manifest.tensors[n].fqn for n in rows])
     blobs = tuple(b for b in manifest.blobs if b.key not in rules)
     return replace(kept, blobs=blobs), tuple(rules.items())
+
+
+def require_cut(manifest: Manifest, kept: Iterable[str]) -> None:
+    """Raises `UnreadablePart` where ``kept``, stored names, has state that only the ranks that saved it can
+    hold.
+
+    A flat run of FSDP1's parameters is one rank's own: other ranks hold others, and its parameters are not
+    told.
+    """
+    lost = [name for name in kept if _FLAT.search(name)]
+    if lost:
+        others = {*(t.fqn for t in manifest.tensors), *(b.key for b in manifest.blobs)} - set(lost)
+        more = f" and {len(lost) - 1} more tensors" if lost[1:] else ""
+        raise UnreadablePart(
+            f"cannot reshard {lost[0]}{more}: each is a flat run of the optimizer on one rank",
+            hint=f"{leave_out(lost, others)}; sharded state dicts of an optimizer can be resharded",
+        )
 
 
 def _loaders(names: list[str]) -> dict[str, int]:

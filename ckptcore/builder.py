@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptcore.dtype import BY_NAME
 from ckptcore.errors import Finding, MalformedCheckpoint
 from ckptcore.manifest import (
     Blob,
@@ -20,6 +22,7 @@ from ckptcore.manifest import (
     Manifest,
     StoredFile,
     TensorSpec,
+    Unread,
     View,
     items_table,
     row_major,
@@ -31,6 +34,7 @@ class Builder:
 
     def __init__(self) -> None:
         self.tensors: list[TensorSpec] = []
+        self._unread: set[str] = set()
         self.blobs: list[Blob] = []
         self.findings: list[Finding] = []
         # Flat columns from the start: a row of Python objects each would cost gigabytes at 10^6.
@@ -58,6 +62,11 @@ class Builder:
     def file_sizes(self) -> list[int | None]:
         """Sizes of the files added so far, by index."""
         return list(self._sizes)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of all items added so far."""
+        return sum(self._items[2::6])
 
     def item(self, item: Item) -> int:
         """Adds an item; gives its index."""
@@ -106,10 +115,25 @@ class Builder:
         self._member |= {int(number[row]): name for row, name in member.items()}
         return number
 
-    def tensor(self, spec: TensorSpec) -> int:
-        """Adds a tensor; gives its index."""
+    def tensor(self, spec: TensorSpec, file: str | None = None) -> int:
+        """Adds a tensor; gives its index, or -1 for a dtype that is not held: such a tensor is a part that
+        cannot be read, and its chunks are left out. file: where it lies, for messages."""
+        if spec.dtype not in BY_NAME:
+            self.unread(spec.fqn, Unread(f"dtype {spec.dtype} is not held", spec.dtype, spec.shape, file))
+            return -1
         self.tensors.append(spec)
         return len(self.tensors) - 1
+
+    def unread(self, name: str, why: Unread, refused: tuple[str, ...] = ()) -> None:
+        """Adds a tensor that cannot be read; a name that was added before stays as it is. refused: the
+        globals that it needs, where those are what makes it so."""
+        if name not in self._unread:
+            self._unread.add(name)
+            self.blobs.append(Blob(name, -1, None, refused, known=False, unread=why))
+
+    def unread_instead(self, why: Mapping[str, Unread]) -> None:
+        """Says of objects that were added that they are tensors which cannot be read."""
+        self.blobs = [replace(b, unread=why[b.key]) if b.key in why else b for b in self.blobs]
 
     def chunk(
         self,
@@ -119,7 +143,9 @@ class Builder:
         item: int,
         view: View | None = None,
     ) -> None:
-        """Adds a chunk of a tensor added before; item -1: it has no place."""
+        """Adds a chunk of a tensor added before; item -1: it has no place. tensor -1: it is not added."""
+        if tensor < 0:
+            return
         if view is not None:
             self._views[len(self._owner)] = view
         self._owner.append(tensor)
@@ -129,7 +155,12 @@ class Builder:
         self._dims.extend(shape)
 
     def chunks(self, tensor: Ints, offset: Ints, shape: Ints, rank: Ints, item: Ints) -> None:
-        """Adds a chunk per row. offset, shape: int64 [n, r], of which the first ``rank`` count."""
+        """Adds a chunk per row. offset, shape: int64 [n, r], of which the first ``rank`` count. Rows of
+        tensor -1 are not added."""
+        if (tensor < 0).any():
+            held = tensor >= 0
+            tensor, offset, shape = tensor[held], offset[held], shape[held]
+            rank, item = rank[held], item[held]
         dims = np.concatenate([offset, shape], axis=1)
         real = np.arange(offset.shape[1]) < rank[:, None]
         self._dims.frombytes(dims[np.concatenate([real, real], axis=1)].tobytes())

@@ -8,7 +8,7 @@ report can be complete and bad: checks return findings and never stop at the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ import numpy as np
 
 from ckptcore.cover import coverage
 from ckptcore.dtype import BY_NAME
-from ckptcore.errors import DamagedCheckpoint, Finding, NotComplete, UsageError, finding
+from ckptcore.errors import Finding, UnreadablePart, UsageError, finding
 from ckptcore.filedigests import SHA256, mismatches
+from ckptcore.globs import leave_out
 from ckptcore.manifest import Envelope, Manifest
 from ckptcore.store import Store
+from ckptcore.verdicts import PART_CODES, called, verdict
 
 LEVELS = ("files", "cover", "bytes", "values")
 _NAMED = 5  # files that a finding names; the report has all of them
@@ -50,9 +52,10 @@ class Report:
 
     @property
     def status(self) -> str:
-        """damaged, where something is; unproven, where nothing is, but bytes are not proven; else ok."""
+        """What the findings amount to (`ckptcore.verdicts.verdict`); unproven, where none is an error and
+        nothing proves some of the bytes."""
         if not self.ok:
-            return "damaged"
+            return verdict(self.findings)
         return "unproven" if self.unproven else "ok"
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,21 +113,67 @@ def unproven_finding(paths: Sequence[str]) -> list[Finding]:
     return [finding("unproven", "bytes", told, file=paths[0] if len(paths) == 1 else None)]
 
 
-def require_whole(manifest: Manifest, excused: Callable[[Finding], bool]) -> Report:
-    """The report of a manifest that is complete; raises `DamagedCheckpoint` otherwise.
+def require_whole(
+    manifest: Manifest, selected: Callable[[str], bool], *, later: Set[str] = frozenset()
+) -> Report:
+    """The report of a manifest of which everything that is asked for is complete.
 
-    excused: whether an error stops nothing, since a rule leaves out what it is about.
+    selected: whether a tensor or object of this name is asked for. What is wrong with others, or with files
+    that nothing asked for lies in, stops nothing. later: codes that the caller looks at itself.
+    Raises what `ckptcore.verdicts.called` names: `DamagedCheckpoint`, `NotComplete`, `UnprovenCheckpoint`,
+    `UnreadablePart`.
     """
     report = check(manifest, None, "cover")
-    errors = [f for f in report.findings if f.severity == "error" and not excused(f)]
+    errors = [f for f in report.findings if f.severity == "error" and f.code not in later]
+    if errors:
+        unused = _unused_files(manifest, selected) if any(f.fqn is None for f in errors) else frozenset()
+        errors = [f for f in errors if not _of_others(f, selected, unused)]
     if errors:
         more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
-        cls = NotComplete if all(f.code == "not-complete" for f in errors) else DamagedCheckpoint
-        raise cls(f"{errors[0].message}{more}", hint=errors[0].hint, findings=tuple(errors))
+        cls = called(errors)
+        hint = _leave_out(manifest, errors) if cls is UnreadablePart else errors[0].hint
+        raise cls(f"{errors[0].message}{more}", hint=hint, findings=tuple(errors))
     return report
 
 
+def _of_others(found: Finding, selected: Callable[[str], bool], unused: frozenset[str]) -> bool:
+    """Whether a finding is about a part that is not asked for."""
+    if found.fqn is not None:
+        return found.code in PART_CODES and not selected(found.fqn)
+    return found.code in _OF_FILES and found.file in unused
+
+
+def _unused_files(manifest: Manifest, selected: Callable[[str], bool]) -> frozenset[str]:
+    """Files with stored items, none of which belongs to what is asked for."""
+    items, chunks = manifest.items, manifest.chunks
+    asked = np.array([selected(t.fqn) for t in manifest.tensors], np.bool_)
+    held = chunks.item[asked[chunks.tensor] & (chunks.item >= 0)]
+    used = set(items.file[held].tolist())
+    used |= {manifest.items[b.item].file for b in manifest.blobs if b.item >= 0 and selected(b.key)}
+    if manifest.inputs is not None:  # which of them are asked for is known when tensors are computed
+        used |= set(items.file[manifest.inputs.chunks.item].tolist())
+    return frozenset(manifest.files[n].path for n in set(items.file.tolist()) - used)
+
+
+def _leave_out(manifest: Manifest, errors: Sequence[Finding]) -> str:
+    """The next step: globs that leave out what cannot be read, and nothing else."""
+    names = list(dict.fromkeys(f.fqn for f in errors if f.fqn is not None))
+    others = {t.fqn for t in manifest.tensors} | {b.key for b in manifest.blobs}
+    return leave_out(names, others - set(names)) if names else errors[0].hint
+
+
 _UNREADABLE = {"missing-file", "truncated-file"}
+_OF_FILES = _UNREADABLE | {"oversized-file", "item-overlap"}
+
+
+def _unread(manifest: Manifest) -> Iterable[Finding]:
+    """Tensors of a kind that is not read; of those that need refused globals, their readers say so."""
+    needs = {b.key for b in manifest.blobs if b.refused}
+    for name, why in manifest.unread.items():
+        if name in needs:
+            continue
+        message = f"{name} cannot be read ({why.told()})"
+        yield finding("unreadable-part", "files", message, fqn=name, file=why.file, hint=leave_out([name]))
 
 
 def _files(manifest: Manifest) -> Iterable[Finding]:
@@ -246,6 +295,7 @@ def _rank(path: str) -> str:
 # level, rule; a rule sees the whole manifest and yields findings.
 RULES: tuple[tuple[str, Callable[[Manifest], Iterable[Finding]]], ...] = (
     ("files", _files),
+    ("files", _unread),
     ("cover", _something),
     ("cover", coverage),
     ("cover", _lengths),

@@ -17,7 +17,7 @@ from typing import Any
 from blake3 import blake3
 
 from ckptcore import dtype as dtypes
-from ckptcore.bound import without_bound
+from ckptcore.bound import require_cut, without_bound
 from ckptcore.check import Report, require_whole
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.fileplan import FilePlan
@@ -26,13 +26,15 @@ from ckptcore.formats import FORMATS, by_name
 from ckptcore.hf import ConfigFolder, check_names, model_card, read_config
 from ckptcore.manifest import Blob, Manifest
 from ckptcore.meshspec import parse_mesh
-from ckptcore.model_part import ModelPart, find_model
+from ckptcore.model_part import ModelPart, find_model, in_model
 from ckptcore.nesting import LEFT_OUT, nest, without
 from ckptcore.objects import references
 from ckptcore.plan import Plan, Target, make_plan
-from ckptcore.remap import Mapped, keep_blobs, matches, remap
+from ckptcore.remap import Mapped, is_kept, keep_blobs, matches, remap
 from ckptcore.request import Request
 from ckptcore.topology import Balance, balance, lay_out
+
+_BY_CONFIG = frozenset({"unproven-shape"})  # what is proven when all shapes are those of the model's class
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,17 @@ def compose(request: Request, manifest: Manifest,
     """The plan of a request.
 
     each: called with every file's plan as it is made.
-    Raises `DamagedCheckpoint` with the findings when the source is not whole, and the errors of
-    naming: `AmbiguousModel`, `NameMismatch`, `UnsupportedDtype`, `UsageError`.
+    Raises `DamagedCheckpoint`, `UnprovenCheckpoint` or `UnreadablePart` with the findings when what is asked
+    for is not whole, and the errors of naming: `AmbiguousModel`, `NameMismatch`, `UnsupportedDtype`,
+    `UsageError`.
     """
     began = time.perf_counter()
     writer = by_name(request.format, writes=True)
     if request.verb == "reshard":
         writer = writer.for_mesh or writer
-    report = require_whole(manifest, lambda found: _left_out(found, request))
+    selected = _selected(request, manifest)
+    by_config = request.verb == "export" and request.config is not None
+    report = require_whole(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
     export = request.verb == "export"
@@ -88,6 +93,8 @@ def compose(request: Request, manifest: Manifest,
     reshard = request.verb == "reshard"
     free, bound = without_bound(manifest, parse_mesh(request.mesh)) if reshard else (manifest, ())
     mapped, told = _names(request, free, model, config)
+    if told and by_config:  # the model class was not asked, and proves nothing
+        require_whole(manifest, selected)
     warnings += told
     casts = _dtypes(request, mapped.manifest)
     objects = {} if export else _objects(request, free, warnings)
@@ -100,6 +107,8 @@ def compose(request: Request, manifest: Manifest,
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
     topology = None
     if reshard:
+        stored = {new: old for old, new in mapped.renamed}
+        require_cut(manifest, [stored.get(t.fqn, t.fqn) for t in mapped.manifest.tensors])
         topology = lay_out(mapped.manifest, request.mesh, request.sharding, request.model_prefix)
         if request.sharding is not None:
             from ckptcore.ruleuse import unused_rules  # pydantic: only those who have rules wait for it
@@ -111,12 +120,18 @@ def compose(request: Request, manifest: Manifest,
         dropped=[(d.fqn, d.rule) for d in mapped.dropped] + _dropped_objects(request, free, carried)
         + list(bound),
         extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
-        source=manifest, paths=paths, topology=topology, each=each,
+        source=manifest, paths=paths, topology=topology, each=each, order=_order(manifest, mapped),
     )  # fmt: skip
     plan = replace(plan, map_digest=_map_digest(manifest, mapped))
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     ranks = None if topology is None else balance(topology, mapped.manifest.tensors)
     return Composed(plan, files, extra, report, tuple(warnings), model, timings, ranks)
+
+
+def _order(manifest: Manifest, mapped: Mapped) -> tuple[str, ...]:
+    """The names of what is written, in the order of the saved state dict where that is known by itself."""
+    new = dict(mapped.renamed)
+    return tuple(new.get(name, name) for name in manifest.order)
 
 
 def _map_digest(manifest: Manifest, mapped: Mapped) -> str:
@@ -126,11 +141,14 @@ def _map_digest(manifest: Manifest, mapped: Mapped) -> str:
     return map_digest(mapped.renamed, gone, mapped.ties)
 
 
-def _left_out(found: Finding, request: Request) -> bool:
-    """An object that cannot be carried stops nothing that leaves it out by a rule."""
-    if found.code != "refused-tensors" or found.fqn is None:
-        return False
-    return request.verb == "export" or not keep_blobs([Blob(found.fqn, -1)], request.include, request.exclude)
+def _selected(request: Request, manifest: Manifest) -> Callable[[str], bool]:
+    """Whether a tensor or object of this name is asked for."""
+    inside = in_model(manifest, request.model_prefix) if request.verb == "export" else str
+
+    def selected(name: str) -> bool:
+        return is_kept(name, request.include, request.exclude) and inside(name) is not None
+
+    return selected
 
 
 def _names(request: Request, manifest: Manifest, model: ModelPart | None,
@@ -208,6 +226,8 @@ def _dropped_objects(request: Request, manifest: Manifest, carried: set[str]) ->
 
 
 def _why_dropped(blob: Blob, request: Request) -> str:
+    if blob.unread is not None and is_kept(blob.key, request.include, request.exclude):
+        return f"cannot be read: {blob.unread.reason}"
     if blob.refused:
         return f"needs {', '.join(blob.refused)}"
     if not keep_blobs([blob], request.include, request.exclude):

@@ -16,8 +16,8 @@ from ckptcore.errors import Finding, UsageError
 from ckptcore.formats import by_name
 from ckptcore.leaves import Leaves, as_tensor, compare, leaves
 from ckptcore.manifest import Manifest, TensorSpec
-from ckptcore.model_part import ModelPart, find_model
-from ckptcore.remap import apply_renames, matches, remap
+from ckptcore.model_part import ModelPart, find_model, in_model
+from ckptcore.remap import apply_renames, matches, remap, strip_wrappers
 from ckptcore.request import Settings
 from ckptcore.selection import select
 from ckptcore.walk import Opened, Pair, telling, walk
@@ -94,6 +94,7 @@ class _Side:
     model: ModelPart | None
     left_out: list[tuple[str, str]]
     warnings: tuple[Finding, ...]
+    unread: frozenset[str]  # compared names of tensors that cannot be read
     objects: Leaves = field(default_factory=dict)
     unverified: int = 0
 
@@ -114,13 +115,21 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: Rules, number: int
     rename = rules.rename if number == 0 else ()
     prefix = rules.prefixes[number] if number < len(rules.prefixes) else None
 
-    def excused(found: Finding) -> bool:
-        if found.code != "refused-tensors" or found.fqn is None:
-            return False
-        return rules.model or bool(rules.dropped(apply_renames(found.fqn, rename)))
+    inside = in_model(manifest, prefix) if rules.model else str
+
+    def compared(name: str) -> str | None:
+        """What a stored name is called where it is compared; None for what is not."""
+        inner = inside(name)
+        return (
+            None if inner is None else apply_renames(strip_wrappers(inner) if rules.model else inner, rename)
+        )
+
+    def selected(name: str) -> bool:
+        known = compared(name)
+        return known is not None and not rules.dropped(known)
 
     with telling(f"{label} ({url})"):
-        report = require_whole(manifest, excused)
+        report = require_whole(manifest, selected)
         model = find_model(manifest, prefix) if rules.model else None
         mapped = remap(
             manifest, prefix=model.prefix if model else None, also=model.foreign if model else None,
@@ -133,6 +142,7 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: Rules, number: int
     return _Side(
         f"{label} ({url})", url, manifest, mapped.manifest, stored, {n: i for i, n in enumerate(new)}, model,
         [(d.fqn, d.rule) for d in mapped.dropped], warnings,
+        frozenset(n for name in manifest.unread if (n := compared(name)) is not None),
         {} if rules.model else leaves(manifest.blobs, lambda path: apply_renames(path, rename)),
     )  # fmt: skip
 
@@ -165,7 +175,9 @@ def _tie(sides: tuple[_Side, _Side], ties: Pairs) -> None:
 
 def _pick(sides: tuple[_Side, _Side], rules: Rules) -> None:
     """Applies the globs; raises `UsageError` for one that matches nothing, and when nothing is left."""
-    names = {n for s in sides for n in (*s.rows, *s.objects, *(o.root for o in s.objects.values()))}
+    names = {
+        n for s in sides for n in (*s.rows, *s.unread, *s.objects, *(o.root for o in s.objects.values()))
+    }
     for option, globs in (("--include", rules.include), ("--exclude", rules.exclude)):
         for glob in globs:
             if not any(matches(name, [glob]) for name in names):

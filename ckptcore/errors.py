@@ -60,6 +60,20 @@ class DamagedCheckpoint(CkptError):
         return found
 
 
+class UnprovenCheckpoint(DamagedCheckpoint):
+    """Nothing is known to be wrong with the source, and nothing proves what has to be known of it."""
+
+    code, exit_code = "unproven", 26
+    default_hint = "name what proves it, or take what is there as it is with --recover"
+
+
+class UnreadablePart(DamagedCheckpoint):
+    """A part that was asked for cannot be read; the other parts can."""
+
+    code, exit_code = "unreadable-part", 27
+    default_hint = "leave it out by name with --exclude"
+
+
 class MalformedCheckpoint(DamagedCheckpoint):
     """A header or metadata file of the source cannot be what its format prescribes."""
 
@@ -338,6 +352,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
                         "compare the index with the files"),
     "refused-tensors": ("error", "an object that is kept out holds tensors",
                         "leave it out by name with --exclude, or save its tensors by themselves"),
+    "unreadable-part": ("error", "a tensor of a kind that is not read: by its dtype, layout or codec",
+                        "leave it out by name with --exclude; everything else can be converted"),
     "unused-rule": ("warning", "a rule of --sharding decides on no parameter",
                     "mind its globs and its place among the rules, or let it stand for other models"),
     "unmerged-tensor": ("error", "no rule tells how a tensor is cut over the ranks; it is kept rank by rank",
@@ -358,7 +374,7 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "missing-part": ("warning", "a part that such a checkpoint has is not there; what is there is read",
                      "copy it from where it was written if it matters"),
     "unproven-shape": ("error", "nothing stored proves that the last part of a tensor is there",
-                       "compare the shapes with the model's config, then take them with --recover"),
+                       "put its index or config.json beside it, export it with --config, or --recover it"),
     "unfit-quantization": ("error", "a quantised tensor and its scales do not fit their formula",
                            "carry the stored values with --keep-quantized"),
     "consolidated-differs": ("warning", "whole files beside shards are not what the shards hold",

@@ -32,8 +32,8 @@ from ckptcore.fingerprint import (
 )
 from ckptcore.gather import Bytes, tile_view
 from ckptcore.manifest import Manifest
-from ckptcore.model_part import find_model
-from ckptcore.remap import matches, remap
+from ckptcore.model_part import find_model, in_model
+from ckptcore.remap import is_kept, remap
 from ckptcore.request import Settings
 from ckptcore.tiles import READ, TILES
 from ckptcore.walk import Opened, telling
@@ -71,9 +71,8 @@ def fingerprint(manifest: Manifest, settings: Settings, progress: Progress | Non
                 exclude: tuple[str, ...] = (), rename: tuple[tuple[str, str], ...] = ()
                 ) -> Fingerprints:  # fmt: skip
     """The fingerprint of a checkpoint; see `ckptcore.api.fingerprint`."""
-    require_whole(
-        manifest, lambda f: f.code == "refused-tensors" and (model or matches(f.fqn or "", exclude))
-    )
+    inside = in_model(manifest, model_prefix) if model else str
+    require_whole(manifest, lambda name: is_kept(name, include, exclude) and inside(name) is not None)
     options: dict[str, Any] = {"include": include, "exclude": exclude, "rename": rename}
     if model:
         part = find_model(manifest, model_prefix)

@@ -19,7 +19,7 @@ from ckptcore.livetensors import on_memory, on_meta, pieces, require_cast
 from ckptcore.manifest import Blob, Manifest, TensorSpec
 from ckptcore.objects import references
 from ckptcore.plainvalues import NotBuilt, built, find
-from ckptcore.reading import Filler, require_cover
+from ckptcore.reading import Filler, require_cover, require_readable
 from ckptcore.shown import some
 from ckptcore.store import open_store
 
@@ -42,6 +42,7 @@ def load_into(
 ) -> list[str]:
     """Fills a live state dict; see `ckptcore.load_into`."""
     state = live_state(state_dict)
+    require_readable(manifest, [prefix + leaf.fqn for leaf in state.leaves])
     plan = _plan(manifest, state, prefix)
     _require_all(plan, len(state.leaves), strict)
     _require_fit(manifest, plan)

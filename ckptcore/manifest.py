@@ -9,7 +9,7 @@ perhaps a codec. Manifests are columnar inside, so that 10^6 chunks are a few ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
@@ -108,12 +108,37 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Unread:
+    """Why a tensor is a part that cannot be read, and what is known of it all the same.
+
+    reason: a clause. dtype: as its writer spells it, "" where that is not known. shape: global shape,
+    elements, or None. file: where it lies, or where that is said; None where nothing says.
+    """
+
+    reason: str
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    file: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON face; null for what is not known."""
+        shape = None if self.shape is None else list(self.shape)
+        return {"dtype": self.dtype or None, "shape": shape, "file": self.file, "reason": self.reason}
+
+    def told(self) -> str:
+        """The same for people."""
+        shape = "" if self.shape is None else str(list(self.shape))
+        return ": ".join(p for p in (" ".join(p for p in (self.dtype, shape) if p), self.reason) if p)
+
+
+@dataclass(frozen=True, slots=True)
 class Blob:
     """A non-tensor object: plain values, references to tensors inside it, what was refused.
 
     key: its name. item: index into the items; -1 where the format keeps it elsewhere.
     tree: the value in `ckptcore.objects` JSON form. refused: globals not on the allow-list.
     known: whether the tree is the value; False when it was refused or could not be read.
+    unread: set for a tensor that cannot be read, which is no row of ``Manifest.tensors``.
     """
 
     key: str
@@ -121,6 +146,7 @@ class Blob:
     tree: Any = None
     refused: tuple[str, ...] = ()
     known: bool = True
+    unread: Unread | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +231,8 @@ class Manifest:
     stamps: path -> stamp and ctime (`ckptcore.store.Stamped`) of files as they were before the first byte was
         read, where whoever read it knows them. beside: other files of the place, which neither hold anything
         of it nor were read to describe it. Neither is part of what a checkpoint is, saved, or digested.
+    order: names of tensors as the saved state dict had them, where the order of ``tensors`` is another. What
+        is stored does not depend on it: it is in no digest, and a dump is without it.
     """
 
     format: str
@@ -220,6 +248,7 @@ class Manifest:
     inputs: Manifest | None = None
     stamps: Mapping[str, tuple[str, int | None]] = field(default_factory=dict, compare=False, repr=False)
     beside: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
+    order: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_tensors(self) -> int:
@@ -229,6 +258,11 @@ class Manifest:
     def nbytes(self) -> int:
         """Bytes of all logical tensors."""
         return sum(t.nbytes for t in self.tensors)
+
+    @cached_property
+    def unread(self) -> dict[str, Unread]:
+        """Name -> why, of the tensors that cannot be read."""
+        return {b.key: b.unread for b in self.blobs if b.unread is not None}
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -261,6 +295,9 @@ class Manifest:
             "origin": dict(self.origin), "findings": [f.as_dict() for f in self.findings],
             "codecs": list(i.codecs), "member": [[k, v] for k, v in sorted(i.member.items())],
         }  # fmt: skip
+        # Left out where there is none: digests of other manifests stay what they were.
+        if unread := [[n, *astuple(b.unread)] for n, b in enumerate(self.blobs) if b.unread is not None]:
+            head["unread"] = unread
         if self.inputs is not None:
             head["derived"] = dump_derived(self.derived)
             head["inputs"] = [[t.fqn, t.dtype, list(t.shape)] for t in self.inputs.tensors]
@@ -282,7 +319,7 @@ class Manifest:
             Items(a["item.file"], a["item.start"], a["item.length"], a["item.envelope"],
                   a["item.codec"], a["item.crc32"], tuple(h["codecs"]), dict(h["member"])),
             tuple(StoredFile(p, s) for p, s in h["files"]),
-            tuple(Blob(k, i, t, tuple(r), known) for k, i, t, r, known in h["blobs"]),
+            _load_blobs(h["blobs"], h.get("unread", [])),
             h["origin"], tuple(Finding(**f) for f in h["findings"]),
         )  # fmt: skip
         if "inputs" not in h:
@@ -302,6 +339,14 @@ class Manifest:
     def digest(self) -> str:
         """BLAKE3 of everything but the place (root) the checkpoint lies in, hex."""
         return blake3(replace(self, root="").dump()).hexdigest()
+
+
+def _load_blobs(rows: list[Any], unread: list[Any]) -> tuple[Blob, ...]:
+    why = {
+        n: Unread(reason, dtype, None if shape is None else tuple(shape), file)
+        for n, reason, dtype, shape, file in unread
+    }
+    return tuple(Blob(k, i, t, tuple(r), known, why.get(n)) for n, (k, i, t, r, known) in enumerate(rows))
 
 
 def items_table(rows: Ints | Sequence[tuple[int, ...]], codecs: Sequence[str] = ("",),

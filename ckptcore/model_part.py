@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptcore.errors import AmbiguousModel
@@ -94,6 +94,31 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
         hint="name it: --model-prefix " + (candidates[0][0] or "''" if candidates else "PREFIX"),
         candidates=[r for r, _ in candidates],
     )
+
+
+def in_model(manifest: Manifest, prefix: str | None) -> Callable[[str], str | None]:
+    """What a name is called inside the model, None for what is not the model's; the name itself where the
+    model cannot be told.
+
+    Objects that are no tensor are never the model's. The model is looked for when the first name is asked.
+    """
+    objects = {b.key for b in manifest.blobs if b.unread is None}
+    part: list[ModelPart | None] = []
+
+    def inside(name: str) -> str | None:
+        if not part:
+            try:
+                part.append(find_model(manifest, prefix))
+            except AmbiguousModel:
+                part.append(None)
+        found = part[0]
+        if found is None:
+            return None if name in objects else name
+        inner = name[len(found.prefix) :]
+        own = name.startswith(found.prefix) and name not in objects and found.foreign(inner) is None
+        return inner if own else None
+
+    return inside
 
 
 def _named(names: Sequence[str], prefix: str) -> ModelPart:

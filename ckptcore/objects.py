@@ -41,6 +41,21 @@ class Refused:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedTensor(Refused):
+    """A tensor whose elements are not plain: quantised, sparse, nested, of a class or dtype that is not held.
+
+    name: the global that makes it so. what: the same in words. foreign: whether that is a class that is not
+    on the allow-list. dtype, shape: as far as they are known. storages: keys of the storages under it.
+    """
+
+    what: str = ""
+    foreign: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    storages: tuple[str, ...] = ()
+
+
 def encode(value: Any, _budget: list[int] | None = None) -> Any:
     """The JSON form of a tree of plain values, `TensorRef`, `Named` and `Refused`.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptcore.manifest import Manifest
 
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
-_STATUS = {"ok": "green", "unproven": "yellow", "damaged": "red"}
+_STATUS = {"ok": "green", "unproven": "yellow"}
 _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
 
 
@@ -64,7 +64,8 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
                     | ({"computed": computed[i]} if i in computed else {})
                     for i, t in tensors
                 ],
-                "objects": [{"key": b.key, "refused": list(b.refused)} for b in value.blobs],
+                "objects": [{"key": b.key, "refused": list(b.refused)} for b in value.blobs if not b.unread],
+                "unreadable": [{"fqn": name} | why.as_dict() for name, why in value.unread.items()],
                 "origin": {k: v for k, v in value.origin.items() if k not in ("paths", "evidence")},
             }
         )
@@ -79,8 +80,9 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
     kinds = ", ".join(f"{show_size(n)} {d}" for d, n in dtypes.most_common())
     out.print(
         f"{value.num_tensors} tensors, {show_size(value.nbytes)} ({kinds}); {stored} chunks in "
-        f"{len(used)} files; {len(value.blobs)} objects"
+        f"{len(used)} files; {len(value.blobs) - len(value.unread)} objects"
     )
+    _pairs(out, "cannot be read", [(name, why.told()) for name, why in value.unread.items()])
     table = _table("tensor", "dtype", "shape", "chunks")
     for i, t in tensors[:_LIMIT]:
         _row(table, t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i])))
@@ -99,7 +101,7 @@ def report(value: Report, *, as_json: bool) -> None:
     found = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items()) or "nothing found"
     out.print(
         terminal.text(
-            (value.status, _STATUS[value.status]),
+            (value.status, _STATUS.get(value.status, "red")),
             f" at level {value.level}: {value.format or 'unknown format'}, {value.tensors} tensors, "
             f"{show_size(value.nbytes)}; {found}",
         )

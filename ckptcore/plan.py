@@ -119,6 +119,7 @@ def make_plan(
     paths: Mapping[str, Path] | None = None,
     topology: Topology | None = None,
     each: Callable[[FilePlan], None] | None = None,
+    order: Sequence[str] = (),
 ) -> tuple[Plan, Iterable[FilePlan]]:
     """The plan that writes every tensor of ``manifest`` as ``target`` wants it.
 
@@ -127,6 +128,7 @@ def make_plan(
     source: the manifest before remapping, when that differs; its digest goes into the plan.
     paths: where names stand in the tree, for writers that nest. topology: which rank holds what, for
     writers of a mesh; None for a mesh of one. each: called with every file's plan as it is made.
+    order: names as the saved state dict had them, where paths are in another order.
     File plans that would take much memory are not kept, but made anew whenever they are gone through.
     Raises `DamagedCheckpoint` for a chunk without a place, and what the writer's `arrange` raises.
     """
@@ -138,7 +140,7 @@ def make_plan(
     assert writer.arrange is not None  # the caller asked for a format that writes
     arrange = writer.arrange
     request = Arrangement(wanted, target.objects, paths or {}, target.single, target.max_file_bytes, topology,
-                          target.serialization)  # fmt: skip
+                          target.serialization, order)  # fmt: skip
     followers = followers_of(manifest, twins, ties)
     plans = FilePlans(lambda: file_plans(arrange(request), manifest, wanted, twins, followers))
     rows: list[PlannedFile] = []

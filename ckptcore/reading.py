@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from ckptcore.box import Box
 from ckptcore.boxreader import BoxReader
 from ckptcore.cover import coverage
 from ckptcore.dtype import BY_NAME
-from ckptcore.errors import DamagedCheckpoint
+from ckptcore.errors import DamagedCheckpoint, UnreadablePart
 from ckptcore.gather import tile_view
 from ckptcore.manifest import Manifest
 from ckptcore.records import Records
@@ -27,6 +28,7 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
     """A tensor, or a box of it; see `ckptcore.read`."""
     import torch
 
+    require_readable(manifest, [fqn])
     if fqn not in manifest.index:
         raise KeyError(f"the checkpoint has no tensor {fqn!r}")
     row = manifest.index[fqn]
@@ -42,6 +44,19 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
     finally:
         store.close()
     return out.to(device)
+
+
+def require_readable(manifest: Manifest, names: Iterable[str]) -> None:
+    """Raises `UnreadablePart` when one of the names is a tensor that cannot be read."""
+    lost = [n for n in names if n in manifest.unread]
+    if lost:
+        why = manifest.unread[lost[0]]
+        more = f" (and {len(lost) - 1} more tensors)" if lost[1:] else ""
+        raise UnreadablePart(
+            f"{lost[0]} cannot be read: {why.reason}{more}",
+            hint="take it out of what is asked for: everything else can be read",
+            names=lost,
+        )
 
 
 def require_cover(manifest: Manifest, rows: list[int]) -> None:

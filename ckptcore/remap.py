@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.globs import matches as matches
 from ckptcore.manifest import Blob, Manifest
 from ckptcore.selection import select
 
@@ -94,9 +95,14 @@ def remap(manifest: Manifest, *, include: Sequence[str] = (), exclude: Sequence[
     return Mapped(select(manifest, [kept[n] for n in names], names), renamed, tuple(dropped), ties, twins)
 
 
+def is_kept(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether the globs keep a tensor or object of this name."""
+    return not _glob_rule(name, include, exclude)
+
+
 def keep_blobs(blobs: Sequence[Blob], include: Sequence[str], exclude: Sequence[str]) -> tuple[Blob, ...]:
     """Objects that the globs keep."""
-    return tuple(b for b in blobs if not _glob_rule(b.key, include, exclude))
+    return tuple(b for b in blobs if is_kept(b.key, include, exclude))
 
 
 def strip_wrappers(name: str) -> str:
@@ -110,11 +116,6 @@ def strip_wrappers(name: str) -> str:
     for part in WRAPPERS:
         name = name.replace(part, "")
     return name
-
-
-def matches(name: str, globs: Sequence[str]) -> bool:
-    """Whether any glob matches; ``*`` crosses dots."""
-    return any(fnmatchcase(name, g) for g in globs)
 
 
 def apply_renames(name: str, rules: Sequence[tuple[str, str]]) -> str:

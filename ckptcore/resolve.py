@@ -19,6 +19,7 @@ from ckptcore.errors import (
     ChecksumMismatch,
     DamagedCheckpoint,
     MalformedCheckpoint,
+    UnreadablePart,
     UnsupportedFormat,
     finding,
 )
@@ -26,6 +27,7 @@ from ckptcore.formats._codecs import decode_small, decode_to_file
 from ckptcore.formats._stheader import parse_header
 from ckptcore.formats._torchtemplates import read_tensor
 from ckptcore.formats._torchzip import Resolved, Window
+from ckptcore.globs import leave_out
 from ckptcore.manifest import Envelope, Item, View, is_row_major
 from ckptcore.store import Buffer, Readable
 
@@ -71,6 +73,10 @@ def resolve(store: Readable, path: str, item: Item, dtype: str, shape: tuple[int
         found = _resolve(store, path, item, dtype, shape, view, what, scratch)
     except ChecksumMismatch as error:
         raise _damaged("crc-mismatch", "bytes", error.message, name, path) from error
+    except UnreadablePart as error:
+        hint = leave_out([name])
+        told = finding("unreadable-part", "bytes", error.message, fqn=name, file=path, hint=hint)
+        raise UnreadablePart(error.message, hint=hint, findings=(told,), fqn=name) from error
     except MalformedCheckpoint as error:
         raise _damaged("malformed-item", "bytes", error.message, name, path) from error
     return found

@@ -15,7 +15,15 @@ from ckptcore.box import Box
 from ckptcore.cover import replicas
 from ckptcore.crc import crc32
 from ckptcore.dtype import BY_NAME
-from ckptcore.errors import CkptError, DamagedCheckpoint, Finding, SourceUnreadable, UnsafeContent, finding
+from ckptcore.errors import (
+    CkptError,
+    DamagedCheckpoint,
+    Finding,
+    SourceUnreadable,
+    UnreadablePart,
+    UnsafeContent,
+    finding,
+)
 from ckptcore.gather import Bytes, gather, tile_view
 from ckptcore.manifest import Manifest, view_of
 from ckptcore.resolve import Payload, resolve
@@ -221,6 +229,8 @@ def _as_findings(error: CkptError, name: str, path: str) -> list[Finding]:
     if isinstance(error, UnsafeContent):
         code = "unsafe-item" if "global" in error.values else "bad-path"
         return [finding(code, "bytes", error.message, fqn=name, file=path)]
+    if isinstance(error, UnreadablePart):
+        return list(error.findings)
     if isinstance(error, SourceUnreadable) and "file" not in error.values:
         raise error
     if error.transient:

@@ -29,10 +29,13 @@ from ckptcore.errors import (
 from ckptcore.manifest import Manifest
 from ckptcore.store.survey import Seen as File
 from ckptcore.store.survey import newest, stamp_of
+from ckptcore.verdicts import UNREADABLE_CODES
 
 SETTLE_S = 120.0
 # What is wrong with the checkpoint itself; anything else is wrong with the way to it.
-_ITS_OWN = (DamagedCheckpoint, NotComplete, UnknownFormat, UnsupportedFormat, UnsafeContent, UnsupportedDtype)
+_ITS_OWN = (
+    DamagedCheckpoint, NotComplete, UnknownFormat, UnsupportedFormat, UnsafeContent, UnsupportedDtype,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,13 @@ def _read(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
     try:
         manifest = inspect(uri, recover)
         report = validate(manifest, "cover")
-        if report.ok:
+        # What a part is made of says nothing against the checkpoint: whether it is asked for, a target
+        # decides.
+        errors = tuple(f for f in report.findings if f.severity == "error" and f.code not in UNREADABLE_CODES)
+        if not errors:
             return Look(
                 Seen.WHOLE, stamp, changed, "", (), source_digest(manifest), manifest.digest, manifest
             )
-        errors = tuple(f for f in report.findings if f.severity == "error")
         return Look(Seen.BROKEN, stamp, changed, errors[0].message, errors, None, manifest.digest, manifest)
     except CkptError as error:
         # A file that ends early is the checkpoint's fault; a door that is shut is not.

@@ -8,9 +8,16 @@ from contextlib import closing
 
 from ckptcore.check import Report
 from ckptcore.convert import inspect, validate
-from ckptcore.errors import CkptError, DamagedCheckpoint, NotComplete, SourceUnreadable, UnknownFormat
+from ckptcore.errors import (
+    CkptError,
+    DamagedCheckpoint,
+    NotComplete,
+    SourceUnreadable,
+    UnknownFormat,
+)
 from ckptcore.manifest import Manifest
 from ckptcore.store import open_store
+from ckptcore.verdicts import UNREADABLE_CODES, called
 
 # Seconds between looks. Savers that copy in the background, and object stores, lag by minutes.
 STEPS: Sequence[float] = (10, 20, 30, 60, 120, 300)
@@ -43,8 +50,8 @@ def may_become_whole(error: object) -> bool:
 
 
 def whole(source: str, recover: bool = False) -> Manifest:
-    """The manifest of a checkpoint, if it is whole. Raises what reading raises, and `DamagedCheckpoint` with
-    the findings."""
+    """The manifest of a checkpoint, if it is whole. Raises what reading raises, and `DamagedCheckpoint` or
+    `UnprovenCheckpoint` with the findings."""
     try:
         manifest = inspect(source, recover)
         _require_whole(source, validate(manifest, "cover"))
@@ -73,9 +80,10 @@ def wait_until_whole(source: str, recover: bool, looks: Sequence[float], told: T
 
 
 def _require_whole(source: str, report: Report) -> None:
-    if not report.ok:
-        first = next(found for found in report.findings if found.severity == "error")
-        raise DamagedCheckpoint(f"{source}: {first.message}", findings=report.findings)
+    """What cannot be read is whole: whether it is asked for, the conversion decides."""
+    errors = [f for f in report.findings if f.severity == "error" and f.code not in UNREADABLE_CODES]
+    if errors:
+        raise called(errors)(f"{source}: {errors[0].message}", findings=report.findings)
 
 
 def _changes(source: str) -> bool:

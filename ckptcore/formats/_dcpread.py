@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -70,7 +71,23 @@ def read_folder(source: Source, name: str = "dcp", rules: ObjectRules = PLAIN,
     _note_files(builder, source, names)
     add_blobs(builder, source.store, blobs, others, rules)
     paths = _paths(parsed).form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
-    return builder.build(name, source.store.url, origin | ({"paths": paths} if paths else {}))
+    found = builder.build(name, source.store.url, origin | ({"paths": paths} if paths else {}))
+    return replace(found, order=_saved_order(parsed, found))
+
+
+def _saved_order(parsed: Sequence[Metadata], found: Manifest) -> tuple[str, ...]:
+    """Tensors as the first planner had them in its state dict; () where that is the order of the tensors.
+
+    Planners give replicated tensors to any of the ranks, which changes their place among the others.
+    """
+    paths = parsed[0].paths
+    if type(paths) is not dict:
+        return ()
+    saved = iter(paths)
+    if all(spec.fqn in saved for spec in found.tensors):  # goes through the paths once
+        return ()
+    held = {spec.fqn for spec in found.tensors}
+    return tuple(n for n in paths if type(n) is str and n in held)
 
 
 def _paths(parsed: Iterable[Metadata]) -> Paths:
@@ -102,7 +119,7 @@ class _Columns:
         numbers = Numbers(lambda fqn: fqns.append(fqn) or len(fqns) - 1)  # type: ignore[func-returns-value]
         stored = places(metadata, numbers, self._files, self._place, _codec)
         objects: list[str] = []
-        tensors: dict[int, int] = {}  # number of the name -> of the tensor
+        tensors: dict[int, tuple[int, tuple[int, ...]]] = {}  # number of the name -> of the tensor, its shape
         chunks = ChunkRows(metadata)
         count = 0
         for fqn, entry in metadata.tensors.items():
@@ -134,15 +151,16 @@ class _Columns:
         self._rows.append((owner[listed.name], listed, where))
         return blobs
 
-    def _shapes(self, tensors: Mapping[int, int], names: int) -> tuple[Ints, Ints, Ints]:
-        """By number of the name: the tensor's shape, its rank (-2 where there is none), its position."""
-        specs = {number: self._builder.tensors[t] for number, t in tensors.items()}
-        width = max((len(spec.shape) for spec in specs.values()), default=0)
+    @staticmethod
+    def _shapes(tensors: Mapping[int, tuple[int, tuple[int, ...]]], names: int) -> tuple[Ints, Ints, Ints]:
+        """By number of the name: the tensor's shape, its rank (-2 where there is none), its position (-1 for
+        one that cannot be read)."""
+        width = max((len(shape) for _, shape in tensors.values()), default=0)
         shapes, ranks = np.zeros((names, width), np.int64), np.full(names, -2, np.int64)
         owner = np.zeros(names, np.int64)
-        for number, spec in specs.items():
-            shapes[number, : len(spec.shape)] = spec.shape
-            ranks[number], owner[number] = len(spec.shape), tensors[number]
+        for number, (at, shape) in tensors.items():
+            shapes[number, : len(shape)] = shape
+            ranks[number], owner[number] = len(shape), at
         return shapes, ranks, owner
 
     @staticmethod
@@ -197,21 +215,21 @@ class _Columns:
     def _file(self, path: str) -> int:
         return self._builder.file(inner_path(path, what=self._naming), self._listing.get(path))
 
-    def _tensor(self, fqn: str, state: dict[str, Any], metadata: Metadata) -> int:
+    def _tensor(self, fqn: str, state: dict[str, Any], metadata: Metadata) -> tuple[int, tuple[int, ...]]:
         name = metadata.name
         shape = dims(state.get("size"), name)
         dtype = _dtype(state.get("properties"), fqn, name)
         seen = self._specs.get(fqn)
         if seen is None:
-            at = self._builder.tensor(TensorSpec(fqn, dtype, shape))
+            at = self._builder.tensor(TensorSpec(fqn, dtype, shape), name)
             self._specs[fqn] = at, (dtype, shape)
-            return at
+            return at, shape
         if seen[1] != (dtype, shape):  # rank-local metadata of two different saves
             raise MalformedCheckpoint(
                 f"{name} says {fqn} is {dtype} {list(shape)}, another rank says "
                 f"{seen[1][0]} {list(seen[1][1])}", file=name,
             )  # fmt: skip
-        return seen[0]
+        return seen[0], shape
 
     def flush(self) -> None:
         """Adds the chunks, now that all items of every file are known."""
@@ -221,7 +239,8 @@ class _Columns:
         for tensor, chunks, where in self._rows:
             file, start, length, codec = where.T
             placed, member = file >= 0, np.isin(file, list(sizes))
-            for n in np.flatnonzero(~placed | member).tolist():
+            # Items of what cannot be read count as bytes of their files, and are no more looked at.
+            for n in np.flatnonzero((~placed | member) & (tensor >= 0)).tolist():
                 offset = tuple(chunks.offset[n, : int(chunks.rank[n])].tolist())
                 fqn = specs[int(tensor[n])].fqn
                 if not placed[n]:
@@ -235,7 +254,7 @@ class _Columns:
                     self._builder.findings.append(_lost(fqn, other, offset))
                 length[n] = max(sizes[int(file[n])] - int(start[n]), 0)
             envelope = np.where(member, int(Envelope.SAFETENSORS), int(Envelope.TORCHZIP))
-            names = {n: specs[int(tensor[n])].fqn for n in np.flatnonzero(member).tolist()}
+            names = {n: specs[int(tensor[n])].fqn for n in np.flatnonzero(member & (tensor >= 0)).tolist()}
             item = self._builder.items(where[:, :3], envelope, codec, _CODEC_NAMES, names, placed)
             self._builder.chunks(tensor, chunks.offset, chunks.shape, chunks.rank, item)
         self._rows = []
@@ -249,7 +268,7 @@ class _Columns:
         width = np.array([BY_NAME[t.dtype].itemsize for t in self._builder.tensors], np.int64)
         used, other = np.zeros(len(sizes), np.bool_), np.zeros(len(sizes), np.bool_)
         for tensor, chunks, where in self._rows:
-            rows = np.flatnonzero(where[:, 0] >= 0)
+            rows = np.flatnonzero((where[:, 0] >= 0) & (tensor >= 0))
             file, length = where[rows, 0], where[rows, 2]
             # Behind a size's own rank are zeros. Lengths are below 2**62; what lying sizes hold may be more.
             extent = np.where(

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptcore.errors import UnsafeContent
 from ckptcore.formats._pickle import Call, Record, record
-from ckptcore.formats._torchtables import OBJECT_TABLE, REBUILDS
+from ckptcore.formats._torchtables import OBJECT_TABLE, REBUILDS, of_class
 from ckptcore.objects import Refused
 from ckptcore.shown import shown
 
@@ -94,8 +94,8 @@ def _wrapper(*args: Any) -> Any:
 
 def _typed(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """``_rebuild_from_type_v2(function, type, args, state)``."""
-    if type(kind) is Refused:
-        return kind
+    if isinstance(kind, Refused):
+        return of_class(kind, function, args, state)
     if type(function) is not Call or type(kind) is not Call or type(args) is not tuple:
         raise ValueError(f"a tensor of {shown(kind)}")
     if function is _WRAPPER:

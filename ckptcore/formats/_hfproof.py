@@ -4,12 +4,17 @@
 2. torch.chunk cuts n elements for k ranks into parts of ceil(n / k), a shorter one, then empty ones. So a
    shorter or an empty last part ends its tensor, and where only one k gives the lengths that are
    there, k is how many ranks wrote. If those ranks are all there, every tensor is whole.
-3. Parts of equal length prove nothing: without the last rank they would be parts of equal length, too.
+3. Parts of equal length prove nothing by themselves: without the last rank they would be parts of equal
+length,
+   too. Where something beside them tells how long one of them is, its parts prove how many ranks wrote. A
+   file's ``-of-`` counts model files, and tells nothing of ranks.
+4. Tensors that hold as many bytes as an index tells of are all whole: each missing part would be missing in
+   the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -42,9 +47,14 @@ def ended(parts: Sequence[Part]) -> bool:
     return len(cut) == 1 and _shorter(next(iter(cut.values())))
 
 
-def writers(parts: Sequence[Part]) -> int | None:
-    """How many ranks the parts of a tensor were cut for, where their lengths leave only one answer."""
+def writers(parts: Sequence[Part], whole: Shape | None = None) -> int | None:
+    """How many ranks the parts of a tensor were cut for, where their lengths leave only one answer.
+
+    whole: the tensor's shape, where something else tells it.
+    """
     shape = extent(parts)
+    if whole is not None and whole != shape:
+        return None
     held = [p for p in parts if 0 not in p.shape]
     ranks = [p.rank for p in held]
     cut = _cuts(held, shape)
@@ -53,7 +63,7 @@ def writers(parts: Sequence[Part]) -> int | None:
     least, most = 1, 1
     grid = 1
     for lengths in cut.values():
-        low, high = _ranks_for(lengths)
+        low, high = _ranks_for(lengths, whole is not None)
         if high == inf:
             return None
         least, most, grid = least * low, most * int(high), grid * len(lengths)
@@ -94,10 +104,13 @@ def _next_rank(parts: Sequence[Part], ranks: int) -> int | None:
     return len(held) + 1
 
 
-def unproven(shards: Shards) -> tuple[str, ...]:
-    """Tensors that would be longer if ranks behind the last were lost; nothing here tells."""
+def unproven(shards: Shards, known: Mapping[str, Shape]) -> tuple[str, ...]:
+    """Tensors that would be longer if ranks behind the last were lost; nothing here tells.
+
+    known: shapes of tensors that something else tells.
+    """
     ranks = shards.ranks
-    if ranks > 1 and any(writers(parts) == ranks for parts in shards.parts.values()):
+    if ranks > 1 and any(writers(parts, known.get(fqn)) == ranks for fqn, parts in shards.parts.items()):
         return ()
     # Among several ranks, a tensor of which all hold the same part was never cut.
     return tuple(
@@ -125,15 +138,18 @@ def _shorter(lengths: tuple[int, ...]) -> bool:
     return len(set(lengths[:-1])) == 1 and lengths[-1] < lengths[0]
 
 
-def _ranks_for(lengths: tuple[int, ...]) -> tuple[int, float]:
+def _ranks_for(lengths: tuple[int, ...], whole: bool = False) -> tuple[int, float]:
     """The fewest and the most ranks for which torch.chunk gives these lengths.
 
-    >>> _ranks_for((26, 26, 26, 25)), _ranks_for((2, 2, 1)), _ranks_for((1, 1))
-    ((4, 4), (3, 4), (2, inf))
+    whole: whether nothing follows them.
+
+    >>> _ranks_for((26, 26, 26, 25)), _ranks_for((2, 2, 1)), _ranks_for((1, 1)), _ranks_for((8, 8), True)
+    ((4, 4), (3, 4), (2, inf), (2, 2))
     """
-    if not _shorter(lengths):
-        return (len(lengths), inf)
+    even = whole and len(set(lengths)) == 1
     total, step = sum(lengths), lengths[0]
+    if not (even or _shorter(lengths)) or step < 2:
+        return (len(lengths), inf)
     return -(-total // step), -(-total // (step - 1)) - 1
 
 

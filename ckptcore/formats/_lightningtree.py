@@ -16,14 +16,16 @@ from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats._dcpobjects import adopt
 from ckptcore.formats._pickle import Call
 from ckptcore.formats._torchtables import OBJECT_TABLE, StoredView
+from ckptcore.formats._torchtree import add_unread, note_hidden_at
 from ckptcore.formats._torchzip import Objects, read_objects
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Blob, Envelope, Item, Manifest
-from ckptcore.objects import Named, Refused
+from ckptcore.objects import Named, Refused, RefusedTensor
 from ckptcore.paths import Paths
 
 VERSION = "pytorch-lightning_version"
 _MAX_TOLD = 100
+_MODELS = ("state_dict", "model")
 
 
 def _namespace(kind: str) -> Call:
@@ -69,12 +71,12 @@ TABLE: dict[str, Any] = {
 class Contents:
     """A parsed file.
 
-    tree: the dict, without what was refused. lost: (path of a value, the global it needs).
+    tree: the dict, without what was refused. lost: (path of a value, what was refused of it).
     """
 
     objects: Objects
     tree: dict[Any, Any]
-    lost: tuple[tuple[tuple[Any, ...], str], ...]
+    lost: tuple[tuple[tuple[Any, ...], Refused], ...]
 
 
 def contents(source: Source, name: str) -> Contents:
@@ -83,7 +85,7 @@ def contents(source: Source, name: str) -> Contents:
     objects = read_objects(lambda start, n: store.read(name, start, n), size, name, TABLE)
     if not isinstance(objects.tree, dict):
         raise UnsupportedFormat(f"{name} holds a {type(objects.tree).__name__}, not a dict")
-    lost: list[tuple[tuple[Any, ...], str]] = []
+    lost: list[tuple[tuple[Any, ...], Refused]] = []
     tree = _kept(objects.tree, (), lost)
     return Contents(objects, tree if isinstance(tree, dict) else {}, tuple(lost))
 
@@ -112,20 +114,31 @@ def read_tree(source: Source, name: str, read: Contents, format: str, origin: di
 
 def _tell(builder: Builder, read: Contents, name: str) -> None:
     """Findings about what was left out, and about tensors that went with it."""
-    for path, needs in read.lost[:_MAX_TOLD]:
+    used = {v.key for v in _views(read.tree)} | {
+        key for _, v in read.lost if isinstance(v, RefusedTensor) for key in v.storages
+    }
+    hidden = sum(n for k, (_, n, _) in read.objects.storages.items() if n and k not in used)
+    others: list[tuple[tuple[Any, ...], Refused]] = []
+    for path, value in read.lost:
+        where = ".".join(map(str, path))
+        if isinstance(value, RefusedTensor):
+            add_unread(builder, where, value, name)
+        elif hidden and path[0] in _MODELS:  # a weight, as far as anybody can tell
+            note_hidden_at(builder, where, value, hidden, name)
+        else:
+            others.append((path, value))
+    for path, value in others[:_MAX_TOLD]:
         where = ".".join(map(str, path))
         builder.findings.append(
-            finding("refused-global", "files", f"{where} needs {needs}: left out", fqn=where, file=name)
+            finding("refused-global", "files", f"{where} needs {value.name}: left out", fqn=where, file=name)
         )
-    if len(read.lost) > _MAX_TOLD:
-        more = len(read.lost) - _MAX_TOLD
+    if len(others) > _MAX_TOLD:
+        more = len(others) - _MAX_TOLD
         builder.findings.append(
             finding("refused-global", "files", f"{more} more values of {name} are left out", file=name)
         )
-    used = {v.key for v in _views(read.tree)}
-    hidden = sum(n for k, (_, n, _) in read.objects.storages.items() if n and k not in used)
     if hidden:
-        gone = sorted({str(path[0]) for path, _ in read.lost}) or [name]
+        gone = sorted({str(path[0]) for path, _ in others}) or ([] if read.lost else [name])
         # The pickle does not tell whose they are: each of them has to be left out by name.
         builder.findings += [
             finding(
@@ -136,7 +149,7 @@ def _tell(builder: Builder, read: Contents, name: str) -> None:
         ]  # fmt: skip
 
 
-def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], str]]) -> Any:
+def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], Refused]]) -> Any:
     """The value without the dict entries and attributes that need refused globals.
 
     A sequence with such an element goes as a whole: positions have a meaning. Gives `Refused` for
@@ -157,7 +170,7 @@ def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], s
         for k, v in value.items():
             new = k if isinstance(k, Refused) else _kept(v, (*path, k), lost)
             if isinstance(new, Refused):
-                lost.append(((*path, k.name if isinstance(k, Refused) else k), new.name))
+                lost.append(((*path, k.name if isinstance(k, Refused) else k), new))
             else:
                 kept[k] = new
         return kept

@@ -19,7 +19,7 @@ from typing import Any
 from ckptcore.box import Box, flat_start, from_flat_range
 from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME, BY_SAFETENSORS
-from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, UnsupportedDtype, finding
+from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, finding
 from ckptcore.formats._olmo import RANK_SAFETENSORS
 from ckptcore.formats._stheader import no_duplicates, read_header
 from ckptcore.formats.base import Source, natural
@@ -95,7 +95,9 @@ class Folder:
 
     def _add(self, builder: Builder, stored: Stored) -> None:
         dtype = stored.dtype or self._dtype_of(stored)
-        tensor = builder.tensor(TensorSpec(stored.name, dtype, stored.shape))
+        tensor = builder.tensor(TensorSpec(stored.name, dtype, stored.shape), METADATA)
+        if tensor < 0:
+            return
         itemsize = BY_NAME[dtype].itemsize
         for shard in stored.shards:
             file = builder.file(shard.file, self.source.listing.get(shard.file))
@@ -187,9 +189,10 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
 def _stored(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
     shape = _dims(entry["shape"])
     spelled = entry.get("dtype")
-    if spelled is not None and spelled not in BY_SAFETENSORS:
-        raise UnsupportedDtype(f"{METADATA}: {name} has dtype {shown(spelled, 40)}", fqn=name)
-    dtype = BY_SAFETENSORS[spelled].name if spelled is not None else None
+    if spelled is not None and (type(spelled) is not str or not 0 < len(spelled) <= 40 or spelled in BY_NAME):
+        raise MalformedCheckpoint(f"{METADATA}: {name} has dtype {shown(spelled, 40)}", fqn=name)
+    known = BY_SAFETENSORS.get(spelled) if spelled is not None else None
+    dtype = known.name if known is not None else spelled
     if "shard_spec_per_file" in entry:
         specs = entry["shard_spec_per_file"].items()
     else:

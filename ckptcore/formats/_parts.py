@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ckptcore.errors import Finding, NameMismatch
-from ckptcore.manifest import Blob, Chunks, Ints, Items, Manifest, StoredFile, TensorSpec
+from ckptcore.manifest import Blob, Chunks, Ints, Items, Manifest, StoredFile, TensorSpec, Unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def join(format: str, root: str, parts: Sequence[Part], origin: Mapping[str, Any
         shift = sum(len(i) for i in items)
         blobs += [
             replace(b, key=part.rename(b.key), item=b.item + shift if b.item >= 0 else -1,
-                    tree=_renamed(b.tree, part.rename))
+                    tree=_renamed(b.tree, part.rename), unread=_below(b.unread, prefix))
             for b in m.blobs
         ]  # fmt: skip
         told += [
@@ -73,8 +73,12 @@ def join(format: str, root: str, parts: Sequence[Part], origin: Mapping[str, Any
     return Manifest(
         format, root, tuple(tensors), _stacked(chunks, rank, any_view), _all_items(items, codecs, member),
         tuple(StoredFile(p, sizes[n]) for p, n in files.items()), tuple(blobs), dict(origin or {}),
-        (*told, *findings),
+        (*told, *findings), order=tuple(part.rename(n) for part in parts for n in part.manifest.order),
     )  # fmt: skip
+
+
+def _below(why: Unread | None, prefix: str) -> Unread | None:
+    return replace(why, file=prefix + why.file) if why is not None and why.file else why
 
 
 def _require_distinct(names: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ ShardedTensor's has the local shards with their offsets, and the rank and world 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -21,7 +21,7 @@ from ckptcore.formats._disttables import DTENSOR, fields
 from ckptcore.formats._pickle import Record
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.manifest import row_major
-from ckptcore.objects import Named, Refused
+from ckptcore.objects import Named, Refused, RefusedTensor
 from ckptcore.shown import shown
 
 _MAX_RANKS = 1 << 20
@@ -81,9 +81,10 @@ class Placer:
 
     def _dtensor(self, value: Record, name: str) -> Placed | Refused:
         state = fields(value, DTENSOR)
-        local, dtype, shape = state.get("_local_tensor"), _dtype(value.args[1]), _dims(value.args[2])
-        if type(local) is Refused:
-            return local
+        local, shape = state.get("_local_tensor"), _dims(value.args[2])
+        if isinstance(local, Refused):
+            return _whole(local, shape)
+        dtype = _dtype(value.args[1])
         if type(local) is not StoredView or local.dtype != dtype:
             raise ValueError(f"a DTensor of {dtype} whose local tensor is {shown(local)}")
         spec = fields(state.get("_spec"), "DTensorSpec")
@@ -120,6 +121,11 @@ class Placer:
         shape = _dims(told.get("size"))
         properties = told.get("tensor_properties")
         first = properties.state if type(properties) is Record else None
+        held = [fields(shard, "LocalShard").get("tensor") for shard in state[0]]
+        refused = next((tensor for tensor in held if isinstance(tensor, Refused)), None)
+        if refused is not None:
+            keys = tuple(sorted({k for t in held if isinstance(t, RefusedTensor) for k in t.storages}))
+            return _whole(refused, shape, keys)
         dtype = _dtype(
             first.get("dtype") if type(first) is dict else first[0] if type(first) is tuple else None
         )
@@ -130,12 +136,10 @@ class Placer:
         pieces = []
         self._count(len(state[0]))
         for shard in state[0]:
-            held = fields(shard, "LocalShard")
-            where = fields(held.get("metadata"), "ShardMetadata")
+            local = fields(shard, "LocalShard")
+            where = fields(local.get("metadata"), "ShardMetadata")
             offset, extent = _dims(where.get("shard_offsets")), _dims(where.get("shard_sizes"))
-            tensor = held.get("tensor")
-            if type(tensor) is Refused:
-                return tensor
+            tensor = local.get("tensor")
             if type(tensor) is not StoredView or tensor.shape != extent or tensor.dtype != dtype:
                 raise ValueError(f"a shard of {dtype} {list(extent)} that holds {shown(tensor, 120)}")
             if len(offset) != len(shape) or len(extent) != len(shape):
@@ -279,6 +283,13 @@ def _mesh_storages(mesh: Any) -> set[str]:
             else:
                 queue += value.values() if isinstance(value, dict) else value
     return found
+
+
+def _whole(local: Refused, shape: tuple[int, ...], storages: tuple[str, ...] = ()) -> Refused:
+    """What was refused of one rank, as the whole tensor."""
+    if not isinstance(local, RefusedTensor):
+        return local
+    return replace(local, shape=shape, storages=storages or local.storages)
 
 
 def _narrowed(view: StoredView, at: tuple[int, ...], extent: tuple[int, ...]) -> StoredView:

@@ -25,7 +25,7 @@ from ckptcore.formats._torchzip import check_view, is_zip, read_objects, refused
 from ckptcore.formats._trees import leaves_below
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Item, View
-from ckptcore.objects import encode
+from ckptcore.objects import Refused, RefusedTensor, encode
 from ckptcore.paths import Path
 
 _SMALL = 64 << 10  # plain tensors without a checksum of their own are marked by their bytes up to here
@@ -66,18 +66,23 @@ class Plain:
 class Content:
     """What one rank saved.
 
-    objects: name -> (digest, value in JSON form, path). refused: name -> globals.
-    hidden: bytes of tensors that only refused objects can hold. params: the model's parameters.
+    objects: name -> (digest, value in JSON form, path). refused: name -> (whether all of the value was
+    refused, globals, file). unread: name -> (what it is, path, file), of
+    tensors that are not read. hidden: bytes of tensors that only refused objects can hold. params: the
+    model's parameters.
     numbers: whether an optimizer's states kept their numbers; None without such an optimizer.
+    names: every name in the file, in order.
     """
 
     shards: list[Shards] = field(default_factory=list)
     plain: list[Plain] = field(default_factory=list)
     objects: dict[str, tuple[str, Any, Path]] = field(default_factory=dict)
-    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    refused: dict[str, tuple[bool, tuple[str, ...], str]] = field(default_factory=dict)
+    unread: dict[str, tuple[RefusedTensor, Path, str]] = field(default_factory=dict)
     hidden: int = 0
     params: Params = ()
     numbers: bool | None = None
+    names: list[str] = field(default_factory=list)
 
 
 def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: Params) -> Content:
@@ -98,7 +103,7 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
             raise UnsupportedFormat(f"{path} holds a {type(tree).__name__}, not a state dict")
         for name, path_, value in leaves_below(tree, prefix, (StoredView, Record)):
             file.add(made, name, (prefix, *path_), value)
-        made.hidden = file.hidden(bool(made.refused))
+        made.hidden = file.hidden(bool(made.refused or made.unread))
         return made
     inside = numbered(tree)
     made.params = _parameters(tree, inside.path if inside else None)
@@ -112,7 +117,7 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
             raise NameMismatch(f"{path}: two values are called {name}")
         seen.add(name)
         file.add(made, name, where, value)
-    made.hidden = file.hidden(bool(made.refused))
+    made.hidden = file.hidden(bool(made.refused or made.unread))
     return made
 
 
@@ -125,10 +130,12 @@ class _File:
         self.objects = read_objects(lambda at, n: source.store.read(path, at, n), size, path, DIST_TABLE)
         self._file = builder.file(path, size)
         self._items: dict[str, int] = {}
+        self._unread: set[str] = set()  # storages of tensors that are not read
         self._bytes = 0
         self._placer = Placer(self._integers, path, size)
 
     def add(self, made: Content, name: str, path: Path, value: Any) -> None:
+        made.names.append(name)
         if isinstance(value, Record) and value.kind in (DTENSOR, SHARDED):
             if value.kind == SHARDED and name.endswith("flat_param"):
                 raise _flat(self._path, name)
@@ -142,10 +149,13 @@ class _File:
             piece = self._piece(value, Box.whole(value.shape), name)
             mark = self._mark(value, piece)
             made.plain.append(Plain(name, path, value.dtype, value.shape, piece, mark))
+        elif isinstance(value, RefusedTensor):
+            self._unread.update(value.storages)
+            made.unread[name] = value, path, self._path
         elif isinstance(value, Record):  # a mesh or a placement by itself
-            made.refused[name] = (value.kind,)
+            made.refused[name] = False, (value.kind,), self._path
         elif refused := refused_in(value):
-            made.refused[name] = refused
+            made.refused[name] = isinstance(value, Refused), refused, self._path
         else:
             try:
                 tree = encode(value)
@@ -155,7 +165,7 @@ class _File:
 
     def hidden(self, may: bool) -> int:
         """Bytes of storages that nothing was taken from; raises unless something ``may`` hide them."""
-        known = self._items.keys() | self._placer.storages
+        known = self._items.keys() | self._placer.storages | self._unread
         left = sum(n for key, (_, n, _) in self.objects.storages.items() if key not in known)
         if left and not may:
             raise UnsupportedFormat(

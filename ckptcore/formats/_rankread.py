@@ -10,21 +10,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from blake3 import blake3
 
 from ckptcore.builder import Builder
-from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats._bounds import absent
 from ckptcore.formats._rankfile import Content, Piece, Plain, Shards, read_rank
 from ckptcore.formats._rankfiles import RankFiles
 from ckptcore.formats._rankoptim import Params
 from ckptcore.formats._shapefit import Shape
 from ckptcore.formats._stheader import no_duplicates
+from ckptcore.formats._torchtree import add_unread, note_hidden
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Blob, Manifest, TensorSpec
-from ckptcore.objects import decode, encode
+from ckptcore.objects import RefusedTensor, decode, encode
 from ckptcore.paths import Path, Paths
 
 _MAX_TENSORS, _MAX_RANKS = 2_000_000, 1 << 20
@@ -33,6 +35,7 @@ _TOLD = 100  # missing ranks that are named
 _OWN = re.compile(
     r"(^|[._])(rng|random|seed|generator|dataloader|loader|sampler|extra)(s|_state|_states)?([._]|$)"
 )
+_STATE = re.compile(r"(^|\.)state\.\d+\.\w+$")  # of a numbered optimizer
 _STEP = re.compile(r"(^|\.)(global_)?(step|steps|iteration|last_epoch)$")
 
 
@@ -57,7 +60,7 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
     paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     if paths:
         origin["paths"] = paths
-    return builder.build(name, source.store.url, origin)
+    return replace(builder.build(name, source.store.url, origin), order=reader.order())
 
 
 class RankReader:
@@ -71,6 +74,7 @@ class RankReader:
         self.paths = Paths()
         self.unproven: list[RankFiles] = []
         self._at: dict[str, int] = {}  # FQN -> tensor
+        self._names: dict[str, None] = {}  # in the order of the files
         self._params: dict[int, Params] = {}  # rank -> the model's parameters, equal ones shared
         self._known: dict[Params, Params] = {}
         self._ranks: set[int] = set()  # that the files say took part, as numbered in their names
@@ -94,6 +98,7 @@ class RankReader:
             for shards in content.shards:
                 self._shards(shards, rank, path)
             part.add(rank, content)
+            self._names |= dict.fromkeys(content.names)
         part.finish(one_model=len(self._known) <= 1)
         if not part.repeated:
             self.unproven.append(files)
@@ -124,6 +129,11 @@ class RankReader:
     def world(self) -> int | None:
         """How many ranks the files say took part."""
         return max(self._span, max(self._ranks, default=-1) + 1) or None
+
+    def order(self) -> tuple[str, ...]:
+        """The tensors in the order of the files; () where that is the order in which they were added."""
+        names = tuple(n for n in self._names if n in self._at)
+        return () if names == tuple(self._at) else names
 
     def _shards(self, shards: Shards, rank: int, path: str) -> None:
         placed = shards.placed
@@ -172,7 +182,8 @@ class _Part:
         self._distributed: set[str] = set()
         self._values: dict[str, dict[str, Any]] = {}  # name -> digest -> value
         self._digests: dict[str, dict[int, str]] = {}  # name -> rank -> digest
-        self._refused: dict[str, tuple[str, ...]] = {}
+        self._refused: dict[str, tuple[bool, tuple[str, ...], str]] = {}
+        self._unread: dict[str, tuple[RefusedTensor, Path, str]] = {}
         self._hidden = 0
         self._numbers: set[bool] = set()
         self._apart: set[Path] = set()  # containers with tensors on some rank
@@ -188,6 +199,7 @@ class _Part:
             self._values.setdefault(name, {}).setdefault(digest, tree)
             self._digests.setdefault(name, {})[rank] = digest
         self._refused = {**content.refused, **self._refused}
+        self._unread = {**content.unread, **self._unread}
         self._hidden += content.hidden
         if content.numbers is not None:
             self._numbers.add(content.numbers)
@@ -200,55 +212,91 @@ class _Part:
 
     def finish(self, *, one_model: bool) -> None:
         """Adds what has to be compared first. one_model: whether all ranks hold the same parameters."""
-        if len(self._numbers) > 1 or (True in self._numbers and not one_model):
-            raise UnsupportedFormat(
-                f"{next(iter(self._files.paths.values()))} numbers the optimizer's states, and the numbers "
-                "mean other parameters on other ranks",
-                hint="to read the model alone, move the optimizer's files to another folder",
-            )
-        if True in self._numbers:
-            path = next(iter(self._files.paths.values()))
+        path = next(iter(self._files.paths.values()))
+        confused = len(self._numbers) > 1 or (True in self._numbers and not one_model)
+        if True in self._numbers and not confused:
             message = f"{path} numbers the optimizer's states, and nothing proves their names"
             self._builder.findings.append(finding("unnamed-states", "files", message, file=path))
+        flat = self._confused(path) if confused else self._flat(path)
         for name, rows in self._plain.items():
-            self._add_plain(name, rows)
+            if name in flat:
+                self._by_rank(name, rows)
+            else:
+                self._add_plain(name, rows)
         for name in [n for n, path in self._where.items() if path in self._apart]:
             self._take_apart(name)
         for name, digests in self._digests.items():
             self._add_object(name, self._values[name], digests)
-        for name, refused in self._refused.items():
+        for name, (_, refused, _) in self._refused.items():
             self._tell("refused-global", f"object {name} needs {', '.join(refused)}", name)
             self._builder.blobs.append(Blob(name, -1, None, refused, known=False))
-            if self._hidden and not self._optional:
-                message = (
-                    f"{name} may hold tensors: {self._hidden} bytes cannot be taken out of what is refused"
-                )
-                self._tell("refused-tensors", message, name)
+        for name, (value, where, file) in self._unread.items():
+            self._paths.add(name, where)
+            add_unread(self._builder, name, value, file)
+        if self._hidden and not self._optional:
+            note_hidden(self._builder, self._refused, self._hidden)
+
+    def _confused(self, path: str) -> frozenset[str]:
+        """Numbered states that are of other parameters on other ranks, each a finding: those of pipeline
+        stages, say."""
+        states = frozenset(n for n in self._plain if _STATE.search(n))
+        names = [f"{n}.rank{rank}" for n in self._plain if n in states for rank, _ in self._plain[n]]
+        for name in (*names, *sorted(n for n in self._distributed if _STATE.search(n))):
+            message = f"{name} is numbered in {path}, and the numbers mean other parameters on other ranks"
+            self._tell("unmerged-tensor", message, name)
+        return states
+
+    def _flat(self, path: str) -> frozenset[str]:
+        """Numbered states that are runs of a flattened parameter: FSDP1's, which each rank has its own of.
+
+        Where one of them differs between ranks all are: equal ones, zeros say, are no copies.
+        """
+        if True not in self._numbers:
+            return frozenset()
+        runs = {n: rows for n, rows in self._plain.items() if _STATE.search(n) and rows[0][1].shape}
+        differ = [n for n, rows in runs.items() if not _alike(rows)]
+        if not differ or any(len(plain.shape) != 1 for rows in runs.values() for _, plain in rows):
+            return frozenset()
+        more = f" and {len(runs) - 1} more states" if len(runs) > 1 else ""
+        message = f"{differ[0]}{more} are flat, and every rank has its own part: they are kept rank by rank"
+        self._builder.findings.append(
+            finding(
+                "flat-buffers",
+                "files",
+                message,
+                file=path,
+                hint="they are carried as they are; sharded state dicts of an optimizer can be resharded",
+            )
+        )
+        return frozenset(runs)
+
+    def _by_rank(self, name: str, rows: list[tuple[int, Plain]]) -> None:
+        for rank, plain in rows:
+            self._whole(f"{name}.rank{rank}", plain, _own_path(plain.path, rank), rank)
 
     def _add_plain(self, name: str, rows: list[tuple[int, Plain]]) -> None:
         if name in self._distributed:
             raise MalformedCheckpoint(f"{name} is distributed on some ranks, and whole on others")
-        kinds = {(p.dtype, p.shape) for _, p in rows}
-        marks = {p.mark for _, p in rows if p.mark is not None}
-        if len(kinds) == 1 and len(marks) <= 1:
+        if _alike(rows):
             for rank, plain in rows:
                 self._whole(name, plain, plain.path, rank)
             return
         own = (
             self._optional
             or bool(_OWN.search(name))
-            or kinds == {("uint8", s) for _, s in kinds if len(s) == 1}
+            or all(p.dtype == "uint8" and len(p.shape) == 1 for _, p in rows)
         )
         if not own and not self._distributed and not _STEP.search(name):
             first, last = (self._files.paths[rank] for rank, _ in (rows[0], rows[-1]))
-            raise UnsupportedFormat(
+            message = (
                 f"{name} is a plain tensor in every rank's file, and not the same in {first} and {last}: "
-                "nothing in the files says how they belong together",
-                hint="save DTensor or ShardedTensor state dicts, or through torch.distributed.checkpoint",
+                "nothing in the files says how they belong together"
             )
-        self._differs(name, own)
-        for rank, plain in rows:
-            self._whole(f"{name}.rank{rank}", plain, _own_path(plain.path, rank), rank)
+            for rank, _ in rows:
+                self._tell("unmerged-tensor", message, f"{name}.rank{rank}")
+        else:
+            self._differs(name, own)
+        self._by_rank(name, rows)
 
     def _whole(self, name: str, plain: Plain, where: Path, rank: int) -> None:
         at = self._tensor(name, plain.dtype, plain.shape, where, self._files.paths[rank])
@@ -287,6 +335,13 @@ class _Part:
 
     def _tell(self, code: str, message: str, name: str) -> None:
         self._builder.findings.append(finding(code, "files", message, fqn=name))
+
+
+def _alike(rows: list[tuple[int, Plain]]) -> bool:
+    """Whether plain tensors of ranks are copies of one another, as far as dtypes, shapes and checksums
+    tell."""
+    marks = {p.mark for _, p in rows if p.mark is not None}
+    return len({(p.dtype, p.shape) for _, p in rows}) == 1 and len(marks) <= 1
 
 
 def _below(value: Any, name: str, path: Path, apart: set[Path]) -> Iterator[tuple[str, Path, Any]]:

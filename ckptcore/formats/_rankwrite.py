@@ -54,6 +54,7 @@ def arrange(request: Arrangement) -> Iterator[FileLayout]:
     world = topology.mesh.size
     specs = {t.fqn: (i, t) for i, t in enumerate(request.tensors)}
     params: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    order: list[str] = []  # of the model's names
     kinds = _kinds(_rows(request), topology)
     joined = _joined(topology)
     meshes = [Meshes(topology.mesh, rank, joined) for rank in range(world)]
@@ -61,9 +62,10 @@ def arrange(request: Arrangement) -> Iterator[FileLayout]:
         tree = _tree(kind.rows, len(kinds) > 1)
         if kind.stem == _MODEL:
             params = _params(tree, specs, topology)
+            order = list(tree) if len(kinds) > 1 and isinstance(tree, dict) else []
         elif kind.stem in _OPTIMIZERS and isinstance(tree, dict) and not _staged(topology, specs):
             tree = numbers_for(
-                tree, params, lambda v: specs[v.fqn][1].shape if type(v) is TensorRef else None
+                tree, params, lambda v: specs[v.fqn][1].shape if type(v) is TensorRef else None, order
             )
         inline: dict[str, Inline] = {}
         if kind.stem == _MODEL or kind.stem in _OPTIMIZERS:  # what `weights_only=True` must take
@@ -157,6 +159,9 @@ def _rows(request: Arrangement) -> list[Row]:
     held = {name for t in trees.values() for name in tensors_in(t)}
     names = [t.fqn for t in request.tensors if t.fqn not in held]
     place = {name: n for n, name in enumerate(request.paths)}
+    if request.order:  # where it is known better than by the order of tensors
+        names = [n for n in request.order if n in place]
+        place |= dict(zip(names, sorted(place[n] for n in names), strict=True))
     if not place:
         names.sort(key=natural)
     order = sorted([*names, *trees], key=lambda n: place.get(n, len(place)))

@@ -123,7 +123,7 @@ def read_folder(source: Source, format: str) -> Manifest:
         _add_objects(builder, metadata, path)
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
-    held = sum(t.nbytes for t in builder.tensors)
+    held = builder.item_bytes  # as the writer counts: of every dtype
     if total is not None and held != total and not any(f.severity == "error" for f in builder.findings):
         message = f"{INDEX} tells of {total} bytes in all, the files hold {held}"
         builder.findings.append(finding("total-mismatch", "cover", message, file=INDEX))
@@ -165,7 +165,7 @@ def _add_file(builder: Builder, source: Source, path: str,
         if name in seen:
             raise MalformedCheckpoint(f"{name} is in {seen[name]} and in {path}", file=path)
         seen[name] = path
-        at = builder.tensor(TensorSpec(name, dtype, shape))
+        at = builder.tensor(TensorSpec(name, dtype, shape), path)
         item = builder.item(Item(file, begin + start, stop - start))
         builder.chunk(at, (0,) * len(shape), shape, item, View())
     return set(tensors), metadata

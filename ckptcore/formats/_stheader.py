@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ckptcore.dtype import BY_SAFETENSORS
-from ckptcore.errors import MalformedCheckpoint, UnsupportedDtype
+from ckptcore.dtype import BY_NAME, BY_SAFETENSORS
+from ckptcore.errors import MalformedCheckpoint
 from ckptcore.manifest import TensorSpec
 from ckptcore.shown import shown
 from ckptcore.store import Readable
 
 MAX_HEADER = 100_000_000  # the safetensors library's own bound
 _MAX_DIM = 1 << 50
+_MAX_DTYPE = 40  # characters of a dtype's name
 
 
 def read_header(store: Readable, path: str, size: int) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -36,7 +37,8 @@ def read_header(store: Readable, path: str, size: int) -> tuple[dict[str, Any], 
 
 def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """(name -> (dtype, shape, start, stop)), metadata of a header; start and stop are relative to
-    the data. Raises `MalformedCheckpoint` unless the tensors tile ``data_length`` bytes exactly."""
+    the data. A dtype that is not held is given as it is spelled. Raises `MalformedCheckpoint` unless the
+    tensors tile ``data_length`` bytes exactly."""
     try:
         top = json.loads(raw, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -70,17 +72,20 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int, int]:
     try:
-        dtype = BY_SAFETENSORS.get(entry["dtype"])
+        spelled = entry["dtype"]
         shape = tuple(entry["shape"])
         start, stop = entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedCheckpoint(f"{what}: entry {name!r} is not a tensor: {error}") from error
-    if dtype is None:
-        raise UnsupportedDtype(f"{what}: {name} has dtype {shown(entry['dtype'], 40)}", fqn=name)
+    dtype = BY_SAFETENSORS.get(spelled) if type(spelled) is str else None
+    if type(spelled) is not str or not 0 < len(spelled) <= _MAX_DTYPE:
+        raise MalformedCheckpoint(f"{what}: {name} has dtype {shown(spelled, 40)}")
     if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in shape):
         raise MalformedCheckpoint(f"{what}: {name} has shape {shown(list(shape), 120)}")
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
         raise MalformedCheckpoint(f"{what}: {name} has offsets {shown([start, stop])}")
+    if dtype is None:  # of how many bits an element is, nothing tells
+        return f"?{spelled}" if spelled in BY_NAME else spelled, shape, start, stop
     spec = TensorSpec(name, dtype.name, shape)
     if stop - start != spec.nbytes:
         raise MalformedCheckpoint(

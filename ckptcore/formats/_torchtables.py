@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import PureWindowsPath
 from typing import Any
 
-from ckptcore.dtype import BY_NAME, DTYPES
+from ckptcore.dtype import BY_NAME, DTYPES, UNHELD, UNHELD_STORAGE
 from ckptcore.formats._numpytables import NUMPY_TABLE
-from ckptcore.formats._pickle import Call
+from ckptcore.formats._pickle import Call, Record
 from ckptcore.manifest import CONJ, NEG
-from ckptcore.objects import Named, Refused
+from ckptcore.objects import Named, Refused, RefusedTensor
 from ckptcore.shown import shown
 
 _MAX_RANK = 64
@@ -39,16 +39,21 @@ class StoredView:
     flags: int = 0
 
 
-def storages_in(tree: Any) -> set[str]:
-    """Keys of the storages that a tree's tensors view."""
+def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
+    """Keys of the storages that a tree's tensors view. refused: those of tensors that are not read, too."""
     found: set[str] = set()
     queue, seen = [tree], set[int]()
     while queue:
         value = queue.pop()
         if isinstance(value, StoredView):
             found.add(value.key)
+        elif isinstance(value, RefusedTensor):
+            found.update(value.storages if refused else ())
         elif isinstance(value, Named):
             queue.append(value.value)
+        elif isinstance(value, Record) and id(value) not in seen:
+            seen.add(id(value))
+            queue += [value.args, value.state]
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
             queue += value.values() if isinstance(value, dict) else value
@@ -62,8 +67,12 @@ def _dims(values: Any, what: str) -> tuple[int, ...]:
     return dims
 
 
-def _rebuild(storage: Any, offset: Any, size: Any, stride: Any, dtype: str, extra: Any) -> StoredView:
+def _rebuild(
+    storage: Any, offset: Any, size: Any, stride: Any, dtype: str, extra: Any
+) -> StoredView | RefusedTensor:
     key, _, _, nbytes = storage
+    if dtype not in BY_NAME:
+        return RefusedTensor(f"torch.{dtype}", "", False, dtype, _dims(size, "tensor shape"), (key,))
     shape, strides = _dims(size, "tensor shape"), _dims(stride, "tensor strides")
     if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset < _MAX_DIM:
         raise ValueError(f"tensor of shape {shape} with strides {strides} at {shown(offset, 40)}")
@@ -76,20 +85,98 @@ def _rebuild(storage: Any, offset: Any, size: Any, stride: Any, dtype: str, extr
 
 
 def _rebuild_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False,
-                hooks: Any = None, extra: Any = None) -> StoredView:  # fmt: skip
+                hooks: Any = None, extra: Any = None) -> StoredView | RefusedTensor:  # fmt: skip
     if type(storage) is not tuple or not storage[1]:
         raise ValueError("tensor without a typed storage")
     return _rebuild(storage, offset, size, stride, storage[1], extra)
 
 
 def _rebuild_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any,
-                dtype: Any, extra: Any = None) -> StoredView:  # fmt: skip
+                dtype: Any, extra: Any = None) -> StoredView | RefusedTensor:  # fmt: skip
     if type(storage) is not tuple or type(dtype) is not Named or dtype.kind != "dtype":
         raise ValueError("tensor without a storage or dtype")
     return _rebuild(storage, offset, size, stride, dtype.value, extra)
 
 
+def _quantized(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> RefusedTensor:
+    if type(storage) is not tuple:
+        raise ValueError("quantised tensor without a storage")
+    keys = (
+        storage[0],
+        *sorted(storages_in(list(rest), refused=True)),
+    )  # scales and zero points, where they are tensors
+    return RefusedTensor(
+        "torch._utils._rebuild_qtensor",
+        "a quantised tensor",
+        False,
+        storage[1],
+        _dims(size, "tensor shape"),
+        keys,
+    )
+
+
+def _meta(dtype: Any, size: Any, *rest: Any) -> RefusedTensor:
+    if type(dtype) is not Named or dtype.kind != "dtype":
+        raise ValueError("meta tensor without a dtype")
+    return RefusedTensor(
+        "torch._utils._rebuild_meta_tensor_no_storage", "a meta tensor without values", False, dtype.value,
+        _dims(size, "tensor shape"),
+    )  # fmt: skip
+
+
+def _sparse(layout: Any, data: Any) -> RefusedTensor:
+    """torch/_tensor.py, Tensor._reduce_ex_internal: (indices, values, size, ...), or with two kinds of
+    indices."""
+    parts = data if type(data) is tuple else ()
+    tensors = [p for p in parts if isinstance(p, (StoredView, RefusedTensor))]
+    size = next((p for p in parts if type(p) is Named and p.kind == "size"), None)
+    shape = None if size is None else _dims(size.value, "tensor shape")
+    kind = layout.value if type(layout) is Named else "sparse"
+    return RefusedTensor(
+        "torch._utils._rebuild_sparse_tensor", f"a tensor of layout {kind:.40}", False,
+        tensors[-1].dtype if tensors else "", shape, tuple(sorted(storages_in(list(parts), refused=True))),
+    )  # fmt: skip
+
+
+def _nested_tensor(buffer: Any, *rest: Any) -> RefusedTensor:
+    dtype = buffer.dtype if isinstance(buffer, (StoredView, RefusedTensor)) else ""
+    return RefusedTensor(
+        "torch._utils._rebuild_nested_tensor",
+        "a nested tensor",
+        False,
+        dtype,
+        None,
+        tuple(sorted(storages_in([buffer, *rest], refused=True))),
+    )
+
+
+def of_class(kind: Refused, function: Any, args: Any, *state: Any) -> RefusedTensor:
+    """A tensor of a class that may give its bytes another meaning, as ``function`` makes it of ``args``.
+
+    Its dtype and shape are those of the plain tensor that it is made of, or what `_rebuild_wrapper_subclass`
+    is given first.
+    """
+    dtype, shape = "", None
+    if type(function) is Call and any(function is call for call in REBUILDS.values()) and type(args) is tuple:
+        args = function.build(*args)
+        if isinstance(args, (StoredView, RefusedTensor)):
+            dtype, shape = args.dtype, args.shape
+    if type(args) is tuple and len(args) > 2 and type(args[1]) is Named and args[1].kind == "dtype":
+        size = args[2].value if type(args[2]) is Named else args[2]
+        dtype, shape = str(args[1].value), _dims(size, "tensor shape") if type(size) is tuple else None
+    return RefusedTensor(
+        kind.name,
+        f"a tensor of class {kind.name}",
+        True,
+        dtype,
+        shape,
+        tuple(sorted(storages_in([args, *state], refused=True))),
+    )
+
+
 def _parameter(data: Any, grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
+    if isinstance(data, Refused):
+        return data
     if type(data) is not StoredView:
         raise ValueError("parameter without a tensor")
     return data
@@ -168,10 +255,11 @@ def _windows_path(*parts: Any) -> Named:
 
 # torch/storage.py: the legacy typed storages, and the untyped one of `_rebuild_tensor_v3`.
 STORAGES = {f"torch.{d.storage}": Named("storage", d.storage) for d in DTYPES if d.storage} | {
-    "torch.storage.UntypedStorage": Named("storage", "UntypedStorage")
+    "torch.storage.UntypedStorage": Named("storage", "UntypedStorage"),
+    **{f"torch.{name}": Named("storage", name) for name in UNHELD_STORAGE},
 }
 # torch.dtype.__reduce__ gives its name: a global of module torch.
-DTYPE_GLOBALS = {f"torch.{name}": Named("dtype", name) for name in BY_NAME}
+DTYPE_GLOBALS = {f"torch.{name}": Named("dtype", name) for name in (*BY_NAME, *sorted(UNHELD))}
 # torch/_utils.py.
 REBUILDS = {
     "torch._utils._rebuild_tensor_v2": Call("_rebuild_tensor_v2", _rebuild_v2),
@@ -179,6 +267,22 @@ REBUILDS = {
     "torch._utils._rebuild_parameter": Call("_rebuild_parameter", _parameter),
     "torch._utils._rebuild_parameter_with_state": Call("_rebuild_parameter_with_state", _parameter),
 }
+# torch/_utils.py: tensors that are known by their kind, and are not read.
+REFUSED_REBUILDS = {
+    "torch._utils._rebuild_qtensor": Call("_rebuild_qtensor", _quantized),
+    "torch._utils._rebuild_sparse_tensor": Call("_rebuild_sparse_tensor", _sparse),
+    "torch._utils._rebuild_sparse_csr_tensor": Call(
+        "_rebuild_sparse_csr_tensor", lambda data: _sparse(None, data)
+    ),
+    "torch._utils._rebuild_nested_tensor": Call("_rebuild_nested_tensor", _nested_tensor),
+    "torch._utils._rebuild_meta_tensor_no_storage": Call("_rebuild_meta_tensor_no_storage", _meta),
+}
+# torch/ao: how values of a quantised tensor are scaled.
+_QSCHEMES = {
+    f"torch.{name}": Named("qscheme", name)
+    for name in ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
+                 "per_channel_affine_float_qparams")
+}  # fmt: skip
 # pathlib's module moved in CPython 3.13 (pathlib._local) and moved back in 3.14.
 PATHS = {
     f"{module}.{cls}": Call(cls, _windows_path if "Windows" in cls else _path)
@@ -201,22 +305,30 @@ _PLAIN = {
 def _with_attributes(function: Any, kind: Any, args: Any, *state: Any) -> Any:
     # torch/_tensor.py, Tensor.__reduce_ex__: a tensor that has Python attributes (FSDP marks its clones
     # with one), which are left out. Another class may give its bytes another meaning.
-    refused = next((v for v in (function, kind) if type(v) is Refused and v.name not in _PLAIN), None)
-    if refused is not None:
-        return refused
+    if type(kind) is Refused and kind.name not in _PLAIN:
+        return of_class(kind, function, args, *state)
+    if type(function) is Refused:
+        return function
     known = type(function) is Call and any(function is call for call in REBUILDS.values())
     if type(kind) is not Refused or not known or type(args) is not tuple:
         raise ValueError(f"a tensor of {shown(kind, 60)}")
     return function.build(*args)
 
 
-TENSOR_TABLE: dict[str, Any] = {**STORAGES, **DTYPE_GLOBALS, **REBUILDS, **COMMON}
+TENSOR_TABLE: dict[str, Any] = {
+    **STORAGES,
+    **DTYPE_GLOBALS,
+    **REBUILDS,
+    **REFUSED_REBUILDS,
+    **_QSCHEMES,
+    **COMMON,
+    **_PLAIN,
+    "torch._tensor._rebuild_from_type_v2": Call("_rebuild_from_type_v2", _with_attributes),
+}
 OBJECT_TABLE: dict[str, Any] = {
     **TENSOR_TABLE,
     **PATHS,
     **NUMPY_TABLE,
-    **_PLAIN,
-    "torch._tensor._rebuild_from_type_v2": Call("_rebuild_from_type_v2", _with_attributes),
     "builtins.set": Call("set", _plain_set),
     "__builtin__.set": Call("set", _plain_set),
     "builtins.frozenset": Call("frozenset", _frozen_set),

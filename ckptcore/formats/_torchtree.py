@@ -6,6 +6,7 @@ every other leaf is an object.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -16,8 +17,8 @@ from ckptcore.formats._bounds import bound_views
 from ckptcore.formats._torchtables import StoredView
 from ckptcore.formats._torchzip import Objects, check_view, refused_in
 from ckptcore.formats._trees import leaves_below
-from ckptcore.manifest import Blob, Item, TensorSpec, View
-from ckptcore.objects import encode
+from ckptcore.manifest import Blob, Item, TensorSpec, Unread, View
+from ckptcore.objects import Refused, RefusedTensor, encode
 
 _MAX_TENSORS = 2_000_000
 
@@ -29,6 +30,8 @@ class TorchTree:
         self._builder, self._file, self._objects, self._what = builder, file, objects, what
         self._items: dict[str, int] = {}
         self._names: set[str] = set()
+        self._unread: set[str] = set()  # storages of tensors that are not read
+        self._refused: dict[str, Any] = {}  # values that need refused globals
         self._views: set[StoredView] = set()
         self._bytes, self._stored = 0, sum(n for _, n, _ in objects.storages.values())
 
@@ -43,8 +46,11 @@ class TorchTree:
             self._names.add(path)
             if isinstance(leaf, StoredView):
                 self.tensor(path, leaf)
-            else:
-                add_object(self._builder, path, leaf, self._what)
+            elif isinstance(leaf, RefusedTensor):
+                self._unread.update(leaf.storages)
+                add_unread(self._builder, path, leaf, self._what)
+            elif add_object(self._builder, path, leaf, self._what):
+                self._refused[path] = leaf
 
     def tensor(self, fqn: str, value: StoredView) -> None:
         """Adds one tensor, whole."""
@@ -69,26 +75,77 @@ class TorchTree:
         return self._items[value.key], check_view(value, length, 0, what, objects.swapped)
 
     def require_all(self) -> None:
-        """Raises `UnsupportedFormat` when storages were not reached: refused classes hold them."""
-        unused = [n for k, (_, n, _) in self._objects.storages.items() if n and k not in self._items]
-        if unused:
-            told = ", ".join(self._objects.refused) or "a class that is not known here"
+        """Notes the parts that can hold storages which were not reached: refused classes hold them.
+
+        Nothing in a pickle tells which of them: each may be meant. Raises `UnsupportedFormat` when no part
+        can.
+        """
+        known = self._items.keys() | self._unread
+        unused = sum(n for k, (_, n, _) in self._objects.storages.items() if k not in known)
+        if not unused:
+            return
+        if not self._refused:
             raise UnsupportedFormat(
-                f"{self._what} holds {sum(unused)} bytes of tensors inside {told}: they cannot be taken out",
+                f"{self._what} holds {unused} bytes of tensors that nothing in it refers to",
                 hint="save a plain dict of tensors",
             )
+        note_hidden(self._builder, {path: (isinstance(v, Refused), refused_in(v), self._what)
+                                    for path, v in self._refused.items()}, unused)  # fmt: skip
 
 
-def add_object(builder: Builder, fqn: str, value: Any, what: str) -> None:
-    """Adds a plain value; one that needs refused globals becomes a finding and a blob without tree."""
+def note_hidden(
+    builder: Builder, refused: Mapping[str, tuple[bool, tuple[str, ...], str]], nbytes: int
+) -> None:
+    """Notes that ``nbytes`` of tensors can only be inside values that were refused, and may be in any of
+    them.
+
+    refused: name -> (whether all of the value was refused, what it needs, its file). Such a value is taken
+    for a tensor that cannot be read; one that is refused in part is an object with tensors inside.
+    """
+    held = f"{nbytes} bytes of tensors inside what is refused cannot be taken out"
+    builder.unread_instead(
+        {name: Unread(f"it needs {', '.join(needs)}, and {held}", file=file)
+         for name, (whole, needs, file) in refused.items() if whole}
+    )  # fmt: skip
+    for name, (_, needs, _) in refused.items():
+        message = f"{name} may hold tensors: it needs {', '.join(needs)}, and {held}"
+        builder.findings.append(finding("refused-tensors", "cover", message, fqn=name))
+
+
+def note_hidden_at(builder: Builder, name: str, value: Refused, nbytes: int, file: str) -> None:
+    """Notes a value that was refused where a tensor belongs, as one that cannot be read."""
+    held = f"{nbytes} bytes of tensors inside what is refused cannot be taken out"
+    builder.unread(name, Unread(f"it needs {value.name}, and {held}", file=file))
+
+
+def add_unread(builder: Builder, name: str, value: RefusedTensor, file: str) -> None:
+    """Adds a refused tensor of a file as one that cannot be read."""
+    reason = f"{value.what} is not read" if value.what else f"dtype {value.dtype} is not held"
+    why = Unread(reason, value.dtype, value.shape, file)
+    if not value.foreign:
+        builder.unread(name, why)
+        return
+    builder.unread(name, why, (value.name,))
+    builder.findings += [
+        finding("refused-global", "files", f"object {name} needs {value.name}", fqn=name),
+        finding(
+            "refused-tensors", "cover", f"{name} is {value.what}: its values cannot be taken out", fqn=name
+        ),
+    ]
+
+
+def add_object(builder: Builder, fqn: str, value: Any, what: str) -> bool:
+    """Adds a plain value; gives whether it needs refused globals: it becomes a finding and a blob without
+    tree."""
     names = refused_in(value)
     if names:
         builder.findings.append(
             finding("refused-global", "files", f"object {fqn} needs {', '.join(names)}", fqn=fqn)
         )
         builder.blobs.append(Blob(fqn, -1, None, names, known=False))
-        return
+        return True
     try:
         builder.blobs.append(Blob(fqn, -1, encode(value)))
     except (TypeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{what}: object {fqn}: {error}") from error
+    return False

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.crc import crc32
-from ckptcore.dtype import BY_NAME, BY_STORAGE
-from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnsafeContent
+from ckptcore.dtype import BY_NAME, BY_STORAGE, UNHELD_STORAGE
+from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnreadablePart, UnsafeContent
 from ckptcore.formats import _bounds
 from ckptcore.formats._bounds import bound_tree as bound_tree
 from ckptcore.formats._pickle import Call, loads
 from ckptcore.formats._torchtables import OBJECT_TABLE, TENSOR_TABLE, StoredView
 from ckptcore.manifest import SWAPPED, View, is_row_major
-from ckptcore.objects import Named, Refused
+from ckptcore.objects import Named, Refused, RefusedTensor
 from ckptcore.shown import shown
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
@@ -209,13 +209,16 @@ class Parsed:
 def parse_tensor(window: Window, what: str) -> Parsed:
     """The one tensor that a torch zip holds.
 
-    Raises `MalformedCheckpoint`, `ChecksumMismatch` and `UnsafeContent`.
+    Raises `MalformedCheckpoint`, `ChecksumMismatch`, `UnsafeContent`, and `UnreadablePart` for a tensor whose
+    elements are not plain.
     """
     records, checked = directory(window, what)
     swapped, pickled = _preamble(window, records, checked, what)
     seen = _parsed.get(pickled)
     if seen is None:
-        seen = loads(pickled, TENSOR_TABLE, what=what, persistent=_storage)
+        refused: list[str] = []
+        seen = loads(pickled, TENSOR_TABLE, what=what, persistent=_storage, refused=refused)
+        _require_known(seen, refused, what)
         if len(_parsed) < 4096 and len(pickled) < 4096:
             _parsed[pickled] = seen
     if not isinstance(seen, StoredView):
@@ -232,6 +235,22 @@ def parse_tensor(window: Window, what: str) -> Parsed:
         return Parsed(resolved, entry.row, 0, 0, 0)
     read_record(window, ident, checked, what)
     return Parsed(resolved, entry.row, ident.row, payload_start(window, ident, what), ident.length)
+
+
+def _require_known(seen: Any, refused: list[str], what: str) -> None:
+    """Raises unless a pickle is of one tensor and names what is known alone.
+
+    The class of a tensor, and what its package keeps in it, make it a part that cannot be read. Any other
+    global is what a pickle could run.
+    """
+    odd = seen if isinstance(seen, RefusedTensor) else None
+    package = f"{odd.name.partition('.')[0]}." if odd is not None and odd.foreign else "\0"
+    others = [name for name in refused if not name.startswith(package)]
+    if others:
+        raise UnsafeContent(f"{what} wants to load {others[0]!r}, which is not on the allow-list",
+                            **{"global": others[0]})  # fmt: skip
+    if odd is not None:
+        raise UnreadablePart(f"{what} cannot be read: it is {odd.what or f'of dtype {odd.dtype}'}")
 
 
 def head_holds(read: Reader, length: int, text: str, what: str) -> bool:
@@ -312,6 +331,9 @@ def _storage(pid: Any) -> tuple[str, str, int, int]:
         raise ValueError(f"storage {key!r} claims {numel} elements")
     if kind.value == "UntypedStorage":
         return key, "", numel, numel
+    if kind.value in UNHELD_STORAGE:
+        name, width = UNHELD_STORAGE[kind.value]
+        return key, name, numel, numel * width
     found = BY_STORAGE.get(kind.value)
     if found is None:
         raise ValueError(f"unknown storage type {kind.value!r}")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckptcore.errors import NameMismatch
+from ckptcore.objects import RefusedTensor
 from ckptcore.paths import Path
 
 _MAX_GAP = 10_000  # list entries that may be missing before the next one
@@ -16,8 +17,8 @@ def leaves_below(
 ) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
     """(dotted name, path below ``tree``, value) of what a tree holds.
 
-    Only containers that hold a ``tensor`` somewhere are taken apart. In a path, list positions are
-    ints and dict keys are text, as in DCP's ``planner_data``.
+    Only containers that hold a ``tensor`` somewhere, or one that is refused, are taken apart. In a path,
+    list positions are ints and dict keys are text, as in DCP's ``planner_data``.
     """
     holds = _holders(tree, tensor)
 
@@ -95,9 +96,10 @@ def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
     """ids of the containers that hold a tensor somewhere below."""
     holds: set[int] = set()
     seen: set[int] = set()
+    kinds = (tensor, RefusedTensor) if isinstance(tensor, type) else (*tensor, RefusedTensor)
 
     def visit(value: Any, depth: int) -> bool:
-        if isinstance(value, tensor):
+        if isinstance(value, kinds):
             return True
         if not isinstance(value, (dict, list, tuple)) or depth > 200:
             return False

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptcore.box import Box
 from ckptcore.dtype import BY_NAME, BY_ZARR, DType
-from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
+from ckptcore.errors import MalformedCheckpoint, UnreadablePart, UnsupportedFormat
 from ckptcore.formats._stheader import no_duplicates
 from ckptcore.manifest import SWAPPED, View, is_row_major, row_major
 from ckptcore.shown import shown
@@ -119,20 +119,14 @@ _INDEX = re.compile(r"^(?:0|[1-9]\d{0,14})$")
 def parse(raw: bytes, what: str) -> Array:
     """The array of a ``.zarray``.
 
-    Raises `MalformedCheckpoint`, and `UnsupportedFormat` for compressed or filtered arrays and for
-    dtypes that are no plain numbers.
+    Raises `MalformedCheckpoint`, `UnsupportedFormat`, and `UnreadablePart` with dtype and shape for
+    compressed or filtered arrays and for dtypes that are no plain numbers.
     """
     form = _form(raw, what)
     if form.get("zarr_format") != 2:
         raise UnsupportedFormat(
             f"{what} is of zarr format {shown(form.get('zarr_format'), 20)}", hint="known: 2"
         )
-    for field in ("compressor", "filters"):
-        if form.get(field):
-            raise UnsupportedFormat(
-                f"{what}: chunks pass through {field} {_named(form[field])}",
-                hint="rewrite the array uncompressed with zarr or tensorstore; Megatron-Core writes it so",
-            )
     shape, chunks = (_dims(form.get(field), field, what) for field in ("shape", "chunks"))
     if len(shape) != len(chunks) or any(c < 1 and n for c, n in zip(chunks, shape, strict=True)):
         raise MalformedCheckpoint(f"{what}: chunks {list(chunks)} of shape {list(shape)}", file=what)
@@ -141,7 +135,19 @@ def parse(raw: bytes, what: str) -> Array:
         raise MalformedCheckpoint(
             f"{what}: order {shown(order, 20)}, separator {shown(separator, 20)}", file=what
         )
-    dtype, swapped = _dtype(form.get("dtype"), what)
+    for field in ("compressor", "filters"):
+        if form.get(field):
+            raise UnreadablePart(
+                f"{what}: chunks pass through {field} {_named(form[field])}",
+                hint="rewrite the array uncompressed with zarr or tensorstore; Megatron-Core writes it so",
+                shape=shape, dtype=shown(form.get("dtype"), 40),
+            )  # fmt: skip
+    found = _dtype(form.get("dtype"))
+    if found is None:
+        raise UnreadablePart(f"{what}: elements of dtype {shown(form.get('dtype'))}",
+                             hint=f"known: {', '.join(BY_ZARR)}", shape=shape,
+                             dtype=shown(form.get("dtype"), 40))  # fmt: skip
+    dtype, swapped = found
     return Array(dtype, shape, tuple(max(c, 1) for c in chunks), order, separator, swapped)
 
 
@@ -181,8 +187,8 @@ def _dims(value: Any, field: str, what: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _dtype(text: Any, what: str) -> tuple[DType, bool]:
-    """The element type and whether it is big-endian.
+def _dtype(text: Any) -> tuple[DType, bool] | None:
+    """The element type and whether it is big-endian; None for one that is not held.
 
     bfloat16 and float8 have no spelling in zarr 2: Megatron-Core writes what tensorstore reads.
     """
@@ -192,8 +198,7 @@ def _dtype(text: Any, what: str) -> tuple[DType, bool]:
             return found, False
         if text[:1] in (">", "|", "=") and (found := BY_ZARR.get("<" + text[1:])) and text[0] != "=":
             return found, text[0] == ">"
-    raise UnsupportedFormat(f"{what}: elements of dtype {shown(text)}",
-                            hint=f"known: {', '.join(BY_ZARR)}")  # fmt: skip
+    return None
 
 
 def _column_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -121,6 +121,7 @@ class Arrangement:
     tensors: what to write, names final. objects: key -> value tree in `ckptcore.objects` JSON form.
     paths: name of a tensor or object -> where it stood in the saved tree (dict keys are text, list
     positions are ints), where that is known.
+    order: names as their modules had them in the saved state dict, where that is known better than by paths.
     single: name of the one output file, or None for a folder. max_file_bytes: tensor bytes a file
     of a folder may hold. topology: which rank of a mesh holds what, or None for a mesh of one.
     serialization: how a DCP folder's items are written, torch_save or safetensors.
@@ -133,6 +134,7 @@ class Arrangement:
     max_file_bytes: int = 5_000_000_000
     topology: Topology | None = None
     serialization: str = "torch_save"
+    order: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

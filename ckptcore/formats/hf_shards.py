@@ -20,6 +20,7 @@ from itertools import islice
 from ckptcore.builder import Builder
 from ckptcore.errors import CkptError, Finding, UnsupportedFormat, finding
 from ckptcore.formats import _hfproof as proof
+from ckptcore.formats._hfbeside import INDEX, known_shapes, proves_all
 from ckptcore.formats._hfshards import INFO, Shards, has_info, is_shard, load, named
 from ckptcore.formats._hfshards import Part as Shard
 from ckptcore.formats._parts import Part, join
@@ -28,7 +29,6 @@ from ckptcore.formats.base import Abilities, Evidence, Format, Source, natural
 from ckptcore.manifest import Item, Manifest, TensorSpec, View
 
 FOLDER = "sharded"  # torch's SHARDED_DIR_NAME
-INDEX = "model.safetensors.index.json"
 _AWAY = f"find the rank's file; to read the consolidated files instead, move {FOLDER}/ away"
 _MAX_LOOKED = 1000  # values of 0-d tensors that are compared: a few bytes each
 _MAX_TOLD = 100  # files that are missing, tensors that differ
@@ -85,7 +85,7 @@ def _manifest(shards: Shards, folder: Source, source: Source) -> Manifest:
     whole, told = _consolidated(source)
     builder = Builder()
     builder.findings += [
-        *told, *_incomplete(shards, folder, whole), *_compared(shards, folder, source, whole)
+        *told, *_incomplete(shards, folder, source, whole), *_compared(shards, folder, source, whole)
     ]  # fmt: skip
     files = {path: builder.file(path, size) for path, size in shards.sizes.items()}
     for fqn, parts in shards.parts.items():
@@ -93,7 +93,7 @@ def _manifest(shards: Shards, folder: Source, source: Source) -> Manifest:
         if fqn in whole and len(whole[fqn][1]) == len(shape):
             # What is missing is seen as a hole when the whole is known.
             shape = tuple(max(a, b) for a, b in zip(shape, whole[fqn][1], strict=True))
-        row = builder.tensor(TensorSpec(fqn, parts[0].dtype, shape))
+        row = builder.tensor(TensorSpec(fqn, parts[0].dtype, shape), parts[0].file)
         for part in parts:
             item = builder.item(Item(files[part.file], part.start, part.nbytes))
             builder.chunk(row, part.offset, part.shape, item, View())
@@ -101,7 +101,7 @@ def _manifest(shards: Shards, folder: Source, source: Source) -> Manifest:
     return builder.build("hf_shards", folder.store.url, origin)
 
 
-def _incomplete(shards: Shards, folder: Source, whole: _Whole) -> Iterator[Finding]:
+def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[Finding]:
     """What the names of the files and the lengths of the parts say about files that are not there."""
     if len(shards.of) > 1:
         counts = ", ".join(map(str, sorted(shards.of)))
@@ -110,13 +110,15 @@ def _incomplete(shards: Shards, folder: Source, whole: _Whole) -> Iterator[Findi
     beyond = [p for p in shards.sizes if (n := named(p)) and not 0 < n[1] <= n[2]]
     if beyond:
         yield finding("mixed-saves", "files", f"{beyond[0]} is numbered beyond its own count", file=beyond[0])
-    proven = bool(whole) and _same_shapes(shards, whole)
+    proven = (bool(whole) and _same_shapes(shards, whole)) or any(
+        proves_all(beside, shards) for beside in {id(s): s for s in (folder, source)}.values()
+    )
     lost = [] if proven else list(islice(proof.missing(shards), _MAX_TOLD))
     for file in lost:
         code = "missing-file" if file.sure and not folder.recover else "missing-part"
         yield finding(code, "files", f"{file.path} is not there, although {file.why}", file=file.path,
                       hint=_AWAY if whole else _ALONE)  # fmt: skip
-    names = () if proven else proof.unproven(shards)
+    names = () if proven else proof.unproven(shards, known_shapes([folder, source], shards))
     if names:
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         yield finding(

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptcore.builder import Builder
-from ckptcore.errors import Finding, finding
+from ckptcore.errors import Finding, UnreadablePart, finding
 from ckptcore.formats import _zarr
 from ckptcore.formats._mcorebuckets import map_buckets, stored_args
 from ckptcore.formats._mcoreconfig import CONFIG, finished_config, read_config
 from ckptcore.formats._mcoreobjects import COMMON_FILE, add_file, grids
 from ckptcore.formats._mcorewrite import arrange_zarr
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
-from ckptcore.manifest import Envelope, Manifest, TensorSpec
+from ckptcore.manifest import Envelope, Manifest, TensorSpec, Unread
 
 NAME = "zarr"
 _LOCKS = ".sync"
@@ -58,7 +58,7 @@ def read(source: Source) -> Manifest:
     builder = Builder()
     inside = _by_folder(source)
     arrays = _arrays(source)
-    told_by = {path: _add_array(builder, source, path, inside) for path in arrays}
+    told_by = {path: array for path in arrays if (array := _add_array(builder, source, path, inside))}
     builder.findings += [*_of_another_writer(told_by), *_uneven(told_by)]
     builder.findings += _headless(source, {p.removesuffix("/" + _zarr.ARRAY) for p in arrays})
     for path in sorted(p for p in source.listing if _OBJECT.search(p)):
@@ -133,9 +133,16 @@ def _uneven(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
             yield finding("unusual-layout", "files", message, file=path)
 
 
-def _add_array(builder: Builder, source: Source, path: str, inside: dict[str, list[str]]) -> _zarr.Array:
+def _add_array(builder: Builder, source: Source, path: str, inside: dict[str, list[str]]
+               ) -> _zarr.Array | None:  # fmt: skip
+    """Adds an array with its chunks; gives None for one that cannot be read."""
     key = path.removesuffix("/" + _zarr.ARRAY)
-    array = _zarr.parse(source.store.read(path, 0, min(source.listing[path], _zarr.MAX_ARRAY)), path)
+    try:
+        array = _zarr.parse(source.store.read(path, 0, min(source.listing[path], _zarr.MAX_ARRAY)), path)
+    except UnreadablePart as error:
+        shape, dtype = error.values["shape"], error.values["dtype"]
+        builder.unread(key, Unread(error.message, dtype, shape, path))
+        return None
     tensor = builder.tensor(TensorSpec(key, array.dtype.name, array.shape))
     top, _, below = key.partition("/")
     prefix = f"{below}/" if below else ""

@@ -153,7 +153,7 @@ def _shared(value: Any) -> Any:
 
 def _note_hidden(builder: Builder, objects: Objects, path: str) -> None:
     """A finding for tensors inside classes that were not built."""
-    used = storages_in(objects.tree)
+    used = storages_in(objects.tree, refused=True)
     hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in used)
     if hidden:
         told = ", ".join(objects.refused) or "a class that is not known here"

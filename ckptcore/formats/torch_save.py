@@ -60,7 +60,6 @@ def read(source: Source) -> Manifest:
     assert name is not None  # detect said so
     size, store = source.listing[name], source.store
     objects = read_objects(lambda start, n: store.read(name, start, n), size, name)
-    _refuse_tensor_classes(objects, name)
     builder = Builder()
     file = builder.file(name, size)
     if source.name is not None and is_rank_file(name):
@@ -71,6 +70,8 @@ def read(source: Source) -> Manifest:
     tree = TorchTree(builder, file, objects, name)
     for key, value in objects.tree.items():
         tree.add(str(key), value)
+    if not builder.tensors:
+        _refuse_tensor_classes(objects, name)
     tree.require_all()
     total = sum(t.nbytes for t in builder.tensors)
     if total > 1024 * size + (64 << 20):  # expanded views of one element, say

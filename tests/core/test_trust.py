@@ -20,7 +20,7 @@ from ckptcore.errors import (
     DamagedCheckpoint,
     DestinationExists,
     SourceChanged,
-    UnsupportedFormat,
+    UnreadablePart,
 )
 
 
@@ -155,7 +155,7 @@ def test_tensors_in_objects_that_are_not_built_stop_the_conversion(tmp_path: Pat
     inner = defaultdict(dict)
     inner["layer"] = {"w": torch.ones(5)}
     torch.save({"a": torch.zeros(3), "model": inner}, tmp_path / "a.pt")
-    with pytest.raises(UnsupportedFormat, match=r"20 bytes of tensors inside collections\.defaultdict"):
+    with pytest.raises(UnreadablePart, match=r"collections\.defaultdict, and 20 bytes of tensors inside"):
         ckptcore.convert(str(tmp_path / "a.pt"), str(tmp_path / "out"))
 
 

@@ -23,6 +23,7 @@ from ckptcore.errors import (
     MalformedCheckpoint,
     NameMismatch,
     UnknownFormat,
+    UnreadablePart,
     UnsupportedFormat,
 )
 from ckptcore.formats import detect, open_source
@@ -189,8 +190,11 @@ def test_a_tensor_of_another_class_is_none(tmp_path: Path) -> None:
         value = torch.ones(4).as_subclass(Quantized)
         torch.save({"w": value, "v": torch.ones(2)}, tmp_path / "plain.pt")
         meta = {**VERSION, "callbacks": {"c": value}}
-        with pytest.raises(UnsupportedFormat, match=r"users_code\.Quantized"):
-            ckptcore.open(str(tmp_path / "plain.pt"))
+        plain = ckptcore.open(str(tmp_path / "plain.pt"))
+        assert [t.fqn for t in plain.tensors] == ["v"]
+        assert (plain.unread["w"].dtype, plain.unread["w"].shape) == ("float32", (4,))
+        with pytest.raises(UnreadablePart, match=r"users_code\.Quantized"):
+            ckptcore.convert(str(tmp_path / "plain.pt"), str(tmp_path / "out"))
         found = read(tmp_path, meta).findings
         assert {f.code for f in found} == {"refused-global", "refused-tensors"}
         assert any("users_code.Quantized" in f.message for f in found)

@@ -16,7 +16,7 @@ from samples import SAMPLES, differences, expected_tensors, value
 import ckptcore
 from ckptcore import mcore
 from ckptcore.convert import validate
-from ckptcore.errors import CkptError, Finding, NotComplete, UnsupportedFormat
+from ckptcore.errors import CkptError, Finding, NotComplete, UnreadablePart, UnsupportedFormat
 from ckptcore.manifest import Manifest
 from ckptcore.objects import Named, decode
 
@@ -239,8 +239,29 @@ def test_zarr_chunks_missing_short_long(copy: Copy) -> None:
     assert codes(folder)["stray-file"].severity == "warning"
 
 
-@pytest.mark.parametrize("change", [{"compressor": {"id": "blosc", "cname": "lz4"}}, {"zarr_format": 3},
-                                    {"filters": [{"id": "delta"}]}, {"dtype": [["a", "<f4"]]}])  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"compressor": {"id": "blosc", "cname": "lz4"}}, {"filters": [{"id": "delta"}]},
+    {"dtype": [["a", "<f4"]]},
+    {"dtype": "<U8"}, {"dtype": "<M8[ns]"}, {"dtype": "|O"},
+])  # fmt: skip
+def test_a_zarr_array_that_cannot_be_read_is_left_out_by_name(
+    change: dict[str, Any], copy: Copy, tmp_path: Path
+) -> None:
+    folder = copy(ZARR)
+    others = {t.fqn for t in ckptcore.open(str(folder)).tensors} - {"misc.grid_int64"}
+    array(folder / "misc.grid_int64", **change)
+    manifest = ckptcore.open(str(folder))
+    assert {t.fqn for t in manifest.tensors} == others
+    assert manifest.unread["misc.grid_int64"].file == "misc.grid_int64/.zarray"
+    with pytest.raises(UnreadablePart, match=r"misc\.grid_int64") as caught:
+        ckptcore.convert(str(folder), str(tmp_path / "out"))
+    assert "--exclude 'misc.grid_int64'" in caught.value.hint
+    ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["misc.grid_int64"])
+    found = {t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors}
+    assert found == others
+
+
+@pytest.mark.parametrize("change", [{"zarr_format": 3}])
 def test_zarr_refused_by_name(change: dict[str, Any], copy: Copy) -> None:
     folder = copy(ZARR)
     array(folder / "misc.grid_int64", **change)

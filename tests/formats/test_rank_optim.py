@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ckptcore.errors import UnprovenCheckpoint
 from ckptcore.formats._rankoptim import numbers_for
 
 PARAMS = (("a", (3, 2)), ("b", (3,)), ("c", (3,)))
@@ -28,11 +29,53 @@ def test_names_become_numbers_in_the_order_of_the_groups() -> None:
     assert found["kept"] == 5
 
 
-def test_an_order_that_shapes_do_not_prove_is_told() -> None:
-    """Two of one shape in the other order than the model's: only the names say which is which."""
-    found = numbered({"c": C, "b": B}, [{"params": ["c", "b"]}])
+def test_an_order_that_nothing_proves_is_refused() -> None:
+    """Two of one shape in the other order than the model's: a job that lists them as its model has them
+    would give each the other's moments."""
+    with pytest.raises(UnprovenCheckpoint, match="lists c where the model has b") as caught:
+        numbered({"c": C, "b": B}, [{"params": ["c", "b"]}])
+    assert "--exclude" in caught.value.hint
+    with pytest.raises(UnprovenCheckpoint, match="x is not in the model"):
+        numbered({"a": A, "x": B}, [{"params": ["a", "x"]}])
+
+
+def test_an_order_that_the_optimizer_tells_itself_is_kept() -> None:
+    found = numbered({"c": C, "b": B}, [{"params": ["c", "b"], "param_names": ["c", "b"]}])
     assert found["state"] == {0: C, 1: B}
     assert found["param_groups"] == [{"params": [0, 1], "param_names": ["c", "b"]}]
+
+
+FSDP1 = ["embed.w", "norm.w", "head.w", "layers.0.w", "layers.0.b", "layers.1.w", "layers.1.b"]
+ORDER = ["embed.w", "layers.0.w", "layers.0.b", "layers.1.w", "layers.1.b", "norm.w", "head.w"]
+
+
+def listed(names: list[str], order: list[str]) -> Any:
+    return numbers_for(
+        {"state": {n: {"exp_avg": n} for n in names}, "param_groups": [{"params": names}]}, (), shape, order
+    )
+
+
+def test_fsdp1_lists_wrapped_modules_last() -> None:
+    """What the root module keeps comes first, though it stands behind the layers in the model."""
+    found = listed(FSDP1, ORDER)
+    assert found["state"] == {n: {"exp_avg": name} for n, name in enumerate(ORDER)}
+    assert found["param_groups"] == [{"params": [*range(7)], "param_names": ORDER}]
+
+
+def test_sorted_names_tell_no_order() -> None:
+    """A file that was written from sorted names is no proof of where the layers stand in the model."""
+    with pytest.raises(UnprovenCheckpoint):
+        listed(FSDP1, sorted(ORDER))
+
+
+@pytest.mark.parametrize("names", [
+    [*reversed(ORDER)], ["embed.w", "norm.w", "head.w", "layers.0.b", "layers.0.w"],
+    ["embed.w", "norm.w", "layers.0.w", "head.w", "layers.1.w"],
+    ["layers.0.b", "norm.w", "head.w", "layers.0.w"],
+], ids=["reversed", "inside a layer", "between layers", "a torn layer"])  # fmt: skip
+def test_other_orders_are_refused(names: list[str]) -> None:
+    with pytest.raises(UnprovenCheckpoint):
+        listed(names, ORDER)
 
 
 def test_a_parameter_without_a_state_keeps_its_number() -> None:

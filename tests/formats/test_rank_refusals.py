@@ -15,7 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import old_pickles as old
 
 import ckptcore
-from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NameMismatch, UnsupportedFormat
+from ckptcore.errors import (
+    AmbiguousModel,
+    MalformedCheckpoint,
+    NameMismatch,
+    UnreadablePart,
+    UnsupportedFormat,
+)
 from ckptcore.formats._rankoptim import numbers_for
 from ckptcore.manifest import Manifest
 from ckptcore.objects import decode
@@ -161,8 +167,15 @@ def test_numbers_that_mean_other_parameters_elsewhere(tmp_path: Path) -> None:
         state = {0: {"exp_avg": torch.ones(3)}, 1: {"exp_avg": torch.ones(3)}}
         groups = [{"params": [0]}, {"params": [1]}]
         states.append({"model": model, "optim": {"state": state, "param_groups": groups}})
-    with pytest.raises(UnsupportedFormat, match="mean other parameters on other ranks"):
-        read(ranks(tmp_path / "a", states, "rank{}.pt"))
+    folder = ranks(tmp_path / "a", states, "rank{}.pt")
+    told = [f for f in read(folder).findings if "mean other parameters on other ranks" in f.message]
+    names = {f"optim.state.{n}.exp_avg.rank{r}" for n in (0, 1) for r in (0, 1)}
+    assert ({f.fqn for f in told}, {f.code for f in told}) == (names, {"unmerged-tensor"})
+    with pytest.raises(UnreadablePart):
+        ckptcore.convert(str(folder), str(tmp_path / "out"))
+    ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["optim.*"])
+    found = {t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors}
+    assert found == {f"model.layers.{r}.{n}" for r in (0, 1) for n in "ab"}
 
 
 def test_a_file_of_a_rank_that_was_not_there(tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import old_pickles as old
 import ranks_job
 
+import ckptcore
 from ckptcore import api
 from ckptcore.check import check
 from ckptcore.errors import (
     AmbiguousModel,
     MalformedCheckpoint,
+    UnreadablePart,
     UnsafeContent,
     UnsupportedFormat,
 )
@@ -209,11 +211,17 @@ def save_each(folder: Path, states: list[Any], name: str = "model_rank{}.pt") ->
 def test_plain_tensors_that_differ(tmp_path: Path) -> None:
     """Pieces without any word on how they belong together are not guessed at."""
     folder = save_each(tmp_path / "a", [{"w": torch.full((4,), float(r))} for r in range(2)])
-    with pytest.raises(UnsupportedFormat, match="w is a plain tensor in every rank's file"):
-        read(folder)
-    folder = save_each(tmp_path / "b", [{"w": torch.zeros(4 + r)} for r in range(2)])
-    with pytest.raises(UnsupportedFormat, match="how they belong together"):
-        read(folder)
+    found = read(folder)
+    assert [(f.code, f.fqn) for f in found.findings] == [
+        ("unmerged-tensor", "w.rank0"),
+        ("unmerged-tensor", "w.rank1"),
+    ]
+    assert "w is a plain tensor in every rank's file" in found.findings[0].message
+    with pytest.raises(UnreadablePart, match="how they belong together"):
+        ckptcore.convert(str(folder), str(tmp_path / "out"))
+    folder = save_each(tmp_path / "b", [{"w": torch.zeros(4 + r), "v": torch.ones(2)} for r in range(2)])
+    ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["w.rank*"])
+    assert [t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors] == ["v"]
 
 
 def test_steps_that_differ(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ckptcore.errors import (
     MalformedCheckpoint,
     NameMismatch,
     UnknownFormat,
+    UnreadablePart,
     UnsupportedFormat,
 )
 from ckptcore.objects import decode
@@ -96,8 +97,12 @@ def test_values_of_unknown_classes_are_left_out_by_name(tmp_path: Path) -> None:
 def test_tensors_in_an_unknown_class_are_not_left_out(tmp_path: Path) -> None:
     """A pickled module, say: its tensors cannot be taken out without running its code."""
     path = saved(tmp_path, {"w": torch.ones(2), "net": torch.nn.Linear(2, 3)})
-    with pytest.raises(UnsupportedFormat, match=r"torch\.nn\.modules\.linear\.Linear"):
-        ckptcore.open(str(path))
+    assert {t.fqn for t in ckptcore.open(str(path)).tensors} == {"w"}
+    for verb in ("consolidate", "export"):
+        with pytest.raises(UnreadablePart, match=r"torch\.nn\.modules\.linear\.Linear"):
+            ckptcore.convert(str(path), str(tmp_path / "out"), verb=verb)
+    ckptcore.convert(str(path), str(tmp_path / "out"), exclude=["net"])
+    assert {t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors} == {"w"}
 
 
 class Foreign:
@@ -109,8 +114,8 @@ class Foreign:
 
 def test_tensors_in_a_class_of_the_user(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2), "x": Foreign()})
-    with pytest.raises(UnsupportedFormat, match="20 bytes of tensors inside"):
-        ckptcore.open(str(path))
+    with pytest.raises(UnreadablePart, match="20 bytes of tensors inside"):
+        ckptcore.convert(str(path), str(tmp_path / "out"))
 
 
 def test_one_view_under_many_names(tmp_path: Path) -> None:

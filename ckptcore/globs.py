@@ -1,0 +1,68 @@
+"""Globs: which names does one match, and which globs match these names and no others?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
+_TOLD = 8  # globs that a message names
+
+
+def matches(name: str, globs: Sequence[str]) -> bool:
+    """Whether any glob matches; ``*`` crosses dots."""
+    return any(fnmatchcase(name, g) for g in globs)
+
+
+def escaped(name: str) -> str:
+    """The glob that matches this name alone.
+
+    >>> escaped("model.w[0]")
+    'model.w[[]0]'
+    """
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def covering(names: Sequence[str], others: Collection[str]) -> list[str]:
+    """Globs that match every one of ``names`` and none of ``others``, few where that is possible.
+
+    Tried are one glob for all, one for each last part of a dotted name, and the names themselves.
+
+    >>> covering(["a.0.scale", "a.1.scale"], ["a.0.w"])
+    ['a.*.scale']
+    >>> covering(["a.0.w", "b.s"], ["a.1.w"])
+    ['a.0.w', 'b.s']
+    """
+    one = _around(names, others)
+    if one:
+        return [one]
+    ends: dict[str, list[str]] = {}
+    for name in names:
+        ends.setdefault(name.rpartition(".")[2], []).append(name)
+    found: list[str] = []
+    for group in ends.values():
+        glob = _around(group, others) if len(ends) > 1 else None
+        found += [glob] if glob else map(escaped, group)
+    return found
+
+
+def leave_out(names: Sequence[str], others: Collection[str] = ()) -> str:
+    """The next step where tensors or objects of these names cannot be read, and ``others`` can."""
+    globs = covering(names, others) if names[1:] else [escaped(n) for n in names]
+    told = " ".join(f"--exclude '{g}'" for g in globs[:_TOLD])
+    return f"leave it out with {told}{', ...' if globs[_TOLD:] else ''}; everything else can be converted"
+
+
+def _around(names: Sequence[str], others: Collection[str]) -> str | None:
+    """What names begin and end with, as one glob; None where it matches another name."""
+    if len(names) < 2:
+        return escaped(names[0]) if names else None
+    head = _shared(names)
+    tail = _shared([n[len(head) :][::-1] for n in names])[::-1]
+    glob = f"{escaped(head)}*{escaped(tail)}"
+    return None if any(fnmatchcase(n, glob) for n in others) else glob
+
+
+def _shared(names: Sequence[str]) -> str:
+    """What all names begin with: what the first and the last of them do."""
+    first, last = min(names), max(names)
+    return next((first[:n] for n, c in enumerate(first) if last[n : n + 1] != c), first)
