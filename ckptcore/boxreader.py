@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ckptcore.box import Box, flat_start
 from ckptcore.casting import derive_into
 from ckptcore.derive import FUNCTIONS
 from ckptcore.dtype import BY_NAME
+from ckptcore.equality import require_equal
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.gather import Bytes, overlaps, sub_tile, tile_view
 from ckptcore.interleave import Interleaver
@@ -146,12 +148,13 @@ class BoxReader:
             into = Interleaver(other, piece, self._spec.dtype, scratch[half:])
             self._gather(row, chunk, piece, into)
             into.flush()
-            if not np.array_equal(_bits(sub_tile(tile, piece, common)), _bits(other)):
-                path = self._place(row, chunk).path
-                message = f"{self._spec.fqn}: its copy in {path} differs in [{piece.offset}, +{piece.shape})"
-                raise DamagedCheckpoint(message, findings=(
-                    finding("replica-mismatch", "bytes", message, fqn=self._spec.fqn, file=path),
-                ))  # fmt: skip
+            mine = sub_tile(tile, piece, common)
+            require_equal(mine, other, piece, self._spec.fqn, partial(self._files, row, chunk))
+
+    def _files(self, copy: int, chunk: Box) -> tuple[str, str]:
+        """The file of the chunk that is read of those with this box, and that of a copy."""
+        row = next(row for row, box, _ in self._overlaps(chunk) if box == chunk)
+        return self._place(row, chunk).path, self._place(copy, chunk).path
 
     def _derive(self, node: Derived, want: Box, tile: Tile, scratch: Bytes) -> None:
         """Computes a box piece by piece, so that the inputs of a piece fit a buffer like ``scratch``."""
@@ -172,10 +175,3 @@ class BoxReader:
             start = flat_start(want.shape, box.within(want).offset) * itemsize
             target = flat[start : start + box.numel * itemsize]
             derive_into(node, box, inputs, target, self._spec.dtype, "cpu", spare)
-
-
-def _bits(array: Tile) -> Tile:
-    """Equal bits, not equal values: NaN equals itself."""
-    if array.dtype.itemsize == 16:
-        return np.ascontiguousarray(array).view(np.uint64)
-    return array

@@ -37,8 +37,9 @@ _log = logging.getLogger("ckptcore")
 def source_digest(manifest: Manifest) -> str:
     """Stands for what a source holds now: its manifest, and the stamps of its files.
 
-    The manifest alone does not: two steps of one run have equal ones.
+    The manifest alone does not: two steps of one run have equal ones. Second copies do not count.
     """
+    manifest = manifest.without_copies()
     with closing(open_store(manifest.root)) as store:
         stamps = take_stamps(manifest, store)
     whole = blake3(manifest.digest.encode())

@@ -336,7 +336,7 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "digest-mismatch": ("error", "a file's digest is not the one that the checkpoint, or the catalog, tells",
                         "copy the file again from where it was written"),
     "replica-mismatch": ("error", "two copies of the same elements differ",
-                         "find out which copy is right; nothing in the checkpoint says"),
+                         "nothing in the checkpoint says which is right: find out, and move the other away"),
     "no-checksum": ("info", "the format carries no checksum here: bytes cannot be proven", ""),
     "unproven": ("info", "neither format, store nor catalog proves the bytes of a file",
                  "compare it with a copy; what is recorded with digests can be proven from then on"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from ckptcore.crc import Runs, crc32
 from ckptcore.derive import FUNCTIONS
 from ckptcore.device import Lane, sum_held
 from ckptcore.dtype import BY_NAME
-from ckptcore.errors import DamagedCheckpoint, finding
+from ckptcore.equality import require_equal
 from ckptcore.fileplan import COMPARE, FilePlan, PlannedTensor
 from ckptcore.fingerprint import ZERO, Sum, add, pack
 from ckptcore.gather import Placed, overlaps, sub_tile, tile_view
@@ -298,15 +299,13 @@ class FileWork:
             into = Interleaver(other, piece, tensor.source_dtype, scratch[half:])
             self._read(row, part, chunk, piece, into)
             into.flush()
-            mine = sub_tile(tile, piece, common)
-            if not np.array_equal(_bits(mine), _bits(other)):
-                path = self._path(row)
-                where = f"[{piece.offset}, +{piece.shape})"
-                message = f"{tensor.name}: its copy in {path} differs in {where}"
-                raise DamagedCheckpoint(
-                    message,
-                    findings=(finding("replica-mismatch", "bytes", message, fqn=tensor.name, file=path),),
-                )
+            paths = partial(self._files, part, piece, row)
+            require_equal(sub_tile(tile, piece, common), other, piece, tensor.name, paths)
+
+    def _files(self, part: TensorPart, piece: Box, copy: int) -> tuple[str, str]:
+        """The file that a piece was read from, or the first of several, and that of its copy."""
+        reads = (row for row, _, common in self._overlaps(part) if common.intersect(piece) is not None)
+        return self._path(next(row for row in reads if self.plan.op[row] != COMPARE)), self._path(copy)
 
     def _payload(self, row: int, place: Place) -> tuple[Payload, bool]:
         with self._lock:
@@ -374,10 +373,3 @@ def _place(plan: FilePlan, row: int, shape: tuple[int, ...], tensor: PlannedTens
     item, view = plan.items[at], view_of(plan.reads, row, len(shape))
     path = plan.files[item.file].path
     return Place(int(plan.number[at]), path, item, tensor.source_dtype, shape, view, tensor.name)
-
-
-def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Equal bits, not equal values: NaN equals itself."""
-    if array.dtype.itemsize == 16:
-        return np.ascontiguousarray(array).view(np.uint64)
-    return array

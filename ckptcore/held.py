@@ -97,7 +97,8 @@ def accepted(name: str, globs: Iterable[str]) -> bool:
 
 
 def used_files(manifest: Manifest) -> frozenset[str]:
-    """The files that tensors or objects of a manifest lie in, below its root."""
+    """The files that tensors or objects of a manifest lie in, below its root; not those of second copies."""
+    manifest = manifest.without_copies()
     items = set(manifest.chunks.item.tolist()) | {blob.item for blob in manifest.blobs}
     if manifest.inputs is not None:
         items |= set(manifest.inputs.chunks.item.tolist())

@@ -233,6 +233,8 @@ class Manifest:
         of it nor were read to describe it. Neither is part of what a checkpoint is, saved, or digested.
     order: names of tensors as the saved state dict had them, where the order of ``tensors`` is another. What
         is stored does not depend on it: it is in no digest, and a dump is without it.
+    own: (items, files) that are the checkpoint itself, where what lies behind them are second copies
+        (`ckptcore.copies`), which are compared and do not identify it; None without such copies.
     """
 
     format: str
@@ -249,6 +251,7 @@ class Manifest:
     stamps: Mapping[str, tuple[str, int | None]] = field(default_factory=dict, compare=False, repr=False)
     beside: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
     order: tuple[str, ...] = field(default=(), compare=False)
+    own: tuple[int, int] | None = None
 
     @property
     def num_tensors(self) -> int:
@@ -298,6 +301,8 @@ class Manifest:
         # Left out where there is none: digests of other manifests stay what they were.
         if unread := [[n, *astuple(b.unread)] for n, b in enumerate(self.blobs) if b.unread is not None]:
             head["unread"] = unread
+        if self.own is not None:
+            head["own"] = list[Any](self.own)
         if self.inputs is not None:
             head["derived"] = dump_derived(self.derived)
             head["inputs"] = [[t.fqn, t.dtype, list(t.shape)] for t in self.inputs.tensors]
@@ -321,6 +326,7 @@ class Manifest:
             tuple(StoredFile(p, s) for p, s in h["files"]),
             _load_blobs(h["blobs"], h.get("unread", [])),
             h["origin"], tuple(Finding(**f) for f in h["findings"]),
+            own=(h["own"][0], h["own"][1]) if "own" in h else None,
         )  # fmt: skip
         if "inputs" not in h:
             return whole
@@ -335,10 +341,37 @@ class Manifest:
         stored = replace(self, tensors=inputs, chunks=chunks, blobs=(), findings=(), derived={}, inputs=None)
         return replace(self, derived=dict(derived), inputs=stored)
 
+    def without_copies(self) -> Manifest:
+        """This manifest without second copies: what the checkpoint is, whatever lies beside it."""
+        if self.own is None:
+            return self
+        items, files = self.own
+        below = None if self.inputs is None else self.inputs.without_copies()
+        return replace(
+            self, chunks=_below(self.chunks, items), items=_first(self.items, items),
+            files=self.files[:files], own=None, inputs=below,
+        )  # fmt: skip
+
     @cached_property
     def digest(self) -> str:
-        """BLAKE3 of everything but the place (root) the checkpoint lies in, hex."""
-        return blake3(replace(self, root="").dump()).hexdigest()
+        """BLAKE3 of everything but the place (root) the checkpoint lies in, and second copies, hex."""
+        return blake3(replace(self.without_copies(), root="").dump()).hexdigest()
+
+
+def _below(chunks: Chunks, items: int) -> Chunks:
+    """The chunks that lie in the first items, or in none."""
+    kept = chunks.item < items
+    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
+    view = None if chunks.view is None else chunks.view[kept]
+    return Chunks(count[chunks.first], chunks.lo[kept], chunks.shape[kept], chunks.item[kept], view)
+
+
+def _first(items: Items, count: int) -> Items:
+    return Items(
+        items.file[:count], items.start[:count], items.length[:count], items.envelope[:count],
+        items.codec[:count], items.crc32[:count], items.codecs,
+        {k: v for k, v in items.member.items() if k < count},
+    )  # fmt: skip
 
 
 def _load_blobs(rows: list[Any], unread: list[Any]) -> tuple[Blob, ...]:

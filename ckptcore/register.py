@@ -151,7 +151,9 @@ def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = 
     known = digests or {}
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
     files = [
-        (f.path, f.size or 0, known.get(f.path)) for f in manifest.files if name is None or f.path == name
+        (f.path, f.size or 0, known.get(f.path))
+        for f in manifest.without_copies().files
+        if name is None or f.path == name
     ]
     named = {path for path, _, _ in files}
     return CheckpointFacts(

@@ -6,15 +6,17 @@ Reads every item once, in blocks, on a few threads. Memory: three blocks a worke
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
-from ckptcore.box import Box
+from ckptcore.box import Box, flat_start
 from ckptcore.cover import replicas
 from ckptcore.crc import crc32
 from ckptcore.dtype import BY_NAME
+from ckptcore.equality import differing, index_in, mismatch
 from ckptcore.errors import (
     CkptError,
     DamagedCheckpoint,
@@ -49,8 +51,7 @@ def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], value
         with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
             for found in pool.map(state.chunk, range(len(whole.chunks)), chunksize=1):
                 findings += found
-            for found in pool.map(state.pair, replicas(whole)):
-                findings += found
+            findings += _as_one(whole, [d for found in pool.map(state.pair, replicas(whole)) for d in found])
         unverified, done = unverified + state.unverified, state.done
         bare |= state.bare
         if values:
@@ -61,6 +62,33 @@ def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], value
                     "checksum: their layout is right, their bytes cannot be proven")
         )  # fmt: skip
     return findings, unverified, bare
+
+
+@dataclass(frozen=True, slots=True)
+class Differing:
+    """Two copies of a part of a tensor that are not equal bit for bit.
+
+    paths: the files they lie in, the one that is read first. first: the first such element, as its
+    row-major place in the tensor and as its index. count: how many there are.
+    """
+
+    fqn: str
+    paths: tuple[str, str]
+    first: tuple[int, tuple[int, ...]]
+    count: int
+
+
+def _as_one(manifest: Manifest, found: Sequence[Differing]) -> list[Finding]:
+    """A finding for each tensor and two files: a tensor may have thousands of parts."""
+    groups: dict[tuple[str, tuple[str, str]], list[Differing]] = {}
+    for one in found:
+        groups.setdefault((one.fqn, one.paths), []).append(one)
+    told = []
+    for (fqn, paths), parts in groups.items():
+        numel = manifest.tensors[manifest.index[fqn]].numel
+        _, index = min(part.first for part in parts)
+        told.append(mismatch(fqn, paths, index, sum(part.count for part in parts), numel))
+    return told
 
 
 class _State:
@@ -98,24 +126,36 @@ class _State:
         finally:
             payload.close()
 
-    def pair(self, rows: tuple[int, int]) -> list[Finding]:
-        """Whether two copies of the same box hold the same bytes."""
+    def pair(self, rows: tuple[int, int]) -> list[Differing]:
+        """Where two copies of the same box do not hold the same bits; nothing where they do."""
         opened = [self._open(row) for row in rows]
         payloads = [p for p, _, _ in opened if isinstance(p, Payload)]
         try:
             if len(payloads) < 2:
                 return []  # told by `chunk`
-            first, second = payloads
-            name, path = opened[0][1], opened[1][2]
-            both = zip(self._tiles(first, rows[0], 0), self._tiles(second, rows[1], 1), strict=True)
-            for (box, a), (_, b) in both:
-                if not np.array_equal(a, b):
-                    message = f"{name}: the copies in {opened[0][2]} and {path} differ in {box}"
-                    return [finding("replica-mismatch", "bytes", message, fqn=name, file=path)]
-            return []
+            return self._compare((payloads[0], payloads[1]), rows, (opened[0][2], opened[1][2]))
         finally:
             for payload in payloads:
                 payload.close()
+
+    def _compare(self, payloads: tuple[Payload, Payload], rows: tuple[int, int],
+                 paths: tuple[str, str]) -> list[Differing]:  # fmt: skip
+        spec = self.manifest.tensors[int(self.manifest.chunks.tensor[rows[0]])]
+        itemsize = BY_NAME[spec.dtype].itemsize
+        first: tuple[int, tuple[int, ...]] | None = None
+        count = 0
+        both = zip(self._tiles(payloads[0], rows[0], 0), self._tiles(payloads[1], rows[1], 1), strict=True)
+        for (box, a), (_, b) in both:
+            found = differing(a, b, itemsize)
+            if found is None:
+                continue
+            count += found[1]
+            index = index_in(box, found[0])
+            place = flat_start(spec.shape, index), index
+            first = min(first or place, place)
+        if first is None:
+            return []
+        return [Differing(spec.fqn, paths, first, count)]
 
     def value_findings(self) -> list[Finding]:
         """One finding a tensor that holds NaN or Inf."""

@@ -22,6 +22,7 @@ from ckptcore.boxreader import BoxReader
 from ckptcore.crew import work_together
 from ckptcore.difference import VALUES, Element, TensorDifference
 from ckptcore.dtype import BY_NAME
+from ckptcore.equality import differing
 from ckptcore.errors import CkptError
 from ckptcore.execute import tile_bytes
 from ckptcore.gather import Bytes, beside, tile_view
@@ -34,7 +35,6 @@ from ckptcore.tiles import READ, TILES
 
 Progress = Callable[[str, int, int], None]
 _SMALL = 1 << 20
-_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class _Walk:
         for side, reader, buffer in zip(self._sides, each.readers, (one, two), strict=True):
             with telling(side.label):
                 reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
-        found = _differing(one[:nbytes], two[:nbytes], itemsize)
+        found = differing(one[:nbytes], two[:nbytes], itemsize)
         with self._lock:
             if found is not None:
                 at, count = found
@@ -224,21 +224,6 @@ class _Walk:
             reader.close()
         with self._lock:
             self._open.discard(each)
-
-
-def _differing(one: Bytes, two: Bytes, itemsize: int) -> tuple[int, int] | None:
-    """(first element whose bits differ, how many do), or None."""
-    words = len(one) // 8 * 8
-    if np.array_equal(one[:words].view(np.uint64), two[:words].view(np.uint64)) and np.array_equal(
-        one[words:], two[words:]
-    ):
-        return None
-    if itemsize in _UNITS:
-        mask = one.view(_UNITS[itemsize]) != two.view(_UNITS[itemsize])
-    else:
-        parts = one.view(np.uint64) != two.view(np.uint64)
-        mask = parts.reshape(-1, itemsize // 8).any(axis=1)
-    return int(mask.argmax()), int(np.count_nonzero(mask))
 
 
 def _value(raw: bytes, dtype: str) -> bool | int | float | complex:

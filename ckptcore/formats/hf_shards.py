@@ -9,7 +9,9 @@ With ``enable_consolidation`` torch makes whole files of the shards, and leaves 
 that is what the ranks saved. torch's consolidation writes 0-d tensors as 0.0, zeros where a shard is
 missing, and less than there was where the last one is. The whole files are not wasted: names, shapes,
 dtypes and 0-d values are compared with theirs, they prove the shapes, and every difference is a
-finding. To read the whole files instead, move ``sharded/`` away.
+finding. Tensors of one shape and dtype here and there are copies (`ckptcore.copies`): their elements are
+compared at level ``bytes``, and while they are converted. To read the whole files instead, move ``sharded/``
+away.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ckptcore.builder import Builder
+from ckptcore.copies import Whole, with_copies
 from ckptcore.errors import CkptError, Finding, UnsupportedFormat, finding
 from ckptcore.formats import _hfproof as proof
 from ckptcore.formats._hfbeside import INDEX, known_shapes, proves_all
@@ -71,18 +74,19 @@ def read(source: Source) -> Manifest:
     if not paths:
         folder = source
         paths = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
-    manifest = _manifest(load(folder, paths), folder, source)
-    if folder is source:
-        return manifest
-    return join("hf_shards", source.store.url, [Part(manifest, FOLDER)], manifest.origin)
+    shards = load(folder, paths)
+    whole, told = _consolidated(source)
+    manifest = _manifest(shards, folder, source, whole, told)
+    if folder is not source:
+        manifest = join("hf_shards", source.store.url, [Part(manifest, FOLDER)], manifest.origin)
+    return with_copies(manifest, _copied(shards, whole), source.listing)
 
 
 def _here(source: Source) -> list[str]:
     return [p for p in source.listing if is_shard(p)]
 
 
-def _manifest(shards: Shards, folder: Source, source: Source) -> Manifest:
-    whole, told = _consolidated(source)
+def _manifest(shards: Shards, folder: Source, source: Source, whole: _Whole, told: list[Finding]) -> Manifest:
     builder = Builder()
     builder.findings += [
         *told, *_incomplete(shards, folder, source, whole), *_compared(shards, folder, source, whole)
@@ -137,6 +141,18 @@ def _same_shapes(shards: Shards, whole: _Whole) -> bool:
     return whole.keys() == shards.parts.keys() and all(
         proof.extent(parts) == whole[fqn][1] for fqn, parts in shards.parts.items()
     )
+
+
+def _copied(shards: Shards, whole: _Whole) -> dict[str, Whole]:
+    """The whole tensors that are what shards hold: of equal dtype and shape, and not of rank 0.
+
+    torch writes whole tensors of rank 0 wrong; their values are compared when the headers are.
+    """
+    return {
+        fqn: Whole(whole[fqn][3], whole[fqn][2])
+        for fqn, parts in shards.parts.items()
+        if fqn in whole and whole[fqn][1] and whole[fqn][:2] == (parts[0].dtype, proof.extent(parts))
+    }
 
 
 def _consolidated(source: Source) -> tuple[_Whole, list[Finding]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,28 @@ def test_objects_larger_than_a_range(zstd: bool, tmp_path: Path, monkeypatch: py
         assert blob(manifest, f"o{n}") == state[f"o{n}"]
     assert torch.equal(ckptcore.read(manifest, "o9.tensor"), state["o9"]["tensor"])
     assert not manifest.findings
+
+
+@pytest.mark.parametrize("inside", ["small", "large"])
+def test_tensors_inside_objects_that_ranks_share(inside: str, tmp_path: Path) -> None:
+    """Each rank left its own metadata: equal trees whose tensors hold other elements are other values."""
+    size = 4 if inside == "small" else 1 << 20
+
+    def told(value: float) -> set[str]:
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        for rank in range(2):
+            held = {"step": torch.full((size,), value if rank else 1.0), "lr": 0.5}
+            alone = saved(tmp_path / f"{value}-{rank}", {f"w{rank}": torch.ones(2), "optim": held})
+            metadata = pickle.loads((alone / ".metadata").read_bytes())
+            for place in metadata.storage_data.values():
+                place.relative_path = f"__{rank}_0.distcp"
+            (alone / "__0_0.distcp").rename(folder / f"__{rank}_0.distcp")
+            (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(metadata))
+        return {f.code for f in ckptcore.open(str(folder)).findings}
+
+    assert "rank-object" not in told(1.0)
+    assert "rank-object" in told(2.0)
 
 
 def test_tensors_inside_a_class_are_told(tmp_path: Path) -> None:

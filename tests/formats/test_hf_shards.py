@@ -360,3 +360,104 @@ def test_whole_files_that_cannot_be_read(cli: Cli, tmp_path: Path) -> None:
     assert codes(validated(cli, root), "warning") == {"consolidated-differs"}
     truth: Tensors = expected_tensors(SHARDED / "expected.safetensors")
     assert not differences(truth, read_safetensors(tmp_path / "out"))
+
+
+# --- whole files beside shards are copies ------------------------------------------------------
+
+
+def both(root: Path, parts: list[int], *, offset: int = 0) -> tuple[Path, Path]:
+    """(a shard, the whole file) of one save of a tensor, in equal parts or not, and a 0-d one."""
+    from safetensors.numpy import save_file
+
+    numpy = pytest.importorskip("numpy")
+    pieces = rows(parts)
+    write(root / "sharded", {shard(r + 1): {"a.w": pieces[r]} for r in range(len(parts))})
+    held = [header(root / "sharded" / shard(r + 1))[2] for r in range(len(parts))]
+    whole = numpy.frombuffer(b"".join(held), numpy.float32).reshape(sum(parts), 3)
+    save_file({"a.w": whole}, root / "model-00001-of-00001.safetensors")
+    return root / "sharded" / shard(2), root / "model-00001-of-00001.safetensors"
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(bytes(raw))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_flipped_bit_beside_the_right_one(side: int, cli: Cli, tmp_path: Path) -> None:
+    """In a shard or in the whole file: nothing says which is right, and neither passes."""
+    files = both(tmp_path / "a", [5, 4])
+    assert validated(cli, tmp_path / "a").code == 0
+    assert cli("consolidate", tmp_path / "a", tmp_path / "whole").code == 0
+    flip(files[side], -8)  # the second element from the end
+    done = validated(cli, tmp_path / "a")
+    assert (done.code, codes(done)) == (1, {"replica-mismatch"}), done
+    [told] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
+    assert all(part in told for part in ("sharded/" + shard(2), files[1].name, " 1 of ", "[8, 1]")), told
+    assert validated(cli, tmp_path / "a").json["findings"] == done.json["findings"]
+    assert cli("validate", tmp_path / "a", "--output", "json").code == 0  # no byte is read at level cover
+    for verb in (["consolidate"], ["export"], ["reshard", "--to", "dcp", "--mesh", "fsdp=2"]):
+        args = [verb[0], tmp_path / "a", tmp_path / "out", *verb[1:], "--output", "json"]
+        refused = cli(*args)
+        assert (refused.code, (tmp_path / "out").exists()) == (1, False), refused
+        assert refused.json["error"]["findings"][0]["code"] == "replica-mismatch"
+        assert all(part in refused.json["error"]["message"] for part in (shard(2), files[1].name, "[8, 1]"))
+    assert cli("consolidate", tmp_path / "a", tmp_path / "out", "--no-verify").code == 0
+    shutil.move(files[1], tmp_path)  # as the hint says
+    assert cli("consolidate", tmp_path / "a", tmp_path / "again", "--recover").code == 0
+
+
+@pytest.mark.parametrize("memory", ["1MiB", "64MiB"])
+def test_copies_are_compared_in_every_cut(memory: str, cli: Cli, tmp_path: Path) -> None:
+    """Parts along the second dim, larger than the budget's tiles; every place of a flip is found."""
+    numpy = pytest.importorskip("numpy")
+    from safetensors.numpy import save_file
+
+    rng = numpy.random.default_rng(7)
+    whole = rng.integers(0, 1 << 16, (700, 900), numpy.uint16)
+    root = tmp_path / "a"
+    root.mkdir()
+    for rank, (a, b) in enumerate([(0, 400), (400, 801), (801, 900)]):
+        piece = numpy.ascontiguousarray(whole[:, a:b])
+        entry = {"dtype": "U16", "shape": list(piece.shape), "data_offsets": [0, piece.nbytes]}
+        (root / "sharded").mkdir(exist_ok=True)
+        put(
+            root / "sharded" / shard(rank + 1),
+            {"w": entry},
+            {"w": {"saved_offsets": [0, a]}},
+            piece.tobytes(),
+        )
+    path = root / "model-00001-of-00001.safetensors"
+    for place in (None, (0, 0), (350, 799), (699, 899)):
+        changed = whole.copy()
+        if place:
+            changed[place] ^= 256
+        save_file({"w": changed}, path)
+        done = validated(cli, root)
+        refused = cli("consolidate", root, tmp_path / "out", "--overwrite", "--memory", memory,
+                      "--workers", 2, "--output", "json")  # fmt: skip
+        if place is None:
+            assert (done.code, refused.code) == (0, 0), (done, refused)
+            continue
+        [told] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
+        assert str(list(place)) in told
+        assert refused.code == 1
+        assert str(list(place)) in refused.json["error"]["message"]
+
+
+def test_copies_do_not_change_what_a_checkpoint_is(tmp_path: Path) -> None:
+    """Digests, stamps and files are those of the shards: rows that older versions wrote stay true."""
+    import ckptcore
+    from ckptcore.claiming import source_digest
+
+    both(tmp_path / "a", [5, 4])
+    found = ckptcore.open(str(tmp_path / "a"))
+    assert found.own is not None
+    bare = found.without_copies()
+    assert (len(found.chunks), len(bare.chunks), len(bare.files)) == (4, 2, 2)
+    assert found.digest == bare.digest
+    assert source_digest(found) == source_digest(bare)
+    assert type(found).load(found.dump()).dump() == found.dump()
+    known = ckptcore.open(str(BOTH / "ckpt"))
+    assert known.digest == "4a0c74746345c4fe0614d4299647a2d051aedb128a6fd2638a700c423475c7b3"
