@@ -11,6 +11,8 @@ import contextlib
 import os
 import re
 import stat
+import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -21,6 +23,16 @@ from ckptcore.store.inventory import MOUNT, look, take
 from ckptcore.store.place import Relation, identify, relation
 
 _ELSEWHERE = "choose another destination"
+# The machine's own, by the Filesystem Hierarchy Standard and its macOS counterparts. No word replaces these
+# folders or what holds them, and nothing that is in the trees.
+SYSTEM_FOLDERS = (
+    "/Applications", "/Library", "/System", "/Users", "/home", "/media", "/mnt", "/opt", "/private", "/root",
+    "/run", "/srv", "/tmp", "/usr/local", "/var", "/var/cache", "/var/lib", "/var/log", "/var/tmp",
+)  # fmt: skip
+SYSTEM_TREES = (
+    "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/sys", "/usr/bin",
+    "/usr/include", "/usr/lib", "/usr/libexec", "/usr/sbin", "/usr/share",
+)  # fmt: skip
 _STAGING = re.compile(r"^\..+\.ckptcore(\.gone-\d+)?$")
 _SAYS = {Relation.SAME: "is", Relation.INSIDE: "lies in", Relation.AROUND: "contains"}
 
@@ -104,6 +116,9 @@ def protected(catalogs: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
     """(path, what it is) of what no destination may hold. catalogs: what each SQLite file is -> its path."""
     home = os.path.expanduser("~")
     yield home, "the home folder"
+    yield from ((folder, "a folder of the system") for folder in (*SYSTEM_FOLDERS, *SYSTEM_TREES))
+    yield from ((folder, "a user's home folder") for folder in _homes())
+    yield sys.prefix, "the Python that this runs in"
     with contextlib.suppress(FileNotFoundError):  # it was removed: there is nothing to keep
         yield os.getcwd(), "the folder that this runs in"
     for what, path in catalogs.items():
@@ -112,16 +127,39 @@ def protected(catalogs: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
 
 
 def require_unprotected(destination: str, catalogs: Mapping[str, Path]) -> None:
-    """Raises `UsageError` when a destination that exists is or holds what is `protected`."""
+    """Raises `UsageError` when a destination that exists is or holds what is `protected`, or lies in a tree
+    of the system or of the running program."""
     if local_path(destination) is None:
         return
     here = identify(destination)
     if not here.exists:
         return
+    program = (os.path.dirname(__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    for tree in filter(os.path.isdir, (*SYSTEM_TREES, *program)):
+        if relation(here, identify(tree)) is Relation.INSIDE and not _is_ram(destination):
+            raise UsageError(
+                f"cannot replace {destination}: it lies in {tree}, which is the system's or this program's",
+                hint=_ELSEWHERE,
+            )
     for path, what in protected(catalogs):
         how = relation(here, identify(path))
         if how is Relation.SAME or (how is Relation.AROUND and os.path.lexists(path)):
             raise UsageError(f"{destination} {_SAYS[how]} {what}, {path}", hint=_ELSEWHERE)
+
+
+def _homes() -> Iterator[str]:
+    """The home folders of the users of this machine; accounts of services may name a whole system folder."""
+    try:
+        import pwd
+    except ImportError:  # not a Unix
+        return
+    yield from {user.pw_dir for user in pwd.getpwall() if os.path.isdir(user.pw_dir)} - {"/"}
+
+
+def _is_ram(destination: str) -> bool:
+    """Whether a place is on the disk in memory that Linux keeps below /dev."""
+    path = local_path(destination)
+    return path is not None and os.path.realpath(path).startswith("/dev/shm/")
 
 
 def _folder(config: str | None) -> str | None:
@@ -138,7 +176,8 @@ def _require_plain(destination: str) -> None:
         )
     path = local_path(destination)
     parent, name = split_url(destination)
-    if not name or name in (".", ".."):
+    _, sign, rest = destination.partition("://")
+    if not name or name in (".", "..") or (sign and not rest.strip("/")):
         raise UsageError(
             f"{destination!r} is no place to write to", hint="name the new folder or file itself"
         )

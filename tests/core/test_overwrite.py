@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore import publishing
+from ckptcore import destination, publishing
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.hf import Expected
 from ckptcore.request import Request
@@ -254,13 +254,42 @@ def test_the_ground_it_stands_on_is_never_replaced(
     monkeypatch.chdir(here / "deep")
     (home / "file").write_text("precious")
     before = tree(tmp_path)
-    for dst in (home, here, here / "deep", catalog, catalog.parent, other, Path("."), Path(".."), Path("/"),
+    for dst in (home, here, here / "deep", catalog, catalog.parent, other, Path("."), Path(".."),
                 Path("../deep"), tmp_path):  # fmt: skip
         with pytest.raises(UsageError):
             ckptcore.convert(str(SAMPLE), str(dst), **{word: True})
         assert tree(tmp_path) == before, dst
     with pytest.raises(UsageError, match="catalog"):
         ckptcore.convert(str(SAMPLE), str(other), catalog=str(other), **{word: True})
+
+
+@pytest.mark.parametrize("word", ["overwrite", "overwrite_foreign"])
+@pytest.mark.parametrize("place", ["etc", "", "etc/app", "etc/app.conf", "etc/model", "srv", "people/anna"])
+def test_the_systems_folders_are_never_replaced(
+    word: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A machine in a folder: no test names a real system folder as a destination.
+    machine = tmp_path / "machine"
+    for folder in ("etc/app", "srv", "people/anna"):
+        (machine / folder).mkdir(parents=True)
+        (machine / folder / "settings").write_text("x")
+    (machine / "etc" / "app.conf").write_text("x")
+    save_file({"w": torch.zeros(4)}, tmp_path / "source.safetensors")
+    save_file({"w": torch.ones(4)}, machine / "etc" / "model")
+    monkeypatch.setattr(destination, "SYSTEM_TREES", (str(machine / "etc"),))
+    monkeypatch.setattr(destination, "SYSTEM_FOLDERS", (str(machine / "srv"),))
+    monkeypatch.setattr(destination, "_homes", lambda: iter([str(machine / "people" / "anna")]))
+    before = tree(machine)
+    with pytest.raises(UsageError, match=r"system|home"):
+        ckptcore.convert(str(tmp_path / "source.safetensors"), str(machine / place), **{word: True})
+    assert tree(machine) == before
+
+
+def test_no_place_at_all_is_refused_before_anything_is_made() -> None:
+    # Judged without converting: these are real places.
+    for place in ("/", "///", ".", "..", "memory://", "s3://", "file:///", "s3://bucket"):
+        with pytest.raises(UsageError):
+            destination.require_place(place, str(SAMPLE))
 
 
 @pytest.mark.parametrize("word", ["overwrite", "overwrite_foreign"])
