@@ -143,13 +143,22 @@ def open_store(url: str) -> Store:
 
 
 def local_path(url: str) -> Path | None:
-    """The path of a local URL, or None for a remote one."""
-    if "\0" in url or not url:
+    """The path of a local URL, or None for a remote one; raises `UsageError` for what no system can hold."""
+    if "\0" in url or not url or not _is_text(url):
         raise UsageError(f"not a path or URL: {url!r}")
     for scheme in ("file://", "local://"):
         if url.startswith(scheme):
             return Path(url.removeprefix(scheme))
     return None if "://" in url or "::" in url else Path(url)
+
+
+def _is_text(url: str) -> bool:
+    """Whether it has bytes: names that are not UTF-8 come as surrogates (PEP 383), others have none."""
+    try:
+        url.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def split_url(url: str) -> tuple[str, str]:

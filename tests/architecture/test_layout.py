@@ -52,9 +52,9 @@ def test_file_names_shadow_no_module(folder: str) -> None:
 
 
 def test_python_files_are_small() -> None:
-    # 350 lines is the aim; past 400 a file has two questions.
+    # Past 600 lines a file answers two questions.
     sizes = {str(path.relative_to(ROOT)): text.count("\n") for path, text in sources()}
-    assert {path: lines for path, lines in sizes.items() if lines > 400} == {}
+    assert {path: lines for path, lines in sizes.items() if lines > 600} == {}
 
 
 def test_modules_say_what_they_are_for() -> None:
