@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +27,40 @@ from ckptcore.manifest import (
     items_table,
     row_major,
 )
+from ckptcore.meter import CHUNK, FINDING, TENSOR, Meter, meter
+
+_FILE, _ITEM, _VIEW, _CHAR = 400, 100, 200, 4  # bytes of what is collected, with its later forms
+
+
+class _Findings(list[Finding]):
+    """Findings that count: damage may be as large as what is damaged."""
+
+    def __init__(self, count: Meter) -> None:
+        super().__init__()
+        self._count = count
+
+    def append(self, found: Finding) -> None:
+        self._count.keep(FINDING + _CHAR * len(found.message), "what is wrong with the checkpoint")
+        super().append(found)
+
+    def extend(self, found: Iterable[Finding]) -> None:
+        for one in found:
+            self.append(one)
+
+    def __iadd__(self, found: Iterable[Finding]) -> Self:  # type: ignore[misc, override]
+        self.extend(found)
+        return self
 
 
 class Builder:
     """Collects tensors, chunks and items row by row, and gives the columnar manifest."""
 
     def __init__(self) -> None:
+        self._count = meter()
         self.tensors: list[TensorSpec] = []
         self._unread: set[str] = set()
         self.blobs: list[Blob] = []
-        self.findings: list[Finding] = []
+        self.findings: list[Finding] = _Findings(self._count)
         # Flat columns from the start: a row of Python objects each would cost gigabytes at 10^6.
         self._owner, self._item, self._rank = array("q"), array("q"), array("b")
         self._dims = array("q")  # offset then shape of each chunk, back to back
@@ -51,6 +75,7 @@ class Builder:
         """The index of a file, added on first sight."""
         at = self._files.get(path)
         if at is None:
+            self._count.keep(_FILE + _CHAR * len(path), path)
             at = self._files[path] = len(self._sizes)
             self._sizes.append(size)
         return at
@@ -73,6 +98,7 @@ class Builder:
         row = len(self._items) // 6
         if item.codec not in self._codecs:
             self._codecs.append(item.codec)
+        self._count.keep(_ITEM, "a checkpoint's items")
         if item.member:
             self._member[row] = item.member
         crc = -1 if item.crc32 is None else item.crc32
@@ -118,6 +144,7 @@ class Builder:
     def tensor(self, spec: TensorSpec, file: str | None = None) -> int:
         """Adds a tensor; gives its index, or -1 for a dtype that is not held: such a tensor is a part that
         cannot be read, and its chunks are left out. file: where it lies, for messages."""
+        self._count.keep(TENSOR + _CHAR * len(spec.fqn), "a checkpoint's tensors")
         if spec.dtype not in BY_NAME:
             self.unread(spec.fqn, Unread(f"dtype {spec.dtype} is not held", spec.dtype, spec.shape, file))
             return -1
@@ -146,6 +173,7 @@ class Builder:
         """Adds a chunk of a tensor added before; item -1: it has no place. tensor -1: it is not added."""
         if tensor < 0:
             return
+        self._count.keep(CHUNK if view is None else CHUNK + _VIEW, "a checkpoint's chunks")
         if view is not None:
             self._views[len(self._owner)] = view
         self._owner.append(tensor)
@@ -161,6 +189,7 @@ class Builder:
             held = tensor >= 0
             tensor, offset, shape = tensor[held], offset[held], shape[held]
             rank, item = rank[held], item[held]
+        self._count.keep(CHUNK * len(tensor), "a checkpoint's chunks")
         dims = np.concatenate([offset, shape], axis=1)
         real = np.arange(offset.shape[1]) < rank[:, None]
         self._dims.frombytes(dims[np.concatenate([real, real], axis=1)].tobytes())

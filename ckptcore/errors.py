@@ -185,6 +185,13 @@ class BudgetTooSmall(CkptError):
     default_hint = "raise --memory or lower --workers"
 
 
+class MetadataTooLarge(CkptError):
+    """What describes the checkpoint would take more memory than metadata may."""
+
+    code, exit_code = "metadata-budget", 28
+    default_hint = "raise CKPTCORE_METADATA_MEMORY if the checkpoint is what you expect"
+
+
 class CatalogError(CkptError):
     """The catalog database cannot be used as it is."""
 

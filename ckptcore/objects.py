@@ -10,10 +10,17 @@ from __future__ import annotations
 import base64
 import math
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-_MAX_NODES = 4_000_000
+from ckptcore.meter import CONTAINER, SLOT, meter
+
+# Values that hold no others; long runs of them are encoded and decoded at once.
+SCALARS: frozenset[type] = frozenset({type(None), bool, int, float, complex, str, bytes})
+_AS_IS: frozenset[type] = frozenset({type(None), bool, str})  # JSON has them
+_NUMBERS: frozenset[type] = frozenset({bool, int})
+_WIDE = 1 << 53  # integers from here on are not what every JSON reader makes of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +63,22 @@ class RefusedTensor(Refused):
     storages: tuple[str, ...] = ()
 
 
-def encode(value: Any, _budget: list[int] | None = None) -> Any:
+def encode(value: Any, _left: list[int] | None = None) -> Any:
     """The JSON form of a tree of plain values, `TensorRef`, `Named` and `Refused`.
 
-    Raises TypeError for anything else.
+    Raises TypeError for anything else, `MetadataTooLarge` for a tree over the budget of metadata.
 
     >>> encode({"betas": (0.9, 0.95), 3: None})
     {'$': 'dict', 'items': [['betas', {'$': 'tuple', 'items': [0.9, 0.95]}], [3, None]]}
     """
     # Values shared through a pickle's memo can make a small file an endless tree.
-    budget = [_MAX_NODES] if _budget is None else _budget
-    budget[0] -= 1
+    budget = [meter().limit] if _left is None else _left
     if budget[0] < 0:
-        raise TypeError(f"object tree has more than {_MAX_NODES} values")
+        meter().require(meter().limit - budget[0], "an object")
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return value if abs(value) < 1 << 53 else {"$": "int", "value": str(value)}
+        return value if abs(value) < _WIDE else {"$": "int", "value": str(value)}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
     if isinstance(value, complex):
@@ -80,7 +86,7 @@ def encode(value: Any, _budget: list[int] | None = None) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"$": "bytes", "value": base64.b64encode(bytes(value)).decode()}
     if isinstance(value, list):
-        return [encode(v, budget) for v in value]
+        return _encoded(value, budget)
     if isinstance(value, TensorRef):
         return {"$": "tensor", "fqn": value.fqn}
     if isinstance(value, Named):
@@ -90,16 +96,61 @@ def encode(value: Any, _budget: list[int] | None = None) -> Any:
     for kind, cls in (("odict", OrderedDict), ("dict", dict)):
         if isinstance(value, cls):
             if kind == "dict" and "$" not in value and all(isinstance(k, str) for k in value):
-                return {k: encode(v, budget) for k, v in value.items()}
-            return {
-                "$": kind,
-                "items": [[encode(k, budget), encode(v, budget)] for k, v in value.items()],
-            }
+                return dict(zip(value, _encoded(value.values(), budget), strict=True))
+            budget[0] -= CONTAINER + 4 * SLOT * len(value)
+            items = [[encode(k, budget), encode(v, budget)] for k, v in value.items()]
+            return {"$": kind, "items": items}
     for kind, seq in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
         if isinstance(value, seq):
-            items = [encode(v, budget) for v in value]
+            items = _encoded(value, budget)
             return {"$": kind, "items": items if kind == "tuple" else sorted(items, key=repr)}
     raise TypeError(f"{type(value).__name__} is not a plain value")
+
+
+def _encoded(values: Collection[Any], budget: list[int]) -> list[Any]:
+    """The forms of several values; those of many numbers or texts are found at once."""
+    budget[0] -= CONTAINER + SLOT * len(values)
+    return list(values) if are_their_forms(values) else [encode(v, budget) for v in values]
+
+
+def are_their_forms(values: Collection[Any]) -> bool:
+    """Whether JSON has all of these values, as it has most numbers and texts; False for some it has."""
+    kinds = set(map(type, values))
+    if kinds <= _AS_IS:
+        return True
+    if kinds <= _NUMBERS:
+        return bool(min(values) > -_WIDE and max(values) < _WIDE)
+    return kinds == {float} and all(map(math.isfinite, values))
+
+
+def is_its_form(value: Any) -> bool:
+    """Whether JSON has this value: no object stands for it."""
+    if type(value) is int:
+        return -_WIDE < value < _WIDE
+    return type(value) in _AS_IS or (type(value) is float and math.isfinite(value))
+
+
+def weight(form: Any) -> int:
+    """About as many bytes as a JSON form and what is made of it take.
+
+    >>> weight({"a": [True] * 10}), weight("abc")
+    (2532, 52)
+    """
+    nbytes, queue = 0, [form]
+    while queue:
+        value = queue.pop()
+        if not isinstance(value, (list, dict)):
+            nbytes += _weight_of([value])
+            continue
+        inside = value.values() if isinstance(value, dict) else value
+        nbytes += CONTAINER + _weight_of(inside) + (_weight_of(value) if isinstance(value, dict) else 0)
+        queue += [v for v in inside if type(v) not in SCALARS]
+    return nbytes
+
+
+def _weight_of(values: Collection[Any]) -> int:
+    texts = str in set(map(type, values))
+    return SLOT * len(values) + (4 * sum(len(v) for v in values if type(v) is str) if texts else 0)
 
 
 _DECODE: dict[str, Any] = {
@@ -111,9 +162,9 @@ _DECODE: dict[str, Any] = {
     "refused": lambda v: Refused(v["name"]),
     "odict": lambda v: OrderedDict((decode(k), decode(x)) for k, x in v["items"]),
     "dict": lambda v: {decode(k): decode(x) for k, x in v["items"]},
-    "tuple": lambda v: tuple(decode(x) for x in v["items"]),
-    "set": lambda v: {decode(x) for x in v["items"]},
-    "frozenset": lambda v: frozenset(decode(x) for x in v["items"]),
+    "tuple": lambda v: tuple(decode(v["items"])),
+    "set": lambda v: set(decode(v["items"])),
+    "frozenset": lambda v: frozenset(decode(v["items"])),
 }
 
 
@@ -124,7 +175,7 @@ def decode(form: Any) -> Any:
     {'a': (1, inf), 2: b'x'}
     """
     if isinstance(form, list):
-        return [decode(v) for v in form]
+        return list(form) if set(map(type, form)) <= SCALARS else [decode(v) for v in form]
     if not isinstance(form, dict):
         return form
     if "$" not in form:
@@ -141,12 +192,12 @@ def references(form: Any) -> list[str]:
     while queue:
         value = queue.pop()
         if isinstance(value, list):
-            queue += value
+            queue += [v for v in value if type(v) not in SCALARS]
         elif isinstance(value, dict):
             if value.get("$") == "tensor":
                 found.append(value["fqn"])
             else:
-                queue += value.values()
+                queue += [v for v in value.values() if type(v) not in SCALARS]
     return found
 
 
@@ -161,5 +212,6 @@ def tensors_in(value: Any) -> list[str]:
         elif isinstance(v, Named):
             queue.append(v.value)
         elif isinstance(v, (dict, list, tuple)):
-            queue += reversed([*v.values()] if isinstance(v, dict) else v)
+            inside = v.values() if isinstance(v, dict) else v
+            queue += reversed([x for x in inside if type(x) not in SCALARS])
     return [*found]

@@ -47,6 +47,7 @@ from ckptcore.formats.base import (
     Source,
 )
 from ckptcore.manifest import Manifest, StoredFile
+from ckptcore.meter import metered
 from ckptcore.store import Stamped, Store, open_store, split_url
 
 # In the order they are asked. A format is recognised by its own files, never by elimination.
@@ -151,7 +152,13 @@ def read_manifest(source: Source, names: set[str] | None = None) -> Manifest:
 
     names: the files that the format's reader read from are added, by their paths below the manifest's root;
     those that were only looked at to recognise it are not.
+    Raises `MetadataTooLarge` where its metadata takes more than `ckptcore.meter` allows.
     """
+    with metered():
+        return _read_manifest(source, names)
+
+
+def _read_manifest(source: Source, names: set[str] | None) -> Manifest:
     root = source
     source, way = located(source)
     if source is not root:

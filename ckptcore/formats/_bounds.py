@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 from ckptcore.errors import MalformedCheckpoint
-from ckptcore.objects import Named, Refused
+from ckptcore.meter import CONTAINER, SLOT, meter
+from ckptcore.objects import SCALARS, Named, Refused, are_their_forms, is_its_form
 
 _MAX_DEPTH = 150  # nesting of containers
 _TEXT = 64  # characters that text shared through the memo may stand for, per byte of pickle
+_VALUES = 16  # values that are shared through it may stand for, per byte of pickle
+_CHAR, _BYTE = 4, 6  # bytes that a character or a byte of a value takes in all stages
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def absent(present: Collection[int], stop: int, limit: int) -> list[int]:
@@ -26,56 +30,112 @@ def absent(present: Collection[int], stop: int, limit: int) -> list[int]:
 
 
 def bound_tree(tree: Any, nbytes: int, what: str) -> None:
-    """Refuses a tree that is far larger, written out, than the pickle it came from.
+    """Counts a tree, written out, on the reading's meter; refuses one that is far larger than its pickle.
 
-    Values shared through the memo make a few bytes an endless tree, or endless names. Both are
-    summed over the shared values, each visited once. A tree without sharing takes a byte a value.
+    Values shared through the memo make a few bytes an endless tree, or endless names. Both are summed over
+    the shared values, each visited once; plain values inside one container are summed at once.
+    Raises `MalformedCheckpoint`, `MetadataTooLarge`.
     """
-    # id -> (values below, characters of all paths below, bytes of binary values below, of text)
-    sums: dict[int, tuple[int, int, int, int]] = {}
-    open_: set[int] = set()
+    below = _Sums(what).of(tree)
+    if below.text > _TEXT * nbytes + (1 << 20):
+        raise MalformedCheckpoint(
+            f"{what}: a pickle of {nbytes} bytes stands for {below.text} characters of text"
+        )
+    if below.raw > 4 * nbytes + (1 << 20):
+        raise MalformedCheckpoint(
+            f"{what}: a pickle of {nbytes} bytes stands for {below.raw} bytes of binary values"
+        )
+    if below.values > _VALUES * nbytes + 10_000:
+        raise MalformedCheckpoint(f"{what}: a pickle of {nbytes} bytes stands for {below.values} values")
+    cost = CONTAINER * below.named + CONTAINER // 2 * below.forms + SLOT * below.values
+    cost += _CHAR * below.text + _BYTE * below.raw
+    meter().take(cost, what)
+    meter().require(below.chars, what)
 
-    def visit(value: Any, depth: int) -> tuple[int, int, int, int]:
-        if isinstance(value, Named) and isinstance(value.value, dict):
+
+class _Below(NamedTuple):
+    """What a value stands for. named: itself and the values below that are no plain scalars, which get
+    names. forms: values whose JSON form is an object or a list. chars: of all names. raw, text: bytes of
+    binary values, characters of text."""
+
+    values: int
+    named: int
+    forms: int
+    chars: int
+    raw: int
+    text: int
+
+
+class _Sums:
+    """Sums over the values of a tree."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._known: dict[int, _Below] = {}
+        self._open: set[int] = set()
+        self._count, self._seen = meter(), 0
+
+    def of(self, value: Any, depth: int = 0) -> _Below:
+        """What a value and everything below it stand for."""
+        while type(value) is Named and isinstance(value.value, (dict, list, tuple, str, bytes)):
             value = value.value  # a namespace or an array, say
-        if isinstance(value, Named) and isinstance(value.value, (str, bytes)):
-            value = value.value
-        if not isinstance(value, (dict, list, tuple, set, frozenset)):
-            n = len(value) if isinstance(value, (str, bytes)) else 0
-            return 1, 0, n if isinstance(value, bytes) else 0, n if isinstance(value, str) else 0
-        if id(value) in sums:
-            return sums[id(value)]
-        if depth > _MAX_DEPTH or id(value) in open_:
-            raise MalformedCheckpoint(f"{what} nests deeper than {_MAX_DEPTH} levels")
-        open_.add(id(value))
-        count, chars, raw, text = 1, 0, 0, 0
-        for k, v in value.items() if isinstance(value, dict) else enumerate(value):
-            below, names, inside, told = visit(v, depth + 1)
-            count += below
-            raw += inside
-            text += told
-            chars += below * (_spelled(k) + 1) + names
-        open_.discard(id(value))
-        sums[id(value)] = count, chars, raw, text
-        return count, chars, raw, text
+        if not isinstance(value, _CONTAINERS):
+            return _plain([value]) if type(value) in SCALARS else _ONE
+        known = self._known.get(id(value))
+        if known is not None:
+            return known
+        if depth > _MAX_DEPTH or id(value) in self._open:
+            raise MalformedCheckpoint(f"{self._what} nests deeper than {_MAX_DEPTH} levels")
+        self._open.add(id(value))
+        made = self._inside(value, depth)
+        self._open.discard(id(value))
+        self._known[id(value)] = made
+        return made
 
-    count, chars, raw, text = visit(tree, 0)
-    if text > _TEXT * nbytes + (1 << 20):
-        raise MalformedCheckpoint(f"{what}: a pickle of {nbytes} bytes stands for {text} characters of text")
-    if raw > 4 * nbytes + (1 << 20):
-        raise MalformedCheckpoint(
-            f"{what}: a pickle of {nbytes} bytes stands for {raw} bytes of binary values"
+    def _inside(self, value: Any, depth: int) -> _Below:
+        plain, rest, pairs = [], [], 0
+        is_dict = isinstance(value, dict)
+        if is_dict:
+            keys = [k for k in value if type(k) not in SCALARS]
+            plain = [_plain(value.keys() if not keys else [k for k in value if type(k) in SCALARS])]
+            plain += [self.of(k, depth + 1) for k in keys]
+            pairs = 0 if set(map(type, value)) <= {str} else len(value)
+        inside = value.values() if is_dict else value
+        self._seen += len(inside) - sum(map(SCALARS.__contains__, map(type, inside)))
+        self._count.require(CONTAINER * self._seen, self._what)  # before millions are looked at one by one
+        if set(map(type, inside)) <= SCALARS:
+            plain.append(_plain(inside))
+        else:
+            plain.append(_plain([v for v in inside if type(v) in SCALARS]))
+            items = value.items() if is_dict else enumerate(value)
+            rest = [(k, self.of(v, depth + 1)) for k, v in items if type(v) not in SCALARS]
+        below = [*plain, *(b for _, b in rest)]
+        return _Below(
+            1 + sum(b.values for b in below),
+            1 + sum(b.named for b in below),
+            sum(b.forms for b in below) + pairs,
+            sum(b.chars + b.named * (_spelled(k) + 1) for k, b in rest),
+            sum(b.raw for b in below),
+            sum(b.text for b in below),
         )
-    if count > nbytes + 10_000 or chars > 4 * nbytes + (1 << 20):
-        raise MalformedCheckpoint(
-            f"{what}: a pickle of {nbytes} bytes stands for {count} values with {chars} characters of names"
-        )
+
+
+def _plain(values: Collection[Any]) -> _Below:
+    """Of scalars alone, all at once."""
+    kinds = set(map(type, values))
+    text = sum(len(v) for v in values if type(v) is str) if str in kinds else 0
+    raw = sum(len(v) for v in values if type(v) is bytes) if bytes in kinds else 0
+    forms = sum(not is_its_form(v) for v in values) if not are_their_forms(values) else 0
+    return _Below(len(values), 0, forms, 0, raw, text)
 
 
 def bound_views(nbytes: int, stored: int, what: str) -> None:
     """Refuses tensors of far more bytes than are stored: expanded views of one element, say."""
     if nbytes > 1024 * stored + (64 << 20):
         raise MalformedCheckpoint(f"{what}: {stored} bytes stand for tensors of {nbytes} bytes")
+
+
+_ONE = _Below(1, 1, 0, 0, 0, 0)
 
 
 def _spelled(key: Any) -> int:
@@ -103,5 +163,6 @@ def refused_in(tree: Any, kinds: tuple[type[Any], ...] = (Refused,)) -> tuple[st
             found.add(v.value["refused"])
         elif isinstance(v, (dict, list, tuple, set, frozenset)) and id(v) not in seen:
             seen.add(id(v))
-            queue += [*v, *v.values()] if isinstance(v, dict) else v
+            inside = chain(v, v.values()) if isinstance(v, dict) else v
+            queue += [x for x in inside if type(x) not in SCALARS]
     return tuple(sorted(found))

@@ -11,17 +11,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import ChecksumMismatch, CkptError, MalformedCheckpoint, UnsafeContent, finding
+from ckptcore.errors import (
+    ChecksumMismatch,
+    CkptError,
+    MalformedCheckpoint,
+    MetadataTooLarge,
+    UnsafeContent,
+    finding,
+)
 from ckptcore.formats._bounds import bound_views
 from ckptcore.formats._codecs import decode_small
 from ckptcore.formats._torchtables import StoredView, storages_in
 from ckptcore.formats._torchzip import Objects, Reader, check_view, read_objects
 from ckptcore.manifest import Blob, Envelope, Item, TensorSpec, View
-from ckptcore.objects import Named, TensorRef, encode
+from ckptcore.meter import meter, passing
+from ckptcore.objects import SCALARS, Named, TensorRef, encode, weight
 from ckptcore.store import Readable
 
 _GAP, _RANGE = 64 << 10, 8 << 20
 _CODES = ((ChecksumMismatch, "crc-mismatch"), (UnsafeContent, "bad-path"))
+_SHARED = 4  # how often the bytes of a file may be read for its objects
 _MAX_OBJECT = 64 << 20  # larger ones are read in place, never as a whole
 
 
@@ -54,6 +63,7 @@ def add_blobs(
     """
     sizes = builder.file_sizes()
     names = builder.file_names()
+    _require_apart(names, sizes, [*blobs.values(), *(item for _, item in others)])
     whole = {k: i for k, i in blobs.items() if i.start + i.length <= (sizes[i.file] or 0)}
     for key, item in blobs.items():
         if key not in whole:  # `check` reports the missing or short file
@@ -61,15 +71,17 @@ def add_blobs(
     for key, item, data in _read_all(store, names, whole):
         at = builder.item(item)
         what = f"object {key} in {names[item.file]}"
+        partly: tuple[str, ...] = ()
         try:
             if isinstance(data, CkptError):
                 raise data
-            content, length = _reader(store, names[item.file], item, data)
-            objects = rules.parse(content, length, what)
-            partly: tuple[str, ...] = ()
-            if rules.adapt is not None:
-                objects, partly = rules.adapt(key, objects, content)
-            tree = adopt(builder, key, item, objects, what)
+            with passing():
+                content, length = _reader(store, names[item.file], item, data)
+                objects = rules.parse(content, length, what)
+                if rules.adapt is not None:
+                    objects, partly = rules.adapt(key, objects, content)
+                tree = adopt(builder, key, item, objects, what)
+            meter().keep(weight(tree), what)
         except (MalformedCheckpoint, UnsafeContent) as error:
             code = next((c for kind, c in _CODES if isinstance(error, kind)), "malformed-item")
             code = "unsafe-item" if "global" in error.values else code
@@ -78,6 +90,20 @@ def add_blobs(
             continue
         builder.blobs.append(kept(builder, key, at, tree, objects, partly, names[item.file]))
     _compare(builder, store, names, blobs, others)
+
+
+def _require_apart(names: Sequence[str], sizes: Sequence[int | None], items: Sequence[Item]) -> None:
+    """Raises `MalformedCheckpoint` where items are longer than the files they lie in: each is read."""
+    claimed: dict[int, int] = {}
+    for item in items:
+        claimed[item.file] = claimed.get(item.file, 0) + item.length
+    for file, length in claimed.items():
+        size = sizes[file]
+        if size is not None and length > _SHARED * size + _RANGE and len(items) > 1:
+            raise MalformedCheckpoint(
+                f"{names[file]} has {size} bytes, and the metadata places {length} bytes of objects in it",
+                file=names[file],
+            )
 
 
 def kept(builder: Builder, key: str, item: int, tree: Any, objects: Objects, partly: tuple[str, ...],
@@ -116,9 +142,10 @@ def _compare(
         builder.item(item)  # its range belongs to the checkpoint
         if any(i.start + i.length > (sizes[i.file] or 0) for i in pair):
             continue  # `check` reports the missing or short file
-        raw = [store.read(names[i.file], i.start, i.length) for i in pair]
-        if raw[0] != raw[1] and _content(raw[0]) != _content(raw[1]):
-            different.add(key)
+        with passing():
+            raw = [store.read(names[i.file], i.start, i.length) for i in pair]
+            if raw[0] != raw[1] and _content(raw[0]) != _content(raw[1]):
+                different.add(key)
     builder.findings += [
         finding("rank-object", "files", f"object {key} differs between ranks", fqn=key)
         for key in sorted(different)
@@ -129,6 +156,8 @@ def _content(raw: bytes) -> Any:
     """What an item holds, its tensors' bytes included; zips of equal values may still differ."""
     try:
         found = read_objects(lambda start, n: raw[start : start + n], len(raw), "object")
+    except MetadataTooLarge:
+        raise
     except CkptError:  # the copy that is kept has its own finding; this one is another value
         return raw
     stored = {key: raw[start : start + n] for key, (start, n, _) in found.storages.items()}
@@ -172,6 +201,7 @@ def _reader(store: Readable, path: str, item: Item, data: bytes | None) -> tuple
     if item.codec:
         raw = store.read(path, item.start, item.length) if data is None else data
         plain = decode_small(item.codec, raw, _MAX_OBJECT, path)
+        meter().keep(len(plain) // 4, path)  # small items may stand for much: what that takes is time
         return (lambda start, n: plain[start : start + n]), len(plain)
     if data is None:
         return (lambda start, n: store.read(path, item.start + start, n)), item.length
@@ -199,6 +229,12 @@ def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str) -
             if len(found) > 1_000_000:
                 raise MalformedCheckpoint(f"{what} refers to more than 10^6 tensors")
             return TensorRef(path)
+        if type(value) in SCALARS:
+            return value
+        if isinstance(value, (dict, list, tuple)):
+            inside = value.values() if isinstance(value, dict) else value
+            if set(map(type, inside)) <= SCALARS:
+                return value
         if isinstance(value, dict):
             kind = type(value)
             return kind((k, walk(v, f"{path}.{k}", depth + 1)) for k, v in value.items())

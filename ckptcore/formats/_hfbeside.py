@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from ckptcore.dtype import BY_NAME
 from ckptcore.errors import CkptError
 from ckptcore.formats._hfproof import Shape, extent
 from ckptcore.formats._hfshards import Shards
-from ckptcore.formats._stheader import no_duplicates
+from ckptcore.formats._json import parse
 from ckptcore.formats.base import Source
 from ckptcore.manifest import TensorSpec
 
@@ -66,7 +65,7 @@ def _json(source: Source, path: str, most: int) -> dict[str, Any]:
     if not 0 < source.listing.get(path, 0) <= most:
         return {}
     try:
-        form = json.loads(source.store.read(path, 0, source.listing[path]), object_pairs_hook=no_duplicates)
+        form = parse(source.store.read(path, 0, source.listing[path]), path)
     except (CkptError, ValueError, RecursionError):
         return {}
     return form if isinstance(form, dict) else {}

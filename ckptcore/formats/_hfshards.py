@@ -8,20 +8,29 @@ shape, no world size, no save id.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.errors import CkptError, DamagedCheckpoint, MalformedCheckpoint, UnsupportedFormat, finding
-from ckptcore.formats._stheader import no_duplicates, read_header
+from ckptcore.errors import (
+    CkptError,
+    DamagedCheckpoint,
+    MalformedCheckpoint,
+    MetadataTooLarge,
+    UnsupportedFormat,
+    finding,
+)
+from ckptcore.formats._json import parse
+from ckptcore.formats._stheader import read_header
 from ckptcore.formats.base import Source, natural
+from ckptcore.meter import meter, passing
 from ckptcore.shown import shown
 
 INFO, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 _NAME = re.compile(r"(?:shard-(\d{5,9})-)?model-(\d{5,9})-of-(\d{5,9})\.safetensors")
 _MAX_OFFSET = 1 << 50
+_PART = 700  # bytes of a piece while it is collected
 _ZIP = b"PK\x03\x04"
 
 
@@ -80,6 +89,8 @@ def has_info(source: Source, path: str) -> bool:
     """Whether a file's header has offsets; False also for what is no safetensors file."""
     try:
         _, metadata, _ = read_header(source.store, path, source.listing[path])
+    except MetadataTooLarge:
+        raise
     except CkptError:
         return False  # its own reader will say what is wrong
     return INFO in metadata
@@ -98,7 +109,9 @@ def load(source: Source, paths: list[str]) -> Shards:
         counts.add(of)
         if rank is not None:
             present.add((rank, model))
-        for fqn, part in _parts(source, path, rank, model):
+        with passing():
+            held = _parts(source, path, rank, model)
+        for fqn, part in held:
             parts.setdefault(fqn, []).append(part)
     for fqn, found in parts.items():
         _require_one_save(fqn, found)
@@ -125,6 +138,7 @@ def _parts(source: Source, path: str, rank: int | None, model: int) -> list[tupl
     if offsets.keys() != tensors.keys():
         odd = min(offsets.keys() ^ tensors.keys())
         raise MalformedCheckpoint(f"{path}: its header and its {INFO} disagree about {odd!r}", file=path)
+    meter().keep(_PART * len(tensors), path)
     out = []
     for fqn, (dtype, shape, start, stop) in tensors.items():
         offset = offsets[fqn]
@@ -140,7 +154,7 @@ def _offsets(raw: Any, path: str) -> dict[str, tuple[int, ...]]:
     if type(raw) is not str:
         raise MalformedCheckpoint(f"{path} is named like a shard, but its header has no {INFO}", file=path)
     try:
-        top = json.loads(raw, object_pairs_hook=no_duplicates)
+        top = parse(raw, path)
         rows = {str(k): v["saved_offsets"] for k, v in top.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{path}: {INFO} cannot be read: {shown(error, 120)}", file=path) from error

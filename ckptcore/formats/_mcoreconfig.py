@@ -7,13 +7,12 @@ later, on request) holds a SHA-256 per file.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat
-from ckptcore.formats._stheader import no_duplicates
+from ckptcore.formats._json import parse
 from ckptcore.formats.base import Source
 from ckptcore.shown import shown
 
@@ -140,6 +139,6 @@ def _json(source: Source, name: str, limit: int) -> Any:
     if size > limit:
         raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
     try:
-        return json.loads(source.store.read(name, 0, size), object_pairs_hook=no_duplicates)
+        return parse(source.store.read(name, 0, size), name)
     except (ValueError, RecursionError) as error:
         raise MalformedCheckpoint(f"{name} is not JSON: {error}", file=name) from error

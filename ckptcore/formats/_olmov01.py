@@ -10,7 +10,6 @@ there was no dtype.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,8 +19,9 @@ from ckptcore.box import Box, flat_start, from_flat_range
 from ckptcore.builder import Builder
 from ckptcore.dtype import BY_NAME, BY_SAFETENSORS
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, finding
+from ckptcore.formats._json import parse
 from ckptcore.formats._olmo import RANK_SAFETENSORS
-from ckptcore.formats._stheader import no_duplicates, read_header
+from ckptcore.formats._stheader import read_header
 from ckptcore.formats.base import Source, natural
 from ckptcore.manifest import Envelope, Manifest, TensorSpec
 from ckptcore.shown import shown
@@ -175,7 +175,7 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
     if not 0 < size <= _MAX_METADATA:
         raise MalformedCheckpoint(f"{METADATA} has {size} bytes", file=METADATA)
     try:
-        top = json.loads(source.store.read(METADATA, 0, size), object_pairs_hook=no_duplicates)
+        top = parse(source.store.read(METADATA, 0, size), METADATA)
         tensors = top["tensors"].items()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{METADATA} tells of no tensors: {error}", file=METADATA) from error

@@ -98,6 +98,8 @@ def pattern_of(seen: Seen, data: bytes, memo: Memo) -> Pattern | None:
     told = [memo.get(int.from_bytes(n[1:], "little")) for n in names]
     if len(set(told)) != len(told) or not set(told) <= set(call.fields):
         return None
+    if any(value[0] == 0x5D for value in values):  # lists stay objects
+        return None
     kinds: list[str | bytes] = []
     sizes: set[bytes] = set()
     for value in values:

@@ -54,7 +54,11 @@ class Record:
 _REF = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....)"
 _SIZE = rb"(?:" + _INT + rb"{1,3}[\x85-\x87]|\(" + _INT + rb"+t)\x94\x85\x94R\x94"
-_VALUE = rb"(" + _REF + rb"(?:" + _SIZE + rb")?|" + _INT + rb"|N|\x8a\x05.{5}|\x8a\x06.{6}|\x8c.[ -~]+\x94)"
+# The last: a list of one value that is known, as descriptors of a codec are.
+_VALUE = (
+    rb"(" + _REF + rb"(?:" + _SIZE + rb")?|" + _INT + rb"|N|\x8a\x05.{5}|\x8a\x06.{6}|\x8c.[ -~]+\x94"
+    rb"|\]\x94" + _REF + rb"a)"
+)
 _PAIR = rb"(" + _REF + rb")" + _VALUE
 _match_size = re.compile(_SIZE, re.DOTALL).match
 _match_record = re.compile(
@@ -86,6 +90,11 @@ class Memo:
     def next(self) -> int:
         """The number that the next value gets."""
         return self._base + len(self.rows)
+
+    @property
+    def far(self) -> int:
+        """How many values have a number behind the next."""
+        return len(self._far)
 
     def skip(self, run: Any, behind: int) -> None:
         """Gives the numbers up to ``behind`` to a run, which has a ``get`` of its own."""
@@ -206,6 +215,10 @@ class Shortcuts:
             return dims
         if kind == 0x4E:  # NONE
             return None
+        if kind == 0x5D:  # EMPTY_LIST, MEMOIZE, a value from the memo, APPEND
+            one = [self._memo.get(raw[3] if raw[2] == 0x68 else _long(raw, 3))]
+            self._memo.rows.append(one)
+            return one
         if kind == 0x8C:  # SHORT_BINUNICODE, MEMOIZE
             if raw[1] != len(raw) - 3:
                 raise ValueError("text of another length than it says")

@@ -60,6 +60,7 @@ class Runs:
         self._skip = self._pause = 0
         self._usual = _USUAL
         self.frame_end = len(data) + 1
+        self.rows = 0  # taken so far, an instance each
 
     def follow(self, shortcuts: Shortcuts, call: Call, at: int, stack: list[Any],
                marks: list[list[Any]]) -> int:  # fmt: skip
@@ -110,6 +111,7 @@ class Runs:
                 break
             pieces.append(rows.columns)
             taken += rows.columns.count
+            self.rows += rows.columns.count * len(patterns)
             self._memo.skip(Taken(rows.columns, patterns, rows.starts), rows.memo)
             at, self.frame_end = window.raw(rows.end)
             if rows.broken:

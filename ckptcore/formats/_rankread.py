@@ -18,15 +18,16 @@ from blake3 import blake3
 from ckptcore.builder import Builder
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats._bounds import absent
+from ckptcore.formats._json import loads
 from ckptcore.formats._rankfile import Content, Piece, Plain, Shards, read_rank
 from ckptcore.formats._rankfiles import RankFiles
 from ckptcore.formats._rankoptim import Params
 from ckptcore.formats._shapefit import Shape
-from ckptcore.formats._stheader import no_duplicates
 from ckptcore.formats._torchtree import add_unread, note_hidden
 from ckptcore.formats.base import Source
 from ckptcore.manifest import Blob, Manifest, TensorSpec
-from ckptcore.objects import RefusedTensor, decode, encode
+from ckptcore.meter import meter, passing
+from ckptcore.objects import RefusedTensor, decode, encode, weight
 from ckptcore.paths import Path, Paths
 
 _MAX_TENSORS, _MAX_RANKS = 2_000_000, 1 << 20
@@ -92,7 +93,8 @@ class RankReader:
         model = not optional and not _OWN.search(files.role)
         for rank, path in files.paths.items():
             self._seen.clear()
-            content = read_rank(self._source, path, prefix, self._builder, self._model(rank))
+            with passing():
+                content = read_rank(self._source, path, prefix, self._builder, self._model(rank))
             if model and content.params and rank not in self._params:
                 self._params[rank] = self._known.setdefault(content.params, content.params)
             for shards in content.shards:
@@ -196,7 +198,9 @@ class _Part:
             self._plain.setdefault(plain.name, []).append((rank, plain))
         for name, (digest, tree, where) in content.objects.items():
             self._where.setdefault(name, where)
-            self._values.setdefault(name, {}).setdefault(digest, tree)
+            if digest not in self._values.setdefault(name, {}):
+                meter().keep(weight(tree), self._files.paths[rank])
+                self._values[name][digest] = tree
             self._digests.setdefault(name, {})[rank] = digest
         self._refused = {**content.refused, **self._refused}
         self._unread = {**content.unread, **self._unread}
@@ -372,7 +376,7 @@ def _config(source: Source, kinds: tuple[RankFiles, ...]) -> list[Finding]:
         return []
     try:
         raw = source.store.read(name, 0, source.listing[name])
-        told = json.loads(raw, object_pairs_hook=no_duplicates)
+        told = loads(raw)
     except (CkptError, ValueError, RecursionError):
         return [finding("malformed-metadata", "files", f"{name} is no JSON", file=name)]
     world = told.get("world_size") if isinstance(told, dict) else None

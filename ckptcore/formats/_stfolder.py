@@ -14,7 +14,8 @@ from typing import Any
 
 from ckptcore.builder import Builder
 from ckptcore.errors import Finding, MalformedCheckpoint, finding
-from ckptcore.formats._stheader import no_duplicates, read_header
+from ckptcore.formats._json import parse
+from ckptcore.formats._stheader import read_header
 from ckptcore.formats.base import Source, natural
 from ckptcore.manifest import Blob, Item, Manifest, TensorSpec, View
 from ckptcore.objects import decode
@@ -80,7 +81,7 @@ def weight_map(source: Source) -> dict[str, str]:
     """Tensor -> file, as the index says; raises `MalformedCheckpoint`, `UnsafeContent`."""
     raw = source.store.read(INDEX, 0, source.listing[INDEX])
     try:
-        rows = json.loads(raw, object_pairs_hook=no_duplicates)["weight_map"]
+        rows = parse(raw, INDEX)["weight_map"]
         return {str(name): inner_path(path, what=INDEX) for name, path in rows.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{INDEX} is not an index: {error}", file=INDEX) from error
@@ -176,7 +177,7 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
     if raw is None:
         return
     try:
-        objects = json.loads(raw, object_pairs_hook=no_duplicates)
+        objects = parse(raw, path)
         items = sorted(objects.items())
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{path}: {OBJECTS} is not JSON: {error}", file=path) from error

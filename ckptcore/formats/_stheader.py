@@ -11,7 +11,9 @@ from typing import Any
 
 from ckptcore.dtype import BY_NAME, BY_SAFETENSORS
 from ckptcore.errors import MalformedCheckpoint
+from ckptcore.formats._json import cost, loads
 from ckptcore.manifest import TensorSpec
+from ckptcore.meter import meter
 from ckptcore.shown import shown
 from ckptcore.store import Readable
 
@@ -38,9 +40,10 @@ def read_header(store: Readable, path: str, size: int) -> tuple[dict[str, Any], 
 def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """(name -> (dtype, shape, start, stop)), metadata of a header; start and stop are relative to
     the data. A dtype that is not held is given as it is spelled. Raises `MalformedCheckpoint` unless the
-    tensors tile ``data_length`` bytes exactly."""
+    tensors tile ``data_length`` bytes exactly, and `MetadataTooLarge`."""
+    meter().require(cost(raw), what)  # what is kept of it is counted where it is kept
     try:
-        top = json.loads(raw, object_pairs_hook=no_duplicates)
+        top = loads(raw)
     except (ValueError, RecursionError) as error:
         raise MalformedCheckpoint(f"{what}: header is not JSON: {error}") from error
     if type(top) is not dict:
@@ -60,14 +63,6 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
             hint="the file is truncated, or longer than it should be; copy it again",
         )
     return tensors, metadata
-
-
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object's pairs as a dict; raises ValueError when a name stands twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
-    return found
 
 
 def _entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int, int]:

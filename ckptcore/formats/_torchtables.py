@@ -14,8 +14,9 @@ from typing import Any
 from ckptcore.dtype import BY_NAME, DTYPES, UNHELD, UNHELD_STORAGE
 from ckptcore.formats._numpytables import NUMPY_TABLE
 from ckptcore.formats._pickle import Call, Record
+from ckptcore.formats._pickleitems import Far, keys
 from ckptcore.manifest import CONJ, NEG
-from ckptcore.objects import Named, Refused, RefusedTensor
+from ckptcore.objects import SCALARS, Named, Refused, RefusedTensor
 from ckptcore.shown import shown
 
 _MAX_RANK = 64
@@ -56,7 +57,8 @@ def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
             queue += [value.args, value.state]
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
-            queue += value.values() if isinstance(value, dict) else value
+            inside = value.values() if isinstance(value, dict) else value
+            queue += [v for v in inside if type(v) not in SCALARS]
     return found
 
 
@@ -198,7 +200,7 @@ def _plain_set(values: Any = ()) -> Any:
     refused = next((v for v in values if type(v) is Refused), None)
     if refused is None and any(type(v) not in (int, str, float, bool) for v in values):
         refused = Refused("builtins.set")  # of tuples, say: no more than this value is lost
-    return refused or set(values)
+    return refused or set(keys(list(values), Far(100), "a set"))
 
 
 def _frozen_set(values: Any = ()) -> Any:

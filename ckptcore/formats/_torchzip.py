@@ -25,12 +25,14 @@ from ckptcore.formats._bounds import bound_tree as bound_tree
 from ckptcore.formats._pickle import Call, loads
 from ckptcore.formats._torchtables import OBJECT_TABLE, TENSOR_TABLE, StoredView
 from ckptcore.manifest import SWAPPED, View, is_row_major
+from ckptcore.meter import meter
 from ckptcore.objects import Named, Refused, RefusedTensor
 from ckptcore.shown import shown
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048
 _MAX_PICKLE = 256 << 20
+_RECORD = 2048  # bytes of a zip record in all stages, and about the time to locate it
 _EOCD = struct.Struct("<4s4H2IH")
 _EOCD64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
@@ -141,6 +143,7 @@ def directory(window: Window, what: str) -> tuple[dict[str, ZipRecord], bool]:
                 raise MalformedCheckpoint(f"{what}: zip64 directory record is damaged")
     if here != count or cd_at + cd_size > end or count * _CENTRAL.size > cd_size:
         raise MalformedCheckpoint(f"{what}: zip directory claims {count} records in {cd_size} bytes")
+    meter().take(_RECORD * count + cd_size, what)
     raw = window.read(cd_at, cd_size)
     records: dict[str, ZipRecord] = {}
     at, prefix, checked = 0, None, False

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckptcore.errors import NameMismatch
-from ckptcore.objects import RefusedTensor
+from ckptcore.objects import SCALARS, RefusedTensor
 from ckptcore.paths import Path
 
 _MAX_GAP = 10_000  # list entries that may be missing before the next one
@@ -84,7 +84,7 @@ def _require_lists(tree: Any, where: str) -> None:
     if isinstance(tree, dict):
         for key, value in tree.items():
             _require_lists(value, f"{where}.{key}" if where else str(key))
-    elif isinstance(tree, list):
+    elif isinstance(tree, list) and not set(map(type, tree)) <= SCALARS:
         for n, value in enumerate(tree):
             if value is _Gap:
                 raise NameMismatch(f"{where}.{n} is left out, but a later entry of the list is not",
@@ -107,7 +107,8 @@ def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
             return id(value) in holds
         seen.add(id(value))
         inside = value.values() if isinstance(value, dict) else value
-        found = [visit(v, depth + 1) for v in inside]  # every one: `any` would stop at the first
+        # Every one: `any` would stop at the first.
+        found = [visit(v, depth + 1) for v in inside if type(v) not in SCALARS]
         if any(found):
             holds.add(id(value))
             return True

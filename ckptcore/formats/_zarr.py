@@ -17,7 +17,7 @@ from typing import Any
 from ckptcore.box import Box
 from ckptcore.dtype import BY_NAME, BY_ZARR, DType
 from ckptcore.errors import MalformedCheckpoint, UnreadablePart, UnsupportedFormat
-from ckptcore.formats._stheader import no_duplicates
+from ckptcore.formats._json import loads
 from ckptcore.manifest import SWAPPED, View, is_row_major, row_major
 from ckptcore.shown import shown
 
@@ -163,7 +163,7 @@ def dump(dtype: DType, shape: tuple[int, ...], chunks: tuple[int, ...]) -> bytes
 
 def _form(raw: bytes, what: str) -> dict[str, Any]:
     try:
-        form = json.loads(raw, object_pairs_hook=no_duplicates)
+        form = loads(raw)
     except (ValueError, RecursionError) as error:
         raise MalformedCheckpoint(f"{what} is not JSON: {error}", file=what) from error
     if not isinstance(form, dict):

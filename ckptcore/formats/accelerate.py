@@ -7,19 +7,18 @@ Model and optimizer are each a DCP folder (sharded), a file per rank (``use_dcp=
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ckptcore.builder import Builder
-from ckptcore.errors import AmbiguousModel, CkptError, MalformedCheckpoint, finding
+from ckptcore.errors import AmbiguousModel, CkptError, MalformedCheckpoint, MetadataTooLarge, finding
 from ckptcore.formats import _accelerate as names
 from ckptcore.formats._bounds import absent
 from ckptcore.formats._dcpread import read_folder
+from ckptcore.formats._json import parse
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats._rankread import RankReader
-from ckptcore.formats._stheader import no_duplicates
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Blob, Manifest
 from ckptcore.objects import encode
@@ -114,8 +113,10 @@ def _trainer_state(source: Source, builder: Builder, origin: dict[str, Any]) -> 
     if not 0 < size <= _MAX_JSON:
         return
     try:
-        told = json.loads(source.store.read(_TRAINER, 0, size), object_pairs_hook=no_duplicates)
+        told = parse(source.store.read(_TRAINER, 0, size), _TRAINER)
         tree = encode(told)
+    except MetadataTooLarge:
+        raise
     except (CkptError, ValueError, TypeError, RecursionError) as error:
         builder.findings.append(
             finding("malformed-metadata", "files", f"{_TRAINER}: {error}", file=_TRAINER, hint="")

@@ -15,14 +15,14 @@ error, because its stored values alone are not the weights.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptcore.derive import FUNCTIONS
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
+from ckptcore.formats._json import parse
 from ckptcore.formats._stfolder import INDEX, read_folder, recognised, unindexed, weight_map
-from ckptcore.formats._stheader import no_duplicates, read_header
+from ckptcore.formats._stheader import read_header
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.manifest import Manifest, TensorSpec
 from ckptcore.selection import derive
@@ -110,7 +110,7 @@ def _block(source: Source) -> tuple[int, ...]:
     if size > _MAX_CONFIG:
         raise MalformedCheckpoint(f"{CONFIG} has {size} bytes", file=CONFIG, hint=_KEEP)
     try:
-        config = json.loads(source.store.read(CONFIG, 0, size), object_pairs_hook=no_duplicates)
+        config = parse(source.store.read(CONFIG, 0, size), CONFIG)
         told = (config.get("quantization_config") or {}).get("weight_block_size")
     except (ValueError, AttributeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{CONFIG} cannot be read: {error}", file=CONFIG, hint=_KEEP) from error

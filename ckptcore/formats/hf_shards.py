@@ -21,7 +21,7 @@ from itertools import islice
 
 from ckptcore.builder import Builder
 from ckptcore.copies import Whole, with_copies
-from ckptcore.errors import CkptError, Finding, UnsupportedFormat, finding
+from ckptcore.errors import CkptError, Finding, MetadataTooLarge, UnsupportedFormat, finding
 from ckptcore.formats import _hfproof as proof
 from ckptcore.formats._hfbeside import INDEX, known_shapes, proves_all
 from ckptcore.formats._hfshards import INFO, Shards, has_info, is_shard, load, named
@@ -30,10 +30,12 @@ from ckptcore.formats._parts import Part, join
 from ckptcore.formats._stheader import read_header
 from ckptcore.formats.base import Abilities, Evidence, Format, Source, natural
 from ckptcore.manifest import Item, Manifest, TensorSpec, View
+from ckptcore.meter import meter
 
 FOLDER = "sharded"  # torch's SHARDED_DIR_NAME
 _AWAY = f"find the rank's file; to read the consolidated files instead, move {FOLDER}/ away"
 _MAX_LOOKED = 1000  # values of 0-d tensors that are compared: a few bytes each
+_WHOLE = 500  # bytes of a tensor of the consolidated files while they are compared
 _MAX_TOLD = 100  # files that are missing, tensors that differ
 _ALONE = "find the rank's file; if no rank wrote one, take what is there as it is with --recover"
 # (dtype, shape, first byte, path) of a tensor of the consolidated files.
@@ -166,10 +168,13 @@ def _consolidated(source: Source) -> tuple[_Whole, list[Finding]]:
             continue
         try:
             tensors, metadata, data = read_header(source.store, path, source.listing[path])
+        except MetadataTooLarge:
+            raise
         except CkptError as error:
             told.append(_differs(f"{path} cannot be read: {error.message}"))
             continue
         if INFO not in metadata:
+            meter().keep(_WHOLE * len(tensors), path)
             found |= {n: (dtype, shape, data + at, path) for n, (dtype, shape, at, _) in tensors.items()}
     return found, told
 

@@ -29,15 +29,14 @@ What `olmo_core.distributed.checkpoint` does, and how it is done here:
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from ckptcore.errors import Finding, NotComplete, finding
 from ckptcore.formats._dcpread import DATA, read_folder
+from ckptcore.formats._json import loads
 from ckptcore.formats._olmo import DCP, TRAIN_FILE, missing_part, model_told, require_renamed, train_part
 from ckptcore.formats._olmowrite import arrange_step
 from ckptcore.formats._parts import Part, join
-from ckptcore.formats._stheader import no_duplicates
 from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source
 from ckptcore.manifest import Manifest
 
@@ -126,7 +125,7 @@ def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
         return {}, [missing_part(MARKER, f"{MARKER}, the file that a trainer writes last")]
     try:
         raw = source.store.read(MARKER, 0, min(size, _MAX_MARKER))
-        told = json.loads(raw, object_pairs_hook=no_duplicates)
+        told = loads(raw)
         known = {k: told[k] for k in ("version", "ephemeral") if type(told.get(k)) in (str, bool)}
     except (ValueError, AttributeError, RecursionError) as error:
         message = f"{MARKER} is not what a trainer writes: {error}"

@@ -20,6 +20,7 @@ import ckptcore
 from ckptcore.box import Box
 from ckptcore.compose import Composed, compose
 from ckptcore.errors import DamagedCheckpoint
+from ckptcore.meter import DEFAULT, metered
 from ckptcore.plan import load_file_plan, load_head
 from ckptcore.planfile import plan_into
 from ckptcore.request import Request
@@ -152,3 +153,14 @@ def test_a_plan_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(DamagedCheckpoint):
         plan_into(tmp_path / "plan", request(source), manifest)
     assert not (tmp_path / "plan").exists()
+
+
+def test_large_jobs_fit_the_budget_of_metadata(tmp_path: Path) -> None:
+    """What a chunk counts for leaves room for the 3.5 million of a 405B model in training."""
+    few, many = hollow(tmp_path / "few", 40), hollow(tmp_path / "many", 440)
+    used = []
+    for folder in (few, many):
+        with metered() as meter:
+            ckptcore.open(str(folder))
+            used.append(meter.taken + meter.kept)
+    assert (used[1] - used[0]) / (400 * RANKS) * 3_500_000 < DEFAULT

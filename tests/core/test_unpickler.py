@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.errors import CkptError, MalformedCheckpoint, UnsafeContent
+from ckptcore.errors import CkptError, MalformedCheckpoint, MetadataTooLarge, UnsafeContent
 from ckptcore.formats._dcpmetadata import TABLE
 from ckptcore.formats._pickle import loads
 from ckptcore.formats._torchtables import OBJECT_TABLE
@@ -120,5 +120,5 @@ def test_shared_values_do_not_become_an_endless_tree() -> None:
     value: list[Any] = []
     for _ in range(40):
         value = [value, value]
-    with pytest.raises(TypeError, match="values"):
+    with pytest.raises(MetadataTooLarge, match="budget"):
         encode(loads(pickle.dumps(value), OBJECT_TABLE, what="test"))
