@@ -112,6 +112,9 @@ class _Held:
     def writer(self, path: str, nbytes: int) -> Writer:
         return _HeldWriter(self._staged, path)
 
+    def stamp(self, path: str) -> str | None:
+        return self._staged.stamp(path)
+
     def free_bytes(self) -> None:
         return None
 
