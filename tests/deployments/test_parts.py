@@ -26,7 +26,7 @@ def test_examples(name: str) -> None:
 
 
 def test_the_refusals_are_those_that_senders_know() -> None:
-    assert {status for status, _ in REFUSALS.values()} == {400, 401, 403, 404, 408, 413, 415, 422, 503}
+    assert {status for status, _ in REFUSALS.values()} == {400, 401, 403, 404, 408, 413, 415, 422, 431, 503}
     assert "secret" not in str(Refused("unauthorized", "no secret fits").told)
     assert "/var" not in str(Refused("unavailable", "/var/lib/catalog is away").told)
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 # Under `--import-mode=importlib` pytest adds nothing to `sys.path`.
 sys.path.insert(0, str(Path(__file__).parent))
+if "PREFECT_HOME" not in os.environ:  # flows are imported, and Prefect makes a folder for itself
+    os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="ckptcore-test-prefect-")
+    atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 
 import pytest
 import upgraded

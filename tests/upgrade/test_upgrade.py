@@ -182,3 +182,17 @@ def test_deployments_of_the_older_version_start_flows_of_this_one(old):
         for key, value in (one.get("parameters") or {}).items():
             TypeAdapter(known[key].annotation if not isinstance(known[key].annotation, str) else object
                         ).validate_python(value)  # fmt: skip
+
+
+def test_retire_does_not_believe_the_clocks_of_the_older_version(old, capsys):
+    upgrade(f"sqlite:///{old}/catalog.sqlite")
+    source, newer = old / "runs" / "llama" / "step-1", old / "runs" / "llama" / "step-2"
+    assert answer(capsys, "consolidate", newer, old / "newer")[0] == 0
+    code, kept = answer(capsys, "retire", "llama", "--keep-last", "1", "--yes")
+    (fate,) = [c for c in kept["checkpoints"] if c["uri"] == str(source)]
+    assert (code, fate["fate"]) == (0, "unsafe")
+    assert "--fingerprint" in " ".join(fate["why"])
+    assert bytes_of(source)
+    code, done = answer(capsys, "retire", "llama", "--keep-last", "1", "--yes", "--fingerprint")
+    (fate,) = [c for c in done["checkpoints"] if c["uri"] == str(source)]
+    assert (fate["fate"], source.exists()) == ("deleted", False)
