@@ -42,8 +42,9 @@ def require_place(
 ) -> None:
     """Raises `UsageError` unless a destination can be written without touching what is not its own.
 
-    It must not be, hold, or lie in the source, the config folder or a saved plan, whatever it is called; nor
-    may its staging folder. It must not be a device, a FIFO, a socket, a mount point, or a whole bucket.
+    It must not be, hold, or lie in the source or a saved plan, whatever it is called, nor be or hold the
+    config folder; nor may its staging folder. It must not be a device, a FIFO, a socket, a mount point, or a
+    whole bucket.
     """
     _require_plain(destination)
     parent, name = split_url(destination)
@@ -60,7 +61,9 @@ def require_place(
         if url is None:
             continue
         there = identify(url)
-        if (how := relation(here, there)) is not Relation.APART:
+        how = relation(here, there)
+        # Of a config folder the files at its top are read: a folder in it is apart from them.
+        if how is not Relation.APART and (what, how) != ("--config folder", Relation.INSIDE):
             raise UsageError(f"{destination} {_SAYS[how]} the {what}, {url}", hint=_ELSEWHERE)
         if relation(staging, there) in (Relation.SAME, Relation.AROUND):
             raise UsageError(

@@ -75,7 +75,7 @@ def test_overlap_is_refused_both_ways_under_every_name(root: str, model: str, tm
                     ckptcore.convert(source, dst, **verbs[n % 3], **{word: True})  # type: ignore[arg-type]
                 assert caught.value.hint
             assert content(root) == before, dst
-    for dst in (f"{root}/config", f"{root}//config/", f"{root}/config/out"):
+    for dst in (f"{root}/config", f"{root}//config/"):
         with pytest.raises(UsageError, match="config"):
             ckptcore.convert(source, dst, verb="export", config=f"{root}/config", overwrite=True)
     with pytest.raises(UsageError, match="staging folder"):
@@ -91,7 +91,7 @@ def test_overlap_on_this_machine(tmp_path: Path, model: str) -> None:
     for dst in (run, tmp_path / "link", f"file://{run}", run / "step-1.safetensors", f"{run}/../run"):
         with pytest.raises((UsageError, DestinationExists)):
             ckptcore.convert(str(source), str(dst), overwrite_foreign=True)
-    for dst in (model, f"{model}/out", str(Path(model).parent)):
+    for dst in (model, f"{model}/config.json", str(Path(model).parent)):
         with pytest.raises(UsageError):
             ckptcore.convert(str(source), dst, verb="export", config=model, overwrite_foreign=True)
     assert sorted(p.name for p in run.iterdir()) == ["step-1.safetensors"]
