@@ -82,7 +82,8 @@ def weight_map(source: Source) -> dict[str, str]:
     raw = source.store.read(INDEX, 0, source.listing[INDEX])
     try:
         rows = parse(raw, INDEX)["weight_map"]
-        return {str(name): inner_path(path, what=INDEX) for name, path in rows.items()}
+        inner = {path: inner_path(path, what=INDEX) for path in set(rows.values())}
+        return {str(name): inner[path] for name, path in rows.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{INDEX} is not an index: {error}", file=INDEX) from error
 

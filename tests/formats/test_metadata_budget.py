@@ -57,12 +57,12 @@ PICKLES: dict[str, Callable[[int], bytes]] = {
     "a tuple shared": lambda n: b"](K\x01K\x02\x86\x94" + b"h\x00" * (n // 2) + b"e",
     "keys of one hash": lambda n: (
         b"}("
-        + b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(n // 13))
+        + b"".join(b"\x8a\x0c" + (i * (2**61 - 1)).to_bytes(12, "little") + b"N" for i in range(n // 15))
         + b"u"
     ),
     "set of one hash": lambda n: (
         b"\x8f("
-        + b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") for i in range(n // 12))
+        + b"".join(b"\x8a\x0c" + (i * (2**61 - 1)).to_bytes(12, "little") for i in range(n // 14))
         + b"\x90"
     ),
     "long keys": lambda n: b"}(" + b"".join(_long(i) + b"N" for i in range(n // 19)) + b"u",
