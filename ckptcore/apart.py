@@ -61,10 +61,9 @@ def require_apart(source: str, things: Mapping[str, Thing], child: str, files: M
         raise UsageError(f"{inner} lies in {outer}")
     if one.family == two.family == "file":
         _require_other_files(source, things, child, files)
-    elif local_path(source) is None and one.family != two.family:
-        _require_other_names(
-            source, things, child, files
-        )  # a local source will be away when its child is read
+    elif local_path(source) is None and (one.family, one.endpoint) != (two.family, two.endpoint):
+        # One server may have several names. A local source will be away when its child is read.
+        _require_other_names(source, things, child, files)
 
 
 def _require_other_files(

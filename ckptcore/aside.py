@@ -34,6 +34,7 @@ from ckptcore.store.contents import Thing, contents, difference, same, thing_of
 _NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")
 _OLDER = re.compile(r"\.(?P<name>.+)\.retired-[0-9a-f]{8}\.ckptcore")  # the source itself, and no record
 _RECORD = "record.json"
+_BEGINS = b'{"checkpoint":'  # of every record, also of one that was cut off
 _MOST = 1 << 30  # bytes of a record
 _NOREPLACE = 1  # a flag of renameat2
 
@@ -125,8 +126,7 @@ class Aside:
             lock = os.open(_RECORD, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = cls(above, parent, matched["name"], home, at, lock)
-            if found.holds:  # else it was killed before it moved the source, or behind its last name
-                found.record = found._read_record()
+            found.record = found._read_record()
         except BlockingIOError as error:
             _close(lock, at, above)
             raise Busy(f"another process is deleting what lies in {parent}/{home}") from error
@@ -146,7 +146,10 @@ class Aside:
             raise ValueError("it is another user's")
         if seen[1].st_size > _MOST:
             raise ValueError(f"its record has {seen[1].st_size} bytes")
-        record = Record.load(os.pread(self._lock, seen[1].st_size, 0))
+        data = os.pread(self._lock, seen[1].st_size, 0)
+        if not self.holds and data[: len(_BEGINS)] == _BEGINS[: len(data)]:
+            return self.record  # killed before it moved the source, or behind its last name
+        record = Record.load(data)
         if record.uri != self.path:
             raise ValueError(f"its record is of {record.uri}")
         return record
@@ -196,8 +199,12 @@ class Aside:
                 hint="run again when nobody writes there",
             )
 
-    def remove(self) -> tuple[str, ...]:
-        """Removes what the record approves and is still that; the names of what is left, and stays."""
+    def remove(self) -> tuple[tuple[str, ...], str]:
+        """Removes what the record approves and is still that.
+
+        Gives the names that are not, and stay; and what the system said, where it would not remove one that
+        is: then the rest waits here for the next run.
+        """
         left: list[str] = []
         try:
             if "" in self.record.things:
@@ -210,11 +217,11 @@ class Aside:
                         _remove_folder(self._name, self._at, below, "", left)
                 finally:
                     os.close(below)
-        except OSError as error:
-            left.append(error.strerror or str(error))
+        except (OSError, UsageError) as error:
+            return tuple(left), _reason(error)
         if not left:
             self._leave()
-        return tuple(left)
+        return tuple(left), ""
 
     def close(self) -> None:
         """Lets another process look at what is left."""
@@ -233,6 +240,8 @@ def leftovers(root: str, parent: str) -> tuple[tuple[str, ...], tuple[str, ...]]
     at = open_below(root, parent, parent)
     try:
         names = sorted(os.listdir(at))
+    except OSError as error:
+        raise UsageError(f"cannot list {parent}: {error.strerror}") from error
     finally:
         os.close(at)
     return tuple(n for n in names if _NAME.fullmatch(n)), tuple(n for n in names if _OLDER.fullmatch(n))

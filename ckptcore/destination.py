@@ -27,13 +27,15 @@ _ELSEWHERE = "choose another destination"
 # folders or what holds them, and nothing that is in the trees.
 SYSTEM_FOLDERS = (
     "/Applications", "/Library", "/System", "/Users", "/home", "/media", "/mnt", "/opt", "/private", "/root",
-    "/run", "/srv", "/tmp", "/usr/local", "/var", "/var/cache", "/var/lib", "/var/log", "/var/tmp",
+    "/run", "/srv", "/tmp", "/usr", "/usr/local", "/var", "/var/tmp",
 )  # fmt: skip
 SYSTEM_TREES = (
     "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/sys", "/usr/bin",
-    "/usr/include", "/usr/lib", "/usr/libexec", "/usr/sbin", "/usr/share",
+    "/usr/include", "/usr/lib", "/usr/libexec", "/usr/local/bin", "/usr/local/etc", "/usr/local/lib",
+    "/usr/local/sbin", "/usr/local/share", "/usr/sbin", "/usr/share", "/var/backups", "/var/cache",
+    "/var/lib/apt", "/var/lib/dpkg", "/var/lib/postgresql", "/var/lib/rpm", "/var/log", "/var/mail", "/var/spool",
 )  # fmt: skip
-_STAGING = re.compile(r"^\..+\.ckptcore(\.gone-\d+)?$")
+_STAGING = re.compile(r"^\..+\.ckptcore(\.gone-[0-9a-f-]+)?$")
 _SAYS = {Relation.SAME: "is", Relation.INSIDE: "lies in", Relation.AROUND: "contains"}
 
 

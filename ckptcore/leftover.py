@@ -89,7 +89,9 @@ def _end(catalog: Catalog, aside: Aside, means: Settings) -> None:
     detail = child_of(catalog, record.child)
     require_holding(detail, record.fingerprint, means)
     require_apart(aside.path, aside.look(), detail.checkpoint.uri, files_now(detail))
-    left = aside.remove()
+    left, trouble = aside.remove()
+    if trouble:
+        raise UsageError(f"cannot remove what is in it: {trouble}")
     if left:
         aside.put_back()
         raise UsageError(f"{aside.path} has what nobody approved: {', '.join(left[:5])}")

@@ -22,7 +22,7 @@ from ckptcore.formats import open_source, read_manifest
 from ckptcore.plan import Plan, load_file_plan
 from ckptcore.request import Request, Settings
 from ckptcore.staging import Staging
-from ckptcore.stamps import load, load_ctimes, require_same, settled_ctimes, take_ctimes, untouched
+from ckptcore.stamps import load, load_ctimes, require_same, save, settled_ctimes, take_ctimes, untouched
 from ckptcore.store import Buffer, Store, Writer, open_store
 
 _TRIES = 3  # a backup that goes through the source meanwhile touches every file once
@@ -56,6 +56,7 @@ def require_source(
             require_same(noted, source)
             now = take_ctimes(noted, source)
             if untouched(before, now):
+                save(staging.plan, noted, now)  # what was proven is what these times stand for
                 return
     raise SourceChanged(
         f"what was read of {plan.source} cannot be proven: the ctimes of its files change again and again "

@@ -34,7 +34,7 @@ from ckptcore.registered import same_manifest
 from ckptcore.replaceable import Allowed, Stand, require_as_converted, stand_in
 from ckptcore.request import Settings
 from ckptcore.retention import Entry, Policy, decide, held
-from ckptcore.store import local_path, open_store, split_url
+from ckptcore.store import Store, local_path, open_store, split_url
 from ckptcore.store.below import open_above
 from ckptcore.store.contents import Thing, contents, difference, require_no_mount
 
@@ -227,13 +227,21 @@ def _delete(catalog: Catalog, item: Retired, means: Settings) -> tuple[str, ...]
             marked = True
             _require_read_again(catalog, stand, means)
             aside.require_approved()
-        except BaseException:
-            aside.put_back()
+        except BaseException as error:
+            try:
+                aside.put_back()
+            except CkptError as second:  # it waits, whole, for the next run; both are told
+                _log.warning("%s is not back in its place: %s", source.uri, second.message)
+                raise UsageError(f"{error}; {second.message}") from error
             if marked:
                 _unmark(catalog, source)
             raise
-        left = aside.remove()
-        return _told_of(aside, left) if left else ()
+        left, trouble = aside.remove()
+        if trouble:
+            return (
+                f"what could not be removed waits in {aside.home}: {trouble}; the next run goes on with it",
+            )
+        return _put_back(aside, left) if left else ()
 
 
 def _require_read_again(catalog: Catalog, stand: Stand, means: Settings) -> None:
@@ -244,7 +252,7 @@ def _require_read_again(catalog: Catalog, stand: Stand, means: Settings) -> None
     require_at_rest(stand, detail)
 
 
-def _told_of(aside: Aside, left: Sequence[str]) -> tuple[str, ...]:
+def _put_back(aside: Aside, left: Sequence[str]) -> tuple[str, ...]:
     """What came while the source was removed goes back to where it was written."""
     names = ", ".join(left[:5])
     try:
@@ -266,10 +274,13 @@ def _unmark(catalog: Catalog, source: CheckpointRow) -> None:
 def _delete_objects(catalog: Catalog, source: CheckpointRow, stand: Stand, means: Settings) -> None:
     """Removes a source from an object store, where nothing can be moved away; its child is read first."""
     _require_read_again(catalog, stand, means)
-    with catalog.writing() as conn:
-        _mark(conn, datetime.now(UTC), source)
-        _require_same(source.uri, stand.things)
-    _remove_remote(source.uri, list(stand.things))
+    parent, itself = split_url(source.uri)
+    with closing(open_store(parent if "" in stand.things else source.uri)) as store:
+        stamps = {name or itself: store.stamp(name or itself) for name in stand.things}
+        with catalog.writing() as conn:
+            _mark(conn, datetime.now(UTC), source)
+            _require_same(source.uri, stand.things)  # what has these stamps is what was proven
+        _remove_remote(source.uri, store, stamps)
 
 
 def _mark(conn: Any, now: datetime, source: CheckpointRow) -> None:
@@ -320,9 +331,13 @@ def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
         raise Conflict(error.message) from error
 
 
-def _remove_remote(uri: str, names: Sequence[str]) -> None:
-    """Removes what was seen and proven, and nothing that came since. An empty name: the place itself."""
-    parent, itself = split_url(uri)
-    with closing(open_store(parent if "" in names else uri)) as store:
-        for name in names:
-            store.remove(name or itself)
+def _remove_remote(uri: str, store: Store, stamps: Mapping[str, str | None]) -> None:
+    """Removes what was seen and proven, each name looked at right before: whoever saves there meanwhile keeps
+    what was saved. Raises `SourceChanged` at the first that is another, and removes nothing after it."""
+    for name, stamp in stamps.items():
+        now = store.stamp(name)
+        if now is None:
+            continue
+        if now != stamp:
+            raise changed(uri, name)
+        store.remove(name)

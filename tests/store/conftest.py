@@ -13,7 +13,7 @@ from ckptcore.store import open_store
 SAMPLE = Path(__file__).parent.parent / "fixtures" / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """A bucket of an S3 server in this process."""
     server = pytest.importorskip("moto.server").ThreadedMotoServer(
@@ -26,6 +26,8 @@ def s3() -> Iterator[str]:
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        # One that another test made asks another server, or with other credentials.
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
         fsspec.filesystem("s3").mkdir("bucket")
         yield "s3://bucket"
         fsspec.filesystem("s3").clear_instance_cache()

@@ -229,7 +229,7 @@ def test_a_staged_file_that_was_swapped_is_not_published(tmp_path: Path, exporte
     prepared = ckptcore.prepare(str(tmp_path / "step-1.safetensors"), str(tmp_path / "other"), **options)
     ckptcore.execute(prepared)
     Staging(str(tmp_path / "other")).files.put("config.json", b"{}")
-    with pytest.raises(OutputMismatch, match=r"config\.json is not what was planned"):
+    with pytest.raises(OutputMismatch, match=r"config\.json is not as it was planned"):
         ckptcore.publish(prepared)
     assert not (tmp_path / "other").exists()
 

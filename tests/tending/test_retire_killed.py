@@ -129,10 +129,12 @@ def test_what_somebody_put_there_is_no_leftover(shared, template, tmp_path):
         shutil.copytree(template.dcp, home / "step-1")
         if record is not None:
             (home / "record.json").write_bytes(record)
+    (run / ".step-1.retiring-0000000b.ckptcore").mkdir()
+    (run / ".step-1.retiring-0000000b.ckptcore" / "record.json").write_bytes(b"of somebody else")
     (run / ".step-1.retiring-0000000a.ckptcore").symlink_to(world.elsewhere)
     before = snapshot(run)
     world.retire(last=3)
-    assert len(world.left) == 5
+    assert len(world.left) == 6
     assert snapshot(run) == before
     shutil.rmtree(run)
 

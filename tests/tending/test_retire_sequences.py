@@ -628,6 +628,30 @@ def file_changes_while_the_source_is_removed(w):
 
 
 @sequence
+def the_system_refuses_to_remove_a_name(w):
+    w.make()
+    unlink = os.unlink
+
+    def refused(name, **options):
+        if str(name).endswith(".distcp"):
+            raise PermissionError(1, "Operation not permitted")
+        unlink(name, **options)
+
+    w.monkeypatch.setattr(aside.os, "unlink", refused)
+    found = w.retire()
+    w.monkeypatch.undo()
+    assert (found.fate.value, "the next run goes on" in found.why[-1]) == ("deleted", True)
+    assert not w.source.exists()  # no reader sees half of it
+    w.retire(last=3)
+    assert w.left == ()
+    if w.source.exists():  # it was the first name of all: the source came back
+        w.holds_all(w.source)
+        w.deletes()
+    assert sorted(os.listdir(w.source.parent)) == ["step-2"]
+    w.holds_all(w.child)
+
+
+@sequence
 def saved_anew_while_the_source_is_away_and_the_child_fails(w):
     w.make()
     old = snapshot(w.source)
