@@ -131,8 +131,16 @@ def validate(
     show.report(report, as_json=output is Output.JSON)
     if not no_catalog:
         from ckptcore.register import record_report
+        from ckptcore.registered import is_another_in_its_files
 
-        record_report(manifest, src, report, catalog)
+        if is_another_in_its_files(src, manifest, catalog):
+            terminal.line(
+                "not recorded: the catalog has digests of these files, and they read as another checkpoint; "
+                "try --level bytes to compare, or `ckptcore catalog rebuild --digests` to record them",
+                err=True,
+            )
+        else:
+            record_report(manifest, src, report, catalog)
     raise typer.Exit(0 if report.ok else 1)
 
 

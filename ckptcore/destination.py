@@ -33,7 +33,8 @@ SYSTEM_TREES = (
     "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/sys", "/usr/bin",
     "/usr/include", "/usr/lib", "/usr/libexec", "/usr/local/bin", "/usr/local/etc", "/usr/local/lib",
     "/usr/local/sbin", "/usr/local/share", "/usr/sbin", "/usr/share", "/var/backups", "/var/cache",
-    "/var/lib/apt", "/var/lib/dpkg", "/var/lib/postgresql", "/var/lib/rpm", "/var/log", "/var/mail", "/var/spool",
+    "/var/lib/apt", "/var/lib/dpkg", "/var/lib/postgresql", "/var/lib/rpm", "/var/log", "/var/mail",
+    "/var/spool",
 )  # fmt: skip
 _STAGING = re.compile(r"^\..+\.ckptcore(\.gone-[0-9a-f-]+)?$")
 _SAYS = {Relation.SAME: "is", Relation.INSIDE: "lies in", Relation.AROUND: "contains"}

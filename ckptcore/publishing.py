@@ -13,7 +13,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ckptcore.errors import DestinationExists, DestinationUnwritable
+from ckptcore.errors import DestinationExists, DestinationUnwritable, StagingForeign
 from ckptcore.publications import MOVING, Publication, Replaced, note, noted
 from ckptcore.staging import Staging
 from ckptcore.store import local_path
@@ -49,10 +49,21 @@ def conclude(staging: Staging) -> None:
     """Ends a local publication that a killed run left in its middle: what was replaced is removed when the
     new output is in its place, and comes back when it is not. Does nothing otherwise.
 
-    Raises `DestinationExists` when neither can be: then somebody else's lies at the destination.
+    Raises `DestinationExists` when neither can be: then somebody else's lies at the destination; and
+    `StagingForeign` for what was replaced without a record that says by what.
     """
     begun = noted(staging)
-    if staging.root.local is None or begun is None:
+    if staging.root.local is None:
+        return
+    if begun is None:
+        kept = staging.root.local / ASIDE
+        if os.path.lexists(kept):
+            raise StagingForeign(
+                f"cannot go on in {staging.root.local}: {ASIDE} in it was moved away from "
+                f"{staging.destination}, and no record says what for",
+                hint="move it to where it belongs; nothing of it was removed",
+                path=str(kept),
+            )
         return
     for single in (False, True):
         staged, target, aside = _paths(staging, single=single)

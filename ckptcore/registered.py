@@ -67,7 +67,8 @@ def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: s
     there, or it does not know the place.
 
     Where another checkpoint is there than the catalog knows, it says so and calls nothing damaged: a place
-    may be written again. It is the same one when all its tensors' files are, whatever became of the index.
+    may be written again. It is the same one when all its tensors' files are, whatever became of the index,
+    and when they have their names and sizes: a header with a flipped byte reads as another checkpoint.
     """
     known = _known(uri, catalog_url)
     if known is None or not any(f.digest for f in known.files):
@@ -75,7 +76,7 @@ def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: s
     compared = compare(uri, known.files)
     same = same_manifest(uri, known.checkpoint.manifest_digest, manifest) is not None
     data = {f.path for f in known.files if f.role == Role.DATA}
-    if same or data <= compared.proven:
+    if same or data <= compared.proven or _is_alike(uri, known.files):
         return with_digests(report, compared)
     row = known.checkpoint
     told = (
@@ -124,6 +125,20 @@ def folder_of(uri: str, files: Sequence[FileRow]) -> str:
     if path is not None:
         return parent if path.is_file() else uri
     return parent if [f.path for f in files] == [name] else uri
+
+
+def is_another_in_its_files(uri: str, manifest: Manifest, catalog_url: str | None) -> bool:
+    """Whether a place holds files of the names and sizes that the catalog has digests of, and they read as
+    another checkpoint: damage that must not take the place of what proves it."""
+    known = _known(uri, catalog_url)
+    if known is None or not any(f.digest for f in known.files if f.role == Role.DATA):
+        return False
+    return _plain(manifest.digest) != known.checkpoint.manifest_digest and _is_alike(uri, known.files)
+
+
+def _is_alike(uri: str, files: Sequence[FileRow]) -> bool:
+    with closing(open_store(folder_of(uri, files))) as store:
+        return all(store.size(f.path) == f.nbytes for f in files if f.role == Role.DATA)
 
 
 def _known(uri: str, catalog_url: str | None) -> CheckpointDetail | None:

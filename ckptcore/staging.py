@@ -186,9 +186,17 @@ class Staging:
             raise unwritable(str(self._home.path), error) from error
 
     def is_unused(self) -> bool:
-        """Whether there is a staging folder in which no file was finished or published."""
-        if self._home is None or self._home.open() is None or self.root.size(PUBLISHING) is not None:
+        """Whether there is a staging folder in which no file was finished or published, and nothing lies that
+        a run does not put there."""
+        root = self._home.open() if self._home is not None else None
+        if root is None:
             return False
+        for name in os.listdir(root):
+            seen = look(root, name)
+            folder = seen is not None and stat.S_ISDIR(seen.st_mode)
+            plain = seen is not None and stat.S_ISREG(seen.st_mode) and seen.st_nlink == 1
+            if name == PUBLISHING or not (folder if name in PARTS else plain):
+                return False
         receipts = self.receipts
         return not (isinstance(receipts, SealedStore) and receipts.is_there() and receipts.list())
 

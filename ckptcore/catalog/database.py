@@ -203,6 +203,12 @@ def translated(url: str) -> Iterator[None]:
             f"the catalog cannot hold this text: {error.reason} (got {quoted(error.object)})",
             hint=_PLAIN_TEXT,
         ) from error
+    except ValueError as error:  # a time, a JSON text or an enumeration that somebody edited
+        raise CatalogError(
+            f"cannot read a row of the catalog: {type(error).__name__}: {error}",
+            hint="put back a backup of it, or record its checkpoints anew with `ckptcore catalog rebuild`",
+            url=url,
+        ) from error
     except OverflowError as error:  # SQLite's driver, of a number beyond 64 bits
         raise UsageError(f"the catalog cannot hold this number: {error}", hint=_PLAIN_NUMBER) from error
     except exc.SQLAlchemyError as error:

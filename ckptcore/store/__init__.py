@@ -148,7 +148,10 @@ def local_path(url: str) -> Path | None:
         raise UsageError(f"not a path or URL: {url!r}")
     for scheme in ("file://", "local://"):
         if url.startswith(scheme):
-            return Path(url.removeprefix(scheme))
+            rest = url.removeprefix(scheme)
+            if rest.startswith("localhost/"):  # RFC 8089 spells this machine so, too
+                rest = rest.removeprefix("localhost")
+            return Path(rest)
     return None if "://" in url or "::" in url else Path(url)
 
 

@@ -21,8 +21,10 @@ from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
 import ckptcore
-from ckptcore.errors import CkptError
+from ckptcore.errors import CkptError, StagingForeign
 from ckptcore.staging import Staging
+
+SAMPLE = Path(__file__).parent.parent / "fixtures" / "torch" / "dcp_dims_4r" / "ckpt"
 
 stages = importlib.import_module("ckptcore.convert")  # `ckptcore.convert` is the verb
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
@@ -823,3 +825,38 @@ def test_a_plan_is_not_saved_into_a_folder_of_another_user(source: Path, place: 
     request = Request(str(source), str(place / "out"), to="safetensors")
     refused(lambda: plan_into(place / "plan", request, ckptcore.open(str(source))))
     assert list((place / "plan").iterdir()) == []
+
+
+@pytest.mark.parametrize("record", ["{", "", "null"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_was_replaced_is_kept_where_no_record_says_by_what(
+    record: str, overwrite: bool, tmp_path: Path
+) -> None:
+    staging = tmp_path / ".out.ckptcore"
+    (staging / "replaced").mkdir(parents=True)
+    (staging / "replaced" / "precious").write_text("old")
+    (staging / "lock").touch()
+    (staging / "publishing.json").write_text(record)
+    for resume in (True, False):
+        with pytest.raises(StagingForeign, match="no record"):
+            ckptcore.convert(str(SAMPLE), str(tmp_path / "out"), overwrite=overwrite, resume=resume)
+        assert (staging / "replaced" / "precious").read_text() == "old"
+
+
+@pytest.mark.parametrize("name", ["publishing.json", "replaces.json", "request.json"])
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_what_is_called_left_is_left(kind: str, name: str, tmp_path: Path) -> None:
+    staging, precious = tmp_path / ".out.ckptcore", tmp_path / "precious"
+    staging.mkdir()
+    (staging / "lock").touch()
+    precious.write_text("mine")
+    if kind == "folder":
+        (staging / name).mkdir()
+        (staging / name / "mine").write_text("mine")
+    else:
+        (staging / name).symlink_to(precious)
+    for _ in range(2):
+        with pytest.raises(CkptError):
+            ckptcore.convert(str(SAMPLE), str(tmp_path / "out"))
+        assert os.path.lexists(staging / name)
+        assert (staging / name / "mine" if kind == "folder" else precious).read_text() == "mine"

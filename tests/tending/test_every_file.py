@@ -269,3 +269,22 @@ def test_overwriting_an_output_keeps_no_row_of_the_old_files(
     assert paths == {p.name for p in exported.iterdir()}
     assert "tokenizer.json" not in paths
     assert scrubbed(url, exported)[1].proof == "proven"
+
+
+@pytest.mark.parametrize("first", ["bytes", "cover"])
+def test_a_flipped_header_is_damage_and_takes_no_rows_place(
+    first: str, exported: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = shown(url, exported).checkpoint
+    (weights, _) = sorted(exported.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[data.index(b".w") + 1] = ord("v")  # the name of a tensor; all sizes are what they were
+    weights.write_bytes(data)
+    index = exported / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("layers.0.w", "layers.0.v"))
+    main(["validate", str(exported), "--level", first, "--catalog", url])
+    code, answer = validated(url, exported, capsys)
+    assert (code, answer["status"]) == (1, "damaged")
+    assert "digest-mismatch" in {f["code"] for f in answer["findings"]}
+    assert shown(url, exported).checkpoint.id == known.id
+    assert scrubbed(url, exported)[1].proof.value == "damaged"
