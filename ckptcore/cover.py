@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from ckptcore.box import Box
 from ckptcore.errors import Finding, finding
-from ckptcore.manifest import Ints, Manifest
+from ckptcore.manifest import Ints, Manifest, TensorSpec
 
 _MAX_PAIRWISE = 4096
+_MAX_EXPLAINED = 1000  # tensors whose chunks are looked at closely; of others it is said that they do not fit
 _MAX_TOLD = 3  # holes or overlaps told per tensor; the count is always exact in the message
 
 
@@ -40,11 +41,16 @@ def coverage(manifest: Manifest) -> list[Finding]:
     held[list(manifest.derived)] = True
     suspects = np.flatnonzero(~held)
     found: list[Finding] = below
+    explained = 0
     for t in suspects.tolist():
         a, b = int(chunks.first[t]), int(chunks.first[t + 1])
         lo, shape = chunks.lo[a:b], chunks.shape[a:b]
-        if not _covers(lo, shape, want[t]):
-            found += _explain(manifest, t, lo, shape)
+        if a == b and tensors[t].numel:
+            found.append(_hole(tensors[t], tensors[t].numel, _show(Box.whole(tensors[t].shape))))
+        elif not _covers(lo, shape, want[t]):
+            explained += 1
+            close = explained <= _MAX_EXPLAINED
+            found += _explain(manifest, t, lo, shape) if close else [_untiled(tensors[t], b - a)]
     return found
 
 
@@ -225,12 +231,20 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
     if missing:
         shown = ", ".join(_show(h) for h in holes[:_MAX_TOLD])
         more = f" and {len(holes) - _MAX_TOLD} more boxes" if len(holes) > _MAX_TOLD else ""
-        found.append(finding("hole", "cover", f"{spec.fqn} {list(spec.shape)}: {missing} of {spec.numel} "
-                             f"elements are in no file: {shown}{more}", fqn=spec.fqn))  # fmt: skip
+        found.append(_hole(spec, missing, f"{shown}{more}"))
     if not found:  # too many pieces to name one, but the volumes do not add up
-        found.append(finding("overlap", "cover", f"{spec.fqn}: its {len(boxes)} chunks do not tile "
-                             f"{list(spec.shape)}", fqn=spec.fqn))  # fmt: skip
+        found.append(_untiled(spec, len(boxes)))
     return found
+
+
+def _hole(spec: TensorSpec, missing: int, where: str) -> Finding:
+    message = f"{spec.fqn} {list(spec.shape)}: {missing} of {spec.numel} elements are in no file: {where}"
+    return finding("hole", "cover", message, fqn=spec.fqn)
+
+
+def _untiled(spec: TensorSpec, chunks: int) -> Finding:
+    message = f"{spec.fqn}: its {chunks} chunks do not tile {list(spec.shape)}"
+    return finding("overlap", "cover", message, fqn=spec.fqn)
 
 
 def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:

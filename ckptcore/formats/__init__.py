@@ -47,7 +47,7 @@ from ckptcore.formats.base import (
     Source,
 )
 from ckptcore.manifest import Manifest, StoredFile
-from ckptcore.meter import metered
+from ckptcore.meter import metered, passing
 from ckptcore.store import Stamped, Store, open_store, split_url
 
 # In the order they are asked. A format is recognised by its own files, never by elimination.
@@ -196,7 +196,8 @@ def _as_listed(root: Source, source: Source, manifest: Manifest) -> Manifest:
 
 def _recognised(source: Source) -> list[tuple[Format, Evidence]]:
     """The formats that see their own files in a source, without those that give way."""
-    found = [(f, e) for f in registry().formats if f.read and (e := f.detect(source)) is not None]
+    with passing():  # what was looked at is read again by the format that it is of
+        found = [(f, e) for f in registry().formats if f.read and (e := f.detect(source)) is not None]
     general = {name for _, e in found for name in e.refines}
     return [(f, e) for f, e in found if f.name not in general]
 

@@ -47,19 +47,24 @@ def bound_tree(tree: Any, nbytes: int, what: str) -> None:
         )
     if below.values > _VALUES * nbytes + 10_000:
         raise MalformedCheckpoint(f"{what}: a pickle of {nbytes} bytes stands for {below.values} values")
-    cost = CONTAINER * below.named + CONTAINER // 2 * below.forms + SLOT * below.values
+    cost = CONTAINER * (below.named + below.containers) + CONTAINER // 2 * below.forms
+    cost += SLOT * below.values
     cost += _CHAR * below.text + _BYTE * below.raw
     meter().take(cost, what)
     meter().require(below.chars, what)
 
 
 class _Below(NamedTuple):
-    """What a value stands for. named: itself and the values below that are no plain scalars, which get
-    names. forms: values whose JSON form is an object or a list. chars: of all names. raw, text: bytes of
-    binary values, characters of text."""
+    """What a value stands for.
+
+    named: itself and the values below that are no plain scalars, which get names. containers: those of
+    them that hold others. forms: values whose JSON form is an object or a list. chars: of all names. raw,
+    text: bytes of binary values, characters of text.
+    """
 
     values: int
     named: int
+    containers: int
     forms: int
     chars: int
     raw: int
@@ -113,6 +118,7 @@ class _Sums:
         return _Below(
             1 + sum(b.values for b in below),
             1 + sum(b.named for b in below),
+            1 + sum(b.containers for b in below),
             sum(b.forms for b in below) + pairs,
             sum(b.chars + b.named * (_spelled(k) + 1) for k, b in rest),
             sum(b.raw for b in below),
@@ -126,7 +132,7 @@ def _plain(values: Collection[Any]) -> _Below:
     text = sum(len(v) for v in values if type(v) is str) if str in kinds else 0
     raw = sum(len(v) for v in values if type(v) is bytes) if bytes in kinds else 0
     forms = sum(not is_its_form(v) for v in values) if not are_their_forms(values) else 0
-    return _Below(len(values), 0, forms, 0, raw, text)
+    return _Below(len(values), 0, 0, forms, 0, raw, text)
 
 
 def bound_views(nbytes: int, stored: int, what: str) -> None:
@@ -135,7 +141,7 @@ def bound_views(nbytes: int, stored: int, what: str) -> None:
         raise MalformedCheckpoint(f"{what}: {stored} bytes stand for tensors of {nbytes} bytes")
 
 
-_ONE = _Below(1, 1, 0, 0, 0, 0)
+_ONE = _Below(1, 1, 0, 0, 0, 0, 0)
 
 
 def _spelled(key: Any) -> int:

@@ -8,6 +8,7 @@ from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats._pickle import Call, Record, loads, record
 from ckptcore.formats._torchtables import COMMON, DTYPE_GLOBALS, PATHS
 from ckptcore.formats.base import Source
+from ckptcore.meter import meter
 from ckptcore.shown import shown
 
 _MAX_METADATA = 4 << 30
@@ -70,6 +71,7 @@ class Metadata:
         size = source.listing[name]
         if not 0 < size <= _MAX_METADATA:
             raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
+        meter().require(size, name)
         data = source.store.read(name, 0, size)
         self.name, self.bound = name, size
         top = loads(data, TABLE, what=name)

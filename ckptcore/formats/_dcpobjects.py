@@ -93,13 +93,14 @@ def add_blobs(
 
 
 def _require_apart(names: Sequence[str], sizes: Sequence[int | None], items: Sequence[Item]) -> None:
-    """Raises `MalformedCheckpoint` where items are longer than the files they lie in: each is read."""
+    """Raises `MalformedCheckpoint` where items share the bytes of a file many times over: each is read."""
     claimed: dict[int, int] = {}
     for item in items:
-        claimed[item.file] = claimed.get(item.file, 0) + item.length
+        if item.start + item.length <= (sizes[item.file] or 0):  # others are not read
+            claimed[item.file] = claimed.get(item.file, 0) + item.length
     for file, length in claimed.items():
-        size = sizes[file]
-        if size is not None and length > _SHARED * size + _RANGE and len(items) > 1:
+        size = sizes[file] or 0
+        if length > _SHARED * size + _RANGE:
             raise MalformedCheckpoint(
                 f"{names[file]} has {size} bytes, and the metadata places {length} bytes of objects in it",
                 file=names[file],

@@ -24,6 +24,7 @@ from ckptcore.formats._olmo import RANK_SAFETENSORS
 from ckptcore.formats._stheader import read_header
 from ckptcore.formats.base import Source, natural
 from ckptcore.manifest import Envelope, Manifest, TensorSpec
+from ckptcore.meter import meter
 from ckptcore.shown import shown
 from ckptcore.store import inner_path
 
@@ -175,6 +176,7 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
     if not 0 < size <= _MAX_METADATA:
         raise MalformedCheckpoint(f"{METADATA} has {size} bytes", file=METADATA)
     try:
+        meter().require(size, METADATA)
         top = parse(source.store.read(METADATA, 0, size), METADATA)
         tensors = top["tensors"].items()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -91,6 +91,7 @@ def _run(
     at, size = 0, len(data)
     given, limit = 0, _MAX_GIVEN * size + (1 << 20)
     count, spent, far = meter(), size, Far()
+    fresh: dict[Any, Any] | None = None  # the last dict that was made, until it became a record's state
     quick = True  # until explicit memo numbers turn up, which protocol 4 does not use
     append = stack.append
     while True:
@@ -128,7 +129,8 @@ def _run(
                 stack = []
                 append = stack.append
             elif op == 0x7D:  # EMPTY_DICT
-                append({})
+                fresh = {}
+                append(fresh)
                 spent += CONTAINER
             elif op == 0x75:  # SETITEMS
                 items, stack = stack, marks.pop()
@@ -139,8 +141,9 @@ def _run(
                 state = stack.pop()
                 if type(state) is dict:
                     given += len(state) * _ENTRY
-                    if type(stack[-1]) is Record and stack[-1].fields:  # only the values are kept
-                        spent -= CONTAINER + 2 * _ITEM * len(state)
+                    if state is fresh and type(stack[-1]) is Record and stack[-1].fields:
+                        fresh = None  # once: only its values are kept
+                        spent -= CONTAINER - _RECORD
                 if given > limit:
                     raise _too_much(what, size)
                 _build(stack[-1], state, table, what)

@@ -18,6 +18,7 @@ from ckptcore.formats._json import parse
 from ckptcore.formats._stheader import read_header
 from ckptcore.formats.base import Source, natural
 from ckptcore.manifest import Blob, Item, Manifest, TensorSpec, View
+from ckptcore.meter import meter
 from ckptcore.objects import decode
 from ckptcore.store import inner_path
 
@@ -71,15 +72,21 @@ def _total(source: Source) -> int | None:
     transformers and huggingface_hub write it (`split_torch_state_dict_into_shards`), and no loader looks.
     """
     try:
-        told = json.loads(source.store.read(INDEX, 0, source.listing[INDEX]))["metadata"]["total_size"]
+        told = json.loads(_index(source))["metadata"]["total_size"]
     except (KeyError, TypeError):
         return None
     return told if type(told) is int else None
 
 
+def _index(source: Source) -> bytes:
+    """The bytes of the index, which may be longer than memory."""
+    meter().require(source.listing[INDEX], INDEX)
+    return source.store.read(INDEX, 0, source.listing[INDEX])
+
+
 def weight_map(source: Source) -> dict[str, str]:
     """Tensor -> file, as the index says; raises `MalformedCheckpoint`, `UnsafeContent`."""
-    raw = source.store.read(INDEX, 0, source.listing[INDEX])
+    raw = _index(source)
     try:
         rows = parse(raw, INDEX)["weight_map"]
         inner = {path: inner_path(path, what=INDEX) for path in set(rows.values())}

@@ -25,13 +25,14 @@ from ckptcore.formats._bounds import bound_tree as bound_tree
 from ckptcore.formats._pickle import Call, loads
 from ckptcore.formats._torchtables import OBJECT_TABLE, TENSOR_TABLE, StoredView
 from ckptcore.manifest import SWAPPED, View, is_row_major
-from ckptcore.meter import meter
+from ckptcore.meter import meter, passing
 from ckptcore.objects import Named, Refused, RefusedTensor
 from ckptcore.shown import shown
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048
 _MAX_PICKLE = 256 << 20
+_STORAGE = 400  # bytes of a storage's place
 _RECORD = 2048  # bytes of a zip record in all stages, and about the time to locate it
 _EOCD = struct.Struct("<4s4H2IH")
 _EOCD64 = struct.Struct("<4sQ2H2I4Q")
@@ -274,20 +275,22 @@ def refused_in(tree: Any) -> tuple[str, ...]:
 def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] = OBJECT_TABLE) -> Objects:
     """The whole tree of a torch zip; globals outside ``table`` become `Refused` values."""
     window = Window(read, length)
-    records, checked = directory(window, what)
-    swapped, pickled = _preamble(window, records, checked, what)
     refused: list[str] = []
-    tree = loads(pickled, table, what=what, persistent=_storage, refused=refused)
+    with passing():  # the directory, the pickle and what the machine made on the way are gone behind it
+        records, checked = directory(window, what)
+        swapped, pickled = _preamble(window, records, checked, what)
+        tree = loads(pickled, table, what=what, persistent=_storage, refused=refused)
+        storages = {
+            name.removeprefix("data/"): (
+                payload_start(window, entry, what),
+                entry.length,
+                entry.crc32 if checked else None,
+            )
+            for name, entry in records.items()
+            if name.startswith("data/")
+        }
+    meter().take(_STORAGE * len(storages), what)
     bound_tree(tree, len(pickled), what)
-    storages = {
-        name.removeprefix("data/"): (
-            payload_start(window, entry, what),
-            entry.length,
-            entry.crc32 if checked else None,
-        )
-        for name, entry in records.items()
-        if name.startswith("data/")
-    }
     inside = (name for name in refused_in(tree) if name not in refused)
     return Objects(tree, storages, (*refused, *inside), swapped)
 

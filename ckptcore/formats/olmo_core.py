@@ -39,6 +39,7 @@ from ckptcore.formats._olmowrite import arrange_step
 from ckptcore.formats._parts import Part, join
 from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source
 from ckptcore.manifest import Manifest
+from ckptcore.meter import meter
 
 NAME = "olmo_core"
 MARKER = ".metadata.json"
@@ -106,6 +107,7 @@ def _written_by_olmo_core(source: Source) -> bool:
     size, tail = source.listing[".metadata"], b""
     if not any(DATA.search(p) for p in source.listing):
         return False
+    meter().require(size, ".metadata")  # as its reader will
     for at in range(0, size, _BLOCK):
         block = tail + source.store.read(".metadata", at, min(_BLOCK, size - at))
         if _OURS in block:

@@ -173,3 +173,22 @@ def test_later_references_into_a_run_are_found() -> None:
             fqn, offset, _ = index.state if row is None else index.state(0, row)
             seen.add((fqn, offset))
     assert seen == {("w", (n, 0)) for n in range(200)} | {("note", None)}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_places_with_a_codec(shared: bool, tmp_path: Path) -> None:
+    """Each place has a list of one descriptor, its own or the same for all."""
+    one, count = ["stream.zstd"], 300
+    chunks, places = [], {}
+    for n in range(count):
+        offset, size = torch.Size((4 * n, 3)), torch.Size((4, 3))
+        chunks.append(meta.ChunkStorageMetadata(offset, size))
+        codec = None if n % 7 == 6 else one if shared else ["stream.zstd"]
+        places[meta.MetadataIndex("w", offset, n)] = _StorageInfo(f"__{n % 3}_0.distcp", 90 * n, 80, codec)
+    properties = meta.TensorProperties(dtype=torch.float32)
+    listed = {"w": meta.TensorStorageMetadata(properties, torch.Size((4 * count, 6)), chunks)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(meta.Metadata(listed, storage_data=places), protocol=4))
+    (tmp_path / "__0_0.distcp").write_bytes(b"")
+    items = ckptcore.open(str(tmp_path)).items
+    assert [items[n].codec for n in range(count)] == ["" if n % 7 == 6 else "zstd" for n in range(count)]
+    assert [items[n].start for n in range(count)] == [90 * n for n in range(count)]
