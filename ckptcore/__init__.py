@@ -2,9 +2,9 @@
 
     import ckptcore
     manifest = ckptcore.open("/runs/llama/step-300")
-    report = ckptcore.check(manifest, level="bytes")
+    report = ckptcore.checking.check(manifest, level="bytes")
     weight = ckptcore.read(manifest, "model.lm_head.weight")
-    ckptcore.convert("/runs/llama/step-300", "/models/llama", verb="export")
+    ckptcore.conversion.pipeline("/runs/llama/step-300", "/models/llama", verb="export")
 
 Nothing from a checkpoint is executed, memory is a budget instead of the model's size, and torch is
 imported only when tensors are touched.
@@ -23,13 +23,13 @@ __version__ = "0.1.0"
 _WHERE = {
     "open": "ckptcore.api", "read": "ckptcore.api", "load_into": "ckptcore.api", "check": "ckptcore.api",
     "plan": "ckptcore.api", "prepare": "ckptcore.api", "execute": "ckptcore.api", "publish": "ckptcore.api",
-    "convert": "ckptcore.api", "diff": "ckptcore.api", "Difference": "ckptcore.difference",
-    "fingerprint": "ckptcore.api", "Fingerprints": "ckptcore.fingerprinting",
-    "Composed": "ckptcore.compose", "Prepared": "ckptcore.convert",
-    "Receipt": "ckptcore.receipts",
-    "Manifest": "ckptcore.manifest", "TensorSpec": "ckptcore.manifest", "Box": "ckptcore.box",
-    "Request": "ckptcore.request", "Settings": "ckptcore.request", "Report": "ckptcore.check",
-    "CkptError": "ckptcore.errors", "Finding": "ckptcore.errors", "Result": "ckptcore.convert",
+    "convert": "ckptcore.api", "diff": "ckptcore.api", "Difference": "ckptcore.comparison.result",
+    "fingerprint": "ckptcore.api", "Fingerprints": "ckptcore.comparison.fingerprint",
+    "Composed": "ckptcore.planning.compose", "Prepared": "ckptcore.conversion.pipeline",
+    "Receipt": "ckptcore.execution.receipts",
+    "Manifest": "ckptcore.core.manifest", "TensorSpec": "ckptcore.core.manifest", "Box": "ckptcore.core.box",
+    "Request": "ckptcore.planning.request", "Settings": "ckptcore.planning.request", "Report": "ckptcore.checking.check",
+    "CkptError": "ckptcore.errors", "Finding": "ckptcore.errors", "Result": "ckptcore.conversion.pipeline",
 }  # fmt: skip
 
 if TYPE_CHECKING:
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
         publish,
         read,
     )
-    from ckptcore.box import Box
-    from ckptcore.check import Report
-    from ckptcore.compose import Composed
-    from ckptcore.convert import Prepared, Result
-    from ckptcore.difference import Difference
+    from ckptcore.checking.check import Report
+    from ckptcore.comparison.fingerprint import Fingerprints
+    from ckptcore.comparison.result import Difference
+    from ckptcore.conversion.pipeline import Prepared, Result
+    from ckptcore.core.box import Box
+    from ckptcore.core.manifest import Manifest, TensorSpec
     from ckptcore.errors import CkptError, Finding
-    from ckptcore.fingerprinting import Fingerprints
-    from ckptcore.manifest import Manifest, TensorSpec
-    from ckptcore.receipts import Receipt
-    from ckptcore.request import Request, Settings
+    from ckptcore.execution.receipts import Receipt
+    from ckptcore.planning.compose import Composed
+    from ckptcore.planning.request import Request, Settings
 
 __all__ = [
     "Box", "CkptError", "Composed", "Difference", "Finding", "Fingerprints", "Manifest", "Prepared",
@@ -65,11 +65,11 @@ __all__ = [
 
 
 class _Package(ModuleType):
-    """Keeps `ckptcore.check` the function, although a module of that name is imported below it."""
+    """Keeps `ckptcore.checking.check` the function, although a module of that name is imported below it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _WHERE and isinstance(value, ModuleType):
-            return  # the import system binds submodules here; `from ckptcore.check import ...` still works
+            return  # the import system binds submodules here; `from ckptcore.checking.check import ...` still works
         super().__setattr__(name, value)
 
 

@@ -13,15 +13,15 @@ import resource
 import sys
 from typing import NoReturn
 
-from ckptcore import terminal
 from ckptcore.errors import InternalError
+from ckptcore.utils import terminal
 
 _GARBAGE = 200_000  # objects that came and stayed until garbage is looked for; the usual 700 take 0.1 s
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; gives its exit code."""
-    from ckptcore.cli import run
+    from ckptcore.cli.main import run
 
     # A checkpoint may have thousands of files; the usual soft limit is 1024 open ones.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.check import Report
-from ckptcore.compose import Composed, compose
-from ckptcore.convert import Prepared, Result, finish, inspect, settle, validate
-from ckptcore.convert import convert as run_all
-from ckptcore.convert import execute as run_files
-from ckptcore.convert import prepare as run_prepare
-from ckptcore.manifest import Manifest
-from ckptcore.receipts import Receipt
-from ckptcore.request import Request, Settings
+from ckptcore.checking.check import Report
+from ckptcore.conversion.pipeline import Prepared, Result, finish, inspect, settle, validate
+from ckptcore.conversion.pipeline import convert as run_all
+from ckptcore.conversion.pipeline import execute as run_files
+from ckptcore.conversion.pipeline import prepare as run_prepare
+from ckptcore.core.manifest import Manifest
+from ckptcore.execution.receipts import Receipt
+from ckptcore.planning.compose import Composed, compose
+from ckptcore.planning.request import Request, Settings
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptcore.box import Box
-    from ckptcore.difference import Difference
-    from ckptcore.fingerprinting import Fingerprints
+    from ckptcore.comparison.fingerprint import Fingerprints
+    from ckptcore.comparison.result import Difference
+    from ckptcore.core.box import Box
 
 Progress = Callable[[str, int, int], None]
 
@@ -36,7 +36,7 @@ def open(url: str, *, recover: bool = False, keep_quantized: bool = False) -> Ma
 def check(
     manifest: Manifest, level: str = "cover", *, workers: int = 2, progress: Progress | None = None
 ) -> Report:
-    """Checks a manifest: levels files, cover, bytes, values (see `ckptcore.check`)."""
+    """Checks a manifest: levels files, cover, bytes, values (see `ckptcore.checking.check`)."""
     return validate(manifest, level, workers=workers, progress=progress)
 
 
@@ -65,8 +65,8 @@ def diff(
     Raises `DamagedCheckpoint` when a side is not whole or a checksum fails, `AmbiguousModel`,
     `NameMismatch`, `UsageError`. Memory: ``settings.memory``.
     """
-    from ckptcore.diff import Rules
-    from ckptcore.diff import diff as run
+    from ckptcore.comparison.diff import Rules
+    from ckptcore.comparison.diff import diff as run
 
     rules = Rules(model or bool(model_prefix), *map(_frozen, (model_prefix, rename, tie, include, exclude)))
     one, two = (open(s, keep_quantized=keep_quantized) if isinstance(s, str) else s for s in (a, b))
@@ -91,11 +91,11 @@ def fingerprint(
     Every tensor is read once; every record with a checksum is verified, copies are compared with each other.
     model: of the model part alone, as ``export`` finds it, wrappers off the names. model_prefix: where that
     is. include, exclude: globs on stored names. rename: (old, new), as in `Request`. See
-    `ckptcore.fingerprint` for what a fingerprint proves, and what not.
+    `ckptcore.fingerprints.sums` for what a fingerprint proves, and what not.
     Raises `DamagedCheckpoint` when it is not whole or a checksum fails, `AmbiguousModel`, `NameMismatch`,
     `UsageError`. Memory: ``settings.memory``.
     """
-    from ckptcore.fingerprinting import fingerprint as run
+    from ckptcore.comparison.fingerprint import fingerprint as run
 
     manifest = open(source, keep_quantized=keep_quantized) if isinstance(source, str) else source
     return run(manifest, settings or Settings(), progress, model=model or model_prefix is not None,
@@ -110,7 +110,7 @@ def read(manifest: Manifest, fqn: str, box: Box | None = None, *, device: str = 
     Raises KeyError for an unknown name, ValueError for a box outside the tensor, and
     `DamagedCheckpoint` when elements are in no file or bytes fail their checksum.
     """
-    from ckptcore.reading import read_box
+    from ckptcore.reading.state_dict import read_box
 
     return read_box(manifest, fqn, box, device=device, verify=verify)
 
@@ -147,7 +147,7 @@ def load_into(manifest: Manifest, state_dict: MutableMapping[str, Any], *, prefi
 
     Memory: 16 MiB, and one local shard where it is not contiguous CPU memory of the stored dtype.
     """
-    from ckptcore.loading import load_into as run
+    from ckptcore.loading.load_into import load_into as run
 
     return run(manifest, state_dict, prefix=prefix, strict=strict, verify=verify)
 

@@ -20,12 +20,12 @@ from functools import cached_property
 from typing import Any
 
 from ckptcore import api
-from ckptcore.convert import Result
+from ckptcore.conversion.pipeline import Result
+from ckptcore.core.manifest import Blob, Manifest, TensorSpec
+from ckptcore.core.object_tree import Named, TensorRef, decode, references
 from ckptcore.errors import UnsupportedFormat, UsageError
-from ckptcore.formats._mcoreobjects import SHARD
-from ckptcore.manifest import Blob, Manifest, TensorSpec
-from ckptcore.objects import Named, TensorRef, decode, references
-from ckptcore.request import Settings
+from ckptcore.formats.megatron.sharded_objects import SHARD
+from ckptcore.planning.request import Settings
 
 FORMATS = ("torch_dist", "zarr")
 

@@ -26,10 +26,10 @@ from unittest import SkipTest as Skip
 
 from ckptcore.api import check, convert, read
 from ckptcore.api import open as open_checkpoint
-from ckptcore.check import LEVELS
+from ckptcore.checking.check import LEVELS
+from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
 from ckptcore.formats import detect, open_source, registry
-from ckptcore.manifest import Manifest
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ import httpx
 import yaml
 
 import flows  # noqa: F401  # settles Prefect's environment
-from ckptcore import terminal
 from ckptcore.errors import CkptError, UsageError
+from ckptcore.utils import terminal
 from deployments.parameters import declared, flow_of, misfits
 from flows._command import meanings
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from ckptcore import terminal
+from ckptcore.utils import terminal
 from deployments.local.process import having
 
 MARK = "CKPTCORE_WORKER"
@@ -86,7 +86,7 @@ class _Worker:
 
 def _let_go(pool: str, name: str) -> None:
     os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", str(PATIENCE))  # read when Prefect is imported
-    from deployments.letgo import let_go
+    from deployments.release_runs import let_go
 
     until = time.monotonic() + TELL
     while True:

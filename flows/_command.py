@@ -15,11 +15,11 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ckptcore import terminal
 from ckptcore.errors import Interrupted
-from ckptcore.sizes import show_size
+from ckptcore.utils import terminal
+from ckptcore.utils.units import show_size
 from flows._prefect import serve_while_alive
-from tasks.words import count
+from tasks.markdown import count
 
 if TYPE_CHECKING:
     from prefect import Flow, State

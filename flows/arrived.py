@@ -14,17 +14,17 @@ from typing import Any, Literal
 from prefect import State, flow, runtime
 from prefect.states import Completed, Failed
 
+from ckptcore.conversion.publish import Result
+from ckptcore.conversion.registration import Told
 from ckptcore.errors import Busy, CkptError, DestinationExists
-from ckptcore.finishing import Result
-from ckptcore.register import Told
-from ckptcore.request import Request, Settings
-from ckptcore.sizes import parse_size
-from ckptcore.waiting import delays
-from flows._arrival import alone, made_from, meant, require_inside
+from ckptcore.operations.wait import delays
+from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.units import parse_size
+from flows._announcement import alone, made_from, meant, require_inside
 from flows._engine import engine as parse_engine
-from flows._later import inside, put_off
-from flows._patience import patiently
-from flows._words import explain, run_name
+from flows._naming import explain, run_name
+from flows._reschedule import inside, put_off
+from flows._retry import patiently
 from flows.convert import steps
 from tasks.settle import may_become_whole, settle
 

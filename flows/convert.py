@@ -20,17 +20,17 @@ from typing import Any, Literal
 from prefect import State, flow, runtime
 from prefect.states import Failed
 
+from ckptcore.conversion.publish import Result
+from ckptcore.conversion.registration import UNTOLD, Registration, Told, fail, start
+from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
-from ckptcore.finishing import Result
-from ckptcore.manifest import Manifest
-from ckptcore.register import UNTOLD, Registration, Told, fail, start
-from ckptcore.request import Request, Settings
-from ckptcore.sizes import parse_size
+from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.units import parse_size
 from flows._command import main
 from flows._engine import HERE, Engine
 from flows._engine import engine as parse_engine
-from flows._words import closed, explain, pairs, run_name
-from flows._writing import write_all
+from flows._naming import closed, explain, pairs, run_name
+from flows._write import write_all
 from tasks.assets import asset_keys
 from tasks.check import check
 from tasks.plan import plan

@@ -22,8 +22,8 @@ import typer
 from rich.filesize import decimal
 from rich.tree import Tree
 
-from ckptcore import terminal
 from ckptcore.store import local_path
+from ckptcore.utils import terminal
 
 HOME = Path("demo")
 say = terminal.console()

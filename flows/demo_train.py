@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ckptcore import terminal
+from ckptcore.utils import terminal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

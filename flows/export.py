@@ -9,9 +9,9 @@ from typing import Any
 
 from prefect import State, flow
 
-from ckptcore.finishing import Result
+from ckptcore.conversion.publish import Result
 from flows._command import main
-from flows._words import run_name
+from flows._naming import run_name
 from flows.convert import convert
 
 

@@ -14,14 +14,14 @@ from prefect import State, flow
 from prefect.states import Failed
 from pydantic import BaseModel, ConfigDict
 
+from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.finishing import Result
-from ckptcore.request import Request, Settings
-from ckptcore.sizes import parse_size
+from ckptcore.planning.request import Request, Settings
 from ckptcore.store.place import identify, overlaps
+from ckptcore.utils.units import parse_size
 from flows._command import main
 from flows._engine import engine as parse_engine
-from flows._words import explain, run_name
+from flows._naming import explain, run_name
 from flows.convert import fan_out
 
 

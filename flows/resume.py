@@ -14,7 +14,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Completed, Failed
 
-from tasks.begun import begun, given_up
+from tasks.attempts import begun, given_up
 from tasks.logs import log
 
 

@@ -12,12 +12,12 @@ from prefect import State, flow
 from prefect.states import Completed, Failed
 
 from ckptcore.errors import CkptError
-from ckptcore.replaceable import Allowed
-from ckptcore.request import Settings
-from ckptcore.retention import Policy
-from ckptcore.sizes import parse_size, show_size
-from flows._words import explain
-from tasks.tend import retire as let_go
+from ckptcore.operations.replacement import Allowed
+from ckptcore.operations.retention import Policy
+from ckptcore.planning.request import Settings
+from ckptcore.utils.units import parse_size, show_size
+from flows._naming import explain
+from tasks.maintenance import retire as let_go
 
 
 @flow(name="retire", flow_run_name="retire")

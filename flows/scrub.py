@@ -11,10 +11,10 @@ from typing import Any
 from prefect import State, flow
 from prefect.states import Completed, Failed
 
-from ckptcore.durations import parse_duration
 from ckptcore.errors import CkptError
-from flows._words import explain
-from tasks.tend import scrub as look_again
+from ckptcore.utils.durations import parse_duration
+from flows._naming import explain
+from tasks.maintenance import scrub as look_again
 
 NAMED = 5  # checkpoints that a failed run's message names
 

@@ -16,13 +16,13 @@ from prefect import State, flow, runtime
 from prefect.states import Completed, Failed
 
 from ckptcore.catalog import open_catalog
-from ckptcore.durations import parse_duration
 from ckptcore.errors import CkptError
-from ckptcore.request import Request, Settings
-from ckptcore.sizes import parse_size
-from ckptcore.sweep import Item, Standing, Swept, forget_events, watched, work
+from ckptcore.operations.sweep import Item, Standing, Swept, forget_events, watched, work
+from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.durations import parse_duration
+from ckptcore.utils.units import parse_size
 from flows._engine import engine as parse_engine
-from flows._words import closed, explain
+from flows._naming import closed, explain
 from flows.convert import steps
 from tasks.sweep import look, note
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from prefect import task
 from prefect.artifacts import create_table_artifact
 
-from ckptcore.check import Report
-from ckptcore.convert import validate
-from ckptcore.manifest import Manifest
+from ckptcore.checking.check import Report
+from ckptcore.conversion.pipeline import validate
+from ckptcore.core.manifest import Manifest
 from tasks.artifacts import shown
 from tasks.logs import log
+from tasks.markdown import count
 from tasks.retry import STEP
-from tasks.words import count
 
 MAX_ROWS = 500  # a browser draws the table; the catalog keeps every finding
 FINE = {"severity": "none", "finding": "-", "what": "nothing is missing, nothing overlaps"}

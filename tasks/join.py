@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prefect import task
 
-from ckptcore.convert import join as join_parts
-from ckptcore.receipts import Receipt
-from ckptcore.sizes import show_size
+from ckptcore.conversion.pipeline import join as join_parts
+from ckptcore.execution.receipts import Receipt
+from ckptcore.utils.units import show_size
 from tasks.logs import log
 from tasks.retry import STEP
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 
-from ckptcore import terminal
 from ckptcore.errors import CkptError
+from ckptcore.utils import terminal
 
 # Below the core's logger, so that both reach the flow run's log the same way.
 log = logging.getLogger("ckptcore.tasks")

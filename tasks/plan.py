@@ -5,14 +5,14 @@ from __future__ import annotations
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
-from ckptcore.convert import Prepared, prepare
-from ckptcore.manifest import Manifest
-from ckptcore.request import Request, Settings
-from ckptcore.sizes import show_size
+from ckptcore.conversion.pipeline import Prepared, prepare
+from ckptcore.core.manifest import Manifest
+from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.units import show_size
 from tasks.artifacts import shown
 from tasks.logs import log
+from tasks.markdown import count, table
 from tasks.retry import STEP
-from tasks.words import count, table
 
 
 @task(task_run_name="plan", **STEP)

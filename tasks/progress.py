@@ -12,7 +12,7 @@ from uuid import UUID
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from ckptcore.errors import Interrupted
-from ckptcore.sizes import show_size
+from ckptcore.utils.units import show_size
 from tasks.logs import log
 
 STOP = threading.Event()  # set when the run is to end now: the core asks between any two tiles

@@ -5,15 +5,15 @@ from __future__ import annotations
 from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
-from ckptcore.convert import finish
-from ckptcore.finishing import Result
-from ckptcore.request import Settings
-from ckptcore.sizes import show_size
+from ckptcore.conversion.pipeline import finish
+from ckptcore.conversion.publish import Result
+from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
+from ckptcore.utils.units import show_size
 from tasks.artifacts import shown
 from tasks.logs import log
+from tasks.markdown import count, table
 from tasks.retry import STEP
-from tasks.words import count, table
 
 MAX_ROWS = 200  # a browser draws the table; a 405B export has about 190 files
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prefect import task
 
-from ckptcore.convert import inspect
-from ckptcore.manifest import Manifest
-from ckptcore.sizes import show_size
+from ckptcore.conversion.pipeline import inspect
+from ckptcore.core.manifest import Manifest
+from ckptcore.utils.units import show_size
 from tasks.logs import log
+from tasks.markdown import count, named
 from tasks.retry import STEP
-from tasks.words import count, named
 
 
 @task(task_run_name=named("read"), **STEP)

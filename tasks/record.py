@@ -8,11 +8,11 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.assets import add_asset_metadata
 from prefect.tasks import MaterializingTask
 
-from ckptcore.convert import register, settle
-from ckptcore.finishing import Result
-from ckptcore.manifest import Manifest
-from ckptcore.register import Registration
-from ckptcore.request import Settings
+from ckptcore.conversion.pipeline import register, settle
+from ckptcore.conversion.publish import Result
+from ckptcore.conversion.registration import Registration
+from ckptcore.core.manifest import Manifest
+from ckptcore.planning.request import Settings
 from tasks.artifacts import shown
 from tasks.assets import asset_keys
 from tasks.logs import log

@@ -9,9 +9,9 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
-from ckptcore import waiting
+from ckptcore.operations import wait as waiting
+from tasks.markdown import count, named
 from tasks.retry import passes
-from tasks.words import count, named
 
 log = logging.getLogger("ckptcore.tasks")
 
@@ -35,7 +35,7 @@ def may_become_whole(error: object) -> bool:
 def settle(source: str, recover: bool = False) -> str:
     """The digest of a checkpoint's manifest once it is whole; looked at again while it is not.
 
-    Raises what reading raises, and `DamagedCheckpoint` with the findings. `ckptcore.waiting.delays`
+    Raises what reading raises, and `DamagedCheckpoint` with the findings. `ckptcore.operations.wait.delays`
     says when to look again.
     """
     manifest = waiting.whole(source, recover)

@@ -9,11 +9,11 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
-from ckptcore.catalog.roots import Root
-from ckptcore.sweep import Item, look_through, note_swept
+from ckptcore.catalog.watched_roots import Root
+from ckptcore.operations.sweep import Item, look_through, note_swept
 from tasks.artifacts import shown
 from tasks.logs import log
-from tasks.words import count
+from tasks.markdown import count
 
 MAX_ROWS = 500
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prefect import task
 
-from ckptcore.convert import Part, execute_part
-from ckptcore.receipts import Receipt
-from ckptcore.request import Settings
-from ckptcore.sizes import show_size
+from ckptcore.conversion.pipeline import Part, execute_part
+from ckptcore.execution.receipts import Receipt
+from ckptcore.planning.request import Settings
+from ckptcore.utils.units import show_size
 from tasks.logs import log
 from tasks.progress import Progress
 from tasks.retry import STEP

@@ -1,6 +1,6 @@
 """What a conversion read its source as, and which published files hold tensors.
 
-`source_stamp` and `source_ctime` are digests over the stamps of the source's files (`ckptcore/stamps.py`);
+`source_stamp` and `source_ctime` are digests over the stamps of the source's files (`ckptcore/execution/source_stamps.py`);
 `role` tells files that hold tensors from the rest of what was published: config, tokenizer, index, card.
 """
 

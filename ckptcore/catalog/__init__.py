@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptcore.catalog.values import (
+from ckptcore.catalog.types import (
     CheckpointDetail,
     CheckpointFacts,
     CheckpointRow,

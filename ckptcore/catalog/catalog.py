@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, lineage, query
 from ckptcore.catalog.database import BEGIN, QUEUE_BEGIN, READER_BEGIN, translated
-from ckptcore.catalog.values import (
+from ckptcore.catalog.types import (
     LEVELS,
     CheckpointDetail,
     CheckpointFacts,

@@ -23,8 +23,8 @@ from ckptcore.catalog.models import (
     Tensor,
     TrainingRun,
 )
-from ckptcore.catalog.text import clean, clean_json, hex_digest, normal_uri, storable
-from ckptcore.catalog.values import LEVELS, CheckpointFacts, Kind, Role, State
+from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, storable
+from ckptcore.catalog.types import LEVELS, CheckpointFacts, Kind, Role, State
 from ckptcore.errors import Finding, UsageError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import select, update
 
 from ckptcore.catalog.models import Claim
-from ckptcore.catalog.text import clean, normal_uri, storable
+from ckptcore.catalog.normalize import clean, normal_uri, storable
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -16,9 +16,9 @@ from sqlalchemy import func, insert, select, update
 
 from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
+from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri
 from ckptcore.catalog.query import current_first
-from ckptcore.catalog.text import clean, clean_json, hex_digest, normal_uri
-from ckptcore.catalog.values import CheckpointFacts, Direction, Kind, Outcome, State
+from ckptcore.catalog.types import CheckpointFacts, Direction, Kind, Outcome, State
 from ckptcore.errors import CatalogError, Finding, UsageError
 
 if TYPE_CHECKING:

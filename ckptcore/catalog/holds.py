@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import ColumnElement, insert, or_, select, update
 
 from ckptcore.catalog.models import Checkpoint, Hold
+from ckptcore.catalog.normalize import clean
 from ckptcore.catalog.query import require_kept, resolve_checkpoint
-from ckptcore.catalog.text import clean
 from ckptcore.errors import UsageError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from sqlalchemy import select
 
 from ckptcore.catalog import queues
 from ckptcore.catalog.models import Inbox
+from ckptcore.catalog.normalize import clean, storable
 from ckptcore.catalog.queues import LEASE, Stage
-from ckptcore.catalog.text import clean, storable
 from ckptcore.errors import UsageError
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import aliased
 
 from ckptcore.catalog.models import Checkpoint, CheckpointFile, Conversion, ConversionIO, Tensor
+from ckptcore.catalog.normalize import hex_digest, normal_uri, parents
 from ckptcore.catalog.query import (
     begins,
     checkpoint_row,
@@ -21,8 +22,7 @@ from ckptcore.catalog.query import (
     current_first,
     resolve_checkpoint,
 )
-from ckptcore.catalog.text import hex_digest, normal_uri, parents
-from ckptcore.catalog.values import Direction, FileRow, Lineage, LineageStep, Origin, State
+from ckptcore.catalog.types import Direction, FileRow, Lineage, LineageStep, Origin, State
 from ckptcore.errors import SourceUnreadable
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import queues
 from ckptcore.catalog.models import Outbox
+from ckptcore.catalog.normalize import clean_json, storable
 from ckptcore.catalog.queues import LEASE, Stage
-from ckptcore.catalog.text import clean_json, storable
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -19,8 +19,8 @@ from ckptcore.catalog.models import (
     Tensor,
     TrainingRun,
 )
-from ckptcore.catalog.text import normal_uri
-from ckptcore.catalog.values import (
+from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.types import (
     CheckpointDetail,
     CheckpointRow,
     ConversionDetail,

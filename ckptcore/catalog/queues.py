@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import delete, func, select, update
 
 from ckptcore.catalog.models import Inbox, Outbox
-from ckptcore.catalog.text import clean
+from ckptcore.catalog.normalize import clean
 from ckptcore.errors import UsageError
 
 if TYPE_CHECKING:

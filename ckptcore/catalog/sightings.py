@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import insert, or_, select, update
 
 from ckptcore.catalog.models import Checkpoint, Conversion, Sighting
-from ckptcore.catalog.text import clean_json, normal_uri
-from ckptcore.catalog.values import Kind
+from ckptcore.catalog.normalize import clean_json, normal_uri
+from ckptcore.catalog.types import Kind
 from ckptcore.errors import Finding
 
 if TYPE_CHECKING:

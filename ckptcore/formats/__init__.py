@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from ckptcore.core.manifest import Manifest, StoredFile
+from ckptcore.core.metadata_budget import metered, passing
 from ckptcore.errors import (
     AmbiguousModel,
     SourceUnreadable,
@@ -12,29 +14,7 @@ from ckptcore.errors import (
     UnsupportedFormat,
     finding,
 )
-from ckptcore.formats import (
-    accelerate,
-    dcp,
-    hf_quantized,
-    hf_shards,
-    lightning,
-    mcore_dist,
-    mcore_zarr,
-    megatron_dcp,
-    megatron_legacy,
-    olmo_core,
-    olmo_local,
-    olmo_unsharded,
-    olmo_v01,
-    safetensors,
-    torch_ranks,
-    torch_save,
-)
-from ckptcore.formats._known import KNOWN
-from ckptcore.formats._rankfiles import unread
-from ckptcore.formats._registry import Registry, register
-from ckptcore.formats._roots import beside_steps, located
-from ckptcore.formats._substore import Noting
+from ckptcore.formats.accelerate import format as accelerate
 from ckptcore.formats.base import (
     Abilities,
     Arrangement,
@@ -46,9 +26,27 @@ from ckptcore.formats.base import (
     Slot,
     Source,
 )
-from ckptcore.manifest import Manifest, StoredFile
-from ckptcore.meter import metered, passing
+from ckptcore.formats.common.rank_file_names import unread
+from ckptcore.formats.dcp import format as dcp
+from ckptcore.formats.huggingface import quantized as hf_quantized
+from ckptcore.formats.huggingface import safetensors
+from ckptcore.formats.huggingface import shards as hf_shards
+from ckptcore.formats.lightning import format as lightning
+from ckptcore.formats.megatron import dcp as megatron_dcp
+from ckptcore.formats.megatron import legacy as megatron_legacy
+from ckptcore.formats.megatron import torch_dist as mcore_dist
+from ckptcore.formats.megatron import zarr as mcore_zarr
+from ckptcore.formats.olmo import core as olmo_core
+from ckptcore.formats.olmo import local as olmo_local
+from ckptcore.formats.olmo import unsharded as olmo_unsharded
+from ckptcore.formats.olmo import v01 as olmo_v01
+from ckptcore.formats.plugins import Registry, register
+from ckptcore.formats.refused import KNOWN
+from ckptcore.formats.step_roots import beside_steps, located
+from ckptcore.formats.torch_ranks import format as torch_ranks
+from ckptcore.formats.torch_save import format as torch_save
 from ckptcore.store import Stamped, Store, open_store, split_url
+from ckptcore.store.subfolder import Noting
 
 # In the order they are asked. A format is recognised by its own files, never by elimination.
 FORMATS: tuple[Format, ...] = (
@@ -152,7 +150,7 @@ def read_manifest(source: Source, names: set[str] | None = None) -> Manifest:
 
     names: the files that the format's reader read from are added, by their paths below the manifest's root;
     those that were only looked at to recognise it are not.
-    Raises `MetadataTooLarge` where its metadata takes more than `ckptcore.meter` allows.
+    Raises `MetadataTooLarge` where its metadata takes more than `ckptcore.core.metadata_budget` allows.
     """
     with metered():
         return _read_manifest(source, names)

@@ -2,7 +2,7 @@
 
 A format's reader turns headers and metadata into a `Manifest` and reads no tensor byte. Its
 `arrange` is pure: given what is to be written it says which literal bytes and which tensor slots
-make up each file. Moving bytes is `ckptcore.execute`'s job alone.
+make up each file. Moving bytes is `ckptcore.execution.execute`'s job alone.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptcore.box import Box
-from ckptcore.formats._substore import SubStore
-from ckptcore.manifest import Manifest, TensorSpec
-from ckptcore.paths import Path
-from ckptcore.sharding import Topology
+from ckptcore.core.box import Box
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.tree_paths import Path
 from ckptcore.store import Readable, Stamped
+from ckptcore.store.subfolder import SubStore
+from ckptcore.topology.layout import Topology
 
 
 @dataclass(frozen=True, slots=True)

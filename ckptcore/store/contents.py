@@ -15,8 +15,8 @@ from typing import Any
 
 from ckptcore.errors import SourceChanged, SourceUnreadable, UsageError
 from ckptcore.store import local_path
+from ckptcore.store.listing import MAX_FILES, everything_at
 from ckptcore.store.place import mounts
-from ckptcore.store.survey import MAX_FILES, everything_at
 
 MAX_DEPTH = 128  # of folders in folders; what is deeper is no checkpoint
 _UNKNOWN = "unknown"  # what the survey calls the version of an object of which the store tells none

@@ -1,6 +1,6 @@
 """Inventory: what exactly lies at a place, so that it can be known again?
 
-Links are not followed, nothing is opened. `ckptcore.store.survey` sees what readers see; an inventory sees
+Links are not followed, nothing is opened. `ckptcore.store.listing` sees what readers see; an inventory sees
 everything that would be lost if the place were replaced.
 """
 

@@ -1,7 +1,7 @@
 """Local store: how do bytes of local files move fast, exactly, and never out of the folder?
 
 Reads are `pread` into the caller's buffers: no memory map, so peak memory is what the caller chose.
-`ckptcore.store.localwrite` has the writers.
+`ckptcore.store.local_writer` has the writers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
 from ckptcore.store import YOUNG, Buffer, Joint, Stamped, Store, Writer
-from ckptcore.store._localerrors import short, unreadable, unwritable
-from ckptcore.store.localwrite import JointWriter, LocalWriter
+from ckptcore.store.local_errors import short, unreadable, unwritable
+from ckptcore.store.local_writer import JointWriter, LocalWriter
 
 _BLOCK = 64 << 20  # bytes of a copy between stores
 # Times move on by a tick of the kernel, 10 ms at most; on FAT and older file systems by up to 2 s.

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, StagingForeign
 from ckptcore.store import Joint, inner_path
-from ckptcore.store._folders import FOLDER, closing_fd, enter, look, remove_tree, walk
-from ckptcore.store._localerrors import unreadable, unwritable
-from ckptcore.store._ours import Owners, strange
+from ckptcore.store.folder_tree import FOLDER, closing_fd, enter, look, remove_tree, walk
 from ckptcore.store.local import LocalStore
+from ckptcore.store.local_errors import unreadable, unwritable
+from ckptcore.store.owners import Owners, strange
 
 
 class SealedFolder:

@@ -9,8 +9,8 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-from ckptcore import terminal
 from ckptcore.errors import CkptError
+from ckptcore.utils import terminal
 from deployments.local import process
 from deployments.local.lifecycle import down, up
 from deployments.local.services import SERVICES

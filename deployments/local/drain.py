@@ -19,9 +19,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.exceptions import ObjectNotFound
 
-from ckptcore import terminal
+from ckptcore.utils import terminal
 from deployments.deploy import POOL, deploy
-from deployments.letgo import active, due_again
+from deployments.release_runs import active, due_again
 
 
 def pause(seconds: float) -> list[UUID]:

@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 from platformdirs import user_state_path
 
-from ckptcore import terminal
 from ckptcore.errors import UsageError
+from ckptcore.utils import terminal
 
 VARIABLE = "CKPTCORE_STATE"
 # Databases, and the secret that is the password of the owner, a user of the same name without other rights.

@@ -6,8 +6,8 @@ import logging
 import sys
 from pathlib import Path
 
-from ckptcore import terminal
 from ckptcore.errors import CkptError
+from ckptcore.utils import terminal
 
 
 def main() -> None:

@@ -24,12 +24,12 @@ from starlette.requests import ClientDisconnect
 
 from ckptcore.catalog.queues import Stage
 from ckptcore.errors import CkptError
-from ckptcore.shown import shown
+from ckptcore.utils.text import shown
+from deployments.receiver.batch_writer import Keeper
 from deployments.receiver.event import read_event
+from deployments.receiver.http_errors import REFUSALS, Refused
 from deployments.receiver.inbox import Box, Kept
-from deployments.receiver.keeper import Keeper
-from deployments.receiver.orders import order_of
-from deployments.receiver.refusals import REFUSALS, Refused
+from deployments.receiver.run_request import order_of
 from deployments.receiver.settings import Sender
 from deployments.receiver.verify import verify
 

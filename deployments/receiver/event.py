@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from ckptcore.shown import shown
-from deployments.receiver.dialects import CLOUDEVENTS_JSON, Dialect
-from deployments.receiver.refusals import Refused
+from ckptcore.utils.text import shown
+from deployments.receiver.http_errors import Refused
+from deployments.receiver.senders import CLOUDEVENTS_JSON, Dialect
 
 MAX_TEXT = 255  # characters of an id, a type, a run's name
 MAX_URI = 2048

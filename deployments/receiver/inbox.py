@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from ckptcore.catalog import inbox, open_catalog, outbox, queues, roots
+from ckptcore.catalog import inbox, open_catalog, outbox, queues
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.inbox import InboxEvent
 from ckptcore.catalog.models import Inbox
 from ckptcore.catalog.outbox import Message

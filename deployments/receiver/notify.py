@@ -15,8 +15,8 @@ from datetime import UTC, datetime, timedelta
 
 import httpx
 
-from deployments.receiver.dialects import DIALECTS
 from deployments.receiver.inbox import Box, Message
+from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import Target
 from deployments.receiver.verify import key_of, sign
 

@@ -19,12 +19,12 @@ from prefect.states import AwaitingRetry, Failed
 
 from ckptcore.errors import UsageError
 from deployments.parameters import unknown
-from deployments.receiver.start import DEFAULT_BEAT, Away, RunState, is_overlooked
-from tasks.begun import begun
+from deployments.receiver.dispatch import DEFAULT_BEAT, Away, RunState, is_overlooked
+from tasks.attempts import begun
 
 
 class PrefectRuns:
-    """See `deployments.receiver.start.Runs`. One client for all: making one takes longer than a call."""
+    """See `deployments.receiver.dispatch.Runs`. One client for all: making one takes longer than a call."""
 
     def __init__(self) -> None:
         if get_current_settings().api.url is None:
@@ -111,7 +111,10 @@ class PrefectRuns:
             "id": str(uuid4()),
             "occurred": datetime.now(UTC).isoformat(),
             "event": event,
-            "resource": {"prefect.resource.id": f"ckptcore.announced.{uri}", "prefect.resource.name": uri},
+            "resource": {
+                "prefect.resource.id": f"ckptcore.operations.announced_target.{uri}",
+                "prefect.resource.name": uri,
+            },
             "payload": dict(payload),
         }
         # The client's own way of sending events is a queue in another thread; here it is one of four calls.

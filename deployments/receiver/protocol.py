@@ -16,7 +16,7 @@ from collections import Counter
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from deployments.receiver.refusals import Refused
+from deployments.receiver.http_errors import Refused
 
 HEAD_SECONDS = 10.0  # for the head of a request to arrive, from the first byte or the connection on
 BODY_SECONDS = 15.0  # for its body; the application's own time, which it says in words, is over before

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptcore.shown import shown
-from deployments.receiver.refusals import Refused
+from ckptcore.utils.text import shown
+from deployments.receiver.http_errors import Refused
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 # Letters and digits of any script, and what names of runs and steps are made of. Not among them: what a URL
@@ -37,7 +37,7 @@ def place_of(uri: str, roots: Sequence[str]) -> Place:
     Place(uri='/runs/llama/step-7', root='/runs', path='llama/step-7')
     >>> place_of("/runs-of-others/x", ["/runs"])
     Traceback (most recent call last):
-    deployments.receiver.refusals.Refused: '/runs-of-others/x'
+    deployments.receiver.http_errors.Refused: '/runs-of-others/x'
     """
     plain = normal(uri)
     for root in sorted(roots, key=len, reverse=True):

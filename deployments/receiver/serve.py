@@ -12,16 +12,16 @@ import httpx
 import uvicorn
 
 import flows  # noqa: F401  # settles Prefect's environment
-from ckptcore import terminal
 from ckptcore.errors import UsageError
+from ckptcore.utils import terminal
 from deployments.receiver.app import make_app
+from deployments.receiver.background import Loop
+from deployments.receiver.catalog_roots import Watched
+from deployments.receiver.dispatch import work
 from deployments.receiver.inbox import Box
-from deployments.receiver.loop import Loop
 from deployments.receiver.notify import send_due
 from deployments.receiver.protocol import MAX_HEAD, Protocol
 from deployments.receiver.settings import load
-from deployments.receiver.start import work
-from deployments.receiver.watched import Watched
 
 CONNECTIONS = 1024  # open at a time; a body is at most `max_body`, and waits at most ten seconds
 GRACE = 10  # seconds that open requests get when the process is told to end

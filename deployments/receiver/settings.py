@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptcore.errors import UsageError
 from deployments.parameters import misfits_of
-from deployments.receiver.dialects import DIALECTS, Dialect
-from deployments.receiver.refusals import Refused
+from deployments.receiver.http_errors import Refused
 from deployments.receiver.roots import normal
+from deployments.receiver.senders import DIALECTS, Dialect
 from deployments.receiver.verify import key_of
 
 MIN_SECRET = 16  # characters: shorter ones can be tried out

@@ -13,8 +13,8 @@ import hmac
 import re
 from collections.abc import Mapping, Sequence
 
-from deployments.receiver.dialects import Dialect
-from deployments.receiver.refusals import Refused
+from deployments.receiver.http_errors import Refused
+from deployments.receiver.senders import Dialect
 
 WINDOW = 300  # seconds that a signed time may be away from ours, as the Standard Webhooks library has it
 MAX_SIGNATURES = 8  # a sender that changes its secret signs twice

@@ -79,7 +79,7 @@ def test_wheel_holds_library_flows_and_migrations(tmp_path: Path) -> None:
         "ckptcore/_migrations/env.py",
         "ckptcore/_migrations/script.py.mako",
         "ckptcore/py.typed",
-        "ckptcore/rules/hf.toml",
+        "ckptcore/topology/families/hf.toml",
         "flows/convert.py",
         "tasks/__init__.py",
     } <= names

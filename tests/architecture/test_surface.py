@@ -18,7 +18,7 @@ for module in pkgutil.walk_packages(ckptcore.__path__, "ckptcore."):
 
 @pytest.mark.parametrize("before", ["import ckptcore", EVERY_MODULE], ids=["first", "after all"])
 def test_verbs_are_functions(before: str) -> None:
-    # A module of the same name (ckptcore/check.py) takes the package's attribute when imported.
+    # A module of the same name (ckptcore/checking/check.py) takes the package's attribute when imported.
     code = f"{before}\nprint(*(type(getattr(ckptcore, v)).__name__ for v in {VERBS}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -91,8 +91,8 @@ def job(source: Path, out: Path, times: int, address: str) -> None:
     """The flow itself, in a process of its own; tells what its steps took."""
     from prefect import flow
 
-    from ckptcore.request import Request, Settings
-    from ckptcore.sizes import parse_size
+    from ckptcore.planning.request import Request, Settings
+    from ckptcore.utils.units import parse_size
     from flows._engine import Engine
     from flows.convert import fan_out
 

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ckptcore.catalog import default_url, inbox, open_catalog, outbox
-from ckptcore.catalog.cli import app
 from ckptcore.catalog.database import HEAD
+from ckptcore.cli.catalog import app
 from ckptcore.errors import CatalogError, Conflict, UsageError, finding
 
 LONG = "/data/" + "very-long-folder-name/" * 6

@@ -4,7 +4,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from ckptcore.catalog import aliases, holds, roots
+from ckptcore.catalog import aliases, holds
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.errors import Conflict, UsageError
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)

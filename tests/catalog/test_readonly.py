@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from typer.testing import CliRunner
 
 from ckptcore.catalog import open_catalog
-from ckptcore.catalog.cli import app
-from ckptcore.catalog.readonly import ask
+from ckptcore.catalog.sql_query import ask
+from ckptcore.cli.catalog import app
 from ckptcore.errors import CatalogError, UsageError
 
 EVERYWHERE = [

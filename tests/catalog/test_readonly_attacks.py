@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from ckptcore.catalog import open_catalog
-from ckptcore.catalog.readonly import ask
+from ckptcore.catalog.sql_query import ask
 from ckptcore.errors import UsageError
 
 RIGHTS = (

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 import sqlalchemy as sa
 
-from ckptcore.catalog import tending
+from ckptcore.catalog import maintenance as tending
 
 
 @pytest.fixture

@@ -16,16 +16,16 @@ from random import Random
 from typing import Any
 
 import ckptcore
-from ckptcore.difference import Difference
+from ckptcore.comparison.result import Difference
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.subset import select
 from ckptcore.errors import UsageError
-from ckptcore.manifest import Manifest
-from ckptcore.meshspec import parse_mesh
-from ckptcore.parameters import parameters
-from ckptcore.placing import place
-from ckptcore.request import Settings
-from ckptcore.selection import select
-from ckptcore.sharding import Mesh, boxes
-from ckptcore.shardingfile import Rule
+from ckptcore.naming.optimizer_state import parameters
+from ckptcore.planning.request import Settings
+from ckptcore.topology.fsdp_over_tp import place
+from ckptcore.topology.layout import Mesh, boxes
+from ckptcore.topology.mesh_spec import parse_mesh
+from ckptcore.topology.rules_file import Rule
 
 # Checkpoints of tests are small: one thread, a small budget.
 SETTINGS = Settings(workers=1, memory=64 << 20)
@@ -75,8 +75,8 @@ def reshard(source: Path, target: Path, writer: Writer, mesh: str, sharding: str
             **options: Any) -> Step:  # fmt: skip
     """Writes a checkpoint for the ranks of a mesh, by the built-in rules where none are given."""
     options |= {"verb": "reshard", "to": writer.to, "mesh": mesh, "sharding": sharding, **writer.options}
-    planned = ckptcore.plan(str(source), str(target), **options).plan
-    ckptcore.convert(str(source), str(target), settings=SETTINGS, **options)
+    planned = ckptcore.planning.plan(str(source), str(target), **options).plan
+    ckptcore.conversion.pipeline(str(source), str(target), settings=SETTINGS, **options)
     return Step(target, frozenset(name for name, _ in planned.dropped))
 
 

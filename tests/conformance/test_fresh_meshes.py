@@ -22,7 +22,7 @@ from test_round_trips import impossible, said_otherwise
 
 import ckptcore
 from ckptcore.errors import CkptError, UnsupportedFormat, UsageError
-from ckptcore.meshspec import parse_mesh
+from ckptcore.topology.mesh_spec import parse_mesh
 
 TRIES = 6  # of a mesh and rules; most can be had
 
@@ -68,7 +68,7 @@ def through(case: Path, rng: random.Random, out: Path) -> None:
     second = cut_somehow(first.folder, out / "second", names[1], rng)
     gone = first.dropped | second.dropped
     about = f"{case.name}: {names}"
-    found = ckptcore.diff(str(source), str(second.folder), settings=SETTINGS)
+    found = ckptcore.comparison.diff(str(source), str(second.folder), settings=SETTINGS)
     wrong = [row for row in unlike(found, gone) if not said_otherwise(row, *(WRITERS[n].to for n in names))]
     assert not wrong, f"{about}: {len(wrong)}: {wrong[:5]}"
     last = cut_somehow(second.folder, out / "last", "dcp", rng)

@@ -19,7 +19,7 @@ from test_determinism import contents
 from test_fresh import seed_of
 
 import ckptcore
-from ckptcore.request import Settings
+from ckptcore.planning.request import Settings
 
 if TYPE_CHECKING:
     from driver import Cli, Outcome
@@ -210,7 +210,7 @@ def test_finished_files_are_kept(name: str, sources: dict[str, Path], undisturbe
     asked = str(sources[job.source]), str(output(name, tmp_path))
     ready = ckptcore.prepare(*asked, verb="reshard", **words)
     assert len(ready.files) > 2
-    ckptcore.execute(ready, [0, 1], settings=Settings(workers=1))
+    ckptcore.execution.execute(ready, [0, 1], settings=Settings(workers=1))
     staged = sorted((tmp_path / ".out.ckptcore" / "files").rglob("*.*"))
     staged = [p for p in staged if p.is_file()]
     assert len(staged) == 2
@@ -219,7 +219,7 @@ def test_finished_files_are_kept(name: str, sources: dict[str, Path], undisturbe
     with spoilt.open("r+b") as data:
         data.seek(spoilt.stat().st_size // 2)
         data.write(b"\xee" * 8)
-    done = ckptcore.convert(*asked, verb="reshard", settings=Settings(workers=1), **words)
+    done = ckptcore.conversion.pipeline(*asked, verb="reshard", settings=Settings(workers=1), **words)
     assert sum(r.reused for r in done.files) == 1
     kept = next(p.name for p in staged if p != spoilt)
     found = next(p.stat() for p in Path(asked[1]).rglob(kept))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptcore.bound import without_bound
-from ckptcore.builder import Builder
-from ckptcore.manifest import Blob, Manifest
-from ckptcore.sharding import Mesh
+from ckptcore.core.manifest import Blob, Manifest
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.topology.layout import Mesh
+from ckptcore.topology.rank_local_state import without_bound
 
 
 def _manifest(*keys: str) -> Manifest:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ckptcore.casting import PLAIN, cast_into
-from ckptcore.dtype import BY_NAME
+from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import DeviceUnavailable
-from ckptcore.gather import tile_view
+from ckptcore.reading.casting import PLAIN, cast_into
+from ckptcore.reading.gather import tile_view
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

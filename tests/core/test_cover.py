@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore.builder import Builder
-from ckptcore.cover import coverage, repeated, replicas
-from ckptcore.manifest import Envelope, Manifest, TensorSpec
+from ckptcore.core.coverage import coverage, repeated, replicas
+from ckptcore.core.manifest import Envelope, Manifest, TensorSpec
+from ckptcore.core.manifest_builder import Builder
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]
 

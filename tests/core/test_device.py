@@ -13,11 +13,11 @@ from samples import differences, read_safetensors
 
 import ckptcore
 from ckptcore import Box, Settings
-from ckptcore.device import Lane, host_buffer
-from ckptcore.dtype import BY_NAME
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import CONJ, NEG, SWAPPED
 from ckptcore.errors import BudgetTooSmall
-from ckptcore.gather import _assign, tile_view
-from ckptcore.manifest import CONJ, NEG, SWAPPED
+from ckptcore.execution.device import Lane, host_buffer
+from ckptcore.reading.gather import _assign, tile_view
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLAGS = {"complex64": (0, CONJ, NEG, SWAPPED), "float32": (0, NEG, SWAPPED)}
@@ -75,10 +75,10 @@ def test_a_conversion_through_lanes_is_the_same(device: str, tmp_path: Path) -> 
         used.append(nbytes)
         return Lane(there, nbytes)
 
-    ckptcore.convert(source, str(tmp_path / "host"), dtype="bf16")
+    ckptcore.conversion.pipeline(source, str(tmp_path / "host"), dtype="bf16")
     means = Settings(memory=1 << 20, workers=2, device=there)
-    with mock.patch("ckptcore.execute.lane_on", lane_on):
-        ckptcore.convert(source, str(tmp_path / "lanes"), settings=means, dtype="bf16")
+    with mock.patch("ckptcore.execution.execute.lane_on", lane_on):
+        ckptcore.conversion.pipeline(source, str(tmp_path / "lanes"), settings=means, dtype="bf16")
     assert len(used) == 2
     assert not differences(read_safetensors(tmp_path / "host"), read_safetensors(tmp_path / "lanes"))
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import Box, Difference, Manifest, Settings
-from ckptcore.builder import Builder
+from ckptcore.core.manifest import Blob, Envelope, Item, TensorSpec, View
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import encode
 from ckptcore.errors import AmbiguousModel, CkptError, DamagedCheckpoint, UsageError
-from ckptcore.manifest import Blob, Envelope, Item, TensorSpec, View
-from ckptcore.objects import encode
 
 DTYPES = {
     "float32": np.float32, "float64": np.float64, "int16": np.int16, "uint8": np.uint8, "bool": np.bool_,
@@ -107,13 +107,16 @@ def test_any_two_partitions_of_the_same_are_equal(data: st.DataObject) -> None:
     """Also transposed, in copies, and with buffers far smaller than the tensors."""
     found = {f"t{n}": data.draw(arrays()) for n in range(data.draw(st.integers(1, 4)))}
     tile = data.draw(st.sampled_from([32, 64, 256, 1 << 16]))
-    with tempfile.TemporaryDirectory() as name, patch("ckptcore.walk.tile_bytes", return_value=tile):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        patch("ckptcore.comparison.tensor_compare.tile_bytes", return_value=tile),
+    ):
         a, b = (
             lay(Path(name, side), {k: (v, data.draw(cuts(v.shape))) for k, v in found.items()},
                 turn=data.draw(st.booleans()), copies=data.draw(st.booleans()))
             for side in "ab"
         )  # fmt: skip
-        told = ckptcore.diff(a, b, settings=Settings(workers=data.draw(st.integers(1, 3))))
+        told = ckptcore.comparison.diff(a, b, settings=Settings(workers=data.draw(st.integers(1, 3))))
     assert told.equal
     assert (told.equal_tensors, told.a.unverified, told.b.unverified) == (len(found), 0, 0)
 
@@ -129,10 +132,13 @@ def test_changed_bits_are_found_at_their_element(data: st.DataObject) -> None:
     two = np.frombuffer(raw.tobytes(), one.dtype).reshape(one.shape)
     changed = np.flatnonzero((bits(one) != bits(two)).any(axis=1))
     tile = data.draw(st.sampled_from([32, 64, 1 << 16]))
-    with tempfile.TemporaryDirectory() as name, patch("ckptcore.walk.tile_bytes", return_value=tile):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        patch("ckptcore.comparison.tensor_compare.tile_bytes", return_value=tile),
+    ):
         a = lay(Path(name, "a"), {"w": (one, data.draw(cuts(one.shape)))})
         b = lay(Path(name, "b"), {"w": (two, data.draw(cuts(one.shape)))}, turn=data.draw(st.booleans()))
-        told = ckptcore.diff(a, b, settings=Settings(workers=2))
+        told = ckptcore.comparison.diff(a, b, settings=Settings(workers=2))
     if not len(changed):  # flipped back
         assert told.equal
         return
@@ -161,7 +167,7 @@ def pair(tmp_path: Path) -> Iterator[Any]:
             )
             for side, tensors, o in zip("ab", (a, b), objects, strict=True)
         )
-        return ckptcore.diff(one, two, **options)
+        return ckptcore.comparison.diff(one, two, **options)
 
     return compare
 
@@ -246,7 +252,7 @@ def test_plain_values(pair: Any) -> None:
 
 
 def test_what_nobody_could_build_is_not_called_equal(pair: Any) -> None:
-    from ckptcore.objects import Refused
+    from ckptcore.core.object_tree import Refused
 
     x, odd = {"w": np.arange(2.0)}, {"o": {"a": Refused("evil.thing"), "b": 1}}
     told = pair(x, x, objects=(odd, odd))
@@ -257,8 +263,8 @@ def test_what_nobody_could_build_is_not_called_equal(pair: Any) -> None:
 
 
 def test_an_array_among_the_values_may_be_a_tensor_elsewhere(pair: Any) -> None:
-    from ckptcore.formats._numpytables import array_value
-    from ckptcore.objects import Named
+    from ckptcore.core.object_tree import Named
+    from ckptcore.encodings.pickle.numpy_globals import array_value
 
     seed = np.arange(5, dtype=np.uint32)
     state = {"rng": ("MT", Named("ndarray", array_value("<u4", (5,), seed.tobytes())), 3)}
@@ -275,7 +281,7 @@ def test_holes_are_errors(tmp_path: Path) -> None:
     a = lay(tmp_path / "a", {"w": (x, [Box((0,), (8,))])})
     b = lay(tmp_path / "b", {"w": (x, [Box((0,), (4,)), Box((5,), (3,))])})
     with pytest.raises(DamagedCheckpoint, match=r"^B .*1 of 8 elements are in no file"):
-        ckptcore.diff(a, b)
+        ckptcore.comparison.diff(a, b)
 
 
 @pytest.mark.parametrize("exclude", [(), ("other",)])
@@ -289,8 +295,11 @@ def test_checksums_are_verified(tmp_path: Path, exclude: tuple[str, ...], turn: 
         data = bytearray((tmp_path / side / "data").read_bytes())
         data[100] ^= 1
         (tmp_path / side / "data").write_bytes(data)
-    with patch("ckptcore.walk.tile_bytes", return_value=128), pytest.raises(DamagedCheckpoint) as error:
-        ckptcore.diff(a, b, exclude=exclude)
+    with (
+        patch("ckptcore.comparison.tensor_compare.tile_bytes", return_value=128),
+        pytest.raises(DamagedCheckpoint) as error,
+    ):
+        ckptcore.comparison.diff(a, b, exclude=exclude)
     assert [f.code for f in error.value.values["findings"]] == ["crc-mismatch"]
 
 
@@ -307,10 +316,10 @@ def test_a_record_is_verified_whole_when_a_part_is_asked_for(tmp_path: Path) -> 
             builder.chunk(tensor, (0,), (4,), item, View(32 * n, (1,)))
         (tmp_path / side / "data").write_bytes(raw)
         sides.append(builder.build("dcp", str(tmp_path / side), {}))
-    assert ckptcore.diff(*sides, include=["w"]).equal
+    assert ckptcore.comparison.diff(*sides, include=["w"]).equal
     (tmp_path / "b" / "data").write_bytes(np.arange(8.0).tobytes()[:63] + b"!")
     with pytest.raises(DamagedCheckpoint, match=r"^B .*CRC-32"):
-        ckptcore.diff(*sides, include=["w"])
+        ckptcore.comparison.diff(*sides, include=["w"])
 
 
 def test_copies_are_compared(tmp_path: Path) -> None:
@@ -318,14 +327,14 @@ def test_copies_are_compared(tmp_path: Path) -> None:
     boxes = {"w": (x, [Box((0,), (8,))])}
     a = lay(tmp_path / "a", boxes)
     b = lay(tmp_path / "b", boxes, copies=True, crc=False)
-    assert ckptcore.diff(a, b).b.unverified == 2
+    assert ckptcore.comparison.diff(a, b).b.unverified == 2
     data = bytearray((tmp_path / "b" / "data").read_bytes())
     data[-1] ^= 1
     (tmp_path / "b" / "data").write_bytes(data)
     with pytest.raises(
         DamagedCheckpoint, match=r"^B .*w: its copies in data and data differ in 1 of 8 elements"
     ):
-        ckptcore.diff(a, b)
+        ckptcore.comparison.diff(a, b)
 
 
 def test_memory_is_the_budget(tmp_path: Path, cli: driver.Cli) -> None:
@@ -362,9 +371,11 @@ def test_a_checkpoint_equals_what_is_made_of_it(
     if "odd_dtypes" not in name:  # some of which safetensors cannot hold
         made["st"] = "safetensors"
     for path, to in made.items():
-        ckptcore.convert(str(source), str(tmp_path / path), to=to)
+        ckptcore.conversion.pipeline(str(source), str(tmp_path / path), to=to)
     for path in made:
-        told = ckptcore.diff(str(source), str(tmp_path / path), settings=Settings(memory=2 << 20, workers=1))
+        told = ckptcore.comparison.diff(
+            str(source), str(tmp_path / path), settings=Settings(memory=2 << 20, workers=1)
+        )
         assert told.equal, (path, told.tensors[:3], told.objects[:3])
         assert told.equal_tensors == ckptcore.open(str(source)).num_tensors
 

@@ -13,7 +13,7 @@ import pytest
 from ckptcore import Settings, api
 from ckptcore.catalog import open_catalog
 from ckptcore.errors import UsageError
-from ckptcore.fingerprint import map_digest
+from ckptcore.fingerprints.sums import map_digest
 
 NOTHING_DONE = map_digest([], [], [])
 

@@ -16,12 +16,12 @@ import samples
 
 import ckptcore
 from ckptcore import Settings, api
+from ckptcore.conversion.file_fingerprints import fingerprints
+from ckptcore.conversion.staging import Staging
 from ckptcore.errors import DamagedCheckpoint, OutputMismatch
-from ckptcore.fingerprint import map_digest
-from ckptcore.fingerprinttable import fingerprints
-from ckptcore.plan import load_file_plan, load_head
-from ckptcore.receipts import read_receipt
-from ckptcore.staging import Staging
+from ckptcore.execution.receipts import read_receipt
+from ckptcore.fingerprints.sums import map_digest
+from ckptcore.planning.plan import load_file_plan, load_head
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 TORCH = ("dcp_dims_4r", "dcp_multishard_2r", "dcp_nested_2r", "dcp_odd_dtypes_2r", "dcp_safetensors_fmt_2r",
@@ -227,7 +227,7 @@ def test_files_written_in_other_processes_add_up(source: Path, tmp_path: Path) -
 
 KILLED = """
 import importlib, os, signal, sys
-execute = importlib.import_module("ckptcore.execute")
+execute = importlib.import_module("ckptcore.execution.execute")
 from ckptcore import Settings, api
 write, count = execute.write_receipt, 0
 def dying(*args):
@@ -303,7 +303,7 @@ def test_by_default_a_reshard_has_one_and_nothing_else(source: Path, tmp_path: P
 
 def test_the_model_part_has_that_of_its_export(tmp_path: Path) -> None:
     ckpt = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
-    found = ckptcore.fingerprint(str(ckpt), model=True)
+    found = ckptcore.fingerprints.sums(str(ckpt), model=True)
     result = convert(str(ckpt), str(tmp_path / "out"), verb="export")
     assert (found.fingerprint, found.map_digest) == (result.fingerprint, result.map_digest)
     assert found.fingerprint == taken(tmp_path / "out")
@@ -321,8 +321,8 @@ def test_samples_of_other_families_have_that_of_their_copy(tmp_path: Path) -> No
 
 def test_truth_by_numpy(source: Path, state: dict[str, Any]) -> None:
     """Bits of the file are the bits of the tensors: a fingerprint of the array is that of the stored one."""
-    from ckptcore.box import Box
-    from ckptcore.fingerprint import box_sum, tensor_fingerprint
+    from ckptcore.core.box import Box
+    from ckptcore.fingerprints.sums import box_sum, tensor_fingerprint
 
     found = {fqn: each for fqn, *_, each in api.fingerprint(str(source)).tensors}
     for fqn, tensor in state.items():
@@ -337,7 +337,7 @@ def test_a_device_sums_its_own_tiles(device: str, source: Path, tmp_path: Path) 
     it does on a device, and the host sums nothing."""
     import torch
 
-    from ckptcore.device import Lane
+    from ckptcore.execution.device import Lane
 
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
@@ -346,10 +346,10 @@ def test_a_device_sums_its_own_tiles(device: str, source: Path, tmp_path: Path) 
     wanted = taken(source), taken(ckpt)
     never = mock.Mock(side_effect=AssertionError("summed on the host"))
     with (
-        mock.patch("ckptcore.device._WORTH", 0),
-        mock.patch("ckptcore.device.box_sum", never),
-        mock.patch("ckptcore.execute.lane_on", lambda _, nbytes: Lane(device, nbytes)),
-        mock.patch("ckptcore.fingerprinting.lane_on", lambda _, nbytes: Lane(device, nbytes)),
+        mock.patch("ckptcore.execution.device._WORTH", 0),
+        mock.patch("ckptcore.execution.device.box_sum", never),
+        mock.patch("ckptcore.execution.execute.lane_on", lambda _, nbytes: Lane(device, nbytes)),
+        mock.patch("ckptcore.comparison.fingerprint.lane_on", lambda _, nbytes: Lane(device, nbytes)),
     ):
         cast = convert(str(source), str(tmp_path / "cast"), dtype="fp16", settings=means)
         cut = convert(str(source), str(tmp_path / "cut"), verb="reshard", mesh="fsdp=3", settings=means)

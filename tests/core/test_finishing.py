@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore import finishing
-from ckptcore.fileplan import FilePlan
-from ckptcore.plan import load_file_plan
+from ckptcore.conversion import publish as finishing
+from ckptcore.planning.file_plan import FilePlan
+from ckptcore.planning.plan import load_file_plan
 
 
 @pytest.mark.parametrize("fingerprint", [True, False])
@@ -31,7 +31,7 @@ def test_plans_are_not_held_all_at_once(fingerprint: bool, tmp_path: Path) -> No
         return plan
 
     with mock.patch.object(finishing, "load_file_plan", load):
-        ckptcore.convert(str(source), str(tmp_path / "out"), verb="reshard", mesh="fsdp=8", to="dcp",
+        ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"), verb="reshard", mesh="fsdp=8", to="dcp",
                          settings=ckptcore.Settings(fingerprint=fingerprint))  # fmt: skip
     assert len(alive) >= 8
     assert max(alive) <= 6  # of the one that is loaded, and of those that loops still have hold of

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore.box import Box
-from ckptcore.crc import Pieces, combine
-from ckptcore.gather import gather
-from ckptcore.resolve import Payload
+from ckptcore.core.box import Box
+from ckptcore.reading.gather import gather
+from ckptcore.reading.payload import Payload
+from ckptcore.utils.crc32 import Pieces, combine
 
 
 def payload_of(raw: bytes, start: int, strides: tuple[int, ...] | None) -> Payload:

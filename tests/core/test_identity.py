@@ -9,7 +9,7 @@ import pytest
 
 from ckptcore import api
 from ckptcore.catalog import open_catalog
-from ckptcore.cli import run
+from ckptcore.cli.main import run
 from ckptcore.errors import CkptError
 from ckptcore.formats import FORMATS
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore import interleave
-from ckptcore.box import Box
-from ckptcore.interleave import Interleaver
-from ckptcore.resolve import Payload
+from ckptcore.core.box import Box
+from ckptcore.reading import interleave
+from ckptcore.reading.interleave import Interleaver
+from ckptcore.reading.payload import Payload
 
 DTYPES = {"uint8": np.uint8, "bfloat16": np.uint16, "float32": np.uint32, "float64": np.uint64,
           "complex128": np.complex128}  # fmt: skip

@@ -43,7 +43,7 @@ OPTIONS = {
 def test_options_are_those_written_here() -> None:
     import typer.main
 
-    from ckptcore.cli import app
+    from ckptcore.cli.main import app
 
     commands = typer.main.get_command(app).commands
     found = {

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 import ckptcore
-from ckptcore.box import Box
-from ckptcore.compose import Composed, compose
+from ckptcore.conversion.saved_plan import plan_into
+from ckptcore.core.box import Box
+from ckptcore.core.metadata_budget import DEFAULT, metered
 from ckptcore.errors import DamagedCheckpoint
-from ckptcore.meter import DEFAULT, metered
-from ckptcore.plan import load_file_plan, load_head
-from ckptcore.planfile import plan_into
-from ckptcore.request import Request
+from ckptcore.planning.compose import Composed, compose
+from ckptcore.planning.plan import load_file_plan, load_head
+from ckptcore.planning.request import Request
 from ckptcore.store import open_store
 
 torch = pytest.importorskip("torch")
@@ -133,7 +133,7 @@ def test_large_plans_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     manifest = ckptcore.open(str(source))
     kept = compose(request(source), manifest)
     assert list(kept.files) == list(kept.files)
-    monkeypatch.setattr(import_module("ckptcore.plan"), "_KEPT_BYTES", 1000)
+    monkeypatch.setattr(import_module("ckptcore.planning.plan"), "_KEPT_BYTES", 1000)
     made = compose(request(source), manifest)
     first, again = list(made.files), list(made.files)
     assert first[0] is not again[0]
@@ -149,7 +149,7 @@ def test_a_plan_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "plan" / "file-00000.plan").write_bytes(b"begun")
         raise DamagedCheckpoint("no")
 
-    monkeypatch.setattr("ckptcore.planfile.compose", fails)
+    monkeypatch.setattr("ckptcore.conversion.saved_plan.compose", fails)
     with pytest.raises(DamagedCheckpoint):
         plan_into(tmp_path / "plan", request(source), manifest)
     assert not (tmp_path / "plan").exists()

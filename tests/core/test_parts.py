@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore import crc
-from ckptcore.convert import Part, convert, execute, execute_part, finish, join, parts, prepare
+from ckptcore.conversion.pipeline import Part, convert, execute, execute_part, finish, join, parts, prepare
 from ckptcore.errors import Busy, OutputMismatch, UsageError
-from ckptcore.request import Request, Settings
+from ckptcore.planning.request import Request, Settings
 from ckptcore.store import open_store
+from ckptcore.utils import crc32 as crc
 
 TENSORS: dict[str, Any] = {
     "a": torch.arange(300_000, dtype=torch.float32).reshape(3, 100_000),
@@ -142,7 +142,7 @@ def test_a_killed_joining_is_begun_again(source: Path, tmp_path: Path, monkeypat
         def die(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        patched.setattr("ckptcore.joining.write_receipt", die)
+        patched.setattr("ckptcore.execution.join_parts.write_receipt", die)
         with pytest.raises(KeyboardInterrupt):
             join(plan, 0)
     # It had its name, and no receipt: nothing proves it any more.

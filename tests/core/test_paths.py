@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from ckptcore.builder import Builder
-from ckptcore.manifest import Blob, Manifest, TensorSpec
-from ckptcore.paths import Path, Paths, renamed
+from ckptcore.core.manifest import Blob, Manifest, TensorSpec
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.tree_paths import Path, Paths, renamed
 
 SAVED: dict[str, Path] = {
     "epoch": ("epoch",),

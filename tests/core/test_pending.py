@@ -9,11 +9,11 @@ import pytest
 from pieces import numbered, write_dcp
 
 from ckptcore import Box, convert
-from ckptcore.convert import execute, finish, prepare
+from ckptcore.conversion.pipeline import execute, finish, prepare
+from ckptcore.conversion.staging import Staging
 from ckptcore.errors import DamagedCheckpoint, UsageError
-from ckptcore.receipts import read_receipt, write_receipt
-from ckptcore.request import Request
-from ckptcore.staging import Staging
+from ckptcore.execution.receipts import read_receipt, write_receipt
+from ckptcore.planning.request import Request
 
 
 def source(folder: Path) -> Path:

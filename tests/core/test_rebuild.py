@@ -13,8 +13,8 @@ import pytest
 from ckptcore import Settings, api
 from ckptcore.catalog import open_catalog
 from ckptcore.errors import SourceUnreadable
-from ckptcore.hf import provenance
-from ckptcore.rebuild import rebuild
+from ckptcore.operations.rebuild_catalog import rebuild
+from ckptcore.planning.config_folder import provenance
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.cli import run
-from ckptcore.ruleuse import unused_rules
+from ckptcore.cli.main import run
+from ckptcore.topology.unused_rules import unused_rules
 
 sys.path.insert(0, str(Path(__file__).parent))
 from topologies import hf, manifest_of, with_adam
@@ -93,5 +93,7 @@ def test_commands_tell_it(verb: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     words[2] = str(tmp_path / "again")
     assert run([*words, *(["--no-catalog"] if verb == "reshard" else [])]) == 0
     assert "unused-rule" in capsys.readouterr().out
-    plain = ckptcore.plan(str(source), str(tmp_path / "third"), verb="reshard", to="dcp", mesh="fsdp=2")
+    plain = ckptcore.planning.plan(
+        str(source), str(tmp_path / "third"), verb="reshard", to="dcp", mesh="fsdp=2"
+    )
     assert not plain.warnings

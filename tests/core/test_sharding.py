@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from ckptcore.box import Box
+from ckptcore.core.box import Box
 from ckptcore.errors import UsageError
-from ckptcore.sharding import MESH_OF_ONE, Mesh, boxes
+from ckptcore.topology.layout import MESH_OF_ONE, Mesh, boxes
 
 
 @settings(deadline=None)

@@ -21,12 +21,12 @@ from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
 import ckptcore
+from ckptcore.conversion.staging import Staging
 from ckptcore.errors import CkptError, StagingForeign
-from ckptcore.staging import Staging
 
 SAMPLE = Path(__file__).parent.parent / "fixtures" / "torch" / "dcp_dims_4r" / "ckpt"
 
-stages = importlib.import_module("ckptcore.convert")  # `ckptcore.convert` is the verb
+stages = importlib.import_module("ckptcore.conversion.pipeline")  # `ckptcore.conversion.pipeline` is the verb
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
 MINE, OTHER = 4711, 4712  # users that no machine has
 
@@ -51,7 +51,7 @@ def place(tmp_path: Path) -> Path:
 
 def convert(source: Path, place: Path, **options: Any) -> Any:
     settings = options.pop("settings", ckptcore.Settings(workers=1))
-    return ckptcore.convert(
+    return ckptcore.conversion.pipeline(
         str(source),
         str(place / "out"),
         settings=settings,
@@ -65,7 +65,7 @@ def half_done(source: Path, place: Path, files: int = 2) -> Path:
     """The staging folder of a run that was stopped when some files were finished."""
     ready = ckptcore.prepare(str(source), str(place / "out"), to="safetensors", max_file_size=9_000)
     assert len(ready.files) > files
-    ckptcore.execute(ready, range(files), settings=ckptcore.Settings(workers=1))
+    ckptcore.execution.execute(ready, range(files), settings=ckptcore.Settings(workers=1))
     return place / ".out.ckptcore"
 
 
@@ -176,7 +176,11 @@ def test_a_planted_folder_of_another_user_is_not_published(source: Path, place: 
     refused(lambda: ckptcore.prepare(str(source), str(place / "out"), to="safetensors"))
     refused(lambda: stages.execute(plan))
     refused(lambda: stages.finish(plan))
-    refused(lambda: ckptcore.convert(str(source), str(place / "out"), to="safetensors", overwrite=True))
+    refused(
+        lambda: ckptcore.conversion.pipeline(
+            str(source), str(place / "out"), to="safetensors", overwrite=True
+        )
+    )
     assert picture(staging) == before
 
 
@@ -278,7 +282,7 @@ def test_a_part_is_not_written_into_a_file_with_another_name(
     joint = place / ".out.ckptcore" / "files" / f".{ready.files[0].path}.joint"
     joint.parent.mkdir(exist_ok=True)
     os.link(tmp_path / "thesis", joint)
-    from ckptcore.convert import execute_part, parts
+    from ckptcore.conversion.pipeline import execute_part, parts
 
     settings = ckptcore.Settings(workers=1)
     (part, *_) = parts(ready.plan_uri, 0, 1 << 30, settings)
@@ -357,7 +361,7 @@ def test_only_planned_names_are_published(where: str, source: Path, left: Path, 
 
 def test_what_comes_while_files_are_written_is_not_published(source: Path, place: Path) -> None:
     ready = ckptcore.prepare(str(source), str(place / "out"), to="safetensors", max_file_size=9_000)
-    ckptcore.execute(ready, settings=ckptcore.Settings(workers=1))
+    ckptcore.execution.execute(ready, settings=ckptcore.Settings(workers=1))
     staged = place / ".out.ckptcore" / "files"
     (staged / "evil").write_bytes(b"evil")
     refused(lambda: stages.finish(ready.plan_uri), "output-mismatch")
@@ -370,19 +374,19 @@ def test_what_comes_while_files_are_written_is_not_published(source: Path, place
     os.utime(file, ns=(kept.st_atime_ns, kept.st_mtime_ns))
     refused(lambda: stages.finish(ready.plan_uri), "output-mismatch")
     assert not (place / "out").exists()
-    ckptcore.execute(ready, settings=ckptcore.Settings(workers=1))
+    ckptcore.execution.execute(ready, settings=ckptcore.Settings(workers=1))
     stages.finish(ready.plan_uri)
     assert right(source, place)
 
 
 def test_small_files_are_held_against_the_plan(source: Path, place: Path) -> None:
     ready = ckptcore.prepare(str(source), str(place / "out"), verb="export")
-    ckptcore.execute(ready)
+    ckptcore.execution.execute(ready)
     staged = place / ".out.ckptcore" / "files" / "README.md"
     text = staged.read_text()
     staged.write_text(text.replace("ckptcore", "evilcore"))
     refused(lambda: stages.finish(ready.plan_uri), "output-mismatch")
-    ckptcore.convert(str(source), str(place / "out"), verb="export")
+    ckptcore.conversion.pipeline(str(source), str(place / "out"), verb="export")
     assert (place / "out" / "README.md").read_text() == text
 
 
@@ -685,7 +689,7 @@ def test_a_place_where_nothing_can_be_made_is_refused(where: str, source: Path, 
     (place / "circle").symlink_to(place / "circle")
     (place / "file").touch()
     before = sorted(p.name for p in place.iterdir())
-    error = _in_time(lambda: ckptcore.convert(str(source), str(place / where), to="safetensors"))
+    error = _in_time(lambda: ckptcore.conversion.pipeline(str(source), str(place / where), to="safetensors"))
     assert error.code == "destination-unwritable", error
     assert where.split("/")[0] in error.message
     assert sorted(p.name for p in place.iterdir()) == before
@@ -758,7 +762,7 @@ def test_another_output_is_not_taken_for_what_was_staged(
     moment: str, source: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who may rename in the parent swaps the staging folder when it is published, or the output."""
-    publish = importlib.import_module("ckptcore.publishing")._move
+    publish = importlib.import_module("ckptcore.conversion.local_publication")._move
     evil = place / "evil"
     (evil / "files").mkdir(parents=True)
     for path in (evil, evil / "files"):
@@ -773,7 +777,7 @@ def test_another_output_is_not_taken_for_what_was_staged(
             (place / "out").rename(place / "away")
             (place / "out").symlink_to(evil)
 
-    monkeypatch.setattr("ckptcore.publishing._move", swapped)
+    monkeypatch.setattr("ckptcore.conversion.local_publication._move", swapped)
     refused(lambda: convert(source, place))
 
 
@@ -802,8 +806,8 @@ def test_the_command_tells_it(cli: Any, source: Path, left: Path, place: Path, t
 @root_only
 @pytest.mark.parametrize("whose", ["", "request.json", "head.json", "source.json"])
 def test_a_saved_plan_of_another_user_is_not_applied(whose: str, source: Path, place: Path) -> None:
-    from ckptcore.planfile import load_request, plan_into
-    from ckptcore.request import Request
+    from ckptcore.conversion.saved_plan import load_request, plan_into
+    from ckptcore.planning.request import Request
 
     request = Request(str(source), str(place / "out"), to="safetensors")
     plan_into(place / "plan", request, ckptcore.open(str(source)))
@@ -817,8 +821,8 @@ def test_a_saved_plan_of_another_user_is_not_applied(whose: str, source: Path, p
 
 @root_only
 def test_a_plan_is_not_saved_into_a_folder_of_another_user(source: Path, place: Path) -> None:
-    from ckptcore.planfile import plan_into
-    from ckptcore.request import Request
+    from ckptcore.conversion.saved_plan import plan_into
+    from ckptcore.planning.request import Request
 
     (place / "plan").mkdir()
     os.chown(place / "plan", OTHER, OTHER)
@@ -839,7 +843,9 @@ def test_what_was_replaced_is_kept_where_no_record_says_by_what(
     (staging / "publishing.json").write_text(record)
     for resume in (True, False):
         with pytest.raises(StagingForeign, match="no record"):
-            ckptcore.convert(str(SAMPLE), str(tmp_path / "out"), overwrite=overwrite, resume=resume)
+            ckptcore.conversion.pipeline(
+                str(SAMPLE), str(tmp_path / "out"), overwrite=overwrite, resume=resume
+            )
         assert (staging / "replaced" / "precious").read_text() == "old"
 
 
@@ -857,6 +863,6 @@ def test_what_is_called_left_is_left(kind: str, name: str, tmp_path: Path) -> No
         (staging / name).symlink_to(precious)
     for _ in range(2):
         with pytest.raises(CkptError):
-            ckptcore.convert(str(SAMPLE), str(tmp_path / "out"))
+            ckptcore.conversion.pipeline(str(SAMPLE), str(tmp_path / "out"))
         assert os.path.lexists(staging / name)
         assert (staging / name / "mine" if kind == "folder" else precious).read_text() == "mine"

@@ -18,11 +18,11 @@ import torch
 from rich.table import Table
 from safetensors.torch import save_file
 
-from ckptcore import terminal
 from ckptcore.catalog import open_catalog
-from ckptcore.cli import run
+from ckptcore.cli.main import run
 from ckptcore.errors import CkptError, SourceUnreadable, finding
 from ckptcore.redaction import bare_url, redacted
+from ckptcore.utils import terminal
 
 # Colours of our own are the only escapes; nothing of a stranger's is one.
 NASTY = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202egnp\u2066\u2028\u200b[/red][bold]\u0085\x7f"
@@ -250,10 +250,10 @@ def test_what_python_writes_by_itself(how: str) -> None:
         "log": "import logging; logging.getLogger('lib').warning('%s', text)",
         "thread": "import threading; t = threading.Thread(target=lambda: 1 / len(text[:0]) or text);"
         "\ndef f(): raise ValueError(text)\nt = threading.Thread(target=f); t.start(); t.join()",
-        "net": "import os; os.environ['CKPTCORE_TRACEBACK'] = '1'\nfrom ckptcore import cli\n"
+        "net": "import os; os.environ['CKPTCORE_TRACEBACK'] = '1'\nfrom ckptcore.cli import main as cli\n"
         "def broken(*a, **k): raise RuntimeError(text)\ncli.app = broken\nassert cli.run([]) == 70",
     }[how]
-    start = f"from ckptcore import terminal; terminal.guard(); text = {NASTY + SECRETS['userinfo']!r}\n"
+    start = f"from ckptcore.utils import terminal; terminal.guard(); text = {NASTY + SECRETS['userinfo']!r}\n"
     done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=False)
     assert "\\x1b[2J" in done.stderr
     assert not CONTROLS.search(done.stderr)
@@ -331,7 +331,7 @@ def test_the_password_of_the_catalog(capsys: pytest.CaptureFixture[str]) -> None
 def test_credentials_do_not_make_another_checkpoint(tmp_path: Path) -> None:
     assert bare_url("s3://a:b@bucket/run") == bare_url("s3://bucket/run") == "s3://bucket/run"
     # Names are names: two folders of a partitioned store are two checkpoints.
-    from ckptcore.catalog.text import normal_uri
+    from ckptcore.catalog.normalize import normal_uri
 
     one, other = (normal_uri(f"{tmp_path}/token={n}/step-1") for n in (1, 2))
     assert one != other

@@ -11,11 +11,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from topologies import described, hf, manifest_of, with_adam
 
-from ckptcore.box import Box
+from ckptcore.core.box import Box
 from ckptcore.errors import AmbiguousModel, UsageError
-from ckptcore.meshspec import parse_mesh
-from ckptcore.sharding import Mesh
-from ckptcore.topology import Balance, balance, lay_out, rank_bytes
+from ckptcore.topology.layout import Mesh
+from ckptcore.topology.mesh_spec import parse_mesh
+from ckptcore.topology.rank_layout import Balance, balance, lay_out, rank_bytes
 
 FAMILIES = {
     "hf": {

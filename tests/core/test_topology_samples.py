@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from topologies import described
 
 import ckptcore
-from ckptcore.manifest import Manifest
-from ckptcore.topology import lay_out
+from ckptcore.core.manifest import Manifest
+from ckptcore.topology.rank_layout import lay_out
 
 # Sample: (folder in it, a parameter, state that must lie as it does, how on pp=2,fsdp=2,tp=2).
 HEAD = "lm_head.weight"

@@ -10,9 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from topologies import described, hf, layer_of, manifest_of, stages_of, with_adam
 
-from ckptcore.box import Box
+from ckptcore.core.box import Box
 from ckptcore.errors import UsageError
-from ckptcore.topology import lay_out
+from ckptcore.topology.rank_layout import lay_out
 
 LAYER = "model.layers.{}.mlp.up_proj.weight"
 

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import topology_job as job
 
 import ckptcore
-from ckptcore.box import Box
-from ckptcore.topology import lay_out
+from ckptcore.core.box import Box
+from ckptcore.topology.rank_layout import lay_out
 
 JOB = Path(__file__).with_name("topology_job.py")
 CASES = [

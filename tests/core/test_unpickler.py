@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptcore.core.object_tree import Refused, decode, encode
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE
+from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.errors import CkptError, MalformedCheckpoint, MetadataTooLarge, UnsafeContent
-from ckptcore.formats._dcpmetadata import TABLE
-from ckptcore.formats._pickle import loads
-from ckptcore.formats._torchtables import OBJECT_TABLE
-from ckptcore.objects import Refused, decode, encode
+from ckptcore.formats.dcp.metadata import TABLE
 
 scalars = (
     st.none()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckptcore.builder import Builder
-from ckptcore.manifest import Manifest, TensorSpec
-from ckptcore.sharding import Topology
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.topology.layout import Topology
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ckptcore.catalog import upgrade
-from ckptcore.catalog.readonly import ask
+from ckptcore.catalog.sql_query import ask
 from ckptcore.errors import UsageError
 from deployments.local.postgres import make_databases
 from deployments.local.state import OWNERS, Choices, Ports, State, load, settle

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 from webhooks import HOOKS, NEW_TOKEN, NOW, TOKEN, URI, Hook, Rows, binary_event, github, standard
 
-from ckptcore.catalog.cli import app as catalog
+from ckptcore.cli.catalog import app as catalog
 
 KINDS = sorted(HOOKS)
 MADE = {"determined": ("/runs/experiment-41", "41", None), "eventbridge": ("/runs/job-llama", "llama", None)}

@@ -13,8 +13,8 @@ import webhooks
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog import outbox as catalog_outbox
+from deployments.receiver.background import Loop
 from deployments.receiver.inbox import LEASE, Box
-from deployments.receiver.loop import Loop
 from deployments.receiver.notify import SCHEDULE, TIMEOUT, send_due
 from deployments.receiver.settings import Target
 

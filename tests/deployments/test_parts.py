@@ -11,8 +11,8 @@ import pytest
 import webhooks
 
 from ckptcore.errors import UsageError
-from deployments.receiver.dialects import DIALECTS
-from deployments.receiver.refusals import REFUSALS, Refused
+from deployments.receiver.http_errors import REFUSALS, Refused
+from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import load
 
 EXAMPLE = Path(importlib.import_module("deployments.receiver").__file__ or "").with_name("example.toml")

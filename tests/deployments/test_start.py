@@ -15,16 +15,17 @@ import pytest
 import webhooks
 from standardwebhooks import Webhook
 
-from ckptcore.catalog import inbox, open_catalog, roots
+from ckptcore.catalog import inbox, open_catalog
+from ckptcore.catalog import watched_roots as roots
+from deployments.receiver.background import Loop
+from deployments.receiver.catalog_roots import Watched
+from deployments.receiver.dispatch import MAX_ATTEMPTS, Away, RunState, outcome_of, work
 from deployments.receiver.event import Event
+from deployments.receiver.http_errors import Refused
 from deployments.receiver.inbox import LEASE, Box
-from deployments.receiver.loop import Loop
 from deployments.receiver.notify import send_due
-from deployments.receiver.orders import order_of
-from deployments.receiver.refusals import Refused
+from deployments.receiver.run_request import order_of
 from deployments.receiver.settings import Sender, Target, load
-from deployments.receiver.start import MAX_ATTEMPTS, Away, RunState, outcome_of, work
-from deployments.receiver.watched import Watched
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
 TARGETS = {

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 import pytest
 from standardwebhooks import Webhook
 
-from deployments.receiver.dialects import DIALECTS
-from deployments.receiver.refusals import Refused
+from deployments.receiver.http_errors import Refused
+from deployments.receiver.senders import DIALECTS
 from deployments.receiver.verify import key_of, sign, verify
 
 # kind, secret, headers, body, the signed time.

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from ckptcore.builder import Builder
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import AmbiguousModel
-from ckptcore.manifest import Manifest, TensorSpec
-from ckptcore.model_part import find_model
-from ckptcore.paths import Paths
+from ckptcore.naming.model_part import find_model
 
 WEIGHTS = ("embed.weight", "layers.0.w", "layers.0.b", "norm.weight")
 

@@ -24,9 +24,9 @@ transformers: Any = pytest.importorskip("transformers", minversion="5.0")
 
 import small_models  # noqa: E402
 
-from ckptcore.hf import ConfigFolder, check_names  # noqa: E402
-from ckptcore.hf_conversion import compare  # noqa: E402
-from ckptcore.hf_model import describe  # noqa: E402
+from ckptcore.planning.config_folder import ConfigFolder, check_names  # noqa: E402
+from ckptcore.planning.meta_model import describe  # noqa: E402
+from ckptcore.planning.transformers_conversion import compare  # noqa: E402
 
 SOME = (
     "bert",
@@ -62,7 +62,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
         answer = describe(json.loads(config.content["config.json"]), {n: list(s) for n, s in found.items()})
         return json.loads(json.dumps(answer))
 
-    monkeypatch.setattr("ckptcore.hf._ask", ask)
+    monkeypatch.setattr("ckptcore.planning.config_folder._ask", ask)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,9 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(source: Path, target: Path, config: Path, **options: Any) -> Any:
-    return ckptcore.convert(str(source), str(target), verb="export", config=str(config), **options)
+    return ckptcore.conversion.pipeline(
+        str(source), str(target), verb="export", config=str(config), **options
+    )
 
 
 @pytest.mark.usefixtures("_here")

@@ -31,7 +31,7 @@ pytestmark = [
 @pytest.fixture
 def arrived(tmp_path: Path, catalog: str) -> Any:
     """Runs the flow on a source; its final state. Looks again after a tenth of a second."""
-    from ckptcore import waiting
+    from ckptcore.operations import wait as waiting
     from flows.arrived import arrived
 
     def run(source: Path, **options: Any) -> Any:
@@ -160,7 +160,7 @@ def test_a_run_that_meets_another_waits_for_it(
 def test_a_catalog_that_is_away_for_a_moment_fails_no_run(
     how: str, arrived: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows import _patience
+    from flows import _retry as _patience
     from flows import arrived as module
 
     real, tries = module.alone, []
@@ -205,7 +205,7 @@ def test_what_a_killed_run_left_behind_its_end_is_tidied(
 def test_a_server_that_is_away_costs_pictures_alone(
     arrived: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows import _writing
+    from flows import _write as _writing
     from tasks import check, plan, publish, record
 
     def away(*_: Any, **__: Any) -> Any:

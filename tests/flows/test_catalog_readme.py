@@ -11,7 +11,8 @@ import pytest
 import sqlalchemy as sa
 
 import ckptcore.catalog
-from ckptcore.catalog import aliases, holds, inbox, open_catalog, roots, upgrade
+from ckptcore.catalog import aliases, holds, inbox, open_catalog, upgrade
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import VIEWS
 

@@ -17,10 +17,10 @@ import pytest
 from observe import ONE_FILE_EACH, TENSORS
 
 from ckptcore.catalog import open_catalog
-from ckptcore.convert import convert
+from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import Interrupted, SourceUnreadable, UsageError
-from ckptcore.request import Request
-from ckptcore.sizes import parse_size
+from ckptcore.planning.request import Request
+from ckptcore.utils.units import parse_size
 from flows._command import parser
 
 ROOT = Path(__file__).parents[2]

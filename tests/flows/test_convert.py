@@ -12,7 +12,7 @@ from observe import ONE_FILE_EACH, TENSORS
 
 from ckptcore.catalog import open_catalog
 from ckptcore.errors import CkptError, DiskFull, StorageTrouble
-from ckptcore.receipts import Receipt
+from ckptcore.execution.receipts import Receipt
 from tasks import write
 
 pytestmark = [

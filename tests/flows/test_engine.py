@@ -22,8 +22,9 @@ from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from ckptcore.errors import MissingDependency, UsageError, WorkerLost
-from ckptcore.request import Settings
-from flows import _engine, _writing
+from ckptcore.planning.request import Settings
+from flows import _engine
+from flows import _write as _writing
 from flows._engine import Crew, crew, engine
 from flows.convert import convert
 

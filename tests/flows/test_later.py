@@ -29,8 +29,8 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
     from prefect.exceptions import Abort
     from prefect.flow_engine import run_flow
 
-    from ckptcore import waiting
-    from flows import _later
+    from ckptcore.operations import wait as waiting
+    from flows import _reschedule as _later
     from flows.arrived import arrived
 
     given = {"source": str(source), "destination": str(tmp_path / "out"), "root": str(tmp_path),
@@ -55,7 +55,7 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
 
 
 def test_a_run_is_put_off_until_the_checkpoint_is_whole(announced: Any, source: Path, tmp_path: Path) -> None:
-    from tasks.begun import begun
+    from tasks.attempts import begun
 
     whole = (source / ".metadata").rename(tmp_path / "metadata")
     for n, seconds in enumerate((0.5, 1.0), start=1):

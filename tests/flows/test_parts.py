@@ -15,10 +15,10 @@ import pytest
 from ckptcore.errors import DamagedCheckpoint, DiskFull, StorageTrouble, finding
 from flows import _prefect
 from flows._batches import MAX_TASKS, batches
-from flows._words import explain
+from flows._naming import explain
 from tasks import logs, progress, retry
 
-MODULES = ["flows._batches", "flows._command", "flows._words", "tasks.words"]
+MODULES = ["flows._batches", "flows._command", "flows._naming", "tasks.markdown"]
 
 
 @pytest.mark.parametrize("name", MODULES)

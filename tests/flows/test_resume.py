@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ckptcore.catalog import open_catalog
+from ckptcore.conversion.registration import fail, start
 from ckptcore.errors import WorkerLost, ended_by
-from ckptcore.register import fail, start
-from ckptcore.request import Request
+from ckptcore.planning.request import Request
 
 pytestmark = [pytest.mark.usefixtures("prefect_api"), pytest.mark.xdist_group("prefect")]
 

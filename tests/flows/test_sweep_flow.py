@@ -12,7 +12,8 @@ import observe
 import pytest
 from observe import TENSORS
 
-from ckptcore.catalog import open_catalog, roots
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog import watched_roots as roots
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_api"),
@@ -69,7 +70,7 @@ def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
 
     Whoever configured the webhook wants something else, elsewhere: what the root is watched for counts.
     """
-    from ckptcore import waiting
+    from ckptcore.operations import wait as waiting
     from flows.arrived import arrived
     from flows.sweep import sweep
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore.catalog import open_catalog, roots
-from ckptcore.convert import convert
-from ckptcore.request import Request, Settings
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.conversion.pipeline import convert
+from ckptcore.planning.request import Request, Settings
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_api"),

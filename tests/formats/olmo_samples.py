@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from samples import SAMPLES, Tensors, expected_tensors, value
 
 import ckptcore
+from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
-from ckptcore.manifest import Manifest
 
 
 def sample(request: pytest.FixtureRequest, name: str) -> Path:
@@ -50,7 +50,7 @@ def tensors(manifest: Manifest) -> Tensors:
 def codes(path: Path, level: str = "bytes") -> set[str]:
     """Codes of the errors that opening or checking tells."""
     try:
-        report = ckptcore.check(ckptcore.open(str(path)), level)
+        report = ckptcore.checking.check(ckptcore.open(str(path)), level)
     except CkptError as error:
         return {error.code, *(f.code for f in error.values.get("findings", ()))}
     return {f.code for f in report.findings if f.severity == "error"}

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from samples import SAMPLES, Sample, differences, expected_tensors, read_safetensors
 
 from ckptcore.api import read as read_tensor
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.object_tree import decode
 from ckptcore.errors import AmbiguousModel, NotComplete, UnsupportedFormat
 from ckptcore.formats import open_source, read_manifest
-from ckptcore.manifest import Manifest
-from ckptcore.model_part import find_model
-from ckptcore.objects import decode
+from ckptcore.naming.model_part import find_model
 
 if TYPE_CHECKING:
     from driver import Cli

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import ckptcore
+from ckptcore.encodings.limits import absent
 from ckptcore.errors import CkptError, MalformedCheckpoint
-from ckptcore.formats._bounds import absent
 from ckptcore.formats.base import natural
 
 _META = "torch.distributed.checkpoint.metadata"

@@ -21,9 +21,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptcore
-from ckptcore.box import Box
-from ckptcore.convert import validate
-from ckptcore.sharding import Layout, Mesh, Topology
+from ckptcore.conversion.pipeline import validate
+from ckptcore.core.box import Box
+from ckptcore.topology.layout import Layout, Mesh, Topology
 
 JOB = Path(__file__).with_name("reshard_job.py")
 TOYS = ("dcp_fsdp2_bf16_4r", "dcp_fsdp2_tied_4r", "dcp_fsdp2_tp_uneven_4r", "dcp_hsdp_4r")
@@ -57,9 +57,9 @@ def reshard(source: Path, target: Path, axes: Axes, patch: pytest.MonkeyPatch, *
     """Writes what a job of this mesh would have saved, with the placements above."""
     manifest = ckptcore.open(str(source))
     topology = Topology(Mesh(axes), {t.fqn: layout(t.fqn, t.shape, axes) for t in manifest.tensors})
-    patch.setattr("ckptcore.compose.lay_out", lambda *a, **k: topology)
+    patch.setattr("ckptcore.planning.compose.lay_out", lambda *a, **k: topology)
     mesh = ",".join(f"{a}={n}" for a, n in axes)
-    ckptcore.convert(str(source), str(target), verb="reshard", to="dcp", mesh=mesh, **options)
+    ckptcore.conversion.pipeline(str(source), str(target), verb="reshard", to="dcp", mesh=mesh, **options)
     return topology
 
 

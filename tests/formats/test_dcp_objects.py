@@ -17,9 +17,10 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 
 import ckptcore
+from ckptcore.core.object_tree import TensorRef, decode
+from ckptcore.encodings import codecs as _codecs
 from ckptcore.errors import MalformedCheckpoint
-from ckptcore.formats import _codecs, _dcpobjects
-from ckptcore.objects import TensorRef, decode
+from ckptcore.formats.dcp import objects as _dcpobjects
 from ckptcore.store import open_store
 
 
@@ -44,7 +45,7 @@ def test_tensors_inside_objects(zstd: bool, tmp_path: Path) -> None:
     held = {"state": {0: {"exp_avg": torch.randn(300, 7), "view": shared[1:4, ::2]}}, "lr": 0.1,
             "list": [shared, (torch.tensor(3), None)], "int8": torch.arange(5, dtype=torch.int8)}  # fmt: skip
     manifest = ckptcore.open(str(saved(tmp_path / "x", {"w": torch.ones(2, 2), "optim": held}, zstd=zstd)))
-    assert ckptcore.check(manifest, "bytes").ok
+    assert ckptcore.checking.check(manifest, "bytes").ok
     tree = blob(manifest, "optim")
     assert tree["lr"] == 0.1
     assert tree["list"][0] == TensorRef("optim.list.0")
@@ -138,7 +139,7 @@ def test_a_file_outside_the_folder_is_not_read(tmp_path: Path) -> None:
     manifest = ckptcore.open(str(folder))
     assert {(f.code, f.fqn) for f in manifest.findings} == {("bad-path", "a"), ("bad-path", "b")}
     assert not any(b.known for b in manifest.blobs)
-    assert not ckptcore.check(manifest, "cover").ok
+    assert not ckptcore.checking.check(manifest, "cover").ok
 
 
 def test_a_torn_compressed_object(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from test_dcp_write import TO_TORCH_SAVE
 from torch.distributed.checkpoint import FileSystemReader
 
 import ckptcore
-from ckptcore.convert import validate
+from ckptcore.conversion.pipeline import validate
 from ckptcore.errors import UnsupportedDtype, UsageError
-from ckptcore.sharding import Layout, Mesh, Topology
+from ckptcore.topology.layout import Layout, Mesh, Topology
 
 NESTED = FIXTURES / "torch" / "dcp_nested_2r" / "ckpt"
 DIMS = FIXTURES / "torch" / "dcp_dims_4r" / "ckpt"
@@ -36,7 +36,7 @@ def contents(folder: Path) -> Tensors:
 
 
 def reshard(source: Path, target: Path, mesh: str, **options: Any) -> Path:
-    ckptcore.convert(str(source), str(target), verb="reshard", to="dcp", mesh=mesh, **options)
+    ckptcore.conversion.pipeline(str(source), str(target), verb="reshard", to="dcp", mesh=mesh, **options)
     return target
 
 
@@ -63,7 +63,7 @@ def test_equal_input_gives_equal_bytes(source: Path, mesh: str, tmp_path: Path) 
     first = reshard(source, tmp_path / "first", mesh)
     assert files(first) == files(reshard(first, tmp_path / "second", mesh))
     bound = ("rng*",) if source == NESTED else ()  # random states do not go to other ranks
-    ckptcore.convert(str(source), str(tmp_path / "one"), to="dcp", exclude=bound)
+    ckptcore.conversion.pipeline(str(source), str(tmp_path / "one"), to="dcp", exclude=bound)
     assert files(first) == files(reshard(tmp_path / "one", tmp_path / "third", mesh))
     if mesh == "fsdp=1":
         assert files(first) == files(tmp_path / "one")
@@ -151,7 +151,7 @@ def test_one_file_is_no_mesh(tmp_path: Path) -> None:
 def test_a_tensor_that_no_rank_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that is not there would lose it."""
     nowhere = Topology(Mesh((("pp", 2),)), {"b": Layout(at=(("pp", (2,)),))})
-    monkeypatch.setattr("ckptcore.compose.lay_out", lambda *a, **k: nowhere)
+    monkeypatch.setattr("ckptcore.planning.compose.lay_out", lambda *a, **k: nowhere)
     source = saved(tmp_path, {"a": torch.zeros(2), "b": torch.zeros(3)})
     with pytest.raises(UsageError) as caught:
         reshard(source, tmp_path / "out", "pp=2")

@@ -19,7 +19,7 @@ from driver import Cli
 from torch.distributed.checkpoint import FileSystemReader
 
 import ckptcore
-from ckptcore.convert import validate
+from ckptcore.conversion.pipeline import validate
 
 pytestmark = pytest.mark.xdist_group("decoders")  # the sources are saved once
 JOB = Path(__file__).with_name("decoders_job.py")

@@ -19,8 +19,8 @@ from samples import (
 )
 
 import ckptcore
-from ckptcore.box import Box
-from ckptcore.derive import FP4
+from ckptcore.core.box import Box
+from ckptcore.core.dequantize import FP4
 
 if TYPE_CHECKING:
     from driver import Cli
@@ -261,7 +261,7 @@ def test_said_before_anything_is_written(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_the_manifest_travels(tmp_path: Path) -> None:
-    from ckptcore.manifest import Manifest
+    from ckptcore.core.manifest import Manifest
 
     manifest = ckptcore.open(str(folder(tmp_path / "s", fp8(130, 140) | mxfp4(2, 3))))
     back = Manifest.load(manifest.dump())
@@ -286,7 +286,7 @@ def test_values_are_not_tied(cli: Cli, tmp_path: Path) -> None:
 
 def test_an_export_of_values_is_not_called_quantised() -> None:
     """transformers would take the values for stored weights, and look for their scales."""
-    from ckptcore.hf import ConfigFolder
+    from ckptcore.planning.config_folder import ConfigFolder
 
     config = {"model_type": "llama", "dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
     beside = ConfigFolder("", {"config.json": json.dumps(config).encode()})

@@ -15,7 +15,7 @@ import torch
 from lightning_cases import differences, lightning_python, official
 
 import ckptcore
-from ckptcore.convert import validate
+from ckptcore.conversion.pipeline import validate
 
 if TYPE_CHECKING:
     from driver import Cli

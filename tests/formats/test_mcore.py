@@ -15,10 +15,10 @@ from samples import SAMPLES, differences, expected_tensors, value
 
 import ckptcore
 from ckptcore import mcore
-from ckptcore.convert import validate
+from ckptcore.conversion.pipeline import validate
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.object_tree import Named, decode
 from ckptcore.errors import CkptError, Finding, NotComplete, UnreadablePart, UnsupportedFormat
-from ckptcore.manifest import Manifest
-from ckptcore.objects import Named, decode
 
 DIST, OLD, ZARR = "api_torch_dist_0.19.2", "api_torch_dist_0.12.3", "api_zarr_0.12.3"
 MODEL_SPACE = "optim_llama_tp2dp2_fully_sharded_model_space_0.12.3"
@@ -254,9 +254,9 @@ def test_a_zarr_array_that_cannot_be_read_is_left_out_by_name(
     assert {t.fqn for t in manifest.tensors} == others
     assert manifest.unread["misc.grid_int64"].file == "misc.grid_int64/.zarray"
     with pytest.raises(UnreadablePart, match=r"misc\.grid_int64") as caught:
-        ckptcore.convert(str(folder), str(tmp_path / "out"))
+        ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"))
     assert "--exclude 'misc.grid_int64'" in caught.value.hint
-    ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["misc.grid_int64"])
+    ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"), exclude=["misc.grid_int64"])
     found = {t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors}
     assert found == others
 

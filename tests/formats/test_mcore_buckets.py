@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from samples import SAMPLES
 
 import ckptcore
-from ckptcore.builder import Builder
+from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import Named
 from ckptcore.formats import open_source
-from ckptcore.formats._dcpread import read_folder
-from ckptcore.formats._mcorebuckets import map_buckets, stored_args
-from ckptcore.manifest import Item, Manifest, TensorSpec, View
-from ckptcore.objects import Named
+from ckptcore.formats.dcp.reader import read_folder
+from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
 
 NAME = "optim_llama_tp2dp2_dp_reshardable_0.19.2"
 FUSED = {
@@ -59,7 +59,7 @@ def test_every_parameter_has_its_state(buckets: Any) -> None:
         else:
             assert torch.equal(ckptcore.read(manifest, f"optimizer.state.{kind}.{name}"), want), key
     assert not [t for t in manifest.tensors if "gbuf_idx" in t.fqn]
-    report = ckptcore.check(manifest, level="bytes")
+    report = ckptcore.checking.check(manifest, level="bytes")
     assert {f.code for f in report.findings} == {"alignment-gap"}
 
 

@@ -16,9 +16,9 @@ import torch
 from legacy_ranks import Case, Tensors, expected, rank_models, whole_model
 
 import ckptcore
-from ckptcore.builder import Builder
-from ckptcore.formats._mcorebuckets import map_buckets
-from ckptcore.manifest import Item, Manifest, TensorSpec, View
+from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.formats.megatron.flat_buffers import map_buckets
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 # What megatron-core 0.16.1 makes first in a layer (`GPTModel.named_parameters`); experts stand as one.

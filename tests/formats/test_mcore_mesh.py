@@ -15,8 +15,8 @@ from samples import SAMPLES, Sample, differences, value
 from torch.distributed.tensor import Shard
 
 import ckptcore
-from ckptcore.convert import validate
-from ckptcore.sharding import Layout, Mesh, Topology
+from ckptcore.conversion.pipeline import validate
+from ckptcore.topology.layout import Layout, Mesh, Topology
 
 JOB = Path(__file__).with_name("mcore_mesh_job.py")
 PLAIN = "root_torch_dist_llama_0.19.2"
@@ -47,8 +47,10 @@ def reshard(source: Path, target: Path, tp: int, pp: int, patch: pytest.MonkeyPa
     mesh = Mesh((("pp", pp), ("tp", tp)))
     tensors = ckptcore.open(str(source)).tensors
     topology = Topology(mesh, {t.fqn: layout(t.fqn, t.shape, mesh) for t in tensors})
-    patch.setattr("ckptcore.compose.lay_out", lambda *a, **k: topology)
-    ckptcore.convert(str(source), str(target), verb="reshard", to="torch_dist", mesh=f"pp={pp},tp={tp}")
+    patch.setattr("ckptcore.planning.compose.lay_out", lambda *a, **k: topology)
+    ckptcore.conversion.pipeline(
+        str(source), str(target), verb="reshard", to="torch_dist", mesh=f"pp={pp},tp={tp}"
+    )
 
 
 def saved_in(sample: Sample) -> Path:

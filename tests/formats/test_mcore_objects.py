@@ -16,7 +16,7 @@ from samples import SAMPLES
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 import ckptcore
-from ckptcore.objects import Named, TensorRef, decode
+from ckptcore.core.object_tree import Named, TensorRef, decode
 
 COMMON = "common_state/shard_0_1"
 
@@ -39,7 +39,9 @@ def opened(folder: Path) -> tuple[ckptcore.Manifest, dict[str, Any]]:
 
 
 def errors(manifest: ckptcore.Manifest) -> dict[str, str]:
-    return {f.code: f.message for f in ckptcore.check(manifest, "cover").findings if f.severity != "info"}
+    return {
+        f.code: f.message for f in ckptcore.checking.check(manifest, "cover").findings if f.severity != "info"
+    }
 
 
 # --- the common state -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from samples import SAMPLES
 
 import ckptcore
-from ckptcore.convert import validate
+from ckptcore.conversion.pipeline import validate
 from ckptcore.errors import AmbiguousModel
 
 DIST, ZARR = "api_torch_dist_0.12.3", "api_zarr_0.12.3"

@@ -24,9 +24,9 @@ from legacy_ranks import (
 )
 
 import ckptcore
-from ckptcore.formats._mcorebuckets import lay_out, lay_out_whole
-from ckptcore.formats._mcoreparams import Parameter, Unregistered
-from ckptcore.formats._megatronrules import Placement
+from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_whole
+from ckptcore.formats.megatron.parameter_order import Parameter, Unregistered
+from ckptcore.formats.megatron.partition_rules import Placement
 
 KINDS = ("exp_avg", "exp_avg_sq")
 
@@ -223,8 +223,10 @@ def test_flat_buffers(case: Case, tmp_path: Path) -> None:
     add_flat(case, save(case, tmp_path))
     for kind in (*KINDS, "param"):
         manifest = require_equal(tmp_path, truth(case, kind), f"optimizer.state.{kind}.")
-    assert ckptcore.check(manifest, level="values").ok
-    assert not [f for f in ckptcore.check(manifest, level="values").findings if f.code == "not-finite"]
+    assert ckptcore.checking.check(manifest, level="values").ok
+    assert not [
+        f for f in ckptcore.checking.check(manifest, level="values").findings if f.code == "not-finite"
+    ]
 
 
 def in_buckets(values: list[torch.Tensor], full: int) -> list[torch.Tensor]:

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from ckptcore.core.object_tree import Named, Refused
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.torchzip.reader import Objects
 from ckptcore.errors import MalformedCheckpoint
-from ckptcore.formats._megatrontables import read_megatron
-from ckptcore.formats._torchtables import StoredView
-from ckptcore.formats._torchzip import Objects
-from ckptcore.objects import Named, Refused
+from ckptcore.formats.megatron.pickle_globals import read_megatron
 
 Module = Callable[[str], types.ModuleType]
 

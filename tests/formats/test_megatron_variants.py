@@ -11,8 +11,8 @@ import torch
 from legacy_ranks import Case, E, F, H, expected, require_equal, save
 
 import ckptcore
+from ckptcore.core.object_tree import decode
 from ckptcore.errors import CkptError
-from ckptcore.objects import decode
 
 Edit = Callable[[dict[str, Any], tuple[int, int, int]], object]
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight"
@@ -169,7 +169,7 @@ def test_a_dtype_that_differs_between_ranks_is_told(tmp_path: Path) -> None:
         if rank[0] == 1:
             tree["model"][FC2] = tree["model"][FC2].float()
 
-    found = ckptcore.check(ckptcore.open(str(save(Case(tp=2), tmp_path, edit))), "cover").findings
+    found = ckptcore.checking.check(ckptcore.open(str(save(Case(tp=2), tmp_path, edit))), "cover").findings
     assert {"item-mismatch", "hole"} <= {f.code for f in found if f.severity == "error"}
     message = next(f.message for f in found if f.code == "item-mismatch")
     assert "float32" in message

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import ckptcore
+from ckptcore.core.object_tree import Named, decode, encode
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE
+from ckptcore.encodings.pickle.unpickler import loads
+from ckptcore.encodings.torchzip.reader import bound_tree, refused_in
+from ckptcore.encodings.torchzip.writer import Pickled
 from ckptcore.errors import MalformedCheckpoint
-from ckptcore.formats._pickle import loads
-from ckptcore.formats._torchtables import OBJECT_TABLE
-from ckptcore.formats._torchwrite import Pickled
-from ckptcore.formats._torchzip import bound_tree, refused_in
-from ckptcore.objects import Named, decode, encode
 
 ARRAYS = {
     "numbers": np.arange(3, dtype="<i4"),
@@ -116,7 +116,7 @@ def test_a_plain_torch_file_has_tensors_instead(name: str, tmp_path: Path) -> No
     """So that it opens with weights_only, which knows no numpy; text is nested lists."""
     array = ARRAYS[name]
     torch.save({"w": torch.ones(2), "state": ("key", array, 7)}, tmp_path / "in.pt")
-    ckptcore.convert(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"))
+    ckptcore.conversion.pipeline(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"))
     key, found, number = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)["state"]
     assert (key, number) == ("key", 7)
     if array.dtype.kind in "SU":

@@ -20,8 +20,8 @@ from olmo_samples import sample
 from torch.distributed.tensor import Shard
 
 import ckptcore
-from ckptcore.manifest import Manifest
-from ckptcore.sharding import Layout, Mesh, Topology
+from ckptcore.core.manifest import Manifest
+from ckptcore.topology.layout import Layout, Mesh, Topology
 
 HERE = Path(__file__).parent
 # release -> the variable that names its interpreter
@@ -50,7 +50,7 @@ def test_restored_by_its_own_loader(
     python = interpreter("0.1.0")
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
-    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01", max_file_size=100_000)
+    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to="olmo_v01", max_file_size=100_000)
     assert run_job(python, "olmo_loader_job.py", ranks, tmp_path / "out", root) >= 60
 
 
@@ -71,8 +71,8 @@ def test_a_mesh_restored_at_another_size(
     root = sample(request, "v01_fsdp1_fp32_ws2")
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     if "tp" in mesh:
-        monkeypatch.setattr("ckptcore.compose.lay_out", columns)
-    ckptcore.convert(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_v01", mesh=mesh)
+        monkeypatch.setattr("ckptcore.planning.compose.lay_out", columns)
+    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_v01", mesh=mesh)
     world = prod(int(part.split("=")[1]) for part in mesh.split(","))
     assert len(list((tmp_path / "out" / "model").glob("rank_*.safetensors"))) == world
     assert run_job(python, "olmo_loader_job.py", ranks, tmp_path / "out", root) >= 60
@@ -87,7 +87,7 @@ def test_steps_restored_by_olmo_core_3(
     python = interpreter("3.0.0")
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
-    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_core", max_file_size=100_000)
+    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to="olmo_core", max_file_size=100_000)
     if not (tmp_path / "out" / "train").exists():  # no trainer's state was in the source
         (tmp_path / "out" / "train").mkdir()
         torch.save({}, tmp_path / "out" / "train" / "rank0.pt")
@@ -104,8 +104,8 @@ def test_steps_of_a_mesh_restored_by_olmo_core_3(
     root = sample(request, "v3_bf16params_ws2")
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     if "tp" in mesh:
-        monkeypatch.setattr("ckptcore.compose.lay_out", columns)
-    ckptcore.convert(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh=mesh)
+        monkeypatch.setattr("ckptcore.planning.compose.lay_out", columns)
+    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh=mesh)
     assert len(list((tmp_path / "out" / "model_and_optim").glob("__*.distcp"))) == 4
     assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from samples import FIXTURES
 
 import ckptcore
-from ckptcore.convert import validate
+from ckptcore.conversion.pipeline import validate
 from ckptcore.errors import AmbiguousModel, UnsupportedFormat
 
 

@@ -19,8 +19,8 @@ from lightning_cases import VERSION
 from torch import nn
 
 import ckptcore
-from ckptcore.formats._shapefit import Row, forced_places
-from ckptcore.manifest import Manifest
+from ckptcore.core.manifest import Manifest
+from ckptcore.formats.common.shape_matching import Row, forced_places
 
 Model = Callable[[], nn.Module]
 

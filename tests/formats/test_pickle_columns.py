@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import ckptcore
+from ckptcore.encodings.pickle.record_runs import Runs
+from ckptcore.encodings.pickle.unpickler import Columns, loads
 from ckptcore.errors import MalformedCheckpoint
-from ckptcore.formats._dcpmetadata import TABLE
-from ckptcore.formats._pickle import Columns, loads
-from ckptcore.formats._pickleruns import Runs
+from ckptcore.formats.dcp.metadata import TABLE
 
 torch = pytest.importorskip("torch")
 

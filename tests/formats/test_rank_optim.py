@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckptcore.errors import UnprovenCheckpoint
-from ckptcore.formats._rankoptim import numbers_for
+from ckptcore.formats.torch_ranks.optimizer import numbers_for
 
 PARAMS = (("a", (3, 2)), ("b", (3,)), ("c", (3,)))
 A, B, C = {"exp_avg": (3, 2)}, {"exp_avg": (3,)}, {"exp_avg": (3,), "step": 1}

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import old_pickles as old
 
 import ckptcore
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.object_tree import decode
 from ckptcore.errors import (
     AmbiguousModel,
     MalformedCheckpoint,
@@ -22,9 +24,7 @@ from ckptcore.errors import (
     UnreadablePart,
     UnsupportedFormat,
 )
-from ckptcore.formats._rankoptim import numbers_for
-from ckptcore.manifest import Manifest
-from ckptcore.objects import decode
+from ckptcore.formats.torch_ranks.optimizer import numbers_for
 
 SHARD = [("Shard", {"dim": 0})]
 
@@ -172,8 +172,8 @@ def test_numbers_that_mean_other_parameters_elsewhere(tmp_path: Path) -> None:
     names = {f"optim.state.{n}.exp_avg.rank{r}" for n in (0, 1) for r in (0, 1)}
     assert ({f.fqn for f in told}, {f.code for f in told}) == (names, {"unmerged-tensor"})
     with pytest.raises(UnreadablePart):
-        ckptcore.convert(str(folder), str(tmp_path / "out"))
-    ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["optim.*"])
+        ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"))
+    ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"), exclude=["optim.*"])
     found = {t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors}
     assert found == {f"model.layers.{r}.{n}" for r in (0, 1) for n in "ab"}
 

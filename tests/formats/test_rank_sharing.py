@@ -9,13 +9,14 @@ from unittest import mock
 
 import pytest
 
-from ckptcore.formats import _rankwrite, _torchfile
-from ckptcore.formats._rankwrite import arrange
+from ckptcore.core.manifest import TensorSpec
 from ckptcore.formats.base import Arrangement, FileLayout
-from ckptcore.manifest import TensorSpec
-from ckptcore.meshspec import parse_mesh
-from ckptcore.placements import Replicate, Shard, _StridedShard
-from ckptcore.sharding import Layout, Topology
+from ckptcore.formats.torch_ranks import writer as _rankwrite
+from ckptcore.formats.torch_ranks.writer import arrange
+from ckptcore.formats.torch_save import layout as _torchfile
+from ckptcore.topology.layout import Layout, Topology
+from ckptcore.topology.mesh_spec import parse_mesh
+from ckptcore.topology.placement import Replicate, Shard, _StridedShard
 
 # What every rank's file was when each was built by itself.
 KNOWN = {

@@ -13,17 +13,17 @@ from samples import FIXTURES
 
 from ckptcore.errors import UsageError
 from ckptcore.formats import FORMATS, registry
-from ckptcore.formats._registry import register
+from ckptcore.formats.plugins import register
 from ckptcore.testing import CASES, Case, Sample
 
 # A format of somebody else's: `weights.npy` files, one per tensor, named like it.
 PLUGIN = '''
 """A folder of `<name>.npy` files."""
 import ast, math
-from ckptcore.builder import Builder
+from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats import Abilities, Evidence, Format
-from ckptcore.manifest import Item, TensorSpec, View
+from ckptcore.core.manifest import Item, TensorSpec, View
 
 DTYPES = {"<f4": "float32", "<i8": "int64"}
 
@@ -128,7 +128,7 @@ def test_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         def load(self) -> object:
             return FORMATS[0]
 
-    monkeypatch.setattr("ckptcore.formats._registry.entry_points", lambda group: [Point()])
+    monkeypatch.setattr("ckptcore.formats.plugins.entry_points", lambda group: [Point()])
     found = register(FORMATS)
     assert found.formats == FORMATS
     assert "already provided by ckptcore" in found.broken[0][1]

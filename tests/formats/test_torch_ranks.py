@@ -20,7 +20,9 @@ import ranks_job
 
 import ckptcore
 from ckptcore import api
-from ckptcore.check import check
+from ckptcore.checking.check import check
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.object_tree import decode
 from ckptcore.errors import (
     AmbiguousModel,
     MalformedCheckpoint,
@@ -29,9 +31,7 @@ from ckptcore.errors import (
     UnsupportedFormat,
 )
 from ckptcore.formats import open_source, read_manifest
-from ckptcore.manifest import Manifest
-from ckptcore.model_part import find_model
-from ckptcore.objects import decode
+from ckptcore.naming.model_part import find_model
 
 if TYPE_CHECKING:
     from driver import Cli
@@ -218,9 +218,9 @@ def test_plain_tensors_that_differ(tmp_path: Path) -> None:
     ]
     assert "w is a plain tensor in every rank's file" in found.findings[0].message
     with pytest.raises(UnreadablePart, match="how they belong together"):
-        ckptcore.convert(str(folder), str(tmp_path / "out"))
+        ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"))
     folder = save_each(tmp_path / "b", [{"w": torch.zeros(4 + r), "v": torch.ones(2)} for r in range(2)])
-    ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["w.rank*"])
+    ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"), exclude=["w.rank*"])
     assert [t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors] == ["v"]
 
 

@@ -17,8 +17,8 @@ import torch
 from old_pickles import Called, Global
 
 import ckptcore
+from ckptcore.core.object_tree import Named, decode
 from ckptcore.errors import CkptError, MalformedCheckpoint, UnsafeContent
-from ckptcore.objects import Named, decode
 
 MAKE, NDARRAY = "numpy.core.multiarray._reconstruct", Global("numpy.ndarray")  # as before numpy 2
 V2, V3 = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"

@@ -10,7 +10,7 @@ import pytest
 from samples import FIXTURES
 
 import ckptcore
-from ckptcore.convert import validate
+from ckptcore.conversion.pipeline import validate
 
 DIMS = FIXTURES / "torch" / "dcp_dims_4r" / "ckpt"
 SIGNATURES = {

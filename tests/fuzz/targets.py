@@ -23,7 +23,7 @@ from typing import Any
 import zstandard
 from folder import Folder, load
 
-from ckptcore.check import check
+from ckptcore.checking.check import check
 from ckptcore.errors import CkptError
 from ckptcore.formats import read_manifest
 from ckptcore.formats.base import Source

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.box import Box, flat_start, from_flat_range, is_run
+from ckptcore.core.box import Box, flat_start, from_flat_range, is_run
 
 SIDE = 7
 Shape = tuple[int, ...]

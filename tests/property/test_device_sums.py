@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from pieces import partitions
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckptcore import devicesums
-from ckptcore.box import Box
-from ckptcore.device import Lane
-from ckptcore.devicesums import DeviceSums
-from ckptcore.dtype import BY_NAME
-from ckptcore.fingerprint import ZERO, add, box_sum
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.execution.device import Lane
+from ckptcore.fingerprints import device_sums as devicesums
+from ckptcore.fingerprints.device_sums import DeviceSums
+from ckptcore.fingerprints.sums import ZERO, add, box_sum
 
 Shape = tuple[int, ...]
 DTYPES = sorted(BY_NAME)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pieces import partitions
 
-from ckptcore.box import Box
-from ckptcore.dtype import BY_NAME
-from ckptcore.fingerprint import (
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.fingerprints.sums import (
     ZERO,
     add,
     box_sum,

@@ -19,10 +19,10 @@ from pieces import numbered, part, partitions, shapes, write_dcp
 from samples import value
 
 from ckptcore import Box, CkptError, Settings, api
-from ckptcore.execute import execute_files
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.execution.execute import execute_files
 from ckptcore.formats.base import Abilities, Arrangement, FileLayout, Format, Literal, Slot
-from ckptcore.manifest import TensorSpec
-from ckptcore.plan import Target, load_file_plan, make_plan, save_plan
+from ckptcore.planning.plan import Target, load_file_plan, make_plan, save_plan
 from ckptcore.store import open_store
 
 Boxes = dict[str, list[Box]]

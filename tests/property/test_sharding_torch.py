@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard, _utils
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ckptcore import cuts
-from ckptcore.box import Box
+from ckptcore.core.box import Box
 from ckptcore.errors import UsageError
-from ckptcore.sharding import Layout, Mesh, Topology, boxes
+from ckptcore.topology import torch_chunk as cuts
+from ckptcore.topology.layout import Layout, Mesh, Topology, boxes
 
 fast = settings(max_examples=150, deadline=None)
 shapes = st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)

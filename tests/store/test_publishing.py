@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore import publications, remotepublishing
+from ckptcore.conversion import publication_record as publications
+from ckptcore.conversion import remote_publication as remotepublishing
+from ckptcore.conversion.staging import PUBLISHING, Staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
-from ckptcore.hf import Expected
-from ckptcore.staging import PUBLISHING, Staging
+from ckptcore.planning.config_folder import Expected
 from ckptcore.store import open_store
 from ckptcore.store.remote import FsspecStore
 
@@ -39,7 +40,7 @@ def put(url: str, data: bytes = b"precious") -> None:
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with config.json and a tokenizer; nothing is asked of transformers."""
-    monkeypatch.setattr("ckptcore.compose.check_names", lambda *_: Expected(()))
+    monkeypatch.setattr("ckptcore.planning.compose.check_names", lambda *_: Expected(()))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -72,14 +73,14 @@ def test_overlap_is_refused_both_ways_under_every_name(root: str, model: str, tm
         for n, dst in enumerate(spellings(where)):
             for word in ("overwrite", "overwrite_foreign"):
                 with pytest.raises(UsageError) as caught:
-                    ckptcore.convert(source, dst, **verbs[n % 3], **{word: True})  # type: ignore[arg-type]
+                    ckptcore.conversion.pipeline(source, dst, **verbs[n % 3], **{word: True})  # type: ignore[arg-type]
                 assert caught.value.hint
             assert content(root) == before, dst
     for dst in (f"{root}/config", f"{root}//config/"):
         with pytest.raises(UsageError, match="config"):
-            ckptcore.convert(source, dst, verb="export", config=f"{root}/config", overwrite=True)
+            ckptcore.conversion.pipeline(source, dst, verb="export", config=f"{root}/config", overwrite=True)
     with pytest.raises(UsageError, match="staging folder"):
-        ckptcore.convert(f"{root}/.out.ckptcore/files", f"{root}/out", overwrite=True)
+        ckptcore.conversion.pipeline(f"{root}/.out.ckptcore/files", f"{root}/out", overwrite=True)
     assert content(root) == before
 
 
@@ -90,17 +91,19 @@ def test_overlap_on_this_machine(tmp_path: Path, model: str) -> None:
     (tmp_path / "link").symlink_to(run)
     for dst in (run, tmp_path / "link", f"file://{run}", run / "step-1.safetensors", f"{run}/../run"):
         with pytest.raises((UsageError, DestinationExists)):
-            ckptcore.convert(str(source), str(dst), overwrite_foreign=True)
+            ckptcore.conversion.pipeline(str(source), str(dst), overwrite_foreign=True)
     for dst in (model, f"{model}/config.json", str(Path(model).parent)):
         with pytest.raises(UsageError):
-            ckptcore.convert(str(source), dst, verb="export", config=model, overwrite_foreign=True)
+            ckptcore.conversion.pipeline(
+                str(source), dst, verb="export", config=model, overwrite_foreign=True
+            )
     assert sorted(p.name for p in run.iterdir()) == ["step-1.safetensors"]
     assert sorted(p.name for p in Path(model).iterdir()) == ["config.json", "tokenizer.json"]
 
 
 def test_a_plan_is_saved_apart(tmp_path: Path) -> None:
-    from ckptcore.planfile import load_request, plan_into
-    from ckptcore.request import Request
+    from ckptcore.conversion.saved_plan import load_request, plan_into
+    from ckptcore.planning.request import Request
 
     source, dst = tmp_path / "source", tmp_path / "out"
     source.mkdir()
@@ -127,30 +130,30 @@ STRANGERS = ["precious", "x/precious", "/precious", "model.safetensors.bak", ".c
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_strangers_are_listed_and_kept(stranger: str, root: str) -> None:
     source, dst = f"{root}/source/step-3", f"{root}/out"
-    ckptcore.convert(source, dst, verb="export")
+    ckptcore.conversion.pipeline(source, dst, verb="export")
     put(f"{dst}/{stranger}")
     before = content(root)
     if stranger == "/precious" and "/precious" not in content(dst):
         pytest.skip("this store folds slashes")
     with pytest.raises(DestinationExists, match="nothing accounts for 1 ") as caught:
-        ckptcore.convert(source, dst, verb="export", max_file_size=2_000, overwrite=True)
+        ckptcore.conversion.pipeline(source, dst, verb="export", max_file_size=2_000, overwrite=True)
     assert "--overwrite-foreign" in caught.value.hint
     assert {k: v for k, v in content(root).items() if not k.startswith(".out.ckptcore")} == before
-    ckptcore.convert(source, dst, verb="export", max_file_size=2_000, overwrite_foreign=True)
+    ckptcore.conversion.pipeline(source, dst, verb="export", max_file_size=2_000, overwrite_foreign=True)
     assert content(dst).keys() == {"model.safetensors.index.json", "README.md", *content(dst)}
     assert content(dst).get(stranger) != b"precious"
 
 
 def test_an_object_and_a_folder_replace_each_other(root: str) -> None:
     source = f"{root}/source/step-3"
-    ckptcore.convert(source, f"{root}/fresh")
+    ckptcore.conversion.pipeline(source, f"{root}/fresh")
     put(f"{root}/out")
     with pytest.raises(DestinationExists):
-        ckptcore.convert(source, f"{root}/out")
-    ckptcore.convert(source, f"{root}/out", overwrite=True)
+        ckptcore.conversion.pipeline(source, f"{root}/out")
+    ckptcore.conversion.pipeline(source, f"{root}/out", overwrite=True)
     assert content(f"{root}/out") == content(f"{root}/fresh")
     put(f"{root}/one.pt")
-    ckptcore.convert(source, f"{root}/one.pt", overwrite=True)
+    ckptcore.conversion.pipeline(source, f"{root}/one.pt", overwrite=True)
     assert ckptcore.open(f"{root}/one.pt").tensors
 
 
@@ -209,10 +212,10 @@ def test_killed_at_every_change_and_run_again(
         put(f"{place}/out-2/precious")
         put(f"{place}/out.pt")
         if first != "nothing":
-            ckptcore.convert(f"{root}/old", f"{place}/out", **old)
+            ckptcore.conversion.pipeline(f"{root}/old", f"{place}/out", **old)
 
     def work(place: str) -> object:
-        return ckptcore.convert(f"{root}/new", f"{place}/out", overwrite=True, **options)  # type: ignore[arg-type]
+        return ckptcore.conversion.pipeline(f"{root}/new", f"{place}/out", overwrite=True, **options)  # type: ignore[arg-type]
 
     begin(f"{root}/fresh")
     work(f"{root}/fresh")
@@ -237,7 +240,7 @@ def test_killed_in_the_cleaning_and_run_again_deletes_nothing(
 ) -> None:
     """Also without --overwrite: what is published is only read."""
     source, dst = f"{root}/source/step-3", f"{root}/out"
-    ckptcore.convert(source, f"{root}/fresh/out", verb="export", config=model)
+    ckptcore.conversion.pipeline(source, f"{root}/fresh/out", verb="export", config=model)
     fresh = content(f"{root}/fresh/out")
     real_end, real_remove = Staging.remove, FsspecStore.remove
 
@@ -256,7 +259,7 @@ def test_killed_in_the_cleaning_and_run_again_deletes_nothing(
 
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
             patch.setattr(Staging, "remove", end)
-            ckptcore.convert(source, dst, verb="export", config=model)
+            ckptcore.conversion.pipeline(source, dst, verb="export", config=model)
         if ended[0]:
             break
         recorded = PUBLISHING in content(f"{root}/.out.ckptcore")
@@ -264,7 +267,7 @@ def test_killed_in_the_cleaning_and_run_again_deletes_nothing(
             patch.setattr(FsspecStore, "copy_to", _never)
             patch.setattr(FsspecStore, "remove", of_others)
             with contextlib.nullcontext() if recorded else pytest.raises(DestinationExists):
-                ckptcore.convert(source, dst, verb="export", config=model)
+                ckptcore.conversion.pipeline(source, dst, verb="export", config=model)
         assert content(dst) == fresh, stop
     assert stop > 5
 
@@ -279,13 +282,13 @@ def test_what_was_published_and_changed_since_is_not_taken_for_it(
     source, dst = f"{root}/source/step-3", f"{root}/out"
     monkeypatch.setattr(Staging, "remove", _killed)
     with pytest.raises(Killed):
-        ckptcore.convert(source, dst, verb="export")
+        ckptcore.conversion.pipeline(source, dst, verb="export")
     monkeypatch.undo()
     data = content(dst)["model.safetensors"]
     put(f"{dst}/model.safetensors", data[:-1] + bytes([data[-1] ^ 1]))
     before = content(dst)
     with pytest.raises(DestinationExists, match="changed since"):
-        ckptcore.convert(source, dst, verb="export")
+        ckptcore.conversion.pipeline(source, dst, verb="export")
     assert content(dst) == before
 
 
@@ -303,7 +306,7 @@ def test_who_comes_meanwhile_is_kept(
     save_file({"other": torch.arange(600.0)}, tmp_path / "old.safetensors")
     put(f"{dst}/old.safetensors", (tmp_path / "old.safetensors").read_bytes())
     prepared = ckptcore.prepare(source, dst, verb="export", overwrite=True)
-    ckptcore.execute(prepared)
+    ckptcore.execution.execute(prepared)
     if when == "prepared":
         put(f"{dst}/{name}")
     real = remotepublishing.note
@@ -319,11 +322,11 @@ def test_who_comes_meanwhile_is_kept(
     monkeypatch.undo()
     assert content(dst)[name] == b"precious"
     with pytest.raises(DestinationExists):
-        ckptcore.convert(source, dst, verb="export", overwrite=True)
+        ckptcore.conversion.pipeline(source, dst, verb="export", overwrite=True)
     assert content(dst)[name] == b"precious"
     fsspec.url_to_fs(dst)[0].rm_file(fsspec.url_to_fs(f"{dst}/{name}")[1])
-    ckptcore.convert(source, dst, verb="export", overwrite=True)
-    ckptcore.convert(source, f"{root}/fresh/out", verb="export")
+    ckptcore.conversion.pipeline(source, dst, verb="export", overwrite=True)
+    ckptcore.conversion.pipeline(source, f"{root}/fresh/out", verb="export")
     assert content(dst) == content(f"{root}/fresh/out")
 
 
@@ -333,15 +336,15 @@ def test_a_publication_of_an_earlier_version_is_gone_on_with(
 ) -> None:
     """Its record has no lists: what was put is known by its bytes, and nothing is removed."""
     source, dst = f"{root}/source/step-3", f"{root}/out"
-    ckptcore.convert(source, f"{root}/fresh/out", verb="export", max_file_size=2_000)
+    ckptcore.conversion.pipeline(source, f"{root}/fresh/out", verb="export", max_file_size=2_000)
     prepared = ckptcore.prepare(source, dst, verb="export", max_file_size=2_000)
-    ckptcore.execute(prepared)
+    ckptcore.execution.execute(prepared)
     staging = Staging(dst)
     staging.root.remove("replaces.json")
     staging.root.put(PUBLISHING, b'{"identity":null,"plan":"%s"}' % prepared.plan_digest.encode())
     for name in sorted(_names_of(staging))[:2]:
         staging.files.copy_to(name, open_store(dst), name)
-    ckptcore.convert(source, dst, verb="export", max_file_size=2_000)
+    ckptcore.conversion.pipeline(source, dst, verb="export", max_file_size=2_000)
     assert content(dst) == content(f"{root}/fresh/out")
 
 

@@ -13,10 +13,11 @@ from datetime import UTC, datetime
 import pytest
 from retiring import Template
 
-from ckptcore.catalog import open_catalog, roots, upgrade
-from ckptcore.convert import convert
-from ckptcore.request import Settings
-from ckptcore.sweep import sweep
+from ckptcore.catalog import open_catalog, upgrade
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.conversion.pipeline import convert
+from ckptcore.operations.sweep import sweep
+from ckptcore.planning.request import Settings
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

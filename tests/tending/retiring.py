@@ -14,13 +14,13 @@ from checkpoints import save
 from sqlalchemy import text
 
 from ckptcore import api
-from ckptcore.catalog import roots
-from ckptcore.convert import convert, inspect
-from ckptcore.register import facts
-from ckptcore.replaceable import Allowed
-from ckptcore.request import Request, Settings
-from ckptcore.retention import Policy
-from ckptcore.retire import retire
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.conversion.pipeline import convert, inspect
+from ckptcore.conversion.registration import facts
+from ckptcore.operations.replacement import Allowed
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import retire
+from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
 

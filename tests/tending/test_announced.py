@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 import pytest
 from checkpoints import save
 
-from ckptcore.announced import request_of
-from ckptcore.catalog import roots
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.errors import UsageError
+from ckptcore.operations.announced_target import request_of
 
 
 @pytest.fixture

@@ -6,13 +6,14 @@ from datetime import UTC, datetime, timedelta
 
 from checkpoints import save
 
-from ckptcore.catalog import inbox, open_catalog, queues, roots
-from ckptcore.convert import convert
-from ckptcore.request import Settings
-from ckptcore.retention import Policy
-from ckptcore.retire import retire
-from ckptcore.scrub import scrub
-from ckptcore.sweep import sweep
+from ckptcore.catalog import inbox, open_catalog, queues
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.conversion.pipeline import convert
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import retire
+from ckptcore.operations.scrub import scrub
+from ckptcore.operations.sweep import sweep
+from ckptcore.planning.request import Settings
 
 
 def test_a_checkpoint_from_its_save_to_its_end(either, runs):

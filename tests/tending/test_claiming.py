@@ -12,10 +12,10 @@ from torch import arange
 
 from ckptcore.catalog import claims, open_catalog
 from ckptcore.catalog.claims import Key
-from ckptcore.claiming import claimed, key_of, source_digest
-from ckptcore.convert import convert, inspect
+from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.errors import DiskFull
-from ckptcore.request import Request, Settings
+from ckptcore.operations.claims import claimed, key_of, source_digest
+from ckptcore.planning.request import Request, Settings
 
 KEY = Key("d", "/out", "o")
 LONG_AGO = datetime.now(UTC) - timedelta(hours=1)

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import arange
 from torch import save as torch_save
 
-from ckptcore.discover import discover
 from ckptcore.errors import SourceUnreadable, UsageError
-from ckptcore.store.survey import survey
+from ckptcore.operations.discover import discover
+from ckptcore.store.listing import survey
 
 
 def paths(root, **more):

@@ -19,11 +19,11 @@ import ckptcore
 from ckptcore.__main__ import main
 from ckptcore.catalog import CheckpointDetail, open_catalog
 from ckptcore.catalog.migrate import migrating
+from ckptcore.conversion.staging import Staging
 from ckptcore.errors import OutputMismatch
-from ckptcore.hf import Expected
-from ckptcore.rebuild import rebuild
-from ckptcore.scrub import Scrubbed, scrub
-from ckptcore.staging import Staging
+from ckptcore.operations.rebuild_catalog import rebuild
+from ckptcore.operations.scrub import Scrubbed, scrub
+from ckptcore.planning.config_folder import Expected
 
 CONFIG = {"architectures": ["Nobody"], "model_type": "nobody", "hidden_size": 4}
 
@@ -37,13 +37,17 @@ def url(tmp_path: Path) -> str:
 def exported(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An export of two files, with config, tokenizer, index and card."""
     # Asking transformers for the names takes seconds, and is not what this is about.
-    monkeypatch.setattr(import_module("ckptcore.compose"), "check_names", lambda *_: Expected((), ()))
+    monkeypatch.setattr(
+        import_module("ckptcore.planning.compose"), "check_names", lambda *_: Expected((), ())
+    )
     source, config, out = tmp_path / "step-1.safetensors", tmp_path / "config", tmp_path / "out"
     save_file({f"model.layers.{n}.w": torch.randn(30, 4) for n in range(2)}, source)
     config.mkdir()
     (config / "config.json").write_text(json.dumps(CONFIG))
     (config / "tokenizer.json").write_text('{"version": "1.0"}')
-    ckptcore.convert(str(source), str(out), verb="export", config=str(config), max_file_size=500, catalog=url)
+    ckptcore.conversion.pipeline(
+        str(source), str(out), verb="export", config=str(config), max_file_size=500, catalog=url
+    )
     return out
 
 
@@ -111,7 +115,7 @@ def test_rows_of_every_format_are_what_is_there(tmp_path: Path, url: str, target
     dcp.save({"w": torch.randn(30, 4), "step": 3}, checkpoint_id=tmp_path / "source", no_dist=True)
     options = dict(TARGETS[target])
     out = tmp_path / options.pop("out", "out")
-    ckptcore.convert(str(tmp_path / "source"), str(out), catalog=url, **options)
+    ckptcore.conversion.pipeline(str(tmp_path / "source"), str(out), catalog=url, **options)
     detail = shown(url, out)
     there = {
         p.relative_to(out if out.is_dir() else tmp_path): p for p in [out, *out.rglob("*")] if p.is_file()
@@ -212,11 +216,11 @@ def test_another_checkpoint_at_a_known_place_is_not_called_damaged(
 def test_a_missing_catalog_is_not_made_to_look_into_it(
     tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ckptcore.registered import against_catalog
+    from ckptcore.operations.registered_files import against_catalog
 
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "none" / "catalog.sqlite"))
     manifest = ckptcore.open(str(exported))
-    report = ckptcore.check(manifest, "bytes")
+    report = ckptcore.checking.check(manifest, "bytes")
     assert against_catalog(manifest, report, str(exported), None) == report
     assert not (tmp_path / "none").exists()
     assert validated(None, exported, capsys)[0] == 0
@@ -227,7 +231,7 @@ def test_a_staged_file_that_was_swapped_is_not_published(tmp_path: Path, exporte
     config = tmp_path / "config"
     options = {"verb": "export", "config": str(config), "max_file_size": 500}
     prepared = ckptcore.prepare(str(tmp_path / "step-1.safetensors"), str(tmp_path / "other"), **options)
-    ckptcore.execute(prepared)
+    ckptcore.execution.execute(prepared)
     Staging(str(tmp_path / "other")).files.put("config.json", b"{}")
     with pytest.raises(OutputMismatch, match=r"config\.json is not as it was planned"):
         ckptcore.publish(prepared)
@@ -262,7 +266,7 @@ def test_overwriting_an_output_keeps_no_row_of_the_old_files(
     tmp_path: Path, url: str, exported: Path
 ) -> None:
     source = tmp_path / "step-1.safetensors"
-    ckptcore.convert(
+    ckptcore.conversion.pipeline(
         str(source), str(exported), verb="export", max_file_size=500, overwrite=True, catalog=url
     )
     paths = {f.path for f in shown(url, exported).files}

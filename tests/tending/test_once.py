@@ -11,13 +11,14 @@ import pytest
 from checkpoints import save
 from safetensors.torch import load_file
 
-from ckptcore import once, waiting
 from ckptcore.catalog import claims
-from ckptcore.claiming import key_of, source_digest
-from ckptcore.cli import run
-from ckptcore.convert import inspect
+from ckptcore.cli.main import run
+from ckptcore.conversion.pipeline import inspect
 from ckptcore.errors import Busy, NotComplete
-from ckptcore.request import Request, Settings
+from ckptcore.operations import convert_once as once
+from ckptcore.operations import wait as waiting
+from ckptcore.operations.claims import key_of, source_digest
+from ckptcore.planning.request import Request, Settings
 
 
 @pytest.fixture

@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 from checkpoints import save
 
-from ckptcore.catalog import open_catalog, roots
-from ckptcore.convert import convert
-from ckptcore.request import Settings
-from ckptcore.sweep import sweep
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.conversion.pipeline import convert
+from ckptcore.operations.sweep import sweep
+from ckptcore.planning.request import Settings
 
 REPO = Path(__file__).resolve().parents[2]
 SWEEP = """
 import sys
 from ckptcore.catalog import open_catalog
-from ckptcore.convert import convert
-from ckptcore.request import Settings
-from ckptcore.sweep import sweep
+from ckptcore.conversion.pipeline import convert
+from ckptcore.planning.request import Settings
+from ckptcore.operations.sweep import sweep
 sys.stdin.readline()
 def one(request):
     convert(request, Settings(memory=32 << 20, workers=1), None, sys.argv[1])

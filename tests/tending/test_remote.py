@@ -9,14 +9,14 @@ import pytest
 import torch
 from checkpoints import save
 
-from ckptcore import retire as module
-from ckptcore.catalog import roots
-from ckptcore.convert import convert
-from ckptcore.request import Request, Settings
-from ckptcore.retention import Policy
-from ckptcore.retire import retire
-from ckptcore.scrub import scrub
-from ckptcore.sweep import sweep
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.conversion.pipeline import convert
+from ckptcore.operations import retire as module
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import retire
+from ckptcore.operations.scrub import scrub
+from ckptcore.operations.sweep import sweep
+from ckptcore.planning.request import Request, Settings
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import UsageError
-from ckptcore.retention import Entry, Policy, decide
+from ckptcore.operations.retention import Entry, Policy, decide
 
 words = st.lists(st.sampled_from(["a", "b"]), max_size=1).map(tuple)
 entries = st.lists(

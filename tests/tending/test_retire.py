@@ -15,18 +15,19 @@ from checkpoints import save
 from torch import arange, ones
 from torch import save as torch_save
 
-from ckptcore import replaceable
-from ckptcore import retire as module
-from ckptcore.catalog import aliases, holds, open_catalog, roots
+from ckptcore.catalog import aliases, holds, open_catalog
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
-from ckptcore.cli import run
-from ckptcore.convert import convert, inspect
+from ckptcore.cli.main import run
+from ckptcore.conversion.pipeline import convert, inspect
+from ckptcore.conversion.registration import facts
 from ckptcore.errors import CatalogError, Conflict
-from ckptcore.register import facts
-from ckptcore.replaceable import Allowed
-from ckptcore.request import Request, Settings
-from ckptcore.retention import Policy
-from ckptcore.retire import retire
+from ckptcore.operations import replacement as replaceable
+from ckptcore.operations import retire as module
+from ckptcore.operations.replacement import Allowed
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import retire
+from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
 

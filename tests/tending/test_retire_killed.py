@@ -10,12 +10,12 @@ import signal
 import pytest
 from retiring import World, on_both, snapshot
 
-from ckptcore import aside
-from ckptcore import retire as module
 from ckptcore.catalog import open_catalog
-from ckptcore.replaceable import Allowed
-from ckptcore.retention import Policy
-from ckptcore.retire import retire
+from ckptcore.operations import retire as module
+from ckptcore.operations import set_aside as aside
+from ckptcore.operations.replacement import Allowed
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import retire
 
 
 def _is_at(name):

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from retiring import MEANS, World, on_both, snapshot
 
-from ckptcore import aside
-from ckptcore import retire as module
-from ckptcore.convert import convert
-from ckptcore.request import Request, Settings
+from ckptcore.conversion.pipeline import convert
+from ckptcore.operations import retire as module
+from ckptcore.operations import set_aside as aside
+from ckptcore.planning.request import Request, Settings
 
 NO_DIGESTS = Settings(memory=32 << 20, workers=1, fingerprint=True, digest=False)
 SEQUENCES = {}

@@ -10,13 +10,13 @@ import pytest
 from checkpoints import save
 from torch import ones
 
-from ckptcore.catalog import tending
-from ckptcore.catalog.values import State
-from ckptcore.cli import run
-from ckptcore.convert import convert
+from ckptcore.catalog import maintenance as tending
+from ckptcore.catalog.types import State
+from ckptcore.cli.main import run
+from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import UsageError
-from ckptcore.request import Request, Settings
-from ckptcore.scrub import scrub
+from ckptcore.operations.scrub import scrub
+from ckptcore.planning.request import Request, Settings
 
 
 @pytest.fixture

@@ -12,14 +12,15 @@ from checkpoints import save
 from safetensors.torch import load_file
 
 import ckptcore
-from ckptcore import settling
-from ckptcore.catalog import claims, roots, sightings
-from ckptcore.check import Report
-from ckptcore.claiming import key_of
-from ckptcore.cli import run
+from ckptcore.catalog import claims, sightings
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.checking.check import Report
+from ckptcore.cli.main import run
+from ckptcore.conversion.staging import Staging
 from ckptcore.errors import Busy, DiskFull, Finding, NotComplete, SourceUnreadable, UnknownFormat
-from ckptcore.staging import Staging
-from ckptcore.sweep import sweep
+from ckptcore.operations import readiness as settling
+from ckptcore.operations.claims import key_of
+from ckptcore.operations.sweep import sweep
 
 WRONG = Finding("truncated-file", "files", "a file is shorter than its metadata says")
 

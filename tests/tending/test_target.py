@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import UsageError
-from ckptcore.request import Request
-from ckptcore.target import Place, colliding, options_digest, target_of
+from ckptcore.operations.export_target import Place, colliding, options_digest, target_of
+from ckptcore.planning.request import Request
 
 PLACE = Place("/runs", "llama", 300, "step-300", "llama/step-300")
 

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 
 from ckptcore.catalog import claims, inbox, open_catalog, outbox, sightings, upgrade
 from ckptcore.catalog.database import HEAD
-from ckptcore.cli import run
-from ckptcore.convert import convert, execute
-from ckptcore.request import Request, Settings
-from deployments.receiver.orders import order_of
+from ckptcore.cli.main import run
+from ckptcore.conversion.pipeline import convert, execute
+from ckptcore.planning.request import Request, Settings
+from deployments.receiver.run_request import order_of
 from deployments.receiver.settings import load
 from flows.arrived import arrived
 
@@ -72,7 +72,9 @@ def test_queues_claims_and_sightings_are_what_they_were(old, either):
 
 def test_a_sweep_does_not_open_again_what_the_older_version_saw(old, capsys, monkeypatch):
     upgrade(f"sqlite:///{old}/catalog.sqlite")
-    monkeypatch.setattr("ckptcore.settling.inspect", lambda *_a, **_k: pytest.fail("it was opened again"))
+    monkeypatch.setattr(
+        "ckptcore.operations.readiness.inspect", lambda *_a, **_k: pytest.fail("it was opened again")
+    )
     code, swept = answer(capsys, "sweep", "kept", "--settle", "0s")
     assert code in (0, 1)
     assert {Path(i["source"]).name: i["standing"] for i in swept["items"]} == {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from stack import Stack, eventually
 
-from tasks.begun import LOOKS
+from tasks.attempts import LOOKS
 
 pytestmark = [pytest.mark.xdist_group("stack")]
 

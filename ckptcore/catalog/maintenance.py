@@ -1,0 +1,163 @@
+"""Tending: which checkpoints are due to be looked at, what came of it, and which are deleted?
+
+Every function works inside the transaction that it is given, a writer's where it changes something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from sqlalchemy import and_, func, select, update
+
+from ckptcore.catalog.checkpoints import note_findings
+from ckptcore.catalog.claims import TAKEN
+from ckptcore.catalog.holds import in_force
+from ckptcore.catalog.models import Alias, Checkpoint, Claim, Conversion, ConversionIO, Hold, Tag, TrainingRun
+from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, conversion_row, resolve_checkpoint
+from ckptcore.catalog.types import CheckpointRow, ConversionRow, Direction, Kind, Outcome, State
+from ckptcore.errors import Finding
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+_ALIVE = (State.PRESENT.value, State.DAMAGED.value, State.INCOMPLETE.value, State.GONE.value)
+_STALE = timedelta(days=1)  # a conversion that has "run" for longer was killed without a word
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """What holds a checkpoint: tags, names that stand for it, reasons to keep it, who reads it now."""
+
+    tags: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
+
+
+def due(conn: Connection) -> tuple[CheckpointRow, ...]:
+    """What should be there, the longest unproven first."""
+    last = func.coalesce(Checkpoint.checked_at, Checkpoint.verified_at)
+    wanted = checkpoint_rows().where(Checkpoint.state.in_(_ALIVE))
+    ordered = wanted.order_by(last.is_not(None), last, Checkpoint.id)
+    return tuple(checkpoint_row(row) for row in conn.execute(ordered))
+
+
+def checked(conn: Connection, now: datetime, public: str, level: str, findings: Iterable[Finding]) -> None:
+    """What a look of `level` at a registered checkpoint found; state and proof follow from it."""
+    row = resolve_checkpoint(conn, public)
+    note_findings(conn, now, findings, checkpoint=row, conversion=None, level=level)
+    looked(conn, now, public)
+
+
+def gone(conn: Connection, now: datetime, public: str) -> None:
+    """Nothing is at its place any more; the row stays."""
+    values = {"state": State.GONE.value, "verified_at": None, "verified_level": None, "checked_at": now}
+    here = (Checkpoint.uuid == public, Checkpoint.state.in_(_ALIVE))
+    conn.execute(update(Checkpoint).where(*here).values(values))
+
+
+def looked(conn: Connection, now: datetime, public: str) -> None:
+    """It had its turn."""
+    conn.execute(update(Checkpoint).where(Checkpoint.uuid == public).values(checked_at=now))
+
+
+def sources(conn: Connection, root: str | None = None, run: str | None = None) -> tuple[CheckpointRow, ...]:
+    """The sources that are there: below a root, or of a run."""
+    wanted = checkpoint_rows().where(
+        Checkpoint.kind == Kind.SOURCE.value, Checkpoint.state == State.PRESENT.value
+    )
+    if root is not None:
+        wanted = wanted.where(Checkpoint.uri.startswith(root.rstrip("/") + "/", autoescape=True))
+    if run is not None:
+        wanted = wanted.where(TrainingRun.name == run)
+    found = (checkpoint_row(row) for row in conn.execute(wanted.order_by(Checkpoint.id)))
+    # SQLite's LIKE takes /runs/A for /runs/a.
+    return tuple(r for r in found if root is None or r.uri.startswith(root.rstrip("/") + "/"))
+
+
+def children(conn: Connection, public: str) -> tuple[tuple[ConversionRow, CheckpointRow], ...]:
+    """What was made of a checkpoint and is there, with the conversion that made it."""
+    row = resolve_checkpoint(conn, public)
+    read = select(ConversionIO.conversion_id).where(
+        ConversionIO.checkpoint_id == row, ConversionIO.direction == Direction.IN.value
+    )
+    made = {
+        c.id: conversion_row(c)
+        for c in conn.execute(
+            select(Conversion).where(Conversion.id.in_(read), Conversion.state == Outcome.SUCCEEDED.value)
+        )
+    }
+    wrote = (
+        checkpoint_rows()
+        .add_columns(ConversionIO.conversion_id.label("made_by"))
+        .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
+        .where(
+            ConversionIO.conversion_id.in_(list(made)), ConversionIO.direction == Direction.OUT.value,
+            Checkpoint.state == State.PRESENT.value, Checkpoint.id != row,
+        )
+        .order_by(Checkpoint.id.desc())
+    )  # fmt: skip
+    return tuple((made[r.made_by], checkpoint_row(r)) for r in conn.execute(wrote))
+
+
+def ties(conn: Connection, now: datetime, public: str) -> Ties:
+    """What holds a checkpoint at this moment."""
+    row = resolve_checkpoint(conn, public)
+    uri = select(Checkpoint.uri).where(Checkpoint.id == row).scalar_subquery()
+    reading = select(Conversion.uuid).where(
+        Conversion.source_uri == uri,
+        Conversion.state == Outcome.RUNNING.value,
+        Conversion.started_at > now - _STALE,
+    )
+    claimed = select(Claim.owner).where(
+        Claim.source_uri == uri, and_(Claim.state == TAKEN, Claim.due_at > now)
+    )
+    return Ties(
+        tuple(conn.execute(select(Tag.key).where(Tag.checkpoint_id == row).order_by(Tag.key)).scalars()),
+        tuple(
+            conn.execute(select(Alias.name).where(Alias.checkpoint_id == row).order_by(Alias.name)).scalars()
+        ),
+        tuple(conn.execute(select(Hold.reason).where(Hold.checkpoint_id == row, *in_force(now))).scalars()),
+        (*conn.execute(reading).scalars(), *conn.execute(claimed).scalars()),
+    )
+
+
+def inside(conn: Connection, uri: str) -> tuple[str, ...]:
+    """Other checkpoints that are there and lie in this one's folder."""
+    below = Checkpoint.uri.startswith(uri.rstrip("/") + "/", autoescape=True)
+    return tuple(conn.execute(select(Checkpoint.uri).where(below, Checkpoint.state.in_(_ALIVE))).scalars())
+
+
+def deleted(conn: Connection, now: datetime, row: CheckpointRow) -> bool:
+    """It is deleted on purpose from now on; False when its row is not what it was."""
+    here = (
+        Checkpoint.uuid == row.id,
+        Checkpoint.uri == row.uri,
+        Checkpoint.kind == row.kind,
+        Checkpoint.manifest_digest == row.manifest_digest,
+        Checkpoint.state == State.PRESENT.value,
+    )
+    values = {"state": State.DELETED.value, "deleted_at": now}
+    return conn.execute(update(Checkpoint).where(*here).values(values)).rowcount == 1
+
+
+def restored(conn: Connection, public: str) -> None:
+    """It was not deleted after all."""
+    here = (Checkpoint.uuid == public, Checkpoint.state == State.DELETED.value)
+    conn.execute(update(Checkpoint).where(*here).values(state=State.PRESENT.value, deleted_at=None))
+
+
+def state_of(conn: Connection, public: str) -> str | None:
+    """The state of a checkpoint, or None for one that this catalog does not know."""
+    return conn.execute(select(Checkpoint.state).where(Checkpoint.uuid == public)).scalar()
+
+
+def known_below(conn: Connection, root: str) -> tuple[str, ...]:
+    """The places below a root where sources are, or were."""
+    above = root.rstrip("/") + "/"
+    below = Checkpoint.uri.startswith(above, autoescape=True)
+    wanted = select(Checkpoint.uri).where(below, Checkpoint.kind == Kind.SOURCE.value).distinct()
+    return tuple(uri for uri in conn.execute(wanted).scalars() if uri.startswith(above))

@@ -1,0 +1,101 @@
+"""Watched roots: which folders are swept for new checkpoints, and what is made of what is found there?
+
+Every function works inside the transaction that it is given, a writer's where it changes something.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import delete, insert, select, update
+
+from ckptcore.catalog.models import WatchedRoot
+from ckptcore.catalog.normalize import clean, clean_json, normal_uri, storable
+from ckptcore.errors import UsageError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """One watched root.
+
+    include: globs on paths relative to `uri`; empty means everything. target: the options of the conversion.
+    swept_at, swept_note: when it was last looked through, and what came of it.
+    """
+
+    name: str
+    uri: str
+    include: tuple[str, ...]
+    target: dict[str, Any]
+    enabled: bool
+    created_at: datetime
+    swept_at: datetime | None
+    swept_note: str | None
+
+
+def add(
+    conn: Connection, now: datetime, name: str, uri: str, *, include: Sequence[str] = (),
+    target: Mapping[str, Any] | None = None,
+) -> Root:  # fmt: skip
+    """Watches `uri` under a name of its own. Raises `UsageError` when the name is taken."""
+    if not name.strip():
+        raise UsageError("a watched root needs a name", hint="for example that of the training run")
+    if _rows(conn, name):
+        raise UsageError(f"there is a watched root {name} already", hint="remove it first, or name another")
+    conn.execute(
+        insert(WatchedRoot).values(
+            name=storable(name), uri=normal_uri(uri), include=clean_json(list(include)),
+            target=clean_json(target or {}), enabled=True, created_at=now,
+        )
+    )  # fmt: skip
+    return get(conn, storable(name))
+
+
+def remove(conn: Connection, name: str) -> None:
+    """Watches it no more. Raises `UsageError`."""
+    get(conn, name)
+    conn.execute(delete(WatchedRoot).where(WatchedRoot.name == storable(name)))
+
+
+def enable(conn: Connection, name: str, enabled: bool) -> Root:
+    """Goes on, or pauses. Raises `UsageError`."""
+    get(conn, name)
+    conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(enabled=enabled))
+    return get(conn, name)
+
+
+def swept(conn: Connection, now: datetime, name: str, note: str = "") -> None:
+    """Notes that it was looked through. Raises `UsageError`."""
+    get(conn, name)
+    values = {"swept_at": now, "swept_note": clean(note)}
+    conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(values))
+
+
+def get(conn: Connection, name: str) -> Root:
+    """The root of this name. Raises `UsageError`."""
+    found = _rows(conn, name)
+    if not found:
+        raise UsageError(f"there is no watched root {name}", hint="`ckptcore catalog root list` shows them")
+    return found[0]
+
+
+def every(conn: Connection, *, enabled: bool | None = None) -> tuple[Root, ...]:
+    """All watched roots by name; enabled: only those that are, or are not."""
+    return tuple(root for root in _rows(conn, None) if enabled is None or root.enabled is enabled)
+
+
+def _rows(conn: Connection, name: str | None) -> list[Root]:
+    wanted = select(WatchedRoot.__table__).order_by(WatchedRoot.name)
+    if name is not None:
+        wanted = wanted.where(WatchedRoot.name == storable(name))
+    return [
+        Root(r.name, r.uri, tuple(json.loads(r.include)), json.loads(r.target), r.enabled, r.created_at,
+             r.swept_at, r.swept_note)
+        for r in conn.execute(wanted)
+    ]  # fmt: skip

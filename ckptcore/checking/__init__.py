@@ -1,0 +1,1 @@
+"""checking: a room of ckptcore."""

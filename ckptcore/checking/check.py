@@ -1,0 +1,303 @@
+"""Checking: is it there, is it whole, are the bytes right, are the values sane?
+
+Four levels, each with everything below it: ``files`` (present, sizes, stray files), ``cover``
+(every element in exactly one place, from metadata alone), ``bytes`` (stored checksums, layouts,
+equal replicas; reads everything once) and ``values`` (NaN and Inf). Rules are rows of a table. A
+report can be complete and bad: checks return findings and never stop at the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptcore.checking.file_digests import SHA256, mismatches
+from ckptcore.checking.verdicts import PART_CODES, called, verdict
+from ckptcore.core.coverage import coverage
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Envelope, Manifest
+from ckptcore.errors import Finding, UnreadablePart, UsageError, finding
+from ckptcore.store import Store
+from ckptcore.utils.globs import leave_out
+
+LEVELS = ("files", "cover", "bytes", "values")
+_NAMED = 5  # files that a finding names; the report has all of them
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a check found.
+
+    level: how deep it looked. tensors: number of tensors. nbytes: bytes of tensor data.
+    findings: in the order of levels. unverified: items without a stored checksum. unproven: the files whose
+    bytes nothing proves, where the level is deep enough to ask.
+    """
+
+    level: str
+    format: str
+    tensors: int
+    nbytes: int
+    findings: tuple[Finding, ...]
+    unverified: int = 0
+    unproven: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing found is an error."""
+        return not any(f.severity == "error" for f in self.findings)
+
+    @property
+    def status(self) -> str:
+        """What the findings amount to (`ckptcore.checking.verdicts.verdict`); unproven, where none is an error and
+        nothing proves some of the bytes."""
+        if not self.ok:
+            return verdict(self.findings)
+        return "unproven" if self.unproven else "ok"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON of `ckptcore validate --output json`."""
+        return {
+            "ok": self.ok,
+            "status": self.status,
+            "level": self.level,
+            "format": self.format,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "findings": [f.as_dict() for f in self.findings],
+            "unproven": list(self.unproven),
+        }
+
+
+def check(manifest: Manifest, store: Store | None = None, level: str = "cover", *,
+          workers: int = 2, progress: Progress | None = None) -> Report:  # fmt: skip
+    """Checks a manifest up to ``level``; ``bytes`` and ``values`` read the files of ``store``.
+
+    Peak memory: a few MiB a worker. Raises `UsageError` for an unknown level, or when the level
+    needs a store and none is given.
+    """
+    if level not in LEVELS:
+        raise UsageError(f"no level is called {level!r}", hint=f"one of: {', '.join(LEVELS)}")
+    depth = LEVELS.index(level)
+    found = [f for f in manifest.findings if LEVELS.index(f.level) <= depth]
+    for rule_level, rule in RULES:
+        if LEVELS.index(rule_level) <= depth:
+            found += rule(manifest)
+    unverified, unproven = 0, tuple[str, ...]()
+    if depth >= LEVELS.index("bytes"):
+        if store is None:
+            raise UsageError(f"level {level!r} reads files: a store is needed")
+        from ckptcore.checking.scan import scan
+
+        broken = {f.file for f in found if f.severity == "error" and f.code in _UNREADABLE}
+        more, unverified, bare = scan(manifest, store, skip_files=broken, values=level == "values",
+                                      workers=workers, progress=progress)  # fmt: skip
+        found += [*more, *mismatches(manifest, store)]
+        summed = manifest.origin.get(SHA256) or {}
+        unproven = tuple(sorted((bare | {f.path for f in manifest.beside}) - set(summed)))
+        found += unproven_finding(unproven)
+    order = {name: i for i, name in enumerate(LEVELS)}
+    unique = tuple(dict.fromkeys(sorted(found, key=lambda f: order[f.level])))
+    return Report(level, manifest.format, manifest.num_tensors, manifest.nbytes, unique, unverified, unproven)
+
+
+def unproven_finding(paths: Sequence[str]) -> list[Finding]:
+    """The finding that names files whose bytes nothing proves; none where there are none."""
+    if not paths:
+        return []
+    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    told = f"nothing proves the bytes of {', '.join(paths[:_NAMED])}{more}"
+    return [finding("unproven", "bytes", told, file=paths[0] if len(paths) == 1 else None)]
+
+
+def require_whole(
+    manifest: Manifest, selected: Callable[[str], bool], *, later: Set[str] = frozenset()
+) -> Report:
+    """The report of a manifest of which everything that is asked for is complete.
+
+    selected: whether a tensor or object of this name is asked for. What is wrong with others, or with files
+    that nothing asked for lies in, stops nothing. later: codes that the caller looks at itself.
+    Raises what `ckptcore.checking.verdicts.called` names: `DamagedCheckpoint`, `NotComplete`, `UnprovenCheckpoint`,
+    `UnreadablePart`.
+    """
+    report = check(manifest, None, "cover")
+    errors = [f for f in report.findings if f.severity == "error" and f.code not in later]
+    if errors:
+        unused = _unused_files(manifest, selected) if any(f.fqn is None for f in errors) else frozenset()
+        errors = [f for f in errors if not _of_others(f, selected, unused)]
+    if errors:
+        more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
+        cls = called(errors)
+        hint = _leave_out(manifest, errors) if cls is UnreadablePart else errors[0].hint
+        raise cls(f"{errors[0].message}{more}", hint=hint, findings=tuple(errors))
+    return report
+
+
+def _of_others(found: Finding, selected: Callable[[str], bool], unused: frozenset[str]) -> bool:
+    """Whether a finding is about a part that is not asked for."""
+    if found.fqn is not None:
+        return found.code in PART_CODES and not selected(found.fqn)
+    return found.code in _OF_FILES and found.file in unused
+
+
+def _unused_files(manifest: Manifest, selected: Callable[[str], bool]) -> frozenset[str]:
+    """Files with stored items, none of which belongs to what is asked for."""
+    items, chunks = manifest.items, manifest.chunks
+    asked = np.array([selected(t.fqn) for t in manifest.tensors], np.bool_)
+    held = chunks.item[asked[chunks.tensor] & (chunks.item >= 0)]
+    used = set(items.file[held].tolist())
+    used |= {manifest.items[b.item].file for b in manifest.blobs if b.item >= 0 and selected(b.key)}
+    if manifest.inputs is not None:  # which of them are asked for is known when tensors are computed
+        used |= set(items.file[manifest.inputs.chunks.item].tolist())
+    return frozenset(manifest.files[n].path for n in set(items.file.tolist()) - used)
+
+
+def _leave_out(manifest: Manifest, errors: Sequence[Finding]) -> str:
+    """The next step: globs that leave out what cannot be read, and nothing else."""
+    names = list(dict.fromkeys(f.fqn for f in errors if f.fqn is not None))
+    others = {t.fqn for t in manifest.tensors} | {b.key for b in manifest.blobs}
+    return leave_out(names, others - set(names)) if names else errors[0].hint
+
+
+_UNREADABLE = {"missing-file", "truncated-file"}
+_OF_FILES = _UNREADABLE | {"oversized-file", "item-overlap"}
+
+
+def _unread(manifest: Manifest) -> Iterable[Finding]:
+    """Tensors of a kind that is not read; of those that need refused globals, their readers say so."""
+    needs = {b.key for b in manifest.blobs if b.refused}
+    for name, why in manifest.unread.items():
+        if name in needs:
+            continue
+        message = f"{name} cannot be read ({why.told()})"
+        yield finding("unreadable-part", "files", message, fqn=name, file=why.file, hint=leave_out([name]))
+
+
+def _files(manifest: Manifest) -> Iterable[Finding]:
+    """Every named file is there and as long as what is placed in it."""
+    items = manifest.items
+    need = np.zeros(len(manifest.files), np.int64)
+    if len(items):
+        np.maximum.at(need, items.file, items.start + items.length)
+    used = np.zeros(len(manifest.files), np.bool_)
+    used[items.file] = True
+    # Torch zips fill their file exactly. A DCP file with a safetensors blob ends where the blob
+    # says, and such a blob is there even when it is empty; files of raw items alone (safetensors,
+    # torch_save) have an exact check in their reader.
+    exact = np.zeros(len(manifest.files), np.bool_)
+    exact[items.file[items.envelope == int(Envelope.TORCHZIP)]] = True
+    if bool((items.envelope == int(Envelope.SAFETENSORS)).any()):
+        exact[:] = False
+    for i, file in enumerate(manifest.files):
+        if not used[i]:
+            continue
+        if file.size is None:
+            yield finding(
+                "missing-file",
+                "files",
+                f"{file.path} is not there{_rank(file.path)}",
+                file=file.path,
+            )
+        elif file.size < need[i]:
+            yield finding("truncated-file", "files", f"{file.path} has {file.size} bytes, the metadata "
+                          f"places data up to {need[i]}", file=file.path)  # fmt: skip
+        elif file.size > need[i] and exact[i]:
+            yield finding("oversized-file", "files", f"{file.path} has {file.size} bytes, the metadata "
+                          f"places data only up to {need[i]}", file=file.path)  # fmt: skip
+
+
+def _something(manifest: Manifest) -> Iterable[Finding]:
+    """There is something in the checkpoint."""
+    if not manifest.tensors and not manifest.blobs:
+        yield finding("no-tensors", "cover", "the metadata names no tensor and no object")
+
+
+def _lengths(manifest: Manifest) -> Iterable[Finding]:
+    """No item is shorter than its chunk's bytes."""
+    if manifest.inputs is not None:
+        yield from _lengths(manifest.inputs)
+    chunks, items = manifest.chunks, manifest.items
+    if not len(chunks) or not len(items):
+        return
+    width = np.array([BY_NAME[t.dtype].itemsize for t in manifest.tensors], np.float64)
+    nbytes = width[chunks.tensor] * np.prod(chunks.shape.astype(np.float64), axis=1)
+    placed = chunks.item >= 0
+    item = np.where(placed, chunks.item, 0)
+    zips = placed & (items.envelope[item] == int(Envelope.TORCHZIP))
+    # A zstd block of 128 KiB takes at least 4 bytes.
+    room = np.where(items.codec[item] == 0, 1.0, 32768.0) * items.length[item]
+    short = zips & (room < nbytes)
+    for row in np.flatnonzero(short)[:100].tolist():
+        at = items[int(chunks.item[row])]
+        fqn = manifest.tensors[int(chunks.tensor[row])].fqn
+        path = manifest.files[at.file].path
+        yield finding("length-mismatch", "cover", f"{fqn}: a chunk of {int(nbytes[row])} bytes is placed in "
+                      f"{at.length} bytes of {path}", fqn=fqn, file=path)  # fmt: skip
+
+
+def _item_overlaps(manifest: Manifest) -> Iterable[Finding]:
+    """No two items share bytes of a file (members of one safetensors blob share its range)."""
+    items = manifest.items
+    rows = np.flatnonzero((items.envelope == int(Envelope.TORCHZIP)) & (items.length > 0))
+    if len(rows) < 2:
+        return
+    rows = rows[_by_place(items.file[rows], items.start[rows], items.length[rows])]
+    a, b = rows[:-1], rows[1:]
+    same = items.file[a] == items.file[b]
+    equal = (items.start[a] == items.start[b]) & (items.length[a] == items.length[b])
+    shared = same & (items.start[b] < items.start[a] + items.length[a])
+    # One chunk named twice in the metadata is the same item twice; different chunks are not.
+    clash = shared & ~equal
+    if (shared & equal).any():
+        owner = _owners(manifest)
+        clash |= shared & (owner[a] != owner[b])
+    for row in np.flatnonzero(clash)[:100].tolist():
+        one, two = items[int(a[row])], items[int(b[row])]
+        path = manifest.files[one.file].path
+        yield finding("item-overlap", "cover", f"{path}: items at {one.start} ({one.length} bytes) and "
+                      f"{two.start} ({two.length} bytes) overlap", file=path)  # fmt: skip
+
+
+def _by_place(file: Any, start: Any, length: Any) -> Any:
+    """The order of items by file, first byte and length."""
+    room = int(start.max()) + 1
+    if (int(file.max()) + 1) * room >= 1 << 62:
+        return np.lexsort((length, start, file))
+    key = file * room + start  # one sort instead of three
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    if (key[1:] == key[:-1]).any():
+        return np.lexsort((length, start, file))
+    return order
+
+
+def _owners(manifest: Manifest) -> Any:
+    """int64 [items]: a number that is equal for items of equal chunks (tensor and box)."""
+    chunks = manifest.chunks
+    owner = np.arange(len(manifest.items), dtype=np.int64) + len(chunks)
+    placed = np.flatnonzero(chunks.item >= 0)
+    if len(placed):
+        keys = np.concatenate([chunks.tensor[placed, None], chunks.lo[placed], chunks.shape[placed]], axis=1)
+        _, group = np.unique(keys, axis=0, return_inverse=True)
+        owner[chunks.item[placed]] = group.reshape(-1)
+    return owner
+
+
+def _rank(path: str) -> str:
+    name = path.rsplit("/", 1)[-1]
+    digits = name.removeprefix("__").split("_")[0]
+    return f" (written by rank {digits})" if name.startswith("__") and digits.isdigit() else ""
+
+
+# level, rule; a rule sees the whole manifest and yields findings.
+RULES: tuple[tuple[str, Callable[[Manifest], Iterable[Finding]]], ...] = (
+    ("files", _files),
+    ("files", _unread),
+    ("cover", _something),
+    ("cover", coverage),
+    ("cover", _lengths),
+    ("cover", _item_overlaps),
+)

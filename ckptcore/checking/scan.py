@@ -1,0 +1,278 @@
+"""Scanning: do all stored bytes match their checksums, and their copies each other?
+
+Reads every item once, in blocks, on a few threads. Memory: three blocks a worker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptcore.core.box import Box, flat_start
+from ckptcore.core.coverage import replicas
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Manifest, view_of
+from ckptcore.errors import (
+    CkptError,
+    DamagedCheckpoint,
+    Finding,
+    SourceUnreadable,
+    UnreadablePart,
+    UnsafeContent,
+    finding,
+)
+from ckptcore.reading.equality import differing, index_in, mismatch
+from ckptcore.reading.gather import Bytes, gather, tile_view
+from ckptcore.reading.payload import Payload, resolve
+from ckptcore.store import Store
+from ckptcore.utils.crc32 import crc32
+
+_BLOCK = 4 << 20
+
+
+def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], values: bool, workers: int,
+         progress: Callable[[str, int, int], None] | None
+         ) -> tuple[list[Finding], int, set[str]]:  # fmt: skip
+    """Findings of every chunk's bytes, how many items carry no checksum, and the files these lie in.
+
+    Of a derived tensor, what it is computed from is looked at.
+    """
+    wholes = [manifest, *([manifest.inputs] if manifest.inputs is not None else [])]
+    pieces, unverified, done = sum(len(m.chunks) for m in wholes), 0, 0
+    total = sum(t.nbytes for m in wholes for n, t in enumerate(m.tensors) if n not in m.derived)
+    findings: list[Finding] = []
+    bare: set[str] = set()
+    for whole in wholes:
+        state = _State(whole, store, skip_files, values, done, total, progress)
+        with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+            for found in pool.map(state.chunk, range(len(whole.chunks)), chunksize=1):
+                findings += found
+            findings += _as_one(whole, [d for found in pool.map(state.pair, replicas(whole)) for d in found])
+        unverified, done = unverified + state.unverified, state.done
+        bare |= state.bare
+        if values:
+            findings += state.value_findings()
+    if unverified:
+        findings.append(
+            finding("no-checksum", "bytes", f"{unverified} of {pieces} stored pieces carry no "
+                    "checksum: their layout is right, their bytes cannot be proven")
+        )  # fmt: skip
+    return findings, unverified, bare
+
+
+@dataclass(frozen=True, slots=True)
+class Differing:
+    """Two copies of a part of a tensor that are not equal bit for bit.
+
+    paths: the files they lie in, the one that is read first. first: the first such element, as its
+    row-major place in the tensor and as its index. count: how many there are.
+    """
+
+    fqn: str
+    paths: tuple[str, str]
+    first: tuple[int, tuple[int, ...]]
+    count: int
+
+
+def _as_one(manifest: Manifest, found: Sequence[Differing]) -> list[Finding]:
+    """A finding for each tensor and two files: a tensor may have thousands of parts."""
+    groups: dict[tuple[str, tuple[str, str]], list[Differing]] = {}
+    for one in found:
+        groups.setdefault((one.fqn, one.paths), []).append(one)
+    told = []
+    for (fqn, paths), parts in groups.items():
+        numel = manifest.tensors[manifest.index[fqn]].numel
+        _, index = min(part.first for part in parts)
+        told.append(mismatch(fqn, paths, index, sum(part.count for part in parts), numel))
+    return told
+
+
+class _State:
+    """What the workers of one scan share."""
+
+    def __init__(self, manifest: Manifest, store: Store, skip: set[str | None], values: bool,
+                 done: int, total: int,
+                 progress: Callable[[str, int, int], None] | None) -> None:  # fmt: skip
+        self.manifest, self.store, self.skip, self.values = manifest, store, skip, values
+        self.unverified = 0
+        self.bare: set[str] = set()
+        self._records: dict[tuple[str | None, int], bool] = {}
+        self._bad_values: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self.done, self._total, self._progress = done, total, progress
+
+    def chunk(self, row: int) -> list[Finding]:
+        """Findings of one chunk's item."""
+        payload, name, path = self._open(row)
+        if isinstance(payload, list):
+            return payload
+        if payload is None:
+            return []
+        try:
+            found = self._verify(payload, name, path)
+            if self.values and not found:
+                self._look(payload, row)
+        except DamagedCheckpoint as error:
+            return list(error.findings)
+        except CkptError as error:
+            return _as_findings(error, name, path)
+        else:
+            return found
+        finally:
+            payload.close()
+
+    def pair(self, rows: tuple[int, int]) -> list[Differing]:
+        """Where two copies of the same box do not hold the same bits; nothing where they do."""
+        opened = [self._open(row) for row in rows]
+        payloads = [p for p, _, _ in opened if isinstance(p, Payload)]
+        try:
+            if len(payloads) < 2:
+                return []  # told by `chunk`
+            return self._compare((payloads[0], payloads[1]), rows, (opened[0][2], opened[1][2]))
+        finally:
+            for payload in payloads:
+                payload.close()
+
+    def _compare(self, payloads: tuple[Payload, Payload], rows: tuple[int, int],
+                 paths: tuple[str, str]) -> list[Differing]:  # fmt: skip
+        spec = self.manifest.tensors[int(self.manifest.chunks.tensor[rows[0]])]
+        itemsize = BY_NAME[spec.dtype].itemsize
+        first: tuple[int, tuple[int, ...]] | None = None
+        count = 0
+        both = zip(self._tiles(payloads[0], rows[0], 0), self._tiles(payloads[1], rows[1], 1), strict=True)
+        for (box, a), (_, b) in both:
+            found = differing(a, b, itemsize)
+            if found is None:
+                continue
+            count += found[1]
+            index = index_in(box, found[0])
+            place = flat_start(spec.shape, index), index
+            first = min(first or place, place)
+        if first is None:
+            return []
+        return [Differing(spec.fqn, paths, first, count)]
+
+    def value_findings(self) -> list[Finding]:
+        """One finding a tensor that holds NaN or Inf."""
+        return [
+            finding(
+                "not-finite",
+                "values",
+                f"{name}: {nan} NaN and {inf} Inf of {numel} elements",
+                fqn=name,
+            )
+            for name, (nan, inf, numel) in sorted(self._bad_values.items())
+        ]
+
+    def _open(self, row: int) -> tuple[Payload | list[Finding] | None, str, str]:
+        manifest, chunks = self.manifest, self.manifest.chunks
+        spec = manifest.tensors[int(chunks.tensor[row])]
+        if chunks.item[row] < 0:
+            return None, spec.fqn, ""
+        item = manifest.items[int(chunks.item[row])]
+        path = manifest.files[item.file].path
+        if path in self.skip:
+            return None, spec.fqn, path
+        rank = len(spec.shape)
+        shape = tuple(chunks.shape[row, :rank].tolist())
+        try:
+            payload = resolve(self.store, path, item, spec.dtype, shape, view_of(chunks, row, rank), spec.fqn)
+        except DamagedCheckpoint as error:
+            return list(error.findings), spec.fqn, path
+        except CkptError as error:
+            return _as_findings(error, spec.fqn, path), spec.fqn, path
+        return payload, spec.fqn, path
+
+    def _verify(self, payload: Payload, name: str, path: str) -> list[Finding]:
+        key = payload.path, payload.record_start
+        with self._lock:
+            if payload.path is not None and key in self._records:
+                return []  # tensors may share a storage
+            self._records[key] = True
+        if payload.crc32 is None:
+            with self._lock:
+                self.unverified += 1
+                self.bare.add(path)
+        crc = 0
+        for at in range(0, payload.record_length, _BLOCK):
+            count = min(_BLOCK, payload.record_length - at)
+            block, _ = self._buffers(count)
+            payload.read_into(payload.record_start + at, block)
+            crc = crc32(block, crc) if payload.crc32 is not None else 0
+            self._advance(count)
+        if payload.crc32 is not None and crc != payload.crc32:
+            return [finding("crc-mismatch", "bytes", f"{name}: bytes in {path} have CRC-32 {crc:08x}, "
+                            f"{payload.crc32:08x} is stored", fqn=name, file=path)]  # fmt: skip
+        return []
+
+    def _look(self, payload: Payload, row: int) -> None:
+        spec = self.manifest.tensors[int(self.manifest.chunks.tensor[row])]
+        dtype = BY_NAME[spec.dtype]
+        if dtype.kind not in "fc":
+            return
+        import torch
+
+        kind = getattr(torch, spec.dtype)
+        nan = inf = 0
+        for _, block in self._tiles(payload, row, 0):
+            values = torch.from_numpy(block).view(kind)
+            values = values.float() if dtype.itemsize == 1 else values
+            bad = values.numel() - int(torch.isfinite(values).sum())
+            if bad:
+                n = int(torch.isnan(values).sum())
+                nan, inf = nan + n, inf + bad - n
+        if nan or inf:
+            with self._lock:
+                seen = self._bad_values.setdefault(spec.fqn, [0, 0, spec.numel])
+                seen[0] += nan
+                seen[1] += inf
+
+    def _tiles(self, payload: Payload, row: int, slot: int) -> Iterator[tuple[Box, Bytes]]:
+        """The elements of a chunk, row-major, a block at a time, whatever their layout in storage."""
+        manifest, chunks = self.manifest, self.manifest.chunks
+        spec = manifest.tensors[int(chunks.tensor[row])]
+        rank, itemsize = len(spec.shape), BY_NAME[spec.dtype].itemsize
+        whole = Box(tuple(chunks.lo[row, :rank].tolist()), tuple(chunks.shape[row, :rank].tolist()))
+        for box in whole.tiles(_BLOCK // itemsize):
+            buffer = np.frombuffer(self._buffers(_BLOCK)[slot], np.uint8)
+            tile = tile_view(buffer, box.shape, spec.dtype)
+            gather(payload, whole, box, spec.dtype, tile, self._scratch(), None)
+            yield box, buffer[: box.numel * itemsize]
+
+    def _buffers(self, count: int) -> tuple[memoryview, memoryview]:
+        if not hasattr(self._local, "pair"):
+            self._local.pair = bytearray(_BLOCK), bytearray(_BLOCK)
+        a, b = self._local.pair
+        return memoryview(a)[:count], memoryview(b)[:count]
+
+    def _scratch(self) -> Bytes:
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = np.empty(_BLOCK, np.uint8)
+        scratch: Bytes = self._local.scratch
+        return scratch
+
+    def _advance(self, count: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self.done += count
+                done = self.done
+            self._progress("validate", min(done, self._total), self._total)
+
+
+def _as_findings(error: CkptError, name: str, path: str) -> list[Finding]:
+    """Damage as a finding; what says nothing about the checkpoint (no permission, say) is raised."""
+    if isinstance(error, UnsafeContent):
+        code = "unsafe-item" if "global" in error.values else "bad-path"
+        return [finding(code, "bytes", error.message, fqn=name, file=path)]
+    if isinstance(error, UnreadablePart):
+        return list(error.findings)
+    if isinstance(error, SourceUnreadable) and "file" not in error.values:
+        raise error
+    if error.transient:
+        raise error
+    return [finding("malformed-item", "bytes", error.message, fqn=name, file=path)]

@@ -1,0 +1,208 @@
+"""`ckptcore catalog alias|hold|root`: names for checkpoints, checkpoints to keep, folders to watch."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from ckptcore.cli.catalog_shared import As, Output, Ref, Where, answer, opened
+from ckptcore.errors import UsageError
+
+alias_app = typer.Typer(no_args_is_help=True, help="Names that stand for one checkpoint at a time.")
+hold_app = typer.Typer(no_args_is_help=True, help="Checkpoints that must not be deleted.")
+root_app = typer.Typer(no_args_is_help=True, help="Folders that are swept for new checkpoints.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The name.")]
+
+
+@alias_app.command("set")
+def set_alias(
+    name: Name,
+    ref: Ref,
+    expect: Annotated[
+        str | None,
+        typer.Option("--expect", metavar="ID", help="Only if it stands for this now; '' for a new name."),
+    ] = None,
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Let a name stand for a checkpoint."""
+    from ckptcore.catalog import aliases
+
+    with opened(catalog) as found, found.writing() as conn:
+        row = aliases.set_alias(conn, _now(), name, ref, expect)
+    answer((row,), output)
+
+
+@alias_app.command("list")
+def list_aliases(catalog: Where = None, output: As = Output.TEXT) -> None:
+    """All names, and what they stand for."""
+    from ckptcore.catalog import aliases
+
+    with opened(catalog) as found, found.reading() as conn:
+        rows = aliases.every(conn)
+    answer(rows, output)
+
+
+@alias_app.command("remove")
+def remove_alias(name: Name, catalog: Where = None) -> None:
+    """Forget a name."""
+    from ckptcore.catalog import aliases
+
+    with opened(catalog) as found, found.writing() as conn:
+        aliases.remove(conn, name)
+
+
+@hold_app.command("place")
+def place_hold(
+    ref: Ref,
+    reason: Annotated[str, typer.Option("--reason", help="Who will need it, and what for.")],
+    owner: Annotated[str, typer.Option("--owner", help="Whom to ask.")] = "",
+    until: Annotated[
+        datetime | None, typer.Option("--until", help="When it ends by itself, UTC.", formats=["%Y-%m-%d"])
+    ] = None,
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Keep a checkpoint from being deleted."""
+    from ckptcore.catalog import holds
+
+    end = None if until is None else until.replace(tzinfo=UTC)
+    with opened(catalog) as found, found.writing() as conn:
+        holds.place(conn, _now(), ref, reason, owner=owner, until=end)
+        rows = holds.held(conn, _now(), ref)
+    answer(rows, output)
+
+
+@hold_app.command("list")
+def list_holds(
+    ref: Annotated[str | None, typer.Argument(metavar="ID", help="Only those on this checkpoint.")] = None,
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """The holds that are in force."""
+    from ckptcore.catalog import holds
+
+    with opened(catalog) as found, found.reading() as conn:
+        rows = holds.held(conn, _now(), ref)
+    answer(rows, output)
+
+
+@hold_app.command("release")
+def release_hold(
+    hold: Annotated[str, typer.Argument(metavar="HOLD", help="The id of a hold.")], catalog: Where = None
+) -> None:
+    """End a hold."""
+    from ckptcore.catalog import holds
+
+    with opened(catalog) as found, found.writing() as conn:
+        holds.release(conn, _now(), hold)
+
+
+@root_app.command("add")
+def add_root(
+    name: Name,
+    uri: Annotated[str, typer.Argument(metavar="URI", help="The folder, or its URL.")],
+    include: Annotated[
+        list[str] | None, typer.Option("--include", metavar="GLOB", help="Only what matches; repeatable.")
+    ] = None,
+    destination: Annotated[
+        str | None,
+        typer.Option(
+            "--destination",
+            metavar="TEMPLATE",
+            help="Where it goes, of {root}, {run}, {step}, {name}, {path}; "
+            "default: {root}/../exports/{run}/{name}",
+        ),
+    ] = None,
+    verb: Annotated[str | None, typer.Option("--verb", help="consolidate, export or reshard.")] = None,
+    to: Annotated[str | None, typer.Option("--to", metavar="FORMAT", help="Output format.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="AXES", help="For reshard: fsdp=4,tp=2.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Cast floating-point tensors.")] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="DIR", help="For export: config.json.")
+    ] = None,
+    target: Annotated[
+        str,
+        typer.Option("--target", metavar="JSON", help="More of what to make: fields of a request."),
+    ] = "{}",
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Watch a folder: what is complete below it is converted by `ckptcore sweep`."""
+    from ckptcore.catalog import open_catalog
+    from ckptcore.catalog import watched_roots as roots
+    from ckptcore.operations.export_target import target_of
+
+    given = {
+        "destination": destination,
+        "verb": verb,
+        "to": to,
+        "mesh": mesh,
+        "dtype": dtype,
+        "config": config,
+    }
+    if mesh is not None and verb is None:
+        given["verb"] = "reshard"
+    checked = target_of(_object(target) | {k: v for k, v in given.items() if v is not None})
+    with open_catalog(catalog) as found, found.writing() as conn:
+        row = roots.add(conn, _now(), name, uri, include=include or (), target=checked.as_dict())
+    answer((row,), output)
+
+
+@root_app.command("list")
+def list_roots(catalog: Where = None, output: As = Output.TEXT) -> None:
+    """All watched folders."""
+    from ckptcore.catalog import watched_roots as roots
+
+    with opened(catalog) as found, found.reading() as conn:
+        rows = roots.every(conn)
+    answer(rows, output)
+
+
+@root_app.command("pause")
+def pause_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
+    """Leave a folder alone until `resume`."""
+    _enable(name, False, catalog, output)
+
+
+@root_app.command("resume")
+def resume_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
+    """Go on watching a folder."""
+    _enable(name, True, catalog, output)
+
+
+@root_app.command("remove")
+def remove_root(name: Name, catalog: Where = None) -> None:
+    """Watch a folder no more."""
+    from ckptcore.catalog import watched_roots as roots
+
+    with opened(catalog) as found, found.writing() as conn:
+        roots.remove(conn, name)
+
+
+def _enable(name: str, enabled: bool, catalog: str | None, output: Output) -> None:
+    from ckptcore.catalog import watched_roots as roots
+
+    with opened(catalog) as found, found.writing() as conn:
+        row = roots.enable(conn, name, enabled)
+    answer((row,), output)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--target is no JSON: {error}", hint='for example {"to": "safetensors"}') from error
+    if not isinstance(found, dict):
+        raise UsageError("--target is no JSON object", hint='for example {"to": "safetensors"}')
+    return found
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

@@ -1,0 +1,326 @@
+"""Catalog answers for people: which words of a value does a terminal of 100 columns show?
+
+Long URIs lose their beginning, which they share; `catalog show` and JSON have them in full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ckptcore.catalog.aliases import AliasRow
+from ckptcore.catalog.holds import HoldRow
+from ckptcore.catalog.inbox import InboxEvent
+from ckptcore.catalog.outbox import Message
+from ckptcore.catalog.sql_query import Answer
+from ckptcore.catalog.types import (
+    CheckpointDetail,
+    CheckpointRow,
+    ConversionDetail,
+    ConversionRow,
+    Lineage,
+    LineageStep,
+    Origin,
+)
+from ckptcore.catalog.watched_roots import Root
+from ckptcore.errors import Finding
+from ckptcore.utils import terminal
+
+WIDTH = 100
+_ID = 8  # digits of an id that tell checkpoints apart, in every catalog one person looks through
+_FILES = 20  # files that `show` lists
+
+Column = tuple[str, Callable[[Any], str]]
+
+
+def render(value: Any, console: Console | None = None) -> None:
+    """Write a value of `values.py`, or a tuple of them, to the console (stdout)."""
+    if console is None:
+        console = terminal.console()
+        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    for part in _parts(value):
+        console.print(part)
+
+
+def size(nbytes: int | None) -> str:
+    """Bytes for people.
+
+    >>> size(2_147_483_648)
+    '2.1 GB'
+    """
+    if nbytes is None:
+        return "-"
+    number = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"
+
+
+def tail(text: str, width: int) -> str:
+    """The end of a text that is too long.
+
+    >>> tail("/data/runs/llama/step-1000", 12)
+    '…a/step-1000'
+    """
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def _parts(value: Any) -> Iterable[RenderableType]:
+    if isinstance(value, CheckpointDetail):
+        return _checkpoint(value)
+    if isinstance(value, ConversionDetail):
+        return _conversion(value)
+    if isinstance(value, Lineage):
+        return _lineage(value)
+    if isinstance(value, Answer):
+        return _rows(value)
+    if not value:
+        return ["nothing found"]
+    if type(value[0]) in NAMED:
+        return [_table(value, NAMED[type(value[0])])]
+    if isinstance(value[0], Origin):
+        return [_origin(origin) for origin in value]
+    return [_checkpoints(value) if isinstance(value[0], CheckpointRow) else _conversions(value)]
+
+
+NAMED: dict[type, tuple[Column, ...]] = {
+    AliasRow: (
+        ("name", lambda r: r.name),
+        ("checkpoint", lambda r: r.checkpoint[:_ID]),
+        ("version", lambda r: str(r.version)),
+        ("set", lambda r: _when(r.updated_at)),
+        ("uri", lambda r: tail(r.uri, 30)),
+    ),
+    HoldRow: (
+        ("hold", lambda r: r.id),
+        ("checkpoint", lambda r: r.checkpoint[:_ID]),
+        ("until", lambda r: _when(r.until)),
+        ("owner", lambda r: tail(r.owner or "-", 10)),
+        ("reason", lambda r: tail(r.reason, 20)),
+    ),
+    InboxEvent: (
+        ("id", lambda r: r.id[:_ID]),
+        ("state", lambda r: r.state),
+        ("tries", lambda r: str(r.tries)),
+        ("came", lambda r: _when(r.received_at)),
+        ("source", lambda r: tail(r.source, 10)),
+        ("uri", lambda r: tail(r.uri or "-", 20)),
+        ("message", lambda r: (r.error_message or "-")[:200]),
+    ),
+    Message: (
+        ("id", lambda r: r.id[:_ID]),
+        ("state", lambda r: r.state),
+        ("tries", lambda r: str(r.tries)),
+        ("made", lambda r: _when(r.created_at)),
+        ("endpoint", lambda r: tail(r.endpoint, 10)),
+        ("type", lambda r: tail(r.type, 20)),
+        ("message", lambda r: (r.error_message or "-")[:200]),
+    ),
+    Root: (
+        ("name", lambda r: tail(r.name, 16)),
+        ("on", lambda r: "yes" if r.enabled else "no"),
+        ("include", lambda r: tail(" ".join(r.include) or "*", 16)),
+        ("swept", lambda r: _when(r.swept_at)),
+        ("uri", lambda r: tail(r.uri, 40)),
+    ),
+}
+
+
+def _rows(answer: Answer) -> Iterable[RenderableType]:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in answer.columns:
+        table.add_column(terminal.text(name), overflow="fold")
+    for row in answer.rows:
+        table.add_row(*(terminal.text("-" if value is None else str(value)) for value in row))
+    yield table if answer.rows else "nothing found"
+    if answer.more:
+        yield Text(f"and more; --limit shows more than {len(answer.rows)} rows")
+
+
+def _checkpoints(rows: Iterable[CheckpointRow]) -> Table:
+    return _table(rows, (
+        ("id", lambda r: r.id[:_ID]),
+        ("kind", lambda r: r.kind),
+        ("format", lambda r: tail(r.format, 12)),
+        ("step", lambda r: "-" if r.step is None else str(r.step)),
+        ("tensors", lambda r: str(r.num_tensors)),
+        ("size", lambda r: size(r.nbytes)),
+        ("state", lambda r: r.state),
+        ("uri", lambda r: tail(r.uri, 30)),
+    ), right=("step", "tensors", "size"))  # fmt: skip
+
+
+def _conversions(rows: Iterable[ConversionRow]) -> Table:
+    return _table(rows, (
+        ("id", lambda r: r.id[:_ID]),
+        ("verb", lambda r: r.verb),
+        ("state", lambda r: r.state),
+        ("started", lambda r: _when(r.started_at)),
+        ("took", _took),
+        ("written", lambda r: size(r.bytes_out)),
+        ("error", lambda r: tail(r.error_code or "-", 18)),
+        ("destination", lambda r: tail(r.destination_uri, 20)),
+    ), right=("took", "written"))  # fmt: skip
+
+
+def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
+    row = detail.checkpoint
+    proven = f"{row.verified_level}, {_when(row.verified_at)}" if row.verified_at else "-"
+    yield _facts({
+        "checkpoint": row.id,
+        "uri": row.uri,
+        "kind": row.kind,
+        "format": row.format,
+        "state": row.state + (f" since {_when(row.replaced_at)}" if row.replaced_at else ""),
+        "proven": proven,
+        "run": row.run or "-",
+        "step": "-" if row.step is None else str(row.step),
+        "tensors": f"{row.num_tensors} ({', '.join(row.dtypes) or 'none'}), {size(row.nbytes)}",
+        "manifest": row.manifest_digest,
+        "content": row.content_digest or "-",
+        "fingerprint": row.fingerprint or "-",
+        "origin": ", ".join(f"{k}={v}" for k, v in row.origin.items()) or "-",
+        "added": _when(row.created_at),
+        "tags": ", ".join(f"{k}={v}" for k, v in detail.tags.items()) or "-",
+    })  # fmt: skip
+    if detail.written_by:
+        yield Group("", Text("written by"), _conversions(detail.written_by))
+    if detail.used_by:
+        yield Group("", Text("used by"), _conversions(detail.used_by))
+    yield from _found(detail.findings)
+    if detail.files:
+        left = len(detail.files) - _FILES
+        yield Group("", _table(detail.files[:_FILES], (
+            ("file", lambda f: tail(f.path, 44)),
+            ("size", lambda f: size(f.nbytes)),
+            ("role", lambda f: f.role),
+            ("blake3", lambda f: (f.digest or "-")[:32]),
+        ), right=("size",)))  # fmt: skip
+        if left > 0:
+            yield Text(f"and {left} more files")
+    if detail.tensors:
+        yield Group("", _table(detail.tensors, (
+            ("tensor", lambda t: tail(t.fqn, 54)),
+            ("dtype", lambda t: t.dtype),
+            ("shape", lambda t: "x".join(map(str, t.shape)) or "scalar"),
+            ("size", lambda t: size(t.nbytes)),
+        ), right=("size",)))  # fmt: skip
+
+
+def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
+    row = detail.conversion
+    yield _facts({
+        "conversion": row.id,
+        "verb": row.made_for,
+        "state": row.state,
+        "error": f"{row.error_code}: {row.error_message}" if row.error_code else "-",
+        "source": row.source_uri,
+        "destination": row.destination_uri,
+        "started": _when(row.started_at),
+        "took": _took(row),
+        "bytes": f"{size(row.bytes_in)} in, {size(row.bytes_out)} out",
+        "peak memory": size(row.peak_memory),
+        "timings": ", ".join(f"{k} {v:.2f} s" for k, v in row.timings.items()) or "-",
+        "plan": row.plan_digest or "-",
+        "fingerprint": row.fingerprint or "-",
+        "map": row.map_digest or "-",
+        "flow run": row.flow_run_id or "-",
+        "version": row.tool_version,
+    })  # fmt: skip
+    both = detail.sources + detail.derived
+    if both:
+        yield Group("", _checkpoints(both))
+    yield from _found(detail.findings)
+
+
+def _lineage(lines: Lineage) -> Iterable[RenderableType]:
+    for step in reversed(lines.ancestors):
+        yield _step(step, step.source)
+    yield terminal.text(("* " + _short(lines.checkpoint), "bold"))
+    for step in lines.descendants:
+        yield _step(step, step.derived)
+
+
+def _step(step: LineageStep, other: CheckpointRow) -> Text:
+    up = other is step.source
+    made = f"{'->' if up else '<-'} {step.conversion.made_for} {_when(step.conversion.ended_at)}"
+    return terminal.text(f"{'  ' * (step.depth - 1)}{'^' if up else 'v'} {_short(other)}  {made}")
+
+
+def _short(row: CheckpointRow) -> str:
+    return f"{row.id[:_ID]}  {row.format}  {tail(row.uri, 36)}"
+
+
+def _origin(origin: Origin) -> RenderableType:
+    facts = {}
+    if origin.file is not None:
+        facts["file"] = f"{origin.file.path}, {size(origin.file.nbytes)}"
+        facts["blake3"] = origin.file.digest or "-"
+    row = origin.checkpoint
+    facts["checkpoint"] = f"{row.id} ({row.kind}, {row.format}, {row.state})"
+    facts["uri"] = row.uri
+    if row.fingerprint is not None:
+        facts["fingerprint"] = row.fingerprint
+    if origin.conversion is None:
+        facts["written by"] = "no recorded conversion"
+    else:
+        made = origin.conversion
+        facts["written by"] = f"{made.made_for} {made.id}, {_when(made.ended_at)}"
+    if origin.sources:
+        facts["made from"] = "\n".join(f"{s.uri} ({s.format}, {s.id})" for s in origin.sources)
+    return Group(_facts(facts), "")
+
+
+def _found(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
+    if findings:
+        counts = Counter(f.severity for f in findings)
+        said = ", ".join(f"{n} {severity}" for severity, n in counts.items())
+        yield Group("", Text(f"findings: {said}"), _table(findings[:_FILES], (
+            ("code", lambda f: f.code),
+            ("level", lambda f: f.level),
+            ("where", lambda f: tail(f.fqn or f.file or "-", 28)),
+            ("message", lambda f: f.message),
+        )))  # fmt: skip
+        if len(findings) > _FILES:
+            yield Text(f"and {len(findings) - _FILES} more")
+
+
+def _facts(facts: dict[str, str]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for name, words in facts.items():
+        grid.add_row(name, terminal.text(words, lines=True))
+    return grid
+
+
+def _table(rows: Iterable[Any], columns: tuple[Column, ...], right: tuple[str, ...] = ()) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name, _ in columns:
+        table.add_column(
+            name,
+            no_wrap=name != "message",
+            overflow="fold" if name == "message" else "ellipsis",
+            justify="right" if name in right else "left",
+        )
+    for row in rows:
+        table.add_row(*(terminal.text(cell(row), lines=name == "message") for name, cell in columns))
+    return table
+
+
+def _when(time: datetime | None) -> str:
+    return "-" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def _took(row: ConversionRow) -> str:
+    if row.ended_at is None:
+        return "-"
+    return f"{(row.ended_at - row.started_at).total_seconds():.1f} s"

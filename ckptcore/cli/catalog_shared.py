@@ -1,0 +1,55 @@
+"""Parts that all `ckptcore catalog` commands share: options, the opened catalog, how an answer is written."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptcore.catalog import as_dict, default_url, open_catalog
+from ckptcore.utils import terminal
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
+
+class Output(StrEnum):
+    """How an answer is written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--catalog",
+        metavar="URL",
+        envvar="CKPTCORE_CATALOG_URL",
+        help="SQLAlchemy URL, or the path of a SQLite file.",
+    ),
+]
+As = Annotated[Output, typer.Option("--output", help="Tables for people, JSON for programs.")]
+Ref = Annotated[str, typer.Argument(metavar="ID", help="An id, its beginning, or a URI.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, help="How many at most.")]
+
+
+def opened(url: str | None) -> Catalog:
+    """The catalog of an option; one that is not there is not made."""
+    return open_catalog(url or default_url(), create=False)
+
+
+def answer(value: Any, output: Output) -> None:
+    """Writes a value of the catalog, or a tuple of them."""
+    if output is Output.JSON:
+        write_json(value.as_dict() if hasattr(value, "as_dict") else as_dict(value))
+        return
+    from ckptcore.cli.catalog_render import render
+
+    render(value)
+
+
+def write_json(value: Any) -> None:
+    """Writes plain values."""
+    terminal.write_json(value, indent=2)

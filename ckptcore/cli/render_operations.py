@@ -1,0 +1,100 @@
+"""Faces of sweep, scrub and retire: a line for every checkpoint while they go on, then the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from ckptcore.utils import terminal
+from ckptcore.utils.units import show_size
+
+if TYPE_CHECKING:
+    from ckptcore.errors import CkptError
+    from ckptcore.operations.retire import Retired, Retirement
+    from ckptcore.operations.scrub import Looked, Scrubbed
+    from ckptcore.operations.sweep import Item, Swept
+
+_MOST = 50  # names of what is unproven that are printed of one source
+
+
+def told(as_json: bool) -> Callable[[Item], None]:
+    """Tells each item of a sweep on standard error while the sweep goes on, where the answer is JSON."""
+
+    def line(item: Item) -> None:
+        terminal.line(_item(item), err=as_json)
+
+    return line
+
+
+def swept(value: Swept, *, as_json: bool) -> None:
+    """The answer of `sweep`; in words, its items have been told."""
+    if as_json:
+        terminal.write_json(value.as_dict(), indent=2)
+        return
+    terminal.line(("nothing was converted: " if value.dry_run else "") + _counts(value.counts))
+
+
+def waits(seconds: float, error: CkptError) -> None:
+    """Tells on standard error that something is looked at again, and why."""
+    terminal.line(f"looked at again in {seconds:.0f} s: {error.message}", err=True)
+
+
+def already(destination: str, *, as_json: bool) -> None:
+    """The answer of a conversion that was not needed."""
+    if as_json:
+        terminal.write_json({"destination": destination, "already": True}, indent=2)
+        return
+    terminal.line(f"{destination} was made from this checkpoint before")
+
+
+def looked(as_json: bool) -> Callable[[Looked], None]:
+    """Tells each checkpoint of a scrub."""
+
+    def line(each: Looked) -> None:
+        why = f": {each.proven.message}" if each.proven.message else ""
+        terminal.line(f"{each.proven.proof:<9} {each.checkpoint.uri}{why}", err=as_json)
+
+    return line
+
+
+def scrubbed(value: Scrubbed, *, as_json: bool) -> None:
+    """The answer of `scrub`."""
+    if as_json:
+        terminal.write_json(value.as_dict(), indent=2)
+        return
+    terminal.line(f"{_counts(value.counts)}; {len(value.looked)} of {value.due} due, of {value.known} known")
+
+
+def fate(as_json: bool) -> Callable[[Retired], None]:
+    """Tells what becomes of each source."""
+
+    def line(each: Retired) -> None:
+        lines = [f"{each.fate:<9} {each.source.uri}: {'; '.join(each.why)}"]
+        lines += [f"{'':<9} unproven: {name} ({kind})" for name, kind in each.unproven[:_MOST]]
+        if len(each.unproven) > _MOST:
+            lines.append(f"{'':<9} unproven: {len(each.unproven) - _MOST} more, --output json lists all")
+        for text in lines:
+            terminal.line(text, err=as_json)
+
+    return line
+
+
+def retired(value: Retirement, *, as_json: bool) -> None:
+    """The answer of `retire`."""
+    if as_json:
+        terminal.write_json(value.as_dict(), indent=2)
+        return
+    for kept in value.left:
+        terminal.line(f"kept      {kept}")
+    counted = f"{_counts(value.counts)}, {show_size(value.nbytes)}"
+    terminal.line(counted if value.done else f"{counted}; nothing was deleted, --yes does it")
+
+
+def _item(item: Item) -> str:
+    to = f" -> {item.destination}" if item.standing in ("ready", "made") else ""
+    why = f": {item.why}" if item.why else ""
+    return f"{item.standing:<9} {item.source}{to}{why}"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "no checkpoint was found"

@@ -1,0 +1,1 @@
+"""comparison: a room of ckptcore."""

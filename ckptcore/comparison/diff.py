@@ -1,0 +1,230 @@
+"""Diffing: do two checkpoints hold the same, whatever their formats and topologies?
+
+1. Both must be whole (level ``cover``). Names are brought together: the model part, renames, ties, globs.
+2. Names, dtypes, shapes and plain values are compared from metadata.
+3. Tensors that both have, with equal dtype and shape, are read side by side (`ckptcore.comparison.tensor_compare`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptcore.checking.check import require_whole
+from ckptcore.comparison.object_leaves import Leaves, as_tensor, compare, leaves
+from ckptcore.comparison.result import DTYPE, ONLY_A, ONLY_B, SHAPE, Difference, Side, TensorDifference
+from ckptcore.comparison.tensor_compare import Opened, Pair, telling, walk
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.subset import select
+from ckptcore.errors import Finding, UsageError
+from ckptcore.formats import by_name
+from ckptcore.naming.model_part import ModelPart, find_model, in_model
+from ckptcore.naming.rename import apply_renames, matches, remap, strip_wrappers
+from ckptcore.planning.request import Settings
+
+Progress = Callable[[str, int, int], None]
+Pairs = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is compared with what.
+
+    model: compare the model parts alone, wrappers off. prefixes: where the model is in A and in B, as far
+    as that is told. rename: (old, new) for A's names. tie: (gone, kept): a side that lacks ``gone`` is
+    held to have ``kept`` there, too. include, exclude: globs on the names that are compared.
+    """
+
+    model: bool = False
+    prefixes: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+    tie: tuple[tuple[str, str], ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def dropped(self, *names: str) -> str:
+        """The rule that leaves out what goes by these names; empty when none does."""
+        if self.include and not any(matches(n, self.include) for n in names):
+            return "matches no --include"
+        hit = next((g for g in self.exclude for n in names if matches(n, [g])), None)
+        return f"matches --exclude {hit}" if hit else ""
+
+
+def diff(a: Manifest, b: Manifest, rules: Rules, settings: Settings, progress: Progress | None = None,
+         urls: tuple[str, str] | None = None) -> Difference:  # fmt: skip
+    """Compares two checkpoints; see `ckptcore.comparison.diff`. urls: what they are called."""
+    urls = urls or (a.root, b.root)
+    sides = (_prepare(a, "A", urls[0], rules, 0), _prepare(b, "B", urls[1], rules, 1))
+    _tie(sides, rules.tie)
+    _pick(sides, rules)
+    skipped = _without_objects(sides, rules)
+    opened = [Opened(side.label, side.named) for side in sides]
+    try:
+        arrays = _arrays(sides[0], sides[1], opened[1]) + _arrays(sides[1], sides[0], opened[0])
+        different, equal_objects, refused = compare(sides[0].objects, sides[1].objects)
+        tensors, pairs = _match(*sides)
+        compared = walk(opened[0], opened[1], pairs, settings, progress)
+    finally:
+        for side, reading in zip(sides, opened, strict=True):
+            side.unverified = reading.unverified
+            reading.store.close()
+    found = {d.name: d for d in [*tensors, *compared]}
+    order = [*sides[0].rows, *(n for n in sides[1].rows if n not in sides[0].rows)]
+    return Difference(
+        sides[0].told(),
+        sides[1].told(),
+        tuple(found[name] for name in order if name in found),
+        tuple(different),
+        len(pairs) - len(compared),
+        equal_objects + arrays,
+        (*skipped, *refused),
+    )
+
+
+@dataclass
+class _Side:
+    """One checkpoint, its names as they are compared."""
+
+    label: str
+    url: str
+    source: Manifest
+    named: Manifest
+    stored: dict[str, str]  # compared name -> stored name
+    rows: dict[str, int]  # compared name -> row of ``named``
+    model: ModelPart | None
+    left_out: list[tuple[str, str]]
+    warnings: tuple[Finding, ...]
+    unread: frozenset[str]  # compared names of tensors that cannot be read
+    objects: Leaves = field(default_factory=dict)
+    unverified: int = 0
+
+    def spec(self, name: str) -> TensorSpec:
+        """A tensor under its stored name."""
+        return replace(self.named.tensors[self.rows[name]], fqn=self.stored[name])
+
+    def told(self) -> Side:
+        """The side as the answer has it."""
+        specs = [self.named.tensors[row] for row in self.rows.values()]
+        return Side(
+            self.url, self.source.format, len(specs), sum(s.nbytes for s in specs),
+            self.model.because if self.model else "", tuple(self.left_out), self.unverified, self.warnings,
+        )  # fmt: skip
+
+
+def _prepare(manifest: Manifest, label: str, url: str, rules: Rules, number: int) -> _Side:
+    rename = rules.rename if number == 0 else ()
+    prefix = rules.prefixes[number] if number < len(rules.prefixes) else None
+
+    inside = in_model(manifest, prefix) if rules.model else str
+
+    def compared(name: str) -> str | None:
+        """What a stored name is called where it is compared; None for what is not."""
+        inner = inside(name)
+        return (
+            None if inner is None else apply_renames(strip_wrappers(inner) if rules.model else inner, rename)
+        )
+
+    def selected(name: str) -> bool:
+        known = compared(name)
+        return known is not None and not rules.dropped(known)
+
+    with telling(f"{label} ({url})"):
+        report = require_whole(manifest, selected)
+        model = find_model(manifest, prefix) if rules.model else None
+        mapped = remap(
+            manifest, prefix=model.prefix if model else None, also=model.foreign if model else None,
+            unwrap=model is not None, rename=rename,
+        )  # fmt: skip
+    new = [t.fqn for t in mapped.manifest.tensors]
+    old = dict(mapped.renamed)
+    stored = {n: n for n in new} | {n: o for o, n in old.items()}
+    warnings = tuple(f for f in report.findings if f.severity == "warning")
+    return _Side(
+        f"{label} ({url})", url, manifest, mapped.manifest, stored, {n: i for i, n in enumerate(new)}, model,
+        [(d.fqn, d.rule) for d in mapped.dropped], warnings,
+        frozenset(n for name in manifest.unread if (n := compared(name)) is not None),
+        {} if rules.model else leaves(manifest.blobs, lambda path: apply_renames(path, rename)),
+    )  # fmt: skip
+
+
+def _without_objects(sides: tuple[_Side, _Side], rules: Rules) -> list[tuple[str, str]]:
+    """Takes the objects out where one side's format has no place for any; gives (name, why)."""
+    without = [s for s in sides if not by_name(s.source.format).abilities.objects]
+    if rules.model or not without or not any(s.objects for s in sides):
+        return []
+    count = sum(len(s.objects) for s in sides)
+    for side in sides:
+        side.objects = {}
+    formats = " and ".join(dict.fromkeys(s.source.format for s in without))
+    return [(f"{count} plain values", f"{formats} has no place for any")]
+
+
+def _tie(sides: tuple[_Side, _Side], ties: Pairs) -> None:
+    """Lets a side that lacks a tied name have the other's tensor there."""
+    for gone, kept in ties:
+        for name in (gone, kept):
+            if not any(name in side.rows for side in sides):
+                raise UsageError(f"--tie names {name}, which neither side has")
+        for side in sides:
+            if gone not in side.rows and kept in side.rows:
+                names = [t.fqn for t in side.named.tensors]
+                row = side.rows[kept]
+                side.named = select(side.named, [*range(len(names)), row], [*names, gone])
+                side.rows[gone], side.stored[gone] = len(names), side.stored[kept]
+
+
+def _pick(sides: tuple[_Side, _Side], rules: Rules) -> None:
+    """Applies the globs; raises `UsageError` for one that matches nothing, and when nothing is left."""
+    names = {
+        n for s in sides for n in (*s.rows, *s.unread, *s.objects, *(o.root for o in s.objects.values()))
+    }
+    for option, globs in (("--include", rules.include), ("--exclude", rules.exclude)):
+        for glob in globs:
+            if not any(matches(name, [glob]) for name in names):
+                raise UsageError(f"{option} {glob} matches nothing on either side",
+                                 hint="the globs are for the names that are compared, after --rename and "
+                                 "--model; `ckptcore inspect` lists the stored ones")  # fmt: skip
+    for side in sides:
+        for name in list(side.rows):
+            rule = rules.dropped(name)
+            if rule:
+                side.left_out.append((side.stored[name], rule))
+                del side.rows[name]
+        dropped = {n: rule for n, o in side.objects.items() if (rule := rules.dropped(n, o.root))}
+        side.left_out += dropped.items()
+        side.objects = {n: o for n, o in side.objects.items() if n not in dropped}
+    if not any(side.rows or side.objects for side in sides):
+        raise UsageError("nothing is left to compare", hint="look at --include and --exclude")
+
+
+def _arrays(side: _Side, other: _Side, opened: Opened) -> int:
+    """Takes out arrays that are a plain value on one side and a tensor of the same bits on the other, as in
+    a ``.pt`` that `torch.load` opens without trust; gives how many."""
+    equal = 0
+    for name in [n for n in side.objects if n in other.rows and n not in side.rows]:
+        spec, values = other.spec(name), side.objects[name].values
+        array = as_tensor(values[0]) if len(values) == 1 else None
+        if array is None or array[:2] != (spec.dtype, spec.shape):
+            continue
+        if opened.read(other.rows[name]) == array[2]:
+            del side.objects[name], other.rows[name]
+            equal += 1
+    return equal
+
+
+def _match(a: _Side, b: _Side) -> tuple[list[TensorDifference], list[Pair]]:
+    """(what is different without looking at a byte, what has to be read)."""
+    different = [TensorDifference(n, (ONLY_A,), a.spec(n), None) for n in a.rows if n not in b.rows]
+    different += [TensorDifference(n, (ONLY_B,), None, b.spec(n)) for n in b.rows if n not in a.rows]
+    same = []
+    for name in a.rows:
+        if name not in b.rows:
+            continue
+        one, two = a.spec(name), b.spec(name)
+        kinds = ((DTYPE, one.dtype != two.dtype), (SHAPE, one.shape != two.shape))
+        what = tuple(kind for kind, differs in kinds if differs)
+        if what:
+            different.append(TensorDifference(name, what, one, two))
+        else:
+            same.append(Pair(name, one, two, (a.rows[name], b.rows[name])))
+    return different, same

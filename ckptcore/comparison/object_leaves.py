@@ -1,0 +1,140 @@
+"""Leaves: which plain values does a checkpoint hold, whatever its format keeps together?
+
+One format keeps a nest of dicts and lists as one object, another its values under names of their own.
+Taken apart alike, they can be compared: a leaf is a value that is no dict and no list, under the
+path to it, joined with dots. Tensors inside are no leaves; they are compared by their names. What some
+formats wrap and others cannot (a namespace, a path, bytes in a buffer) counts as what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckptcore.comparison.result import ONLY_A, ONLY_B, VALUES, ObjectDifference
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Blob
+from ckptcore.core.object_tree import Named, Refused, decode
+from ckptcore.utils.text import shown
+
+_SHOWN = 60
+_WRAPPERS = ("namespace", "path", "bytesio", "bytetensor")  # kinds of `Named`
+_TORN = ("tensor", "ndarray")  # formats that keep these apart take the tuples around them apart
+
+
+@dataclass(slots=True)
+class Leaf:
+    """What stands at a path. root: the object it is stored in. values: JSON forms; several when paths
+    collide."""
+
+    root: str
+    values: list[Any] = field(default_factory=list)
+
+
+Leaves = dict[str, Leaf]
+
+
+def leaves(blobs: Iterable[Blob], named: Callable[[str], str]) -> Leaves:
+    """The plain values of objects by path. named: path -> name under which it is compared."""
+    found: Leaves = {}
+    for blob in blobs:
+        tree = blob.tree if blob.known else {"$": "refused", "name": ", ".join(blob.refused) or "unreadable"}
+        for path, value in _walk(tree, blob.key):
+            found.setdefault(named(path), Leaf(named(blob.key))).values.append(value)
+    return found
+
+
+def compare(a: Leaves, b: Leaves) -> tuple[list[ObjectDifference], int, list[tuple[str, str]]]:
+    """(what is not the same, number of equal leaves, (name, why) of what cannot be compared)."""
+    different: list[ObjectDifference] = []
+    skipped: list[tuple[str, str]] = []
+    equal = 0
+    for name in [*a, *(n for n in b if n not in a)]:
+        ours, theirs = (x[name].values if name in x else None for x in (a, b))
+        if ours is None or theirs is None:
+            what = ONLY_B if ours is None else ONLY_A
+            different.append(ObjectDifference(name, what, _words(ours), _words(theirs)))
+        elif _canonical(ours) != _canonical(theirs):
+            different.append(ObjectDifference(name, VALUES, _words(ours), _words(theirs)))
+        elif refused := _refused(ours):
+            skipped.append((name, f"neither side's value is built: {refused}"))
+        else:
+            equal += 1
+    return different, equal, skipped
+
+
+def as_tensor(value: Any) -> tuple[str, tuple[int, ...], bytes] | None:
+    """(dtype, shape, row-major little-endian bytes) of a numpy array that is a leaf; None for all else."""
+    if not isinstance(value, dict) or value.get("$") != "ndarray" or "refused" in value["value"]:
+        return None
+    told = decode(value["value"])
+    array = np.frombuffer(told["data"], told["dtype"]).reshape(told["shape"], order=told.get("order", "C"))
+    if array.dtype.name not in BY_NAME:
+        return None
+    little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+    return array.dtype.name, array.shape, little.tobytes()
+
+
+def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(path, value) of every leaf; an empty dict or list is one."""
+    while isinstance(tree, dict) and tree.get("$") in _WRAPPERS:
+        tree = tree["value"]
+    if isinstance(tree, dict) and tree.get("$") == "tensor":
+        return
+    below = _below(tree)
+    if not below:
+        yield path, tree
+    for key, value in below:
+        yield from _walk(value, f"{path}.{key}")
+
+
+def _below(tree: Any) -> list[tuple[Any, Any]]:
+    if isinstance(tree, list):
+        return list(enumerate(tree))
+    if not isinstance(tree, dict):
+        return []
+    kind = tree.get("$")
+    if kind is None:
+        return list(tree.items())
+    if kind in ("dict", "odict"):
+        return [(decode(k), v) for k, v in tree["items"]]
+    # A tuple is a value, as (0.9, 0.95) is.
+    return list(enumerate(tree["items"])) if kind == "tuple" and _holds(tree, _TORN) else []
+
+
+def _holds(tree: Any, kinds: Sequence[str]) -> bool:
+    if isinstance(tree, list):
+        return any(_holds(v, kinds) for v in tree)
+    return isinstance(tree, dict) and (tree.get("$") in kinds or any(_holds(v, kinds) for v in tree.values()))
+
+
+def _refused(tree: Any) -> str:
+    """The first value inside that was not built; empty when there is none."""
+    if isinstance(tree, list):
+        return next((r for r in map(_refused, tree) if r), "")
+    if not isinstance(tree, dict):
+        return ""
+    if tree.get("$") == "ndarray":
+        return str(tree["value"].get("refused", ""))
+    return str(tree["name"]) if tree.get("$") == "refused" else _refused(list(tree.values()))
+
+
+def _canonical(value: Any) -> str:
+    """Equal text for equal values: 1, 1.0 and True are three, and so are 0.0 and -0.0."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _words(values: list[Any] | None) -> str:
+    if values is None:
+        return ""
+    return ", ".join(_word(decode(v)) for v in values[:3])
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, Named):
+        return f"{value.kind} {shown(value.value, _SHOWN)}"
+    return f"not built: {value.name}" if isinstance(value, Refused) else shown(value, _SHOWN)

@@ -1,0 +1,1 @@
+"""conversion: a room of ckptcore."""

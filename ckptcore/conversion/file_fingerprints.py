@@ -1,0 +1,109 @@
+"""Fingerprint tables: which fingerprints do the sums of many files make up, and whose are they?
+
+Files hold boxes of tensors, and receipts what these add. The same box in several files (a replica for each
+rank) counts once; boxes that are no partition of their tensor make up no fingerprint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.box import Box
+from ckptcore.core.manifest import Ints, Manifest
+from ckptcore.errors import OutputMismatch
+from ckptcore.execution.receipts import Receipt
+from ckptcore.fingerprints.sum_weights import Shape
+from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint, tensor_fingerprint
+from ckptcore.planning.file_plan import FilePlan
+
+_log = logging.getLogger("ckptcore")
+
+
+def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tuple[Fingerprinted, ...] | None:
+    """The fingerprint of every tensor that a plan writes, before any cast, in the order of the files.
+
+    None when a file was written without sums. Raises `OutputMismatch` for two files that hold the same box
+    of a tensor with other elements.
+    """
+    if any(receipt.sums is None for receipt in receipts):
+        return None
+    names: dict[str, int] = {}
+    specs: list[tuple[str, Shape]] = []
+    rows, sums, files = [], [], []
+    for number, (plan, receipt) in enumerate(zip(plans, receipts, strict=True)):
+        held = plan.held
+        for name, source, rank, full in zip(held.names, held.source_dtype, held.rank, held.full, strict=True):
+            if names.setdefault(name, len(specs)) == len(specs):
+                specs.append((held.dtypes[source], tuple(full[:rank].tolist())))
+        tensor = np.array([names[name] for name in held.names], np.int64)
+        # Copies: the plan's own arrays would keep all of it, of every file at once.
+        rows.append((tensor, held.offset.copy(), held.shape.copy()))
+        sums.append(np.frombuffer(receipt.sums or b"", "<u8").reshape(len(held), 2))
+        files.append(np.full(len(held), number))
+    boxes, added = _columns(rows), np.concatenate(sums)
+    kept = _distinct(boxes, added, np.concatenate(files), list(names), receipts)
+    volume, total = np.zeros(len(specs), np.int64), np.zeros((len(specs), 2), np.uint64)
+    np.add.at(volume, boxes[kept, 0], np.prod(boxes[kept, 1 + boxes.shape[1] // 2 :], axis=1))
+    np.add.at(total, boxes[kept, 0], added[kept])
+    found = []
+    for name, (dtype, full), held_elements, (one, two) in zip(
+        names, specs, volume.tolist(), total.tolist(), strict=True
+    ):
+        if held_elements != Box.whole(full).numel:
+            _log.warning("no fingerprint: the boxes of %s in the files are no partition of it", name)
+            return None
+        found.append((name, dtype, full, tensor_fingerprint(dtype, full, (one, two))))
+    return tuple(found)
+
+
+def held_by(manifest: Manifest, found: Iterable[Fingerprinted], names: Mapping[str, str]
+            ) -> tuple[str | None, dict[str, str]]:  # fmt: skip
+    """(fingerprint of a checkpoint, those of its tensors by FQN), as far as tensors of it were fingerprinted.
+
+    names: FQN in the checkpoint -> name in ``found``, where they differ. A tensor of another dtype (a cast)
+    or shape is another tensor. The checkpoint's is None unless all its tensors are known.
+    """
+    known = {name: (dtype, shape, each) for name, dtype, shape, each in found}
+    mine: dict[str, str] = {}
+    for spec in manifest.tensors:
+        row = known.get(names.get(spec.fqn, spec.fqn))
+        if row is not None and row[:2] == (spec.dtype, spec.shape):
+            mine[spec.fqn] = row[2]
+    if len(mine) < len(manifest.tensors) or not mine:
+        return None, mine
+    return checkpoint_fingerprint((t.fqn, t.dtype, t.shape, mine[t.fqn]) for t in manifest.tensors), mine
+
+
+def _columns(rows: Sequence[tuple[Ints, Ints, Ints]]) -> Ints:
+    """(tensor, offsets, shapes) of all boxes as one table, each brought to the highest rank."""
+    rank = max(offset.shape[1] for _, offset, _ in rows)
+    parts = [
+        np.concatenate([tensor[:, None], _padded(offset, rank, 0), _padded(shape, rank, 1)], axis=1)
+        for tensor, offset, shape in rows
+    ]
+    return np.concatenate(parts)
+
+
+def _padded(columns: Ints, rank: int, value: int) -> Ints:
+    return np.pad(columns, ((0, 0), (0, rank - columns.shape[1])), constant_values=value)
+
+
+def _distinct(boxes: Ints, sums: npt.NDArray[np.uint64], files: Ints, names: Sequence[str],
+              receipts: Sequence[Receipt]) -> Ints:  # fmt: skip
+    """The rows of boxes that no earlier row has; equal boxes must have equal sums."""
+    order = np.lexsort(boxes.T[::-1])  # stable: equal boxes stay in the order of the files
+    again = np.zeros(len(order), np.bool_)
+    again[1:] = (boxes[order[1:]] == boxes[order[:-1]]).all(axis=1)
+    other = np.flatnonzero(again[1:] & (sums[order[1:]] != sums[order[:-1]]).any(axis=1))
+    if len(other):
+        first, second = order[other[0]], order[other[0] + 1]
+        raise OutputMismatch(
+            f"{receipts[files[first]].path} and {receipts[files[second]].path} hold the same box of "
+            f"{names[boxes[first, 0]]} with different elements",
+            hint="run the command again with --no-resume",
+        )
+    return order[~again]

@@ -1,0 +1,255 @@
+"""Accounting: is every file of what is to be replaced one that may go?
+
+A file may go when the format's own reader uses it, when a row of the catalog tells its digest, when the very
+same bytes are about to be put in its place, or when an interrupted publication wrote it. Whatever else lies
+in the folder is somebody's: it is listed, and replaced only on a second word (``--overwrite-foreign``). What
+is special, mounted, of the source, or the ground that this process stands on is replaced on no word at all.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from blake3 import blake3
+
+from ckptcore.conversion.destination import require_unprotected
+from ckptcore.conversion.publication_record import Publication, Replaced
+from ckptcore.errors import CatalogError, CkptError, DestinationExists, UsageError
+from ckptcore.execution.receipts import digest_of
+from ckptcore.formats import detect, located, open_source
+from ckptcore.planning.config_folder import is_untouched
+from ckptcore.planning.request import Request
+from ckptcore.store import Buffer, Readable, local_path, open_store, split_url
+from ckptcore.store.inventory import FILE, FOLDER, LINK, MOUNT, SPECIAL, Entry, Inventory, take
+from ckptcore.utils.text import some
+
+_CARD = "README.md"
+_MAX_CARD = 1 << 20
+_SQLITE = b"SQLite format 3\0"
+_Proofs = Mapping[str, set[tuple[int, str]]]  # path -> (bytes, BLAKE3) that it may have
+
+
+def require_accounted(
+    request: Request,
+    extra: Mapping[str, bytes],
+    catalog: str | bool | None = False,
+    begun: Publication | None = None,
+) -> Replaced:
+    """What a request replaces at its destination, every file of it accounted for; empty where nothing is.
+
+    extra: small files that are about to be put there. catalog: URL of the catalog whose rows count, None for
+    the default one, False for none. begun: the publication that a killed run left there half done.
+    Raises `DestinationExists` listing the strangers, unless the request takes them along, and `UsageError`
+    for what is never replaced.
+    """
+    there = take(request.destination)
+    if not there:
+        return Replaced()
+    require_unprotected(request.destination, _catalog_files(catalog))
+    _require_ours_to_replace(request, there)
+    if list(there) == [""] and there[""].kind != FOLDER:
+        return Replaced(there)
+    use = _used(request.destination)
+    names = [n for n, e in there.items() if e.kind != FOLDER and n not in use.read]
+    if begun is not None:
+        names = [n for n in names if begun.replaces.inventory.get(n) != there[n]]
+    if names and not request.overwrite_foreign:
+        proofs = _proofs(request.destination, extra, catalog, begun)
+        with closing(open_store(request.destination)) as store:
+            names = [n for n in names if not _is_known(store, n, there[n], proofs, request)]
+        if names:
+            raise DestinationExists(
+                f"cannot replace {request.destination}: nothing accounts for {len(names)} of its files: "
+                f"{some([n or 'the object of its own name' for n in names], 5)}{use.why}",
+                hint="try another destination, move them away, or replace the folder together with them by "
+                "--overwrite-foreign",
+                strangers=names[:100],
+                count=len(names),
+            )
+    return Replaced(there, tuple(n for n, e in there.items() if e.kind != FOLDER and n not in use.data))
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What a reader takes of a folder. read: every file; data: those with tensors. why: why none reads it."""
+
+    read: frozenset[str] = frozenset()
+    data: frozenset[str] = frozenset()
+    why: str = ""
+
+
+class _Noted:
+    """A store that notes which files are read."""
+
+    def __init__(self, store: Readable) -> None:
+        self._store = store
+        self.url, self.local = store.url, store.local
+        self.read_names: set[str] = set()
+
+    def list(self) -> dict[str, int]:
+        return self._store.list()
+
+    def size(self, path: str) -> int | None:
+        return self._store.size(path)
+
+    def stamp(self, path: str) -> str | None:
+        return self._store.stamp(path)
+
+    def ctime(self, path: str) -> int | None:
+        return self._store.ctime(path)
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        self.read_names.add(path)
+        return self._store.read(path, start, length)
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        self.read_names.add(path)
+        self._store.read_into(path, start, into)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _used(destination: str) -> _Use:
+    """The files that the format's own reader uses, relative to the destination."""
+    try:
+        source = open_source(destination)
+        with closing(source.store):
+            inner, _ = located(source)
+            found, _ = detect(inner)
+            assert found.read is not None  # only readers detect
+            noted = _Noted(inner.store)
+            looked_at = replace(inner, store=noted)
+            found.detect(looked_at)
+            manifest = found.read(looked_at)
+    except CkptError as error:
+        return _Use(why=f" ({error.code}: {error.message})")
+    base = _below(inner.store.url, destination)
+    root = _below(manifest.root, destination)
+    files = manifest.files
+    data = {root + files[int(f)].path for f in set(manifest.items.file.tolist())}
+    empty = {root + f.file for f in manifest.findings if f.code == "empty-file" and f.file is not None}
+    read = {base + name for name in noted.read_names} | data | empty | {root + f.path for f in files}
+    return _Use(frozenset(read), frozenset(data))
+
+
+def _below(url: str, destination: str) -> str:
+    path = local_path(destination)
+    top = os.fspath(path) if path is not None else destination
+    inner = url.rstrip("/").removeprefix(top.rstrip("/")).strip("/")
+    return f"{inner}/" if inner else ""
+
+
+def _proofs(
+    destination: str, extra: Mapping[str, bytes], catalog: str | bool | None, begun: Publication | None
+) -> _Proofs:
+    found: dict[str, set[tuple[int, str]]] = defaultdict(set)
+    for name, data in extra.items():
+        found[name].add((len(data), blake3(data).hexdigest()))
+    if begun is not None:
+        for name, (nbytes, digest) in begun.puts.items():
+            if digest is not None:
+                found[name].add((nbytes, digest))
+    if catalog is not False:
+        for name, nbytes, digest in _recorded(destination, catalog):
+            found[name].add((nbytes, digest))
+    return found
+
+
+def _recorded(destination: str, catalog: str | bool | None) -> list[tuple[str, int, str]]:
+    """(path, bytes, digest) of the files that the catalog knows at a place."""
+    from ckptcore.catalog import open_catalog
+    from ckptcore.catalog.normalize import normal_uri
+    from ckptcore.catalog.query import files_at
+
+    try:
+        opened = open_catalog(catalog if isinstance(catalog, str) else None, create=False)
+    except CatalogError as error:
+        if error.values.get("missing"):
+            return []
+        raise
+    with opened as known, known.reading() as conn:
+        rows = files_at(conn, normal_uri(destination))
+    return [(row.path, row.nbytes, row.digest) for row in rows if row.digest]
+
+
+def _is_known(store: Readable, name: str, entry: Entry, proofs: _Proofs, request: Request) -> bool:
+    if entry.kind != FILE or not name:
+        return False
+    digests = {digest for nbytes, digest in proofs.get(name, ()) if nbytes == entry.nbytes}
+    if digests and digest_of(store, name, entry.nbytes) in digests:
+        return True
+    if name != _CARD or entry.nbytes > _MAX_CARD:
+        return False
+    return is_untouched(store.read(name, 0, entry.nbytes), split_url(request.destination)[1])
+
+
+def _require_ours_to_replace(request: Request, there: Inventory) -> None:
+    """Raises `UsageError` for what is replaced on no word."""
+    special = [
+        f"{name or request.destination} ({e.stamp})"
+        for name, e in there.items()
+        if e.kind in (SPECIAL, MOUNT)
+    ]
+    if special:
+        raise UsageError(
+            f"cannot replace {request.destination}: {len(special)} in it are never replaced: {some(special)}",
+            hint="choose another destination",
+        )
+    if local_path(request.destination) is None:
+        return
+    read = _inodes(request.source) | (_inodes(request.config) if request.config else set())
+    shared = [name or request.destination for name, e in there.items() if e.inode in read]
+    if shared:
+        raise UsageError(
+            f"cannot replace {request.destination}: {len(shared)} in it are files of the source or of "
+            f"--config under another name: {some(shared)}",
+            hint="choose another destination",
+        )
+    top = there[""]
+    if top.kind == FILE and top.nbytes >= len(_SQLITE):
+        parent, name = split_url(request.destination)
+        with closing(open_store(parent)) as store:
+            if store.read(name, 0, len(_SQLITE)) == _SQLITE:
+                raise UsageError(
+                    f"cannot replace {request.destination}: it is a SQLite database",
+                    hint="choose another destination, or remove it yourself",
+                )
+
+
+def _inodes(url: str) -> set[tuple[int, int] | None]:
+    """(device, inode) of every file and folder of a place, and of what its links lead to."""
+    path = local_path(url)
+    if path is None:
+        return set()
+    found: set[tuple[int, int] | None] = set()
+    for name, entry in take(os.path.realpath(path)).items():
+        if entry.kind in (FILE, FOLDER, MOUNT):
+            found.add(entry.inode)
+        elif entry.kind == LINK:
+            try:
+                seen = os.stat(os.path.join(path, name))
+            except OSError:  # it leads nowhere: nothing can be lost by it
+                continue
+            if stat.S_ISREG(seen.st_mode) or stat.S_ISDIR(seen.st_mode):
+                found.add((seen.st_dev, seen.st_ino))
+    return found
+
+
+def _catalog_files(catalog: str | bool | None) -> dict[str, Path]:
+    """The SQLite files that are, or may be, catalogs of this user."""
+    from ckptcore.catalog import default_url
+    from ckptcore.catalog.database import parse, sqlite_path
+
+    found = {}
+    for what, url in {"the catalog": catalog, "the default catalog": default_url()}.items():
+        path = sqlite_path(parse(url)) if isinstance(url, str) else None
+        if path is not None:
+            found[what] = path
+    return found

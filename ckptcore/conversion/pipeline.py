@@ -1,0 +1,395 @@
+"""Converting: the stages of a job, for the command line, for flows, and for Python alike.
+
+    prepare   read, check, plan; claim the destination            -> Prepared
+    execute   write some or all files of the plan                 -> Receipts
+              (or `execute_part` and `join`, for a file that several machines write)
+    finish    verify what was written, and publish it             -> Result
+    register  tell the catalog; `settle` removes the staging folder
+
+`convert` is all of them. Everything between the stages lies beside the destination, so each can
+run in another process, and a killed run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from ckptcore.checking.check import LEVELS, Report, check
+from ckptcore.conversion.destination import refuse_existing, require_place
+from ckptcore.conversion.foreign_files import require_accounted
+from ckptcore.conversion.local_publication import conclude
+from ckptcore.conversion.publication_record import DONE, Replaced, note_replaced, noted
+from ckptcore.conversion.publish import (
+    REQUEST,
+    Result,
+    finish_staged,
+    published_plan,
+    publishing_plan,
+    receipt_of,
+)
+from ckptcore.conversion.registration import Registration, fail, start, succeed
+from ckptcore.conversion.staged_plan import renew, restore, save, saved_digest
+from ckptcore.conversion.staging import Staging
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import (
+    CkptError,
+    DiskFull,
+    Finding,
+    Interrupted,
+    SourceChanged,
+    StagingForeign,
+)
+from ckptcore.execution.execute import execute_files, tile_bytes
+from ckptcore.execution.join_parts import join_parts
+from ckptcore.execution.parts import Part, cut
+from ckptcore.execution.receipts import Receipt, read_receipt
+from ckptcore.execution.source_stamps import load as load_stamps
+from ckptcore.execution.source_stamps import require_same, take_ctimes, used_files
+from ckptcore.execution.source_stamps import take as take_stamps
+from ckptcore.formats import open_source, read_manifest
+from ckptcore.planning.compose import compose
+from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
+from ckptcore.planning.request import Request, Settings
+from ckptcore.reading.casting import torch_on
+from ckptcore.store import open_store
+
+__all__ = [
+    "Part", "Prepared", "Progress", "Receipt", "Result", "convert", "execute", "execute_part", "finish",
+    "inspect", "join", "parts", "peak_memory", "prepare", "register", "settle", "tidy", "validate",
+]  # fmt: skip
+Progress = Callable[[str, int, int], None]
+_log = logging.getLogger("ckptcore")
+# Resident before any buffer: without, and with torch (casts and computed tensors need it).
+_BASE_MEMORY = {False: 160 << 20, True: 420 << 20}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan that is ready to run.
+
+    plan_uri: where it lies. files: what will be written. bytes_in, bytes_out: in total.
+    peak_memory: expected, bytes. renamed: (old, new). cast: (name, from, to). dropped: (name,
+    rule). ties: (dropped, kept). warnings: findings that do not stop it. model: for an export, how
+    the model part was found. timings: stage -> seconds.
+    """
+
+    plan_uri: str
+    files: tuple[PlannedFile, ...]
+    bytes_in: int
+    bytes_out: int
+    peak_memory: int
+    renamed: tuple[tuple[str, str], ...]
+    cast: tuple[tuple[str, str, str], ...]
+    dropped: tuple[tuple[str, str], ...]
+    ties: tuple[tuple[str, str], ...]
+    warnings: tuple[Finding, ...]
+    model: str
+    manifest_digest: str
+    plan_digest: str
+    timings: dict[str, float]
+
+
+def inspect(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:
+    """The manifest of what is at a path or URL; no tensor byte is read.
+
+    recover: take a save as it is that did not finish, or that nothing proves whole. keep_quantized: give
+    quantised weights as they are stored, instead of their values.
+    Raises `SourceUnreadable`, `UnknownFormat`, `UnsupportedFormat`, `NotComplete`, ....
+    """
+    opened = open_source(source, recover=recover, keep_quantized=keep_quantized)
+    with closing(opened.store):
+        return read_manifest(opened)
+
+
+def validate(manifest: Manifest, level: str = "cover", *, workers: int = 2,
+             progress: Progress | None = None) -> Report:  # fmt: skip
+    """Checks a manifest; levels ``bytes`` and ``values`` read its files."""
+    deep = level in LEVELS and LEVELS.index(level) >= LEVELS.index("bytes")
+    if not deep:
+        return check(manifest, None, level)
+    with closing(open_store(manifest.root)) as store:
+        return check(manifest, store, level, workers=workers, progress=progress)
+
+
+def prepare(request: Request, settings: Settings | None = None, manifest: Manifest | None = None,
+            catalog_url: str | bool | None = False) -> Prepared:  # fmt: skip
+    """Checks the source, plans, and saves the plan beside the destination.
+
+    catalog_url: whose rows account for files of a destination that is replaced; None for the default, False
+    for none. The same request over the same source gives the same plan, and keeps what an earlier run has
+    written. Raises `DestinationExists`, `DamagedCheckpoint`, `Busy`, `DiskFull`, ....
+    """
+    settings = settings or Settings()
+    _require_means(settings, request)
+    require_place(request.destination, request.source, config=request.config)
+    staging = Staging(request.destination)
+    with staging.lock(make=True):
+        return _prepare(request, settings, manifest, staging, catalog_url)
+
+
+def execute(plan_uri: str, indices: Sequence[int] | None = None, settings: Settings | None = None,
+            progress: Progress | None = None) -> tuple[Receipt, ...]:  # fmt: skip
+    """Writes files of a saved plan; those that are finished and hash to their receipt are kept.
+
+    indices: which files; None for all. Raises `DamagedCheckpoint` when bytes fail their checksum.
+    """
+    staging = Staging.of_plan(plan_uri)
+    with staging.lock(shared=True):
+        return _execute(staging, indices, settings or Settings(), progress)
+
+
+def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[Part, ...]:
+    """One output file as parts of about ``nbytes``, for `execute_part` under the same settings. None at all
+    where a file can only be written as a whole: on an object store, or when it is finished."""
+    staging = Staging.of_plan(plan_uri)
+    plan = load_head(staging.plan)
+    done = published_plan(staging) == plan.digest or read_receipt(staging.receipts, plan.digest, index)
+    if staging.files.local is None or done:
+        return ()
+    settings = settings.of(plan.target.mesh)
+    return cut(load_file_plan(staging.plan, index), nbytes, tile_bytes(settings), settings.threads)
+
+
+def execute_part(plan_uri: str, part: Part, settings: Settings, progress: Progress | None = None) -> Receipt:
+    """Writes one part of a file; one that is there and hashes to its receipt is kept. `join` ends the file.
+
+    Raises `DamagedCheckpoint` when bytes fail their checksum.
+    """
+    staging = Staging.of_plan(plan_uri)
+    with staging.lock(shared=True):
+        return _execute(staging, [part.index], settings, progress, part)[0]
+
+
+def join(plan_uri: str, index: int) -> Receipt:
+    """Makes one file of its parts, proven byte for byte; a file that is finished is left alone.
+
+    Raises `OutputMismatch` when what lies there is not what its parts' writers wrote, `UsageError` when one
+    is missing.
+    """
+    staging = Staging.of_plan(plan_uri)
+    with staging.lock(shared=True), closing(staging.files):
+        plan = load_head(staging.plan)
+        return join_parts(load_file_plan(staging.plan, index), plan.digest, staging.files, staging.receipts)
+
+
+def finish(plan_uri: str, settings: Settings | None = None, progress: Progress | None = None) -> Result:
+    """Verifies that every file is there and the output reads back as planned, and publishes it.
+
+    The staging folder stays, for `register`; `settle` removes it.
+    """
+    staging = Staging.of_plan(plan_uri)
+    with staging.lock():
+        return finish_staged(staging, settings or Settings(), progress)
+
+
+def settle(plan_uri: str) -> None:
+    """Removes the staging folder of a published plan."""
+    staging = Staging.of_plan(plan_uri)
+    conclude(staging)
+    staging.remove()
+
+
+def tidy(destination: str) -> None:
+    """Removes what a run left beside a published destination that was killed before it could.
+
+    For who has found the destination registered, and holds its claim. Raises `Busy`.
+    """
+    staging = Staging(destination)
+    staging.sweep_gone()
+    try:
+        if published_plan(staging) or publishing_plan(staging):
+            with staging.lock():
+                conclude(staging)
+                staging.remove()
+    except (
+        StagingForeign
+    ) as error:  # what is published needs nothing of it: it is left to whoever put it there
+        _log.warning("%s", error.message)
+
+
+def convert(request: Request, settings: Settings | None = None, progress: Progress | None = None,
+            catalog_url: str | bool | None = None, flow_run_id: str | None = None) -> Result:  # fmt: skip
+    """All stages: the whole job in this process.
+
+    catalog_url: where to register; None for the default, False for nowhere.
+    Raises what the stages raise; a failure is registered as such.
+    """
+    settings = settings or Settings()
+    registration = start(request, catalog_url, flow_run_id)
+    tell = progress or _silent
+    manifest: Manifest | None = None
+    try:
+        _require_means(settings, request)
+        require_place(request.destination, request.source, config=request.config)
+        began = time.perf_counter()
+        manifest = inspect(request.source, request.recover, request.keep_quantized)
+        inspected = time.perf_counter() - began
+        tell("inspect", manifest.nbytes, manifest.nbytes)
+        tell("validate", 0, manifest.nbytes)
+        staging = Staging(request.destination)
+        with staging.lock(make=True):
+            prepared = _prepare(request, settings, manifest, staging, catalog_url)
+            tell("validate", manifest.nbytes, manifest.nbytes)
+            tell("plan", prepared.bytes_out, prepared.bytes_out)
+            began = time.perf_counter()
+            receipts = _execute(staging, None, settings, progress)
+            wrote = time.perf_counter() - began
+            result = finish_staged(staging, settings, progress)
+            timings = {"inspect": inspected, **prepared.timings, "write": wrote}
+            timings |= {k: v for k, v in result.timings.items() if k not in timings}
+            result = replace(result, files=receipts, timings=timings, warnings=prepared.warnings)
+            tell("register", result.nbytes, result.nbytes)
+            result = register(registration, result, manifest, settings)
+            staging.remove()
+    except BaseException as error:
+        known = Interrupted("stopped by the user") if isinstance(error, KeyboardInterrupt) else error
+        fail(registration, known, manifest)
+        if known is not error:
+            raise known from error
+        raise
+    return result
+
+
+def register(
+    registration: Registration | None, result: Result, manifest: Manifest, settings: Settings
+) -> Result:
+    """Records a published result in the catalog; gives it with the conversion's id."""
+    if registration is None:
+        return result
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    succeed(registration, manifest, result.written, result, peak)
+    return replace(result, conversion=registration.id)
+
+
+def _prepare(request: Request, settings: Settings, manifest: Manifest | None, staging: Staging,
+             catalog_url: str | bool | None) -> Prepared:  # fmt: skip
+    staging.sweep_gone()
+    conclude(staging)
+    begun = noted(staging)
+    published = published_plan(staging) or publishing_plan(staging)
+    staging.require_ours(published=published is not None)
+    if published is None:
+        try:
+            refuse_existing(request)
+        except CkptError:
+            _remove_if_unused(staging)
+            raise
+    manifest = manifest or inspect(request.source, request.recover, request.keep_quantized)
+    try:
+        composed = compose(request, manifest)
+        plan = composed.plan
+        if plan.derived and settings.device != "cpu":
+            torch_on(settings.device)
+        if published is not None and published != plan.digest:
+            refuse_existing(request)
+        ctimes, stamps = _noted(request, manifest)
+        same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
+        ours = begun if begun is not None and published == plan.digest else None
+        staging.sweep_parts()
+        if ours is not None and ours.step == DONE:
+            restore(staging, composed, stamps, ours, same=same)
+        elif not (request.resume and same):
+            staging.clear()
+            save(staging, composed, stamps, ctimes)
+            ours = None
+        elif published_plan(staging) is None:
+            renew(staging, composed, stamps)
+        if ours is None or not ours.step:  # the second: an earlier version recorded no lists
+            replaced = Replaced()
+            if request.replaces:
+                replaced = require_accounted(request, composed.extra, catalog_url, begun)
+            note_replaced(staging, replaced)
+        # Every time: an equal plan may come with another word on --overwrite.
+        staging.root.put(REQUEST, canonical_json(request.as_dict()))
+        _require_room(staging, plan)
+    except CkptError:
+        _remove_if_unused(staging)
+        raise
+    _log.info("planned %s: %d files, %d bytes", request.destination, len(plan.files), plan.bytes_out)
+    return Prepared(
+        staging.plan_uri, plan.files, plan.bytes_in, plan.bytes_out, peak_memory(plan, settings),
+        plan.renamed, plan.cast, plan.dropped, plan.ties, composed.warnings,
+        composed.model.because if composed.model else "", plan.manifest_digest, plan.digest, composed.timings,
+    )  # fmt: skip
+
+
+def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:
+    """Progress that nobody watches."""
+
+
+def _require_means(settings: Settings, request: Request) -> None:
+    """Budget and device are tried before anything is touched."""
+    tile_bytes(settings)
+    if settings.device != "cpu" and (request.dtype or request.dtype_for):
+        torch_on(settings.device)
+
+
+def peak_memory(plan: Plan, settings: Settings) -> int:
+    """Expected peak, bytes: the process and its buffers, whatever the checkpoint's size."""
+    largest = max((f.nbytes for f in plan.files), default=0)
+    buffers = min(
+        settings.memory,
+        4 * settings.threads * tile_bytes(settings),
+        4 * settings.threads * max(largest, 1),
+    )
+    return _BASE_MEMORY[bool(plan.cast or plan.derived)] + buffers
+
+
+def _noted(request: Request, manifest: Manifest) -> tuple[dict[str, int | None], dict[str, str | None]]:
+    """(ctimes, stamps) of the source's files, older than the first byte that the plan rests on."""
+    used, seen = used_files(manifest), manifest.stamps
+    with closing(open_store(manifest.root)) as source:
+        ctimes, stamps = take_ctimes(used, source), take_stamps(manifest, source)
+    if all(path in seen and seen[path][0] == stamps[path] for path in used):
+        return {path: seen[path][1] for path in used}, stamps
+    # Written since it was listed, or listed by a store that spells versions otherwise.
+    if inspect(request.source, request.recover, request.keep_quantized).digest != manifest.digest:
+        raise SourceChanged(
+            f"{request.source} was rewritten while it was read",
+            hint="run the command again when nothing writes to the source",
+        )
+    return ctimes, stamps
+
+
+def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings,
+             progress: Progress | None, part: Part | None = None) -> tuple[Receipt, ...]:  # fmt: skip
+    plan = load_head(staging.plan)
+    wanted = [f.index for f in plan.files] if indices is None else list(indices)
+    if published_plan(staging) == plan.digest:
+        return tuple(receipt_of(staging, plan, i) for i in wanted)
+    scratch = str(staging.root.local) if staging.root.local is not None else None
+    noted = load_stamps(staging.plan) or {}
+    settings = settings.of(plan.target.mesh)
+    with closing(open_store(plan.source)) as source, closing(staging.files):
+        require_same(noted, source)
+        return execute_files(
+            lambda i: load_file_plan(staging.plan, i), wanted, plan_digest=plan.digest, source=source,
+            files=staging.files, receipts=staging.receipts, settings=settings, scratch=scratch,
+            items=plan.items, progress=progress, total=plan.bytes_out,
+            unchanged=lambda paths: require_same(noted, source, paths), part=part,
+        )  # fmt: skip
+
+
+def _require_room(staging: Staging, plan: Plan) -> None:
+    free = staging.root.free_bytes()
+    have = 0
+    for f in plan.files:
+        if read_receipt(staging.receipts, plan.digest, f.index) is not None:
+            have += f.nbytes
+    if free is not None and plan.bytes_out - have > free:
+        raise DiskFull(
+            f"{plan.bytes_out - have} bytes are to be written beside {staging.destination}, {free} are free",
+            needed=plan.bytes_out - have, free=free,
+        )  # fmt: skip
+
+
+def _remove_if_unused(staging: Staging) -> None:
+    """Takes away a staging folder that holds no finished file."""
+    if staging.is_unused():
+        staging.remove()

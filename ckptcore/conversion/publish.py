@@ -1,0 +1,350 @@
+"""Finishing: is the written output what was planned, and is it in its place?
+
+Every file must have its receipt and size, and the output must read back, through its own reader,
+as the planned names, dtypes and shapes, complete. Only then it is published. What is about to be
+published is written down first (its inode: a rename keeps it), so that a run that was killed in the
+middle knows whether the destination is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptcore.checking.check import check
+from ckptcore.conversion.file_fingerprints import fingerprints
+from ckptcore.conversion.foreign_files import require_accounted
+from ckptcore.conversion.local_publication import conclude, identity, publish_local
+from ckptcore.conversion.publication_record import DONE, Publication, Replaced, noted, noted_replaced
+from ckptcore.conversion.remote_publication import ITSELF, is_published, publish_remote
+from ckptcore.conversion.staged_plan import planned_paths
+from ckptcore.conversion.staged_proof import require_source
+from ckptcore.conversion.staging import Staging
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.errors import DestinationExists, Finding, MalformedCheckpoint, OutputMismatch, UsageError
+from ckptcore.execution.receipts import Receipt, digest_of, is_intact, read_receipt, seen_as
+from ckptcore.execution.source_stamps import digest as stamps_digest
+from ckptcore.execution.source_stamps import load as load_stamps
+from ckptcore.execution.source_stamps import load_ctimes
+from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
+from ckptcore.formats import Format, Source, by_name, open_source, read_manifest
+from ckptcore.planning.plan import Plan, load_file_plan, load_head
+from ckptcore.planning.request import Request, Settings
+from ckptcore.store import Readable, Store, local_path
+
+Progress = Callable[[str, int, int], None]
+REQUEST = "request.json"
+_log = logging.getLogger("ckptcore")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A published output.
+
+    destination: where. nbytes: of all files. files: their receipts. tensors: what they hold.
+    manifest_digest: of the output. conversion: id in the catalog, or None. timings: stage ->
+    seconds. bytes_in: source bytes read. written: the output's own manifest, as it was read back.
+    warnings: findings that did not stop it. fingerprint: of the tensors as they were before any cast, or
+    None when not every file was summed; fingerprints: of each of them. renamed: (old, new) names;
+    map_digest: of everything that was done to names. dropped: (name, rule) of what was left out.
+    source_stamp, source_ctime: what the source was read as, see `ckptcore.execution.source_stamps.digest`. published: (path,
+    bytes, BLAKE3 or None) of every published file: those of the receipts and the small ones beside them.
+    """
+
+    destination: str
+    format: str
+    nbytes: int
+    files: tuple[Receipt, ...]
+    tensors: tuple[TensorSpec, ...]
+    manifest_digest: str
+    plan_digest: str
+    bytes_in: int
+    timings: dict[str, float]
+    written: Manifest
+    plan_uri: str = ""
+    conversion: str | None = None
+    warnings: tuple[Finding, ...] = ()
+    fingerprint: str | None = None
+    fingerprints: tuple[Fingerprinted, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    map_digest: str = ""
+    dropped: tuple[tuple[str, str], ...] = ()
+    source_stamp: str | None = None
+    source_ctime: str | None = None
+    published: tuple[tuple[str, int, str | None], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON face."""
+        plain = ("destination", "format", "nbytes", "manifest_digest", "plan_digest", "bytes_in", "timings",
+                 "conversion", "map_digest", "fingerprint")  # fmt: skip
+        form: dict[str, Any] = {name: getattr(self, name) for name in plain}
+        form["files"] = [r.as_dict() for r in self.files]
+        form["tensors"] = len(self.tensors)
+        form["warnings"] = [w.as_dict() for w in self.warnings]
+        form["dropped"] = [list(d) for d in self.dropped]
+        return form
+
+
+def finish_staged(staging: Staging, settings: Settings, progress: Progress | None) -> Result:
+    """Verifies and publishes a staged output whose files are all written."""
+    began = time.perf_counter()
+    conclude(staging)
+    plan = load_head(staging.plan)
+    request = _request(staging)
+    staging.require_ours(published=published_plan(staging) is not None)
+    receipts = tuple(receipt_of(staging, plan, f.index) for f in plan.files)
+    found = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
+    _require_proven(receipts)
+    if progress is not None:
+        progress("verify", plan.bytes_out, plan.bytes_out)
+    if published_plan(staging) == plan.digest:
+        written, published = _published_output(staging, plan, receipts)
+        verified = time.perf_counter()
+    else:
+        staging.sweep_parts(joints=True)
+        written, commit = _read_back(staging, plan, receipts)
+        published = _published_files(staging.files, plan, receipts, written)
+        verified = time.perf_counter()
+        if publishing_plan(staging) != plan.digest:  # else what was proven when it began may be gone
+            require_source(staging, plan, request, settings, progress)
+        _log.info("verified %d tensors of %s, publishing", len(written.tensors), staging.destination)
+        publication = _publication(staging, plan, request, receipts)
+        if staging.root.local is not None:
+            with staging.moving(single=plan.target.single is not None):
+                publish_local(staging, publication, single=plan.target.single is not None)
+        else:
+            publish_remote(staging, publication, (ITSELF,) if plan.target.single is not None else commit)
+    timings = {
+        "write": sum(r.seconds for r in receipts),
+        "verify": verified - began,
+        "publish": time.perf_counter() - verified,
+    }
+    return Result(
+        staging.destination, plan.target.format, plan.bytes_out, receipts, written.tensors,
+        written.digest, plan.digest, plan.bytes_in, timings, written, staging.plan_uri,
+        fingerprint=checkpoint_fingerprint(found) if found is not None else None, fingerprints=found or (),
+        renamed=plan.renamed, map_digest=plan.map_digest, dropped=plan.dropped,
+        source_stamp=stamps_digest(load_stamps(staging.plan)),
+        source_ctime=stamps_digest(load_ctimes(staging.plan)), published=published,
+    )  # fmt: skip
+
+
+def _require_proven(receipts: Sequence[Receipt]) -> None:
+    """A run that was stopped may leave files whose sources' checksums are still to be proven."""
+    left = [r for r in receipts if r.pending]
+    if left:
+        raise UsageError(
+            f"{left[0].path} was written, but {len(left[0].pending)} source records of it are not proven yet",
+            hint="run execute for every file again: what is written is kept",
+        )
+
+
+def published_plan(staging: Staging) -> str | None:
+    """The digest of the plan whose output is at the destination, when an earlier run published it and was
+    stopped before it could clean up; else None."""
+    begun, target = noted(staging), local_path(staging.destination)
+    if begun is None:
+        return None
+    if target is None:
+        return begun.plan if begun.step == DONE else None
+    return begun.plan if begun.identity is not None and identity(target) == begun.identity else None
+
+
+def publishing_plan(staging: Staging) -> str | None:
+    """The digest of the plan that an earlier run began to copy to a remote destination, or None."""
+    begun = noted(staging)
+    if staging.root.local is not None or begun is None or begun.step == DONE:
+        return None
+    return begun.plan
+
+
+def _published_files(store: Readable, plan: Plan, receipts: Sequence[Receipt], written: Manifest
+                     ) -> tuple[tuple[str, int, str | None], ...]:  # fmt: skip
+    """(path, bytes, digest) of every file of the output, which lies in ``store``.
+
+    Files that hold no tensor are digested where receipts have no digests: they are small. Raises
+    `OutputMismatch` when a file that came along (config, tokenizer, card) is not what was planned.
+    """
+    held = {f.path for f in written.files}
+    found = []
+    for r in receipts:
+        known = r.digest is not None or r.path in held
+        found.append((r.path, r.nbytes, r.digest if known else digest_of(store, r.path, r.nbytes)))
+    for path, planned in plan.extra:
+        size = store.size(path)
+        if size is None or digest_of(store, path, size) != planned:
+            raise OutputMismatch(
+                f"{store.url}/{path} is not what was planned (got {size} bytes)",
+                hint="run the command again with --no-resume",
+            )
+        found.append((path, size, planned))
+    return tuple(found)
+
+
+def receipt_of(staging: Staging, plan: Plan, index: int) -> Receipt:
+    """The receipt of a file of the plan; raises `SourceChanged` when it is not written yet."""
+    found = read_receipt(staging.receipts, plan.digest, index)
+    if found is None:
+        raise UsageError(
+            f"{plan.files[index].path} has not been written yet", hint="run execute for every file first"
+        )
+    return found
+
+
+def _published_output(staging: Staging, plan: Plan, receipts: Sequence[Receipt]
+                      ) -> tuple[Manifest, tuple[tuple[str, int, str | None], ...]]:  # fmt: skip
+    """The manifest and the files of what is at the destination, when it still is what was published."""
+    source = open_source(staging.destination, keep_quantized=True)  # what counts is what was written
+    with closing(source.store):
+        written = read_manifest(source)
+        begun = noted(staging)
+        if begun is not None and begun.step == DONE:
+            proven = is_published(staging, begun)
+        else:
+            proven = all(
+                source.store.size(r.path) == r.nbytes and (r.digest is None or is_intact(source.store, r))
+                for r in receipts
+            )
+        try:
+            published = _published_files(source.store, plan, receipts, written) if proven else ()
+        except OutputMismatch:
+            proven = False
+    if not proven or sorted(_told(written)) != _planned(staging, plan)[0]:
+        raise DestinationExists(f"{staging.destination} exists, and has changed since it was published")
+    return written, published
+
+
+def _told(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(t.fqn, t.dtype, t.shape) for t in manifest.tensors]
+
+
+def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[int, ...]]], list[str]]:
+    """(name, dtype, shape of each tensor that is planned; commit files), one file's plan at a time: those of
+    a large job are gigabytes together."""
+    told: set[tuple[str, str, tuple[int, ...]]] = set()
+    commit = []
+    for file in plan.files:
+        one = load_file_plan(staging.plan, file.index)
+        told.update(one.held.told())
+        if one.commit:
+            commit.append(one.path)
+    return sorted(told), commit
+
+
+def _publication(
+    staging: Staging, plan: Plan, request: Request, receipts: tuple[Receipt, ...]
+) -> Publication:
+    """What is about to be published; on an object store, one that a killed run recorded is gone on with."""
+    begun = noted(staging)
+    if staging.root.local is None and begun is not None and begun.plan == plan.digest and begun.step:
+        return begun
+    replaces = noted_replaced(staging)
+    if replaces is None:  # an earlier version made the plan
+        replaces = require_accounted(request, {}, begun=begun) if request.replaces else Replaced()
+    single = plan.target.single is not None
+    puts: dict[str, tuple[int, str | None]] = {
+        ITSELF if single else r.path: (r.nbytes, r.digest) for r in receipts
+    }
+    puts |= {path: (staging.files.size(path) or 0, digest) for path, digest in plan.extra}
+    return Publication(plan.digest, None, "", replaces, puts, receipts=receipts)
+
+
+def _require_written(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> None:
+    """Holds every staged file against its receipt, or the plan.
+
+    A file that is the very one that was written, by its stamp, is not read again.
+    """
+    staging.require_planned(planned_paths(plan))
+    for planned, receipt in zip(plan.files, receipts, strict=True):
+        size = staging.files.size(receipt.path)
+        if (receipt.path, receipt.nbytes, size) != (planned.path, planned.nbytes, planned.nbytes):
+            raise OutputMismatch(
+                f"{planned.path} was planned with {planned.nbytes} bytes, the staged file has {size}",
+                hint="run the command again with --no-resume",
+            )
+        if receipt.stamp is None and receipt.digest is None:
+            continue  # written without digests, by a version that took no stamps
+        if receipt.stamp != seen_as(staging.files, receipt) and not is_intact(staging.files, receipt):
+            raise OutputMismatch(
+                f"{planned.path} was changed since it was written (got {seen_as(staging.files, receipt)}, "
+                f"written was {receipt.stamp}, BLAKE3 {receipt.digest})",
+                hint="run the command again: the file is written anew",
+                file=planned.path,
+            )
+    for path, digest in plan.extra:
+        size = staging.files.size(path)
+        if size is None or digest_of(staging.files, path, size) != digest:
+            raise OutputMismatch(
+                f"{path} is not as it was planned (got {size} bytes, planned was BLAKE3 {digest})",
+                hint="run the command again: the file is written anew",
+                file=path,
+            )
+
+
+def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tuple[Manifest, tuple[str, ...]]:
+    """The staged output's own manifest, when it holds what was planned; and its commit files."""
+    _require_written(staging, plan, receipts)
+    source = Source(staging.files, plan.target.single, staging.files.list())
+    reader = by_name(plan.target.format)
+    assert reader.read is not None  # every format that writes reads
+    written = reader.read(source)
+    report = check(written, None, "cover")
+    wanted, last = _planned(staging, plan)
+    known = _in_literals(staging, plan, written, {name for name, *_ in wanted})
+    found = [told for told in sorted(_told(written)) if told[0] not in known]
+    if not report.ok or found != wanted:
+        raise OutputMismatch(
+            f"the output does not read back as planned ({len(found)} of {len(wanted)} tensors): "
+            f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}",
+        )
+    # config.json makes a folder loadable, too: with the index it comes last.
+    commit = [path for path, _ in plan.extra if path == "config.json"]
+    return _as_found(written, source, reader), (*commit, *last)
+
+
+def _as_found(written: Manifest, source: Source, reader: Format) -> Manifest:
+    """What was written as anybody finds it who opens the destination: one content, one digest."""
+    seen = reader.detect(source)
+    if seen is None:  # a file may bear no mark of its format: Fabric's one file is any torch.save to a reader
+        return read_manifest(source)
+    told_by = {"evidence": list(seen.because), "file": source.name}
+    return replace(written, origin={**written.origin, **told_by})
+
+
+def _in_literals(staging: Staging, plan: Plan, written: Manifest, planned: set[str]) -> set[str]:
+    """Tensors whose bytes the plan itself holds: arrays that an object brought along."""
+    found = {t.fqn for t in written.tensors} - planned
+    items: dict[str, list[tuple[str, int, int]]] = {}  # path -> (tensor, first byte, behind the last)
+    for n, spec in enumerate(written.tensors):
+        chunks = written.chunks_of(n) if spec.fqn in found else ()
+        for item in (written.items[c.item] for c in chunks if c.item >= 0):
+            row = spec.fqn, item.start, item.start + item.length
+            items.setdefault(written.files[item.file].path, []).append(row)
+    index = {f.path: f.index for f in plan.files}
+    for path, rows in items.items():
+        one = load_file_plan(staging.plan, index[path]) if path in index else None
+        held = [(x.start, x.start + len(x.data)) for x in (one.literals if one is not None else ())]
+        found -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in held)}
+    return found
+
+
+def _request(staging: Staging) -> Request:
+    data = _read(staging.root, REQUEST)
+    try:
+        return Request.from_dict(json.loads(data))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise MalformedCheckpoint(
+            f"cannot read {staging.root.url}/{REQUEST}: {error}", hint="prepare the conversion again"
+        ) from error
+
+
+def _read(store: Store, name: str) -> bytes:
+    size = store.size(name)
+    if size is None:
+        raise UsageError(f"{store.url} lacks {name}", hint="prepare the conversion again")
+    return store.read(name, 0, size)

@@ -1,0 +1,178 @@
+"""Registering: what does the catalog learn of a conversion?
+
+A conversion is begun before any work, so that an unusable catalog stops it early, and ends as
+succeeded, with source, output and lineage, or as failed, with its error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.conversion.file_fingerprints import held_by
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
+from ckptcore.fingerprints.sums import Fingerprinted
+from ckptcore.planning.request import Request
+from ckptcore.store import local_path, split_url
+from ckptcore.utils.step_names import step_of
+
+if TYPE_CHECKING:
+    from ckptcore.catalog import CheckpointFacts
+    from ckptcore.catalog.catalog import Catalog
+    from ckptcore.checking.check import Report
+
+_MOST = (1 << 63) - 1  # a lying shape can claim more than a database integer holds
+Prints = tuple[str | None, Mapping[str, str]]
+Published = tuple[str, int, str | None]
+_log = logging.getLogger("ckptcore")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an announcement calls a source: it counts where the folder's name tells no step."""
+
+    run: str = ""
+    step: int | None = None
+
+
+UNTOLD = Told()
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A conversion that the catalog knows to be running."""
+
+    catalog: Catalog
+    id: str
+    request: Request
+    told: Told = UNTOLD
+
+
+def start(
+    request: Request, catalog_url: str | bool | None, flow_run_id: str | None = None, told: Told = UNTOLD
+) -> Registration | None:
+    """Begins a conversion in the catalog; None when ``catalog_url`` is False. told: of its source."""
+    if catalog_url is False:
+        return None
+    from ckptcore import __version__
+    from ckptcore.catalog import open_catalog
+
+    catalog = open_catalog(catalog_url if isinstance(catalog_url, str) else None)
+    found = catalog.begin(
+        request.as_dict(), source_uri=request.source, destination_uri=request.destination, verb=request.verb,
+        tool_version=__version__, flow_run_id=flow_run_id,
+    )  # fmt: skip
+    catalog.close()  # connections are not held while files are written; the next use opens one
+    return Registration(catalog, found, request, told)
+
+
+def succeed(
+    registration: Registration, source: Manifest, derived: Manifest, result: Any, peak_memory: int
+) -> None:
+    """Records the outcome; raises `CatalogError` that says the output is published."""
+    digests = {r.path: r.digest for r in result.files}
+    numbers = result.fingerprints
+    old = dict(result.renamed)
+    read = facts(source, registration.request.source, verified="cover", told=registration.told,
+                 prints=held_by(source, numbers, old))  # fmt: skip
+    made = facts(derived, result.destination, digests, verified="cover", prints=held_by(derived, numbers, {}),
+                 published=result.published)  # fmt: skip
+    try:
+        registration.catalog.succeed(
+            registration.id,
+            source=read,
+            derived=made,
+            map_digest=result.map_digest or None, fingerprint=result.fingerprint,
+            source_stamp=result.source_stamp, source_ctime=result.source_ctime,
+            plan_digest=result.plan_digest, bytes_in=result.bytes_in, bytes_out=result.nbytes,
+            peak_memory=peak_memory, timings=result.timings, findings=result.warnings,
+        )  # fmt: skip
+    except CkptError as error:
+        kind = CatalogAway if isinstance(error, CatalogAway) else CatalogError
+        raise kind(f"{result.destination} is published, but not registered: {error.message}") from error
+    finally:
+        registration.catalog.close()
+
+
+def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:
+    """Records a failure. That the catalog fails too must not hide the first error: it is logged."""
+    if registration is None:
+        return
+    ended = ended_by(error)
+    findings = ended.values.get("findings", ())
+    known = facts(source, registration.request.source, told=registration.told) if source is not None else None
+    try:
+        registration.catalog.fail(registration.id, code=ended.code, message=ended.message,
+                                  findings=tuple(findings), source=known)  # fmt: skip
+    except CkptError as second:
+        _log.warning("the failure could not be registered: %s", second.message)
+    finally:
+        registration.catalog.close()
+
+
+def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str | None) -> None:
+    """Records what a check found."""
+    from ckptcore.catalog import open_catalog
+
+    verified = report.level if report.ok else None
+    with open_catalog(catalog_url) as catalog:
+        catalog.record_validation(
+            facts(manifest, uri, verified=verified), report.findings, level=report.level
+        )
+
+
+def record_fingerprint(manifest: Manifest, uri: str, found: Sequence[Fingerprinted], names: Mapping[str, str],
+                       catalog_url: str | None) -> None:  # fmt: skip
+    """Records the fingerprints of tensors that were read. names: FQN -> what it was called meanwhile."""
+    from ckptcore.catalog import open_catalog
+
+    prints = held_by(manifest, found, names)
+    warnings = [f for f in manifest.findings if f.severity == "warning"]
+    known = facts(manifest, uri, verified="cover", prints=prints)
+    with open_catalog(catalog_url) as catalog:
+        catalog.record_validation(known, warnings, level="cover")
+
+
+def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = None, *,
+          verified: str | None = None, prints: Prints = (None, {}),
+          told: Told = UNTOLD, published: Sequence[Published] = ()) -> CheckpointFacts:  # fmt: skip
+    """What the catalog stores of a manifest. prints: its fingerprint and those of its tensors. told: where
+    the name of its place tells no step. published: (path, size, digest) of every file there, as far as known:
+    those that the manifest does not name are recorded beside those that it does."""
+    from ckptcore.catalog import CheckpointFacts
+
+    step, run = _step_and_run(uri)
+    if step is None:
+        step, run = told.step, told.run or None
+    name = manifest.origin.get("file")
+    known = digests or {}
+    origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
+    files = [
+        (f.path, f.size or 0, known.get(f.path))
+        for f in manifest.without_copies().files
+        if name is None or f.path == name
+    ]
+    named = {path for path, _, _ in files}
+    return CheckpointFacts(
+        uri, manifest.format, manifest.digest, min(manifest.nbytes, _MOST),
+        [(t.fqn, t.dtype, t.shape, min(t.nbytes, _MOST)) for t in manifest.tensors],
+        files, step, run, origin, verified, *prints, [row for row in published if row[0] not in named],
+    )  # fmt: skip
+
+
+def _step_and_run(uri: str) -> tuple[int | None, str | None]:
+    """The training step that a folder's name tells, and the run that its parent is named after.
+
+    >>> _step_and_run("/runs/llama-7b/step-300"), _step_and_run("/data/model")
+    ((300, 'llama-7b'), (None, None))
+    """
+    path = local_path(uri)
+    parent, name = split_url(str(path.absolute()) if path is not None else uri)
+    step = step_of(name)
+    if step is None:
+        return None, None
+    run = split_url(parent)[1]
+    return step, run or None

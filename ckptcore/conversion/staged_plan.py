@@ -1,0 +1,78 @@
+"""Staged plans: what of a plan lies in its staging folder, and is it whole?"""
+
+from __future__ import annotations
+
+from ckptcore.conversion.publication_record import Publication
+from ckptcore.conversion.staging import Staging
+from ckptcore.errors import MalformedCheckpoint
+from ckptcore.execution.receipts import digest_of, joint_name, read_receipt, write_receipt
+from ckptcore.execution.source_stamps import save as save_stamps
+from ckptcore.planning.compose import Composed
+from ckptcore.planning.plan import Plan, file_name, load_head, save_plan
+
+
+def save(
+    staging: Staging,
+    composed: Composed,
+    stamps: dict[str, str | None],
+    ctimes: dict[str, int | None] | None = None,
+) -> None:
+    """Stages a plan, the stamps of its source, and the small files that go beside its output.
+
+    ctimes: of the source; None keeps those that were noted when the staged files were begun.
+    """
+    save_stamps(staging.plan, stamps, ctimes)
+    _put_extra(staging, composed)
+    save_plan(staging.plan, composed.plan, composed.files)
+
+
+def renew(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -> None:
+    """Holds what an earlier run has staged of the same plan against it, before files are added.
+
+    What lies on this machine is replaced where it differs, byte for byte: a head may bear the right digest
+    above plans that are not its own. Raises `OutputMismatch` for staged files that nobody planned.
+    """
+    if staging.root.local is None:
+        _put_extra(staging, composed)
+        return
+    paths = planned_paths(composed.plan)
+    staging.require_planned(paths | set(map(joint_name, paths)))
+    save(staging, composed, stamps)
+
+
+def planned_paths(plan: Plan) -> set[str]:
+    """The files that are published, and no others."""
+    return {f.path for f in plan.files} | {path for path, _ in plan.extra}
+
+
+def restore(
+    staging: Staging, composed: Composed, stamps: dict[str, str | None], done: Publication, *, same: bool
+) -> None:
+    """Brings back the plan and the receipts of a publication that is done: a run was killed in the middle of
+    removing them, and what is published is still to be verified by them."""
+    if not same:
+        save_stamps(staging.plan, stamps)
+        save_plan(staging.plan, composed.plan, composed.files)
+    for receipt in done.receipts:
+        if read_receipt(staging.receipts, done.plan, receipt.index) is None:
+            write_receipt(staging.receipts, done.plan, receipt)
+
+
+def saved_digest(staging: Staging) -> str | None:
+    """The digest of the plan that is staged, or None when none is, or only half of one."""
+    if staging.plan.size("head.json") is None:
+        return None
+    try:
+        head = load_head(staging.plan)
+    except MalformedCheckpoint:  # cut off by a crash: planned again
+        return None
+    there = staging.plan.list()  # a run that was killed while it cleaned up may leave the head alone
+    return head.digest if all(file_name(f.index) in there for f in head.files) else None
+
+
+def _put_extra(staging: Staging, composed: Composed) -> None:
+    """Stages the small files; those that lie there are left alone."""
+    for path, digest in composed.plan.extra:
+        data = composed.extra[path]
+        if staging.files.size(path) != len(data) or digest_of(staging.files, path, len(data)) != digest:
+            staging.files.put(path, data)

@@ -1,0 +1,326 @@
+"""Staging: where does an output lie until it is whole, and who may work on it?
+
+Everything is written into a folder beside the destination: ``/a/.b.ckptcore/`` for ``/a/b``, with
+``plan/``, ``receipts/``, ``files/`` and a lock. `ckptcore.conversion.local_publication` moves ``files/`` into place. A run that
+is killed leaves the staging folder, from which the next one goes on.
+
+Its name can be guessed, so somebody else may have put one there. What a run uses, empties or removes is the
+trusted users' own (`ckptcore.store.sealed`); everything else is refused as it is, by `StagingForeign`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ckptcore.errors import (
+    Busy,
+    CkptError,
+    DestinationUnwritable,
+    OutputMismatch,
+    StagingForeign,
+    UsageError,
+)
+from ckptcore.store import Store, join_url, local_path, open_store, split_url
+from ckptcore.store.folder_tree import closing_fd, look, remove_tree
+from ckptcore.store.local_errors import unwritable
+from ckptcore.store.owners import VARIABLE, strange
+from ckptcore.store.sealed import SealedFolder, SealedStore, refuse_unknown
+
+PUBLISHING = "publishing.json"  # written right before the move: names the plan that is published
+REPLACED = "replaced"  # what an output took the place of
+LOCK, PARTS = "lock", ("plan", "receipts", "files")
+# What lies in a staging folder: its own names, files being written, decoded items, and what an NFS client
+# keeps of removed files that are open.
+_KNOWN = re.compile(
+    r"lock|plan|receipts|files|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+"
+)
+_UNFINISHED = re.compile(r"(?:.*/)?\..+\.(?P<kind>part|joint)")
+_TRIES, _PAUSE_S = 50, 0.01
+_log = logging.getLogger("ckptcore")
+
+
+class Staging:
+    """The staging folder of one destination. Stores: root, plan, receipts, files."""
+
+    def __init__(self, destination: str) -> None:
+        parent, name = split_url(destination)
+        if not name:
+            raise UsageError(f"{destination!r} is no place to write to")
+        self.destination, self.name, self.parent = destination.rstrip("/") or "/", name, parent
+        self.url = join_url(parent, f".{name}.ckptcore")
+        here = local_path(self.url)
+        self._home = SealedFolder(here, foreign=_refuse_foreign) if here is not None else None
+        self.root = self._store()
+        self.plan, self.receipts, self.files = map(self._store, PARTS)
+
+    @property
+    def plan_uri(self) -> str:
+        """Where the plan lies; all that a worker must be told."""
+        return self.plan.url
+
+    @classmethod
+    def of_plan(cls, plan_uri: str) -> Staging:
+        """The staging folder that a plan lies in; raises `UsageError`."""
+        above, part = split_url(plan_uri)
+        parent, name = split_url(above)
+        if part != "plan" or not (name.startswith(".") and name.endswith(".ckptcore")):
+            raise UsageError(f"{plan_uri!r} is no plan of a conversion")
+        return cls(join_url(parent, name[1 : -len(".ckptcore")]))
+
+    @contextlib.contextmanager
+    def lock(self, *, shared: bool = False, make: bool = False) -> Iterator[None]:
+        """Holds the destination against other processes of this machine.
+
+        shared: for workers of one plan beside each other. make: make the staging folder where there is none;
+        else nothing is held then, as there is nothing. What others than the trusted users could write to is
+        emptied when it is made ready, as far as it is ours, and refused otherwise.
+        Raises `Busy`, `StagingForeign`, `DestinationUnwritable`.
+        """
+        if self._home is None:
+            yield  # object stores have no locks; equal runs write equal bytes
+            return
+        fd = self._lock_file(self._home, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, make=make)
+        try:
+            if fd is not None and self._home.strangers_may_write():
+                self._shut_out(self._home, begin=make)
+            yield
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def require_ours(self, *, published: bool) -> None:
+        """Raises `StagingForeign` when anything in the staging folder is a link, or not the trusted users'.
+
+        published: the output was moved out already; what it replaced may lie in its place, and be anybody's.
+        """
+        if self._home is None or self._home.open() is None:
+            return
+        for store in (self.plan, self.receipts) if published else (self.plan, self.receipts, self.files):
+            if isinstance(store, SealedStore) and store.is_there():
+                store.entries()
+        for name in ("request.json", PUBLISHING):
+            self.root.size(name)
+
+    def require_planned(self, planned: Collection[str]) -> None:
+        """Raises `OutputMismatch` for staged files and folders that nobody planned."""
+        if not isinstance(self.files, SealedStore):
+            odd = sorted(set(self.files.list()) - set(planned))
+        elif not self.files.is_there():
+            return
+        else:
+            folders = {f"{path[:at]}/" for path in planned for at, sign in enumerate(path) if sign == "/"}
+            odd = [path for path, _ in self.files.entries() if path not in planned and path not in folders]
+        if odd:
+            raise OutputMismatch(
+                f"cannot publish {self.files.url}: nobody planned {len(odd)} of the files in it "
+                f"(got {', '.join(odd[:5])!r})",
+                hint="take them away if they are yours, or try --no-resume: it removes what is staged",
+                files=odd[:100],
+            )
+
+    @contextlib.contextmanager
+    def moving(self, *, single: bool) -> Iterator[None]:
+        """Holds that the block moves to the destination what this staging folder held, and nothing else.
+
+        Paths are looked up anew when things are moved: who may rename in the parent could have swapped them.
+        Raises `StagingForeign`.
+        """
+        if self._home is None:
+            yield
+            return
+        with self._home.below(("files",) if single else ()) as fd:
+            staged = look(fd, self.name if single else "files") if fd is not None else None
+        if staged is None or not self._home.in_place():
+            raise strange(str(self._home.path), "it was moved away while a run worked in it")
+        yield
+        target = str(self._home.path.with_name(self.name))
+        now = look(self._home.parent_fd(), self.name)
+        if now is None:
+            raise strange(target, "it was taken away while it was published")
+        if not os.path.samestat(now, staged):  # by another's hand, or a file system that counts anew
+            require = self._home.owners.require_file if single else self._home.owners.require_folder
+            require(now, target)
+
+    def clear(self) -> None:
+        """Empties the staging folder of everything but the lock."""
+        for part in (self.plan, self.receipts, self.files):
+            part.remove_all()
+        self.root.remove(PUBLISHING)
+
+    def sweep_parts(self, *, joints: bool = False) -> None:
+        """Removes what killed writers left unfinished. joints: also files whose parts were never joined."""
+        kinds = ("part", "joint") if joints else ("part",)
+        for store in (self.plan, self.receipts, self.files):
+            if isinstance(store, SealedStore) and store.is_there():
+                for path in store.list():
+                    found = _UNFINISHED.fullmatch(path)
+                    if found and found["kind"] in kinds:
+                        store.remove(path)
+
+    def remove(self) -> None:
+        """Removes the staging folder: at once under its name, so that a run that is killed here
+        leaves none that looks as if work could go on in it."""
+        if self._home is None:
+            for part in (self.files, self.plan, self.receipts):
+                part.remove_all()
+            for name in ("request.json", "replaces.json"):
+                self.root.remove(name)
+            self.root.remove(PUBLISHING)  # last: while it is there, a run that is killed here is gone on with
+            self.root.remove_all()
+            return
+        for store in (self.root, self.plan, self.receipts, self.files):
+            store.close()
+        self.sweep_gone()
+        # With the clock: the name alone may be taken by what could not be removed, of another machine, say.
+        try:
+            self._home.remove(f"{self._home.name}.gone-{os.getpid()}-{time.time_ns():x}")
+        except OSError as error:
+            raise unwritable(str(self._home.path), error) from error
+
+    def is_unused(self) -> bool:
+        """Whether there is a staging folder in which no file was finished or published, and nothing lies that
+        a run does not put there."""
+        root = self._home.open() if self._home is not None else None
+        if root is None:
+            return False
+        for name in os.listdir(root):
+            seen = look(root, name)
+            folder = seen is not None and stat.S_ISDIR(seen.st_mode)
+            plain = seen is not None and stat.S_ISREG(seen.st_mode) and seen.st_nlink == 1
+            if name == PUBLISHING or not (folder if name in PARTS else plain):
+                return False
+        receipts = self.receipts
+        return not (isinstance(receipts, SealedStore) and receipts.is_there() and receipts.list())
+
+    def sweep_gone(self) -> None:
+        """Removes what a run that was killed in `remove` left, as far as that is ours and can be removed."""
+        if self._home is None:
+            return
+        gone = re.compile(re.escape(f"{self._home.name}.gone-") + r"[0-9a-f-]+")
+        with self._home.beside() as (parent, names):
+            for name in filter(gone.fullmatch, names):
+                self._sweep(self._home, parent, name)
+
+    def _store(self, *inside: str) -> Store:
+        if self._home is not None:
+            return SealedStore(self._home, *inside)
+        return open_store("/".join([self.url, *inside]))
+
+    def _sweep(self, home: SealedFolder, parent: int, name: str) -> None:
+        """Removes one folder that has the name of a removed staging folder, if it is one of ours."""
+        shown = str(home.path.with_name(name))
+        # Somebody else's is left, and so is what cannot be removed: no run needs the name.
+        with contextlib.suppress(OSError, StagingForeign):
+            seen = look(parent, name)
+            if seen is None:
+                return
+            home.owners.require_folder(seen, shown)
+            with closing_fd(os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)) as fd:
+                refuse_unknown(Path(shown), _is_known, [n for n in os.listdir(fd) if n != REPLACED])
+            remove_tree(parent, name, shown, home.owners)
+
+    def _shut_out(self, home: SealedFolder, *, begin: bool) -> None:
+        """Makes a folder that others could write to the trusted users' own. begin: nothing in it is kept.
+        Where a publication was begun, what it replaced may lie in it: that is refused."""
+        fd = home.open()
+        assert fd is not None  # its lock is held
+        before = os.fstat(fd)
+        shut = False
+        if begin and self.root.size(PUBLISHING) is None:
+            self.require_ours(published=False)
+            self.clear()
+            shut = home.shut_out()
+            _log.info("%s could be written to by others: begun anew", home.path)
+        elif home.shut_out():
+            os.fchmod(fd, stat.S_IMODE(before.st_mode))
+            raise self._loose(home, before)
+        # A mode that its owner cannot change is that of a file system without modes: there is no better one.
+        if not shut and before.st_uid != home.owners.own:
+            raise self._loose(home, before)
+
+    def _loose(self, home: SealedFolder, seen: os.stat_result) -> StagingForeign:
+        return StagingForeign(
+            f"cannot use {home.path}: others than the trusted users could write to it "
+            f"(got mode {stat.S_IMODE(seen.st_mode):04o})",
+            hint=f"see that what lies in it is yours, then `chmod go-w {home.path}`; several users of one "
+            f"service are named in {VARIABLE}",
+            path=str(home.path),
+        )
+
+    def _lock_file(self, home: SealedFolder, kind: int, *, make: bool) -> int | None:
+        failed: OSError | None = None
+        for _ in range(_TRIES):
+            home.close()
+            try:
+                fd = self._open_lock(home, make=make)
+            except FileNotFoundError as error:  # the folder went meanwhile: another run has just finished
+                failed = error
+                time.sleep(_PAUSE_S)
+                continue
+            except OSError as error:
+                raise self._unwritable(error) from error
+            if fd is None:
+                return None
+            try:
+                fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(fd)
+                raise Busy(f"another process is writing {self.destination}") from error
+            except OSError as error:
+                os.close(fd)
+                raise self._unwritable(error) from error
+            # A finished run takes its folder and lock away: then this is the lock of nothing.
+            root = home.open()
+            assert root is not None  # the lock lies in it
+            named = look(root, LOCK)
+            if named is not None and os.path.samestat(named, os.fstat(fd)) and home.in_place():
+                return fd
+            os.close(fd)
+            failed = None
+        if failed is not None:
+            raise self._unwritable(failed) from failed
+        raise Busy(f"other processes finish {self.destination} again and again")
+
+    def _open_lock(self, home: SealedFolder, *, make: bool) -> int | None:
+        root = home.open(make=make)
+        if root is None:
+            return None
+        shown = str(home.path / LOCK)
+        seen = look(root, LOCK)
+        if seen is not None:
+            home.owners.require_file(seen, shown)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(LOCK, flags, 0o666, dir_fd=root)
+        try:
+            home.owners.require_file(os.fstat(fd), shown)
+        except CkptError:
+            os.close(fd)
+            raise
+        return fd
+
+    def _unwritable(self, error: OSError) -> DestinationUnwritable:
+        why = error.strerror or str(error)
+        for at in map(str, (Path(self.parent), *Path(self.parent).parents)):
+            if os.path.islink(at) and not os.path.exists(at):
+                why = f"{at} is a link that leads nowhere"
+        return DestinationUnwritable(f"cannot write beside {self.destination}: {why}")
+
+
+def _is_known(name: str) -> bool:
+    return _KNOWN.fullmatch(name) is not None
+
+
+def _refuse_foreign(path: Path, names: list[str]) -> None:
+    """Raises `StagingForeign` for a folder that no run of ours has left so."""
+    known = [name for name in names if not (name == REPLACED and PUBLISHING in names)]
+    refuse_unknown(path, _is_known, known)
+    if names and LOCK not in names:
+        raise strange(str(path), "no run has worked in it: it holds files, and no lock")

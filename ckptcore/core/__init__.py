@@ -1,0 +1,1 @@
+"""core: a room of ckptcore."""

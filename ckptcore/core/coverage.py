@@ -1,0 +1,277 @@
+"""Coverage: do the chunks of every tensor hold each element, and none of them twice?
+
+1. Tensors cut along one dim only (nearly all of them) are proven all at once, in sorted columns.
+2. For the others, one by one: bounds; identical boxes are replicas and count once; the volumes must add up to
+   the tensor's; and no two boxes may share an element.
+3. "No two share" is decided by cutting the set of boxes wherever a plane separates it (a grid, or
+   any guillotine partition, falls apart in n log n); what no plane cuts is compared pairwise.
+
+Only where something is wrong is the exact hole computed, to be told to the user.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.box import Box
+from ckptcore.core.manifest import Ints, Manifest, TensorSpec
+from ckptcore.errors import Finding, finding
+
+_MAX_PAIRWISE = 4096
+_MAX_EXPLAINED = 1000  # tensors whose chunks are looked at closely; of others it is said that they do not fit
+_MAX_TOLD = 3  # holes or overlaps told per tensor; the count is always exact in the message
+
+
+def coverage(manifest: Manifest) -> list[Finding]:
+    """Findings ``hole``, ``overlap``, ``out-of-bounds`` for every tensor of a manifest.
+
+    A computed tensor is held when what it is computed from is.
+    Peak memory: a few int64 columns as long as the number of chunks.
+    """
+    chunks, tensors = manifest.chunks, manifest.tensors
+    below = coverage(manifest.inputs) if manifest.inputs is not None else []
+    if not tensors:
+        return below
+    rank = chunks.lo.shape[1]
+    want = np.ones((len(tensors), rank), np.int64)
+    for i, spec in enumerate(tensors):
+        want[i, : len(spec.shape)] = spec.shape
+    held = _strips(manifest, want)
+    held[list(manifest.derived)] = True
+    suspects = np.flatnonzero(~held)
+    found: list[Finding] = below
+    explained = 0
+    for t in suspects.tolist():
+        a, b = int(chunks.first[t]), int(chunks.first[t + 1])
+        lo, shape = chunks.lo[a:b], chunks.shape[a:b]
+        if a == b and tensors[t].numel:
+            found.append(_hole(tensors[t], tensors[t].numel, _show(Box.whole(tensors[t].shape))))
+        elif not _covers(lo, shape, want[t]):
+            explained += 1
+            close = explained <= _MAX_EXPLAINED
+            found += _explain(manifest, t, lo, shape) if close else [_untiled(tensors[t], b - a)]
+    return found
+
+
+def replicas(manifest: Manifest) -> list[tuple[int, int]]:
+    """(first, copy) chunk rows of one tensor with equal boxes that lie in different items."""
+    chunks = manifest.chunks
+    return [(first, row) for first, row in equal_boxes(manifest) if chunks.item[row] != chunks.item[first]]
+
+
+def repeated(manifest: Manifest) -> list[int]:
+    """Chunk rows that name the box and the item of an earlier row once more."""
+    chunks = manifest.chunks
+    return [row for first, row in equal_boxes(manifest) if chunks.item[row] == chunks.item[first]]
+
+
+def equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
+    """(first, later) rows of one tensor with equal, non-empty boxes; all tensors at once."""
+    chunks = manifest.chunks
+    if not len(chunks):
+        return []
+    several = np.flatnonzero(_unordered(manifest)[chunks.tensor])
+    if not len(several):
+        return []
+    keys = np.concatenate([chunks.tensor[several, None], chunks.lo[several], chunks.shape[several]], axis=1)
+    order = np.lexsort(keys.T[::-1])  # stable: equal keys stay in stored order
+    keys, rows = keys[order], several[order]
+    same = np.zeros(len(rows), np.bool_)
+    same[1:] = (keys[1:] == keys[:-1]).all(axis=1)
+    same &= (chunks.shape[rows] > 0).all(axis=1)
+    if not same.any():
+        return []
+    head = np.maximum.accumulate(np.where(same, 0, np.arange(len(rows))))
+    return [(int(rows[head[i]]), int(rows[i])) for i in np.flatnonzero(same).tolist()]
+
+
+def _unordered(manifest: Manifest) -> npt.NDArray[np.bool_]:
+    """Per tensor, whether a chunk does not begin behind the one before it; only there two can be equal."""
+    chunks = manifest.chunks
+    later = np.zeros(max(len(chunks) - 1, 0), np.bool_)
+    level = ~later
+    for d in range(chunks.lo.shape[1]):
+        step = np.diff(chunks.lo[:, d])
+        later |= level & (step > 0)
+        level &= step == 0
+    found = np.zeros(len(chunks.first) - 1, np.bool_)
+    owner = chunks.tensor
+    found[owner[1:][~later & (owner[1:] == owner[:-1])]] = True
+    return found
+
+
+def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
+    """Per tensor, whether its chunks are whole in every dim but one and follow each other there."""
+    chunks = manifest.chunks
+    owner = chunks.tensor
+    proven = np.zeros(len(want), np.bool_)
+    if not len(owner):
+        return proven
+    partial = (chunks.lo != 0) | (chunks.shape != want[owner])
+    present = np.flatnonzero(np.diff(chunks.first))
+    cut = np.zeros(want.shape, np.bool_)
+    cut[present] = np.logical_or.reduceat(partial, chunks.first[present], axis=0)
+    simple = np.zeros(len(want), np.bool_)
+    simple[present] = cut[present].sum(axis=1) <= 1
+    if want.shape[1] == 0:  # only rank 0 tensors: a chunk is the whole
+        return simple
+    dim = np.argmax(cut, axis=1)
+    rows = np.flatnonzero(simple[owner])
+    owner, dims = owner[rows], dim[owner[rows]]
+    start, count = chunks.lo[rows, dims], chunks.shape[rows, dims]
+    # Empty chunks hold nothing; replicas count once.
+    kept = np.flatnonzero(count > 0)
+    if not ((np.diff(owner[kept]) > 0) | (np.diff(start[kept]) > 0)).all():  # as ranks save them
+        kept = kept[np.lexsort((count[kept], start[kept], owner[kept]))]
+    owner, start, count = owner[kept], start[kept], count[kept]
+    if len(owner):
+        fresh = np.ones(len(owner), np.bool_)
+        fresh[1:] = (np.diff(owner) != 0) | (np.diff(start) != 0) | (np.diff(count) != 0)
+        owner, start, count = owner[fresh], start[fresh], count[fresh]
+        head = np.ones(len(owner), np.bool_)
+        head[1:] = np.diff(owner) != 0
+        tail = np.append(head[1:], True)
+        follows = np.where(head, start == 0, True)
+        follows[1:] &= head[1:] | (start[1:] == (start + count)[:-1])
+        follows &= np.where(tail, start + count == want[owner, dim[owner]], True)
+        proven[owner[head]] = np.logical_and.reduceat(follows, np.flatnonzero(head))
+    return proven & (want > 0).all(axis=1)  # what holds nothing is looked at by itself
+
+
+def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
+    if 0 in want.tolist():  # nothing to hold: what chunks there are must reach as far as the shape says
+        return not len(lo) or bool(((lo + shape).max(axis=0) == want).all())
+    kept = (shape > 0).all(axis=1)  # an empty chunk holds nothing, wherever it says it lies
+    if (lo[kept] < 0).any() or (lo[kept] + shape[kept] > want).any():
+        return False
+    both = np.unique(np.concatenate([lo[kept], shape[kept]], axis=1), axis=0)
+    lo, shape = both[:, : lo.shape[1]], both[:, lo.shape[1] :]
+    # Python integers: a lying header could make int64 volumes wrap around.
+    volume = _volume(shape)
+    total = 1
+    for n in want.tolist():
+        total *= n
+    return volume == total and _disjoint(lo, lo + shape)
+
+
+def _volume(shape: Ints) -> int:
+    if not len(shape):
+        return 0
+    if float(np.prod(shape.astype(np.float64), axis=1).sum()) < 2**62:
+        return int(np.prod(shape, axis=1).sum())
+    return sum(int(np.prod(row.astype(object))) for row in shape)
+
+
+def _disjoint(lo: Ints, hi: Ints) -> bool:
+    """Whether no two of the non-empty boxes [lo, hi) share an element."""
+    queue = [np.arange(len(lo))]
+    while queue:
+        rows = queue.pop()
+        if len(rows) < 2:
+            continue
+        for d in _dims_by_variety(lo[rows]):
+            parts = _cut(rows, lo[:, d], hi[:, d])
+            if len(parts) > 1:
+                queue += parts
+                break
+        else:
+            if not _pairwise_disjoint(lo[rows], hi[rows]):
+                return False
+    return True
+
+
+def _dims_by_variety(lo: Ints) -> list[int]:
+    spread = [len(np.unique(lo[:, d])) for d in range(lo.shape[1])]
+    return sorted(range(lo.shape[1]), key=lambda d: -spread[d])
+
+
+def _cut(rows: Ints, lo: Ints, hi: Ints) -> list[Ints]:
+    """Groups of rows with a plane between each two: no interval of a group reaches the next."""
+    order = rows[np.argsort(lo[rows], kind="stable")]
+    reach = np.maximum.accumulate(hi[order])
+    gaps = np.flatnonzero(lo[order][1:] >= reach[:-1]) + 1
+    return np.split(order, gaps)
+
+
+def _pairwise_disjoint(lo: Ints, hi: Ints) -> bool:
+    for at in range(0, len(lo), _MAX_PAIRWISE):
+        a_lo, a_hi = lo[at : at + _MAX_PAIRWISE], hi[at : at + _MAX_PAIRWISE]
+        for row in range(len(a_lo)):
+            rest_lo, rest_hi = lo[at + row + 1 :], hi[at + row + 1 :]
+            if ((a_lo[row] < rest_hi) & (rest_lo < a_hi[row])).all(axis=1).any():
+                return False
+    return True
+
+
+def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Finding]:
+    spec = manifest.tensors[tensor]
+    rank = len(spec.shape)
+    whole = Box.whole(spec.shape)
+    boxes = sorted({
+        Box(tuple(a[:rank]), tuple(n[:rank]))
+        for a, n in zip(lo.tolist(), shape.tolist(), strict=True)
+    }, key=lambda b: (b.offset, b.shape))  # fmt: skip
+    found: list[Finding] = []
+    outside = [b for b in boxes if not whole.contains(b)]
+    found += [
+        finding("out-of-bounds", "cover", f"{spec.fqn}: a chunk holds {_show(b)}, the tensor is "
+                f"{list(spec.shape)}", fqn=spec.fqn)
+        for b in outside[:_MAX_TOLD]
+    ]  # fmt: skip
+    inside = [b for b in boxes if b.numel and whole.contains(b)]
+    shared = _overlaps(inside)
+    found += [
+        finding("overlap", "cover", f"{spec.fqn}: chunks {_show(a)} and {_show(b)} both hold the "
+                "same elements", fqn=spec.fqn)
+        for a, b in shared[:_MAX_TOLD]
+    ]  # fmt: skip
+    holes = _holes(whole, inside)
+    missing = sum(h.numel for h in holes)
+    if missing:
+        shown = ", ".join(_show(h) for h in holes[:_MAX_TOLD])
+        more = f" and {len(holes) - _MAX_TOLD} more boxes" if len(holes) > _MAX_TOLD else ""
+        found.append(_hole(spec, missing, f"{shown}{more}"))
+    if not found:  # too many pieces to name one, but the volumes do not add up
+        found.append(_untiled(spec, len(boxes)))
+    return found
+
+
+def _hole(spec: TensorSpec, missing: int, where: str) -> Finding:
+    message = f"{spec.fqn} {list(spec.shape)}: {missing} of {spec.numel} elements are in no file: {where}"
+    return finding("hole", "cover", message, fqn=spec.fqn)
+
+
+def _untiled(spec: TensorSpec, chunks: int) -> Finding:
+    message = f"{spec.fqn}: its {chunks} chunks do not tile {list(spec.shape)}"
+    return finding("overlap", "cover", message, fqn=spec.fqn)
+
+
+def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
+    found: list[tuple[Box, Box]] = []
+    for i, a in enumerate(boxes[:_MAX_PAIRWISE]):
+        for b in boxes[i + 1 : _MAX_PAIRWISE]:
+            if b.offset and b.offset[0] >= a.end[0]:
+                break  # sorted by first dim: no later box reaches back
+            if a.intersect(b):
+                found.append((a, b))
+                if len(found) >= _MAX_TOLD:
+                    return found
+    return found
+
+
+def _holes(whole: Box, boxes: list[Box]) -> list[Box]:
+    left = [whole] if whole.numel else []
+    for box in boxes[:_MAX_PAIRWISE]:
+        left = [part for piece in left for part in piece.subtract(box)]
+    if len(boxes) > _MAX_PAIRWISE:
+        return []
+    return left
+
+
+def _show(box: Box) -> str:
+    """
+    >>> _show(Box((0, 4), (2, 4)))
+    '[0:2, 4:8]'
+    """
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.offset, box.end, strict=True)) + "]"

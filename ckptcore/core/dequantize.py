@@ -1,0 +1,127 @@
+"""Deriving: how are the elements of a box computed from stored values? A closed table of functions.
+
+A function says which boxes of its inputs a box of its output needs, and fills the output from
+them. Every element depends on a few input elements near it, so that any box can be computed by itself,
+and the cut into boxes changes no bit.
+
+- ``fp8_block``: inputs weight [R, C] of a dtype of one byte, scale [ceil(R / r), ceil(C / c)]; params
+  (r, c), the block. out[i, j] = weight[i, j] * scale[i // r, j // c] in float32
+  (torch/distributed/checkpoint/quantized_hf_storage.py, `_dequantize_tensor`; DeepSeek-V3's
+  ``weight_scale_inv``).
+- ``mxfp4``: inputs blocks uint8 [..., G, 16], two 4-bit floats a byte, low nibble first; scales uint8
+  [..., G]; out [..., 32 G] = value * 2 ** (scale - 127) in float32 (the same file,
+  `_dequantize_tensor_mxfp4`; gpt-oss's ``*_blocks`` and ``*_scales``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import TensorSpec
+
+Shape = tuple[int, ...]
+# The 4-bit floats E2M1, by their bits.
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+GROUP = 32  # values of MXFP4 that share a scale
+_PIECE = 4096  # groups decoded at once: temporaries stay within a megabyte or two
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One way to compute a tensor.
+
+    dtype: of its output. shape: the output's shape for inputs that fit, else None.
+    needs: the boxes of the inputs that a box of the output needs. width: bytes of those boxes per
+    element of the output, at most. fill: (torch, box, inputs over the needed boxes, params, out):
+    fills ``out``, a contiguous tensor over the box.
+    """
+
+    title: str
+    dtype: str
+    shape: Callable[[Sequence[TensorSpec], Shape], Shape | None]
+    needs: Callable[[Box, Shape], tuple[Box, ...]]
+    width: Callable[[Sequence[str]], int]
+    fill: Callable[[Any, Box, Sequence[Any], Shape, Any], None]
+
+
+def _block_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
+    weight, scale = inputs
+    if len(weight.shape) != 2 or len(params) != 2 or min(params) < 1:
+        return None
+    if BY_NAME[weight.dtype].itemsize != 1 or weight.dtype in ("uint8", "bool"):
+        return None
+    wanted = tuple(-(-n // b) for n, b in zip(weight.shape, params, strict=True))
+    return weight.shape if scale.shape == wanted and BY_NAME[scale.dtype].is_float else None
+
+
+def _block_needs(box: Box, params: Shape) -> tuple[Box, ...]:
+    first = tuple(o // b for o, b in zip(box.offset, params, strict=True))
+    end = tuple(-(-e // b) for e, b in zip(box.end, params, strict=True))
+    return box, Box(first, tuple(b - a for a, b in zip(first, end, strict=True)))
+
+
+def _fill_block(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
+    weight, scale = inputs
+    out.copy_(weight)
+    (row, column), (rows, columns) = box.offset, params
+    skipped = column % columns
+    for n, line in enumerate(scale.to(out.dtype)):
+        # A row of blocks at a time: one factor a column.
+        begin = max((row // rows + n) * rows - row, 0)
+        end = (row // rows + n + 1) * rows - row
+        factors = line.repeat_interleave(columns)[skipped : skipped + box.shape[1]]
+        out[begin:end].mul_(factors)
+
+
+def _fp4_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
+    blocks, scales = inputs
+    if (blocks.dtype, scales.dtype) != ("uint8", "uint8") or len(blocks.shape) < 2:
+        return None
+    if blocks.shape[:-1] != scales.shape or blocks.shape[-1] * 2 != GROUP or params:
+        return None
+    return (*scales.shape[:-1], scales.shape[-1] * GROUP)
+
+
+def _fp4_needs(box: Box, params: Shape) -> tuple[Box, ...]:
+    first, end = box.offset[-1] // GROUP, -(-box.end[-1] // GROUP)
+    scales = Box((*box.offset[:-1], first), (*box.shape[:-1], end - first))
+    return Box((*scales.offset, 0), (*scales.shape, GROUP // 2)), scales
+
+
+def _fill_fp4(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
+    groups = inputs[1].shape[-1]
+    blocks, scales = inputs[0].reshape(-1, groups, GROUP // 2), inputs[1].reshape(-1, groups)
+    lines = out.view(-1, box.shape[-1])
+    values = torch.tensor(FP4, dtype=out.dtype, device=out.device)
+    byte = torch.arange(256, device=out.device)
+    pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1)  # of every byte
+    skipped = box.offset[-1] % GROUP
+    step, wide = max(1, _PIECE // max(groups, 1)), min(groups, _PIECE)
+    for a in range(0, len(lines), step):
+        for g in range(0, groups, wide):
+            part = blocks[a : a + step, g : g + wide]
+            decoded = pairs[part.reshape(-1).to(torch.int64)].reshape(-1, GROUP)
+            exponent = scales[a : a + step, g : g + wide].reshape(-1, 1).to(torch.int32) - 127
+            torch.ldexp(decoded, exponent, out=decoded)
+            decoded = decoded.reshape(part.shape[0], -1)
+            at = g * GROUP - skipped
+            target = lines[a : a + step, max(at, 0) : at + decoded.shape[1]]
+            target.copy_(decoded[:, max(-at, 0) :][:, : target.shape[1]])
+
+
+FUNCTIONS: dict[str, Function] = {
+    "fp8_block": Function(
+        "weights times the scale of their block", "float32", _block_shape, _block_needs,
+        # A box has at most as many scales as elements.
+        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes), _fill_block,
+    ),
+    "mxfp4": Function(
+        "4-bit floats times the power of two of their group", "float32", _fp4_shape, _fp4_needs,
+        # One element takes its whole group.
+        lambda dtypes: GROUP // 2 + 1, _fill_fp4,
+    ),
+}  # fmt: skip

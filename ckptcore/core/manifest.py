@@ -1,0 +1,428 @@
+"""Manifests: what is stored, and where is every byte of it?
+
+A checkpoint is a manifest of boxes over byte ranges. A logical tensor (FQN, dtype, shape) is
+tiled by *chunks*; a chunk is a box of that tensor and the *item* that holds its bytes: a range of
+a file, with an envelope around the payload (a torch zip, a safetensors blob, or nothing) and
+perhaps a codec. Manifests are columnar inside, so that 10^6 chunks are a few arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from ckptcore.core import columnar_file as frame
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.errors import Finding
+
+Ints = npt.NDArray[np.int64]
+CONJ, NEG, SWAPPED = 1, 2, 4  # view flags: conjugated, negated, other byte order than little
+
+
+class Envelope(IntEnum):
+    """What stands between an item's range and the payload bytes."""
+
+    RAW = 0
+    TORCHZIP = 1
+    SAFETENSORS = 2
+    ZARR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A logical tensor.
+
+    fqn: dotted name, unique in its manifest.
+    dtype: canonical dtype name (see `ckptcore.core.dtype`).
+    shape: global shape, elements.
+    """
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * BY_NAME[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of the checkpoint: path relative to the root, size in bytes (None: not there)."""
+
+    path: str
+    size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Where a payload lies.
+
+    file: index into `Manifest.files`. start, length: the byte range in that file.
+    envelope: what to unwrap. codec: name of the stream codec around the whole item, or "".
+    crc32: CRC-32 of the range, for raw items whose format stores one, else None.
+    member: name inside the envelope (safetensors), or "".
+    """
+
+    file: int
+    start: int
+    length: int
+    envelope: Envelope = Envelope.RAW
+    codec: str = ""
+    crc32: int | None = None
+    member: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a chunk lies in its payload: first byte, element strides (None: row-major), flags."""
+
+    start: int = 0
+    strides: tuple[int, ...] | None = None
+    flags: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One piece of a tensor in storage. view None: not resolved yet."""
+
+    tensor: int
+    box: Box
+    item: int
+    view: View | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Why a tensor is a part that cannot be read, and what is known of it all the same.
+
+    reason: a clause. dtype: as its writer spells it, "" where that is not known. shape: global shape,
+    elements, or None. file: where it lies, or where that is said; None where nothing says.
+    """
+
+    reason: str
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    file: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON face; null for what is not known."""
+        shape = None if self.shape is None else list(self.shape)
+        return {"dtype": self.dtype or None, "shape": shape, "file": self.file, "reason": self.reason}
+
+    def told(self) -> str:
+        """The same for people."""
+        shape = "" if self.shape is None else str(list(self.shape))
+        return ": ".join(p for p in (" ".join(p for p in (self.dtype, shape) if p), self.reason) if p)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A non-tensor object: plain values, references to tensors inside it, what was refused.
+
+    key: its name. item: index into the items; -1 where the format keeps it elsewhere.
+    tree: the value in `ckptcore.objects` JSON form. refused: globals not on the allow-list.
+    known: whether the tree is the value; False when it was refused or could not be read.
+    unread: set for a tensor that cannot be read, which is no row of ``Manifest.tensors``.
+    """
+
+    key: str
+    item: int
+    tree: Any = None
+    refused: tuple[str, ...] = ()
+    known: bool = True
+    unread: Unread | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """How the elements of a tensor come from stored ones; a closed set, see `ckptcore.core.dequantize`.
+
+    fn: name in `ckptcore.core.dequantize.FUNCTIONS`. inputs: what it is computed from, as positions in
+    ``Manifest.inputs`` (or ``FilePlan.inputs``). params: integers, as the function defines them.
+    """
+
+    fn: str
+    inputs: tuple[int, ...]
+    params: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """All chunks, grouped by tensor; row c is chunk c.
+
+    first: int64 [T + 1], chunks of tensor t are rows first[t]:first[t + 1].
+    lo, shape: int64 [n, R] box offset and extent, elements; R is the highest rank, and dims behind
+        a tensor's own rank are offset 0, extent 1.
+    item: int64 [n].
+    view: int64 [n, 2 + R] (start, flags, strides...), or None when no chunk is resolved; start -1
+        marks a chunk that is not; flags -1 would never be valid.
+    """
+
+    first: Ints
+    lo: Ints
+    shape: Ints
+    item: Ints
+    view: Ints | None = None
+
+    def __len__(self) -> int:
+        return len(self.item)
+
+    @cached_property
+    def tensor(self) -> Ints:
+        """int64 [n]: the tensor of each chunk."""
+        return np.repeat(np.arange(len(self.first) - 1, dtype=np.int64), np.diff(self.first))
+
+
+@dataclass(frozen=True)
+class Items:
+    """All items, columnar; row i is item i. crc32 -1: none. member: item -> name, where not ""."""
+
+    file: Ints
+    start: Ints
+    length: Ints
+    envelope: npt.NDArray[np.int8]
+    codec: npt.NDArray[np.int8]
+    crc32: Ints
+    codecs: tuple[str, ...] = ("",)
+    member: Mapping[int, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __getitem__(self, index: int) -> Item:
+        crc = int(self.crc32[index])
+        return Item(
+            int(self.file[index]),
+            int(self.start[index]),
+            int(self.length[index]),
+            Envelope(int(self.envelope[index])),
+            self.codecs[int(self.codec[index])],
+            None if crc < 0 else crc,
+            self.member.get(index, ""),
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that is known about a checkpoint without reading tensor bytes.
+
+    format: name in `ckptcore.formats.FORMATS`. root: URL of the folder (or of the file's folder).
+    tensors: in stored order. files: every file the metadata names, and every other file there.
+    blobs: non-tensor objects. origin: what the writer told of itself (versions, step, mesh).
+    findings: what the reader saw that a check must report.
+    derived: tensor -> how it is computed; such a tensor has no chunks. inputs: the stored tensors
+        that those are computed from, over the same items and files; None when there are none.
+    stamps: path -> stamp and ctime (`ckptcore.store.Stamped`) of files as they were before the first byte was
+        read, where whoever read it knows them. beside: other files of the place, which neither hold anything
+        of it nor were read to describe it. Neither is part of what a checkpoint is, saved, or digested.
+    order: names of tensors as the saved state dict had them, where the order of ``tensors`` is another. What
+        is stored does not depend on it: it is in no digest, and a dump is without it.
+    own: (items, files) that are the checkpoint itself, where what lies behind them are second copies
+        (`ckptcore.core.redundant_copies`), which are compared and do not identify it; None without such copies.
+    """
+
+    format: str
+    root: str
+    tensors: tuple[TensorSpec, ...]
+    chunks: Chunks
+    items: Items
+    files: tuple[StoredFile, ...]
+    blobs: tuple[Blob, ...] = ()
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    derived: Mapping[int, Derived] = field(default_factory=dict)
+    inputs: Manifest | None = None
+    stamps: Mapping[str, tuple[str, int | None]] = field(default_factory=dict, compare=False, repr=False)
+    beside: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
+    order: tuple[str, ...] = field(default=(), compare=False)
+    own: tuple[int, int] | None = None
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.tensors)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all logical tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    @cached_property
+    def unread(self) -> dict[str, Unread]:
+        """Name -> why, of the tensors that cannot be read."""
+        return {b.key: b.unread for b in self.blobs if b.unread is not None}
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """FQN -> position in `tensors`."""
+        return {t.fqn: i for i, t in enumerate(self.tensors)}
+
+    def chunks_of(self, tensor: int) -> Iterator[Chunk]:
+        """The chunks of one tensor, in stored order."""
+        rank = len(self.tensors[tensor].shape)
+        c = self.chunks
+        for row in range(int(c.first[tensor]), int(c.first[tensor + 1])):
+            box = Box(tuple(c.lo[row, :rank].tolist()), tuple(c.shape[row, :rank].tolist()))
+            yield Chunk(tensor, box, int(c.item[row]), view_of(c, row, rank))
+
+    def dump(self) -> bytes:
+        """The compact file form; equal manifests give equal bytes."""
+        c, i = self.chunks, self.items
+        arrays: dict[str, frame.Array] = {
+            "chunk.first": c.first, "chunk.lo": c.lo, "chunk.shape": c.shape, "chunk.item": c.item,
+            "item.file": i.file, "item.start": i.start, "item.length": i.length,
+            "item.envelope": i.envelope, "item.codec": i.codec, "item.crc32": i.crc32,
+        }  # fmt: skip
+        if c.view is not None:
+            arrays["chunk.view"] = c.view
+        head = {
+            "format": self.format, "root": self.root,
+            "tensors": [[t.fqn, t.dtype, list(t.shape)] for t in self.tensors],
+            "files": [[f.path, f.size] for f in self.files],
+            "blobs": [[b.key, b.item, b.tree, list(b.refused), b.known] for b in self.blobs],
+            "origin": dict(self.origin), "findings": [f.as_dict() for f in self.findings],
+            "codecs": list(i.codecs), "member": [[k, v] for k, v in sorted(i.member.items())],
+        }  # fmt: skip
+        # Left out where there is none: digests of other manifests stay what they were.
+        if unread := [[n, *astuple(b.unread)] for n, b in enumerate(self.blobs) if b.unread is not None]:
+            head["unread"] = unread
+        if self.own is not None:
+            head["own"] = list[Any](self.own)
+        if self.inputs is not None:
+            head["derived"] = dump_derived(self.derived)
+            head["inputs"] = [[t.fqn, t.dtype, list(t.shape)] for t in self.inputs.tensors]
+            c = self.inputs.chunks
+            arrays |= {"input.first": c.first, "input.lo": c.lo, "input.shape": c.shape, "input.item": c.item}
+            if c.view is not None:
+                arrays["input.view"] = c.view
+        return frame.dump(head, arrays)
+
+    @classmethod
+    def load(cls, data: bytes) -> Manifest:
+        """The manifest of `dump`'s bytes; raises `MalformedCheckpoint`."""
+        h, a = frame.load(data)
+        whole = cls(
+            h["format"], h["root"],
+            tuple(TensorSpec(f, d, tuple(s)) for f, d, s in h["tensors"]),
+            Chunks(a["chunk.first"], a["chunk.lo"], a["chunk.shape"], a["chunk.item"],
+                   a.get("chunk.view")),
+            Items(a["item.file"], a["item.start"], a["item.length"], a["item.envelope"],
+                  a["item.codec"], a["item.crc32"], tuple(h["codecs"]), dict(h["member"])),
+            tuple(StoredFile(p, s) for p, s in h["files"]),
+            _load_blobs(h["blobs"], h.get("unread", [])),
+            h["origin"], tuple(Finding(**f) for f in h["findings"]),
+            own=(h["own"][0], h["own"][1]) if "own" in h else None,
+        )  # fmt: skip
+        if "inputs" not in h:
+            return whole
+        chunks = Chunks(a["input.first"], a["input.lo"], a["input.shape"], a["input.item"],
+                        a.get("input.view"))  # fmt: skip
+        tensors = tuple(TensorSpec(f, d, tuple(s)) for f, d, s in h["inputs"])
+        return whole.deriving(load_derived(h["derived"]), tensors, chunks)
+
+    def deriving(self, derived: Mapping[int, Derived], inputs: tuple[TensorSpec, ...],
+                 chunks: Chunks) -> Manifest:  # fmt: skip
+        """This manifest with tensors that are computed from ``inputs``, which lie in its items."""
+        stored = replace(self, tensors=inputs, chunks=chunks, blobs=(), findings=(), derived={}, inputs=None)
+        return replace(self, derived=dict(derived), inputs=stored)
+
+    def without_copies(self) -> Manifest:
+        """This manifest without second copies: what the checkpoint is, whatever lies beside it."""
+        if self.own is None:
+            return self
+        items, files = self.own
+        below = None if self.inputs is None else self.inputs.without_copies()
+        return replace(
+            self, chunks=_below(self.chunks, items), items=_first(self.items, items),
+            files=self.files[:files], own=None, inputs=below,
+        )  # fmt: skip
+
+    @cached_property
+    def digest(self) -> str:
+        """BLAKE3 of everything but the place (root) the checkpoint lies in, and second copies, hex."""
+        return blake3(replace(self.without_copies(), root="").dump()).hexdigest()
+
+
+def _below(chunks: Chunks, items: int) -> Chunks:
+    """The chunks that lie in the first items, or in none."""
+    kept = chunks.item < items
+    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
+    view = None if chunks.view is None else chunks.view[kept]
+    return Chunks(count[chunks.first], chunks.lo[kept], chunks.shape[kept], chunks.item[kept], view)
+
+
+def _first(items: Items, count: int) -> Items:
+    return Items(
+        items.file[:count], items.start[:count], items.length[:count], items.envelope[:count],
+        items.codec[:count], items.crc32[:count], items.codecs,
+        {k: v for k, v in items.member.items() if k < count},
+    )  # fmt: skip
+
+
+def _load_blobs(rows: list[Any], unread: list[Any]) -> tuple[Blob, ...]:
+    why = {
+        n: Unread(reason, dtype, None if shape is None else tuple(shape), file)
+        for n, reason, dtype, shape, file in unread
+    }
+    return tuple(Blob(k, i, t, tuple(r), known, why.get(n)) for n, (k, i, t, r, known) in enumerate(rows))
+
+
+def items_table(rows: Ints | Sequence[tuple[int, ...]], codecs: Sequence[str] = ("",),
+                member: Mapping[int, str] | None = None) -> Items:  # fmt: skip
+    """The columnar form of rows (file, start, length, envelope, codec, crc32)."""
+    table = np.asarray(rows, np.int64).reshape(-1, 6)
+    f, s, n, e, c, crc = (np.ascontiguousarray(table[:, k]) for k in range(6))
+    return Items(f, s, n, e.astype(np.int8), c.astype(np.int8), crc, tuple(codecs), member or {})
+
+
+def dump_derived(derived: Mapping[int, Derived]) -> list[Any]:
+    """The JSON form of a table of derived tensors."""
+    return [[t, d.fn, list(d.inputs), list(d.params)] for t, d in sorted(derived.items())]
+
+
+def load_derived(rows: list[Any]) -> dict[int, Derived]:
+    """The table of `dump_derived`'s form."""
+    return {t: Derived(fn, tuple(inputs), tuple(params)) for t, fn, inputs, params in rows}
+
+
+def view_of(chunks: Chunks, row: int, rank: int) -> View | None:
+    """The view of a chunk row, or None when it is not resolved."""
+    if chunks.view is None or chunks.view[row, 0] < 0:
+        return None
+    start, flags, *strides = chunks.view[row].tolist()
+    return View(start, tuple(strides[:rank]), flags)
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Element strides of a contiguous tensor.
+
+    >>> row_major((2, 3, 4))
+    (12, 4, 1)
+    """
+    out, step = [], 1
+    for n in reversed(shape):
+        out.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(out))
+
+
+def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
+    """Whether the strides are those of a contiguous tensor; dims of extent 1 do not matter."""
+    if strides is None or 0 in shape:
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major(shape), strict=True))

@@ -1,0 +1,247 @@
+"""Building manifests: how does a reader put one together, row by row, without a row costing much?"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import (
+    Blob,
+    Chunks,
+    Envelope,
+    Ints,
+    Item,
+    Items,
+    Manifest,
+    StoredFile,
+    TensorSpec,
+    Unread,
+    View,
+    items_table,
+    row_major,
+)
+from ckptcore.core.metadata_budget import CHUNK, FINDING, TENSOR, Meter, meter
+from ckptcore.errors import Finding, MalformedCheckpoint
+
+_FILE, _ITEM, _VIEW, _CHAR = 400, 100, 200, 4  # bytes of what is collected, with its later forms
+
+
+class _Findings(list[Finding]):
+    """Findings that count: damage may be as large as what is damaged."""
+
+    def __init__(self, count: Meter) -> None:
+        super().__init__()
+        self._count = count
+
+    def append(self, found: Finding) -> None:
+        self._count.keep(FINDING + _CHAR * len(found.message), "what is wrong with the checkpoint")
+        super().append(found)
+
+    def extend(self, found: Iterable[Finding]) -> None:
+        for one in found:
+            self.append(one)
+
+    def __iadd__(self, found: Iterable[Finding]) -> Self:  # type: ignore[misc, override]
+        self.extend(found)
+        return self
+
+
+class Builder:
+    """Collects tensors, chunks and items row by row, and gives the columnar manifest."""
+
+    def __init__(self) -> None:
+        self._count = meter()
+        self.tensors: list[TensorSpec] = []
+        self._unread: set[str] = set()
+        self.blobs: list[Blob] = []
+        self.findings: list[Finding] = _Findings(self._count)
+        # Flat columns from the start: a row of Python objects each would cost gigabytes at 10^6.
+        self._owner, self._item, self._rank = array("q"), array("q"), array("b")
+        self._dims = array("q")  # offset then shape of each chunk, back to back
+        self._views: dict[int, View] = {}
+        self._items = array("q")  # six fields an item
+        self._member: dict[int, str] = {}
+        self._codecs: list[str] = [""]
+        self._files: dict[str, int] = {}
+        self._sizes: list[int | None] = []
+
+    def file(self, path: str, size: int | None) -> int:
+        """The index of a file, added on first sight."""
+        at = self._files.get(path)
+        if at is None:
+            self._count.keep(_FILE + _CHAR * len(path), path)
+            at = self._files[path] = len(self._sizes)
+            self._sizes.append(size)
+        return at
+
+    def file_names(self) -> list[str]:
+        """Paths of the files added so far, by index."""
+        return list(self._files)
+
+    def file_sizes(self) -> list[int | None]:
+        """Sizes of the files added so far, by index."""
+        return list(self._sizes)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of all items added so far."""
+        return sum(self._items[2::6])
+
+    def item(self, item: Item) -> int:
+        """Adds an item; gives its index."""
+        row = len(self._items) // 6
+        if item.codec not in self._codecs:
+            self._codecs.append(item.codec)
+        self._count.keep(_ITEM, "a checkpoint's items")
+        if item.member:
+            self._member[row] = item.member
+        crc = -1 if item.crc32 is None else item.crc32
+        codec = self._codecs.index(item.codec)
+        try:
+            self._items.extend((item.file, item.start, item.length, int(item.envelope), codec, crc))
+        except OverflowError as error:
+            raise _too_large(item.length) from error
+        return row
+
+    def plain_item(self, file: int, start: int, length: int, envelope: Envelope) -> int:
+        """Adds an item without codec, checksum and member; the quick way for millions.
+
+        Raises `MalformedCheckpoint` for places that no file has.
+        """
+        try:
+            self._items.extend((file, start, length, envelope, 0, -1))
+        except OverflowError as error:
+            raise _too_large(length) from error
+        return len(self._items) // 6 - 1
+
+    def items(self, places: Ints, envelope: Ints, codec: Ints, codecs: Sequence[str],
+              member: Mapping[int, str], kept: npt.NDArray[np.bool_]) -> Ints:  # fmt: skip
+        """Adds an item per row that is kept; gives their indices, -1 for the other rows.
+
+        places: int64 [n, 3], file, start, length. envelope, codec: int64 [n], the latter into ``codecs``.
+        member: row -> name, where it has one.
+        """
+        first = len(self._items) // 6
+        number = np.where(kept, first + np.cumsum(kept) - 1, -1)
+        own = []
+        for name in codecs if (codec[kept] > 0).any() else codecs[:1]:
+            if name not in self._codecs:
+                self._codecs.append(name)
+            own.append(self._codecs.index(name))
+        table = np.empty((int(kept.sum()), 6), np.int64)
+        table[:, :3], table[:, 3] = places[kept], envelope[kept]
+        table[:, 4], table[:, 5] = np.array(own, np.int64)[codec[kept]], -1
+        self._items.frombytes(table.tobytes())
+        self._member |= {int(number[row]): name for row, name in member.items()}
+        return number
+
+    def tensor(self, spec: TensorSpec, file: str | None = None) -> int:
+        """Adds a tensor; gives its index, or -1 for a dtype that is not held: such a tensor is a part that
+        cannot be read, and its chunks are left out. file: where it lies, for messages."""
+        self._count.keep(TENSOR + _CHAR * len(spec.fqn), "a checkpoint's tensors")
+        if spec.dtype not in BY_NAME:
+            self.unread(spec.fqn, Unread(f"dtype {spec.dtype} is not held", spec.dtype, spec.shape, file))
+            return -1
+        self.tensors.append(spec)
+        return len(self.tensors) - 1
+
+    def unread(self, name: str, why: Unread, refused: tuple[str, ...] = ()) -> None:
+        """Adds a tensor that cannot be read; a name that was added before stays as it is. refused: the
+        globals that it needs, where those are what makes it so."""
+        if name not in self._unread:
+            self._unread.add(name)
+            self.blobs.append(Blob(name, -1, None, refused, known=False, unread=why))
+
+    def unread_instead(self, why: Mapping[str, Unread]) -> None:
+        """Says of objects that were added that they are tensors which cannot be read."""
+        self.blobs = [replace(b, unread=why[b.key]) if b.key in why else b for b in self.blobs]
+
+    def chunk(
+        self,
+        tensor: int,
+        offset: tuple[int, ...],
+        shape: tuple[int, ...],
+        item: int,
+        view: View | None = None,
+    ) -> None:
+        """Adds a chunk of a tensor added before; item -1: it has no place. tensor -1: it is not added."""
+        if tensor < 0:
+            return
+        self._count.keep(CHUNK if view is None else CHUNK + _VIEW, "a checkpoint's chunks")
+        if view is not None:
+            self._views[len(self._owner)] = view
+        self._owner.append(tensor)
+        self._item.append(item)
+        self._rank.append(len(offset))
+        self._dims.extend(offset)
+        self._dims.extend(shape)
+
+    def chunks(self, tensor: Ints, offset: Ints, shape: Ints, rank: Ints, item: Ints) -> None:
+        """Adds a chunk per row. offset, shape: int64 [n, r], of which the first ``rank`` count. Rows of
+        tensor -1 are not added."""
+        if (tensor < 0).any():
+            held = tensor >= 0
+            tensor, offset, shape = tensor[held], offset[held], shape[held]
+            rank, item = rank[held], item[held]
+        self._count.keep(CHUNK * len(tensor), "a checkpoint's chunks")
+        dims = np.concatenate([offset, shape], axis=1)
+        real = np.arange(offset.shape[1]) < rank[:, None]
+        self._dims.frombytes(dims[np.concatenate([real, real], axis=1)].tobytes())
+        self._owner.frombytes(np.ascontiguousarray(tensor).tobytes())
+        self._item.frombytes(np.ascontiguousarray(item).tobytes())
+        self._rank.frombytes(rank.astype(np.int8).tobytes())
+
+    def build(self, format: str, root: str, origin: Mapping[str, Any]) -> Manifest:
+        """The manifest; chunks are grouped by tensor, keeping their order inside one."""
+        rank = max((len(t.shape) for t in self.tensors), default=0)
+        owner = np.frombuffer(self._owner, np.int64) if self._owner else np.zeros(0, np.int64)
+        item = np.frombuffer(self._item, np.int64) if self._item else np.zeros(0, np.int64)
+        lo, shape = self._boxes(rank)
+        view = self._view_columns(rank, shape)
+        # Most readers add tensor by tensor: then nothing moves, and nothing is copied.
+        order = slice(None) if bool((np.diff(owner) >= 0).all()) else np.argsort(owner, kind="stable")
+        counts = np.bincount(owner, minlength=len(self.tensors)).astype(np.int64)
+        first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64)
+        item = np.array(item[order])  # a copy: the rows below may still grow
+        chunks = Chunks(first, lo[order], shape[order], item, None if view is None else view[order])
+        files = tuple(StoredFile(p, self._sizes[i]) for p, i in self._files.items())
+        return Manifest(
+            format, root, tuple(self.tensors), chunks, self._item_columns(), files,
+            tuple(self.blobs), dict(origin), tuple(self.findings),
+        )  # fmt: skip
+
+    def _boxes(self, rank: int) -> tuple[Ints, Ints]:
+        n = len(self._owner)
+        lo, shape = np.zeros((n, rank), np.int64), np.ones((n, rank), np.int64)
+        ranks = np.frombuffer(self._rank, np.int8).astype(np.int64) if n else np.zeros(0, np.int64)
+        flat = np.frombuffer(self._dims, np.int64) if self._dims else np.zeros(0, np.int64)
+        begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ranks)])[:-1]
+        for r in range(1, int(ranks.max(initial=0)) + 1):
+            rows = np.flatnonzero(ranks == r)
+            both = flat[begin[rows, None] + np.arange(2 * r)]
+            lo[rows, :r], shape[rows, :r] = both[:, :r], both[:, r:]
+        return lo, shape
+
+    def _view_columns(self, rank: int, shape: Ints) -> Ints | None:
+        if not self._views:
+            return None
+        view = np.full((len(self._owner), 2 + rank), -1, np.int64)
+        for row, seen in self._views.items():
+            extent = tuple(shape[row, : self._rank[row]].tolist())
+            strides = seen.strides if seen.strides is not None else row_major(extent)
+            view[row] = (seen.start, seen.flags, *strides, *(0,) * (rank - len(strides)))
+        return view
+
+    def _item_columns(self) -> Items:
+        table = np.frombuffer(self._items, np.int64) if self._items else np.zeros(0, np.int64)
+        return items_table(table, self._codecs, self._member)
+
+
+def _too_large(length: int) -> MalformedCheckpoint:
+    return MalformedCheckpoint(f"the metadata claims a range of {length} bytes, more than any file has")

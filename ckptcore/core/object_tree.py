@@ -1,0 +1,217 @@
+"""Objects: how does a tree of plain values travel, without ever being a pickle?
+
+Everything that is not a tensor is kept as JSON. JSON's own values stand for themselves, except
+that an object ``{"$": kind, ...}`` stands for a Python value JSON does not have. A reference to a
+tensor is ``{"$": "tensor", "fqn": name}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.core.metadata_budget import CONTAINER, SLOT, meter
+
+# Values that hold no others; long runs of them are encoded and decoded at once.
+SCALARS: frozenset[type] = frozenset({type(None), bool, int, float, complex, str, bytes})
+_AS_IS: frozenset[type] = frozenset({type(None), bool, str})  # JSON has them
+_NUMBERS: frozenset[type] = frozenset({bool, int})
+_WIDE = 1 << 53  # integers from here on are not what every JSON reader makes of them
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A place in a tree where the tensor of this FQN stands."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A value that torch or the standard library has a name for: ``torch.Size``, a dtype, a path.
+
+    kind: ``size``, ``dtype``, ``device``, ``path``, ``layout``, ``ndarray``. value: plain.
+    """
+
+    kind: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A value that was not built because its class is not on the allow-list."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedTensor(Refused):
+    """A tensor whose elements are not plain: quantised, sparse, nested, of a class or dtype that is not held.
+
+    name: the global that makes it so. what: the same in words. foreign: whether that is a class that is not
+    on the allow-list. dtype, shape: as far as they are known. storages: keys of the storages under it.
+    """
+
+    what: str = ""
+    foreign: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    storages: tuple[str, ...] = ()
+
+
+def encode(value: Any, _left: list[int] | None = None) -> Any:
+    """The JSON form of a tree of plain values, `TensorRef`, `Named` and `Refused`.
+
+    Raises TypeError for anything else, `MetadataTooLarge` for a tree over the budget of metadata.
+
+    >>> encode({"betas": (0.9, 0.95), 3: None})
+    {'$': 'dict', 'items': [['betas', {'$': 'tuple', 'items': [0.9, 0.95]}], [3, None]]}
+    """
+    # Values shared through a pickle's memo can make a small file an endless tree.
+    budget = [meter().limit] if _left is None else _left
+    if budget[0] < 0:
+        meter().require(meter().limit - budget[0], "an object")
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < _WIDE else {"$": "int", "value": str(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if isinstance(value, complex):
+        return {"$": "complex", "items": [encode(value.real, budget), encode(value.imag, budget)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$": "bytes", "value": base64.b64encode(bytes(value)).decode()}
+    if isinstance(value, list):
+        return _encoded(value, budget)
+    if isinstance(value, TensorRef):
+        return {"$": "tensor", "fqn": value.fqn}
+    if isinstance(value, Named):
+        return {"$": value.kind, "value": encode(value.value, budget)}
+    if isinstance(value, Refused):
+        return {"$": "refused", "name": value.name}
+    for kind, cls in (("odict", OrderedDict), ("dict", dict)):
+        if isinstance(value, cls):
+            if kind == "dict" and "$" not in value and all(isinstance(k, str) for k in value):
+                return dict(zip(value, _encoded(value.values(), budget), strict=True))
+            budget[0] -= CONTAINER + 4 * SLOT * len(value)
+            items = [[encode(k, budget), encode(v, budget)] for k, v in value.items()]
+            return {"$": kind, "items": items}
+    for kind, seq in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+        if isinstance(value, seq):
+            items = _encoded(value, budget)
+            return {"$": kind, "items": items if kind == "tuple" else sorted(items, key=repr)}
+    raise TypeError(f"{type(value).__name__} is not a plain value")
+
+
+def _encoded(values: Collection[Any], budget: list[int]) -> list[Any]:
+    """The forms of several values; those of many numbers or texts are found at once."""
+    budget[0] -= CONTAINER + SLOT * len(values)
+    return list(values) if are_their_forms(values) else [encode(v, budget) for v in values]
+
+
+def are_their_forms(values: Collection[Any]) -> bool:
+    """Whether JSON has all of these values, as it has most numbers and texts; False for some it has."""
+    kinds = set(map(type, values))
+    if kinds <= _AS_IS:
+        return True
+    if kinds <= _NUMBERS:
+        return bool(min(values) > -_WIDE and max(values) < _WIDE)
+    return kinds == {float} and all(map(math.isfinite, values))
+
+
+def is_its_form(value: Any) -> bool:
+    """Whether JSON has this value: no object stands for it."""
+    if type(value) is int:
+        return -_WIDE < value < _WIDE
+    return type(value) in _AS_IS or (type(value) is float and math.isfinite(value))
+
+
+def weight(form: Any) -> int:
+    """About as many bytes as a JSON form and what is made of it take.
+
+    >>> weight({"a": [True] * 10}), weight("abc")
+    (2532, 52)
+    """
+    nbytes, queue = 0, [form]
+    while queue:
+        value = queue.pop()
+        if not isinstance(value, (list, dict)):
+            nbytes += _weight_of([value])
+            continue
+        inside = value.values() if isinstance(value, dict) else value
+        nbytes += CONTAINER + _weight_of(inside) + (_weight_of(value) if isinstance(value, dict) else 0)
+        queue += [v for v in inside if type(v) not in SCALARS]
+    return nbytes
+
+
+def _weight_of(values: Collection[Any]) -> int:
+    texts = str in set(map(type, values))
+    return SLOT * len(values) + (4 * sum(len(v) for v in values if type(v) is str) if texts else 0)
+
+
+_DECODE: dict[str, Any] = {
+    "int": lambda v: int(v["value"]),
+    "float": lambda v: float(v["value"]),
+    "complex": lambda v: complex(*(decode(x) for x in v["items"])),
+    "bytes": lambda v: base64.b64decode(v["value"]),
+    "tensor": lambda v: TensorRef(v["fqn"]),
+    "refused": lambda v: Refused(v["name"]),
+    "odict": lambda v: OrderedDict((decode(k), decode(x)) for k, x in v["items"]),
+    "dict": lambda v: {decode(k): decode(x) for k, x in v["items"]},
+    "tuple": lambda v: tuple(decode(v["items"])),
+    "set": lambda v: set(decode(v["items"])),
+    "frozenset": lambda v: frozenset(decode(v["items"])),
+}
+
+
+def decode(form: Any) -> Any:
+    """The tree of `encode`'s JSON form.
+
+    >>> decode(encode({"a": (1, float("inf")), 2: b"x"}))
+    {'a': (1, inf), 2: b'x'}
+    """
+    if isinstance(form, list):
+        return list(form) if set(map(type, form)) <= SCALARS else [decode(v) for v in form]
+    if not isinstance(form, dict):
+        return form
+    if "$" not in form:
+        return {k: decode(v) for k, v in form.items()}
+    kind = form["$"]
+    if kind in _DECODE:
+        return _DECODE[kind](form)
+    return Named(kind, decode(form["value"]))
+
+
+def references(form: Any) -> list[str]:
+    """FQNs of the tensors that a JSON form refers to."""
+    found, queue = [], [form]
+    while queue:
+        value = queue.pop()
+        if isinstance(value, list):
+            queue += [v for v in value if type(v) not in SCALARS]
+        elif isinstance(value, dict):
+            if value.get("$") == "tensor":
+                found.append(value["fqn"])
+            else:
+                queue += [v for v in value.values() if type(v) not in SCALARS]
+    return found
+
+
+def tensors_in(value: Any) -> list[str]:
+    """FQNs of the tensors that a decoded tree refers to, each once, in the tree's order."""
+    found: dict[str, None] = {}
+    queue = [value]
+    while queue:
+        v = queue.pop()
+        if isinstance(v, TensorRef):
+            found[v.fqn] = None
+        elif isinstance(v, Named):
+            queue.append(v.value)
+        elif isinstance(v, (dict, list, tuple)):
+            inside = v.values() if isinstance(v, dict) else v
+            queue += reversed([x for x in inside if type(x) not in SCALARS])
+    return [*found]

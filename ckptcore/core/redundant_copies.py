@@ -1,0 +1,100 @@
+"""Copies: where else do the elements of a checkpoint lie, to be held against it?
+
+Some writers leave the same elements twice: ranks' shards, and whole files made of them. One of the two is
+read; the other is added to its manifest box by box, and every reader meets it as a replica: it is compared
+at level ``bytes``, while a conversion moves, and by whoever reads through the manifest. A manifest's digest
+does not know copies: a checkpoint is the same with and without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Chunks, Ints, Items, Manifest, StoredFile, TensorSpec, row_major
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole tensor, row-major in one file. start: its first byte there."""
+
+    path: str
+    start: int
+
+
+def with_copies(manifest: Manifest, wholes: Mapping[str, Whole], sizes: Mapping[str, int]) -> Manifest:
+    """The manifest with a copy of every chunk of some tensors, as it lies in a whole one.
+
+    manifest: its chunks lie inside their tensors, and have views. wholes: FQN -> the tensor in another
+    file, of equal dtype and shape. sizes: of those files.
+    """
+    own, tensors = manifest.chunks, manifest.tensors
+    copied = [t for t, spec in enumerate(tensors) if spec.fqn in wholes and spec.nbytes]
+    if not copied:
+        return manifest
+    assert manifest.own is None
+    assert manifest.inputs is None
+    assert own.view is not None
+    places = [wholes[tensors[t].fqn] for t in copied]
+    paths = list(dict.fromkeys(place.path for place in places))
+    number = {path: len(manifest.files) + n for n, path in enumerate(paths)}
+    added = np.array(
+        [(number[p.path], p.start, tensors[t].nbytes) for p, t in zip(places, copied, strict=True)], np.int64
+    )
+    return replace(
+        manifest,
+        chunks=_with_rows(own, *_rows(own, tensors, copied, len(manifest.items))),
+        items=_longer(manifest.items, added),
+        files=(*manifest.files, *(StoredFile(path, sizes[path]) for path in paths)),
+        own=(len(manifest.items), len(manifest.files)),
+    )
+
+
+def _rows(own: Chunks, tensors: Sequence[TensorSpec], copied: Sequence[int], items: int
+          ) -> tuple[Ints, Ints, Ints]:  # fmt: skip
+    """(row, item, view) of the copies. row: the chunk that is copied; item: of its whole tensor."""
+    rank = own.lo.shape[1]
+    item = np.full(len(tensors), -1, np.int64)
+    item[copied] = items + np.arange(len(copied))
+    width, strides = np.zeros(len(tensors), np.int64), np.zeros((len(tensors), rank), np.int64)
+    for t in copied:
+        strides[t, : len(tensors[t].shape)] = row_major(tensors[t].shape)
+        width[t] = BY_NAME[tensors[t].dtype].itemsize
+    rows = np.flatnonzero((item[own.tensor] >= 0) & (own.shape > 0).all(axis=1))
+    owner = own.tensor[rows]
+    start = width[owner] * (own.lo[rows] * strides[owner]).sum(axis=1)
+    view = np.concatenate([start[:, None], np.zeros((len(rows), 1), np.int64), strides[owner]], axis=1)
+    return rows, item[owner], view
+
+
+def _with_rows(own: Chunks, rows: Ints, item: Ints, view: Ints) -> Chunks:
+    """The chunks, with copies of some of them behind all chunks of the same tensor."""
+    assert own.view is not None
+    owner = np.concatenate([own.tensor, own.tensor[rows]])
+    order = np.argsort(owner, kind="stable")
+    count = np.bincount(owner, minlength=len(own.first) - 1)
+    first = np.concatenate([np.zeros(1, np.int64), np.cumsum(count)]).astype(np.int64)
+    return Chunks(
+        first,
+        np.concatenate([own.lo, own.lo[rows]])[order],
+        np.concatenate([own.shape, own.shape[rows]])[order],
+        np.concatenate([own.item, item])[order],
+        np.concatenate([own.view, view])[order],
+    )
+
+
+def _longer(items: Items, added: Ints) -> Items:
+    """The items, with raw ones of (file, start, length) behind them."""
+    none = np.zeros(len(added), np.int8)
+    return replace(
+        items,
+        file=np.concatenate([items.file, added[:, 0]]),
+        start=np.concatenate([items.start, added[:, 1]]),
+        length=np.concatenate([items.length, added[:, 2]]),
+        envelope=np.concatenate([items.envelope, none]),
+        codec=np.concatenate([items.codec, none]),
+        crc32=np.concatenate([items.crc32, np.full(len(added), -1, np.int64)]),
+    )

@@ -1,0 +1,80 @@
+"""Selecting: the manifest of some of the tensors, or one in which some are computed from others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ckptcore.core.manifest import Chunks, Derived, Ints, Manifest, TensorSpec
+
+
+def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None = None) -> Manifest:
+    """The manifest of some tensors, in the given order, under new names; items stay shared."""
+    tensors = tuple(
+        manifest.tensors[t] if names is None
+        else TensorSpec(names[i], manifest.tensors[t].dtype, manifest.tensors[t].shape)
+        for i, t in enumerate(rows)
+    )  # fmt: skip
+    origin = {k: v for k, v in manifest.origin.items() if k != "paths"}  # told of all tensors, in their order
+    kept = replace(
+        manifest,
+        tensors=tensors,
+        chunks=_chunks(manifest.chunks, rows),
+        origin=origin,
+        derived={},
+        inputs=None,
+    )
+    nodes = {n: manifest.derived[t] for n, t in enumerate(rows) if t in manifest.derived}
+    if manifest.inputs is None or not nodes:
+        return kept
+    used = sorted({i for node in nodes.values() for i in node.inputs})
+    place = {old: new for new, old in enumerate(used)}
+    nodes = {t: replace(d, inputs=tuple(place[i] for i in d.inputs)) for t, d in nodes.items()}
+    specs = tuple(manifest.inputs.tensors[i] for i in used)
+    return kept.deriving(nodes, specs, _chunks(manifest.inputs.chunks, used))
+
+
+def derive(manifest: Manifest, made: Mapping[str, tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]]
+           ) -> Manifest:  # fmt: skip
+    """The manifest with tensors computed from others, which are then no tensors of it any more.
+
+    made: name of the tensor whose place the computed one takes -> (its spec, function, names of its
+    inputs, params).
+    """
+    index = manifest.index
+    gone = {name for _, _, names, _ in made.values() for name in names}
+    inputs = sorted({index[n] for n in gone})
+    place = {manifest.tensors[t].fqn: n for n, t in enumerate(inputs)}
+    tensors: list[TensorSpec] = []
+    spans: list[int | None] = []
+    nodes: dict[int, Derived] = {}
+    for row, spec in enumerate(manifest.tensors):
+        if spec.fqn in made:
+            new, fn, names, params = made[spec.fqn]
+            nodes[len(tensors)] = Derived(fn, tuple(place[n] for n in names), params)
+            tensors.append(new)
+            spans.append(None)
+        elif spec.fqn not in gone:
+            tensors.append(spec)
+            spans.append(row)
+    whole = replace(manifest, tensors=tuple(tensors), chunks=_chunks(manifest.chunks, spans))
+    specs = tuple(manifest.tensors[t] for t in inputs)
+    return whole.deriving(nodes, specs, _chunks(manifest.chunks, inputs))
+
+
+def told_of(manifest: Manifest, tensor: int) -> str:
+    """From what a derived tensor is computed, in words."""
+    node = manifest.derived[tensor]
+    assert manifest.inputs is not None  # whoever derives has inputs
+    return f"{node.fn} of {', '.join(manifest.inputs.tensors[i].fqn for i in node.inputs)}"
+
+
+def _chunks(chunks: Chunks, rows: Sequence[int | None]) -> Chunks:
+    """The chunks of some tensors; None stands for a tensor without any."""
+    spans = [np.arange(0) if t is None else np.arange(chunks.first[t], chunks.first[t + 1]) for t in rows]
+    picked: Ints = np.concatenate(spans).astype(np.int64) if spans else np.zeros(0, np.int64)
+    first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(s) for s in spans])]).astype(np.int64)
+    view = None if chunks.view is None else chunks.view[picked]
+    return Chunks(first, chunks.lo[picked], chunks.shape[picked], chunks.item[picked], view)

@@ -1,0 +1,132 @@
+"""Paths: where in the saved tree did a name stand?
+
+A name is its path joined with dots, which loses what was a dict key with dots in it and what was a
+list position. Savers that record the path (DCP's ``planner_data``) are kept their word compactly:
+the lengths of a name's elements say where to cut it, and most names share theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptcore.core.manifest import Manifest
+
+Path = tuple[str | int, ...]
+_MAX_ELEMENTS = 64
+
+
+class Paths(Mapping[str, Path]):
+    """Name -> path, in the order in which the names were saved.
+
+    Dict keys are text, list positions are ints. A name whose path is not known is not in it.
+    """
+
+    def __init__(self) -> None:
+        # Element lengths, negative for a list position; one row for all names that are cut alike.
+        self._cuts: list[tuple[int, ...]] = []
+        self._rows: dict[tuple[int, ...], int] = {}
+        self._row_of: dict[str, int] = {}
+
+    def __getitem__(self, name: str) -> Path:
+        out: list[str | int] = []
+        at = 0
+        for length in self._cuts[self._row_of[name]]:
+            text = name[at : at + abs(length)]
+            out.append(text if length >= 0 else int(text))
+            at += abs(length) + 1
+        return tuple(out)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row_of)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._row_of  # without building its path
+
+    def add(self, name: str, path: Any) -> bool:
+        """Notes a path; False when it is none, or not that of this name."""
+        if type(path) is not tuple or not 0 < len(path) <= _MAX_ELEMENTS:
+            return False
+        try:  # nearly all: one call each instead of one an element, for millions of names
+            text, cuts = ".".join(path), tuple(map(len, path))
+        except TypeError:
+            if any(type(e) is not str and (type(e) is not int or e < 0) for e in path):
+                return False
+            text = ".".join(map(str, path))
+            cuts = tuple([len(e) if type(e) is str else -len(str(e)) for e in path])
+        if text != name:
+            return False
+        self._put(name, cuts)
+        return True
+
+    def _put(self, name: str, cuts: tuple[int, ...]) -> None:
+        row = self._rows.get(cuts)
+        if row is None:
+            row = self._rows[cuts] = len(self._cuts)
+            self._cuts.append(cuts)
+        self._row_of[name] = row
+
+    def form(self, tensors: Sequence[str], objects: Sequence[str]) -> dict[str, Any] | None:
+        """The JSON form beside a manifest with these tensors and objects; None when none is known.
+
+        cuts: rows of element lengths. tensors, objects: the row of each, -1 where unknown. order:
+        for each known object, how many known names were saved before it.
+        """
+        if not self._row_of:
+            return None
+        wanted = set(objects)
+        before = {name: n for n, name in enumerate(self._row_of) if name in wanted}
+        return {
+            "cuts": [list(c) for c in self._cuts],
+            "tensors": [self._row_of.get(name, -1) for name in tensors],
+            "objects": [self._row_of.get(name, -1) for name in objects],
+            "order": [before.get(name, -1) for name in objects],
+        }
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Paths:
+        """The paths that a manifest's ``origin`` records."""
+        found = cls()
+        form = manifest.origin.get("paths")
+        # A manifest whose tensors were regrouped is no longer the one that was told of.
+        if not form or (len(form["tensors"]), len(form["objects"])) != (
+            len(manifest.tensors), len(manifest.blobs),
+        ):  # fmt: skip
+            return found
+        cuts = [tuple(c) for c in form["cuts"]]
+        known = sorted(
+            (at, blob.key, row)
+            for at, blob, row in zip(form["order"], manifest.blobs, form["objects"], strict=True)
+            if row >= 0
+        )
+        known.reverse()
+        for spec, row in zip(manifest.tensors, form["tensors"], strict=True):
+            if row < 0:
+                continue
+            while known and known[-1][0] <= len(found):
+                _, key, own = known.pop()
+                found._put(key, cuts[own])
+            found._put(spec.fqn, cuts[row])
+        for _, key, own in reversed(known):
+            found._put(key, cuts[own])
+        return found
+
+
+def renamed(path: Path, name: str) -> Path | None:
+    """The path of a name that differs from the path's own inside one dict key; None otherwise.
+
+    >>> renamed(("model", "net.w"), "model.body.w")
+    ('model', 'body.w')
+    """
+    texts = [str(e) for e in path]
+    for n, element in enumerate(path):
+        head = "".join(t + "." for t in texts[:n])
+        tail = "".join("." + t for t in texts[n + 1 :])
+        middle = name[len(head) : len(name) - len(tail)]
+        if type(element) is str and middle and name == head + middle + tail:
+            return (*path[:n], middle, *path[n + 1 :])
+    return None

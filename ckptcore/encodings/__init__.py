@@ -1,0 +1,1 @@
+"""encodings: a room of ckptcore."""

@@ -1,0 +1,174 @@
+"""Bounds: is what a checkpoint stands for far larger than its bytes, and what of it was refused?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from ckptcore.core.metadata_budget import CONTAINER, SLOT, meter
+from ckptcore.core.object_tree import SCALARS, Named, Refused, are_their_forms, is_its_form
+from ckptcore.errors import MalformedCheckpoint
+
+_MAX_DEPTH = 150  # nesting of containers
+_TEXT = 64  # characters that text shared through the memo may stand for, per byte of pickle
+_VALUES = 16  # values that are shared through it may stand for, per byte of pickle
+_CHAR, _BYTE = 4, 6  # bytes that a character or a byte of a value takes in all stages
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+def absent(present: Collection[int], stop: int, limit: int) -> list[int]:
+    """The first ``limit`` numbers of ``[0, stop)`` that are not there.
+
+    Costs as much as what is there, however large a number some file's name tells.
+
+    >>> absent({0, 2, 5}, 10**30, 3)
+    [1, 3, 4]
+    """
+    have = frozenset(present)
+    return list(islice((n for n in range(min(stop, len(have) + limit)) if n not in have), limit))
+
+
+def bound_tree(tree: Any, nbytes: int, what: str) -> None:
+    """Counts a tree, written out, on the reading's meter; refuses one that is far larger than its pickle.
+
+    Values shared through the memo make a few bytes an endless tree, or endless names. Both are summed over
+    the shared values, each visited once; plain values inside one container are summed at once.
+    Raises `MalformedCheckpoint`, `MetadataTooLarge`.
+    """
+    below = _Sums(what).of(tree)
+    if below.text > _TEXT * nbytes + (1 << 20):
+        raise MalformedCheckpoint(
+            f"{what}: a pickle of {nbytes} bytes stands for {below.text} characters of text"
+        )
+    if below.raw > 4 * nbytes + (1 << 20):
+        raise MalformedCheckpoint(
+            f"{what}: a pickle of {nbytes} bytes stands for {below.raw} bytes of binary values"
+        )
+    if below.values > _VALUES * nbytes + 10_000:
+        raise MalformedCheckpoint(f"{what}: a pickle of {nbytes} bytes stands for {below.values} values")
+    cost = CONTAINER * (below.named + below.containers) + CONTAINER // 2 * below.forms
+    cost += SLOT * below.values
+    cost += _CHAR * below.text + _BYTE * below.raw
+    meter().take(cost, what)
+    meter().require(below.chars, what)
+
+
+class _Below(NamedTuple):
+    """What a value stands for.
+
+    named: itself and the values below that are no plain scalars, which get names. containers: those of
+    them that hold others. forms: values whose JSON form is an object or a list. chars: of all names. raw,
+    text: bytes of binary values, characters of text.
+    """
+
+    values: int
+    named: int
+    containers: int
+    forms: int
+    chars: int
+    raw: int
+    text: int
+
+
+class _Sums:
+    """Sums over the values of a tree."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._known: dict[int, _Below] = {}
+        self._open: set[int] = set()
+        self._count, self._seen = meter(), 0
+
+    def of(self, value: Any, depth: int = 0) -> _Below:
+        """What a value and everything below it stand for."""
+        while type(value) is Named and isinstance(value.value, (dict, list, tuple, str, bytes)):
+            value = value.value  # a namespace or an array, say
+        if not isinstance(value, _CONTAINERS):
+            return _plain([value]) if type(value) in SCALARS else _ONE
+        known = self._known.get(id(value))
+        if known is not None:
+            return known
+        if depth > _MAX_DEPTH or id(value) in self._open:
+            raise MalformedCheckpoint(f"{self._what} nests deeper than {_MAX_DEPTH} levels")
+        self._open.add(id(value))
+        made = self._inside(value, depth)
+        self._open.discard(id(value))
+        self._known[id(value)] = made
+        return made
+
+    def _inside(self, value: Any, depth: int) -> _Below:
+        plain, rest, pairs = [], [], 0
+        is_dict = isinstance(value, dict)
+        if is_dict:
+            keys = [k for k in value if type(k) not in SCALARS]
+            plain = [_plain(value.keys() if not keys else [k for k in value if type(k) in SCALARS])]
+            plain += [self.of(k, depth + 1) for k in keys]
+            pairs = 0 if set(map(type, value)) <= {str} else len(value)
+        inside = value.values() if is_dict else value
+        self._seen += len(inside) - sum(map(SCALARS.__contains__, map(type, inside)))
+        self._count.require(CONTAINER * self._seen, self._what)  # before millions are looked at one by one
+        if set(map(type, inside)) <= SCALARS:
+            plain.append(_plain(inside))
+        else:
+            plain.append(_plain([v for v in inside if type(v) in SCALARS]))
+            items = value.items() if is_dict else enumerate(value)
+            rest = [(k, self.of(v, depth + 1)) for k, v in items if type(v) not in SCALARS]
+        below = [*plain, *(b for _, b in rest)]
+        return _Below(
+            1 + sum(b.values for b in below),
+            1 + sum(b.named for b in below),
+            1 + sum(b.containers for b in below),
+            sum(b.forms for b in below) + pairs,
+            sum(b.chars + b.named * (_spelled(k) + 1) for k, b in rest),
+            sum(b.raw for b in below),
+            sum(b.text for b in below),
+        )
+
+
+def _plain(values: Collection[Any]) -> _Below:
+    """Of scalars alone, all at once."""
+    kinds = set(map(type, values))
+    text = sum(len(v) for v in values if type(v) is str) if str in kinds else 0
+    raw = sum(len(v) for v in values if type(v) is bytes) if bytes in kinds else 0
+    forms = sum(not is_its_form(v) for v in values) if not are_their_forms(values) else 0
+    return _Below(len(values), 0, 0, forms, 0, raw, text)
+
+
+def bound_views(nbytes: int, stored: int, what: str) -> None:
+    """Refuses tensors of far more bytes than are stored: expanded views of one element, say."""
+    if nbytes > 1024 * stored + (64 << 20):
+        raise MalformedCheckpoint(f"{what}: {stored} bytes stand for tensors of {nbytes} bytes")
+
+
+_ONE = _Below(1, 1, 0, 0, 0, 0, 0)
+
+
+def _spelled(key: Any) -> int:
+    """About as many characters as a key has in a name; a tuple of text may share its parts."""
+    if isinstance(key, (str, bytes)):
+        return len(key) if isinstance(key, str) else 4 * len(key)
+    if isinstance(key, Named):
+        return 8 + _spelled(key.value)
+    return sum(map(_spelled, key)) + 2 * len(key) if isinstance(key, (tuple, list)) else 7
+
+
+def refused_in(tree: Any, kinds: tuple[type[Any], ...] = (Refused,)) -> tuple[str, ...]:
+    """What was refused in a tree: globals by name, and numpy arrays of something else than numbers.
+
+    kinds: classes with a ``name`` whose instances are refused.
+    """
+    found: set[str] = set()
+    seen: set[int] = set()
+    queue = [tree]
+    while queue:
+        v = queue.pop()
+        if isinstance(v, kinds):
+            found.add(v.name)
+        elif isinstance(v, Named) and v.kind == "ndarray" and "refused" in v.value:
+            found.add(v.value["refused"])
+        elif isinstance(v, (dict, list, tuple, set, frozenset)) and id(v) not in seen:
+            seen.add(id(v))
+            inside = chain(v, v.values()) if isinstance(v, dict) else v
+            queue += [x for x in inside if type(x) not in SCALARS]
+    return tuple(sorted(found))

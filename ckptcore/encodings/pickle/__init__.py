@@ -1,0 +1,1 @@
+"""pickle: a room of ckptcore."""

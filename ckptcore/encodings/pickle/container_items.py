@@ -1,0 +1,89 @@
+"""Items of a pickle's containers: what may be put into a list, a dict or a set?
+
+Keys are looked at before they are hashed: tuples that are nested through the memo can take 2**n steps, and
+integers that differ by 2**61 - 1 all have one hash, so that n of them take n**2.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from ckptcore.core.object_tree import Named, Refused, TensorRef
+from ckptcore.encodings.pickle.columns import Columns
+from ckptcore.encodings.pickle.records import Record
+from ckptcore.errors import MalformedCheckpoint
+
+_MAX_KEY_PARTS = 256
+_FAR = 1 << 64  # of smaller integers no more than 17 have one hash
+_ALIKE = 10_000  # keys of one hash with another, in a pickle
+_SCALARS = frozenset({str, int, bytes, float, bool, type(None)})
+
+
+class Far:
+    """The large integers that were keys; refuses many of one hash. alike: how many may be."""
+
+    __slots__ = ("_alike", "_first")
+
+    def __init__(self, alike: int = _ALIKE) -> None:
+        self._first: dict[int, int] = {}
+        self._alike = alike
+
+    def see(self, key: int, what: str) -> None:
+        """Notes a key; raises `MalformedCheckpoint`."""
+        if self._first.setdefault(hash(key), key) != key:
+            self._alike -= 1
+            if self._alike < 0:
+                raise MalformedCheckpoint(f"{what} uses many integers of one hash as keys")
+
+
+def set_items(target: Any, items: list[Any], far: Far, what: str) -> None:
+    """Puts keys and values, in turn, into a dict; raises `MalformedCheckpoint`."""
+    if type(target) is dict or type(target) is OrderedDict:
+        if len(items) % 2:
+            raise MalformedCheckpoint(f"{what} has a key without a value")
+        keys = items[::2]
+        for key in keys:
+            if type(key) is int and not -_FAR < key < _FAR:
+                far.see(key, what)
+            if type(key) not in _SCALARS and type(key) is not Record and type(key) is not Columns:
+                _check_key(key, far, what)
+        target.update(zip(keys, items[1::2], strict=True))
+    elif type(target) is not Refused:
+        raise MalformedCheckpoint(f"{what} sets items of {type(target).__name__}")
+
+
+def extend(target: Any, items: list[Any], what: str) -> None:
+    """Puts values behind those of a list; raises `MalformedCheckpoint`."""
+    if type(target) is list:
+        target.extend(items)
+    elif type(target) is not Refused:
+        raise MalformedCheckpoint(f"{what} appends to {type(target).__name__}")
+
+
+def keys(items: list[Any], far: Far, what: str) -> list[Any]:
+    """The items, when all of them can be hashed at little cost; raises `MalformedCheckpoint`."""
+    for item in items:
+        _check_key(item, far, what)
+    return items
+
+
+def _check_key(key: Any, far: Far, what: str) -> None:
+    """Tuples nested through the memo can take 2**n steps to hash; real keys are small."""
+    left = _MAX_KEY_PARTS
+    parts = [(key, 0)]
+    while parts:
+        part, depth = parts.pop()
+        kind, left = type(part), left - 1
+        if kind is int and not -_FAR < part < _FAR:
+            far.see(part, what)
+        if left < 0 or depth > 4:
+            raise MalformedCheckpoint(f"{what} uses a key of too many parts")
+        if kind in _SCALARS or kind is Record or kind is Refused or kind is TensorRef:
+            continue
+        if kind is Named:
+            parts.append((part.value, depth + 1))
+        elif kind is tuple and len(part) <= left:
+            parts += [(p, depth + 1) for p in part]
+        else:
+            raise MalformedCheckpoint(f"{what} uses a {kind.__name__} as a key")

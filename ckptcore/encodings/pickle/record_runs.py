@@ -1,0 +1,340 @@
+"""Runs of records that are spelled alike: millions of them, decoded column by column.
+
+Metadata of a large job is one list of chunks per tensor and one dict of places; nearly all of its bytes
+are instances of three classes, one behind the other. The first of a run is read by
+`ckptcore.encodings.pickle.records`; all others must have its pattern: the same class, the same names in the
+same order, and for each name a size, a number or a text. Instances are found by the opcodes they begin
+with, decoded all at once, and taken as long as each ends where the next begins, so that bytes inside a text
+that look like an instance change nothing. What does not fit is left to the single opcodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.encodings.pickle.columns import (
+    Bools,
+    Column,
+    Columns,
+    Ints,
+    Names,
+    Pattern,
+    Sizes,
+    Taken,
+    pattern_of,
+)
+from ckptcore.encodings.pickle.records import Call, Memo, Shortcuts
+from ckptcore.encodings.pickle.text_columns import Texts
+from ckptcore.encodings.pickle.window import Window
+
+_HEAD = 6  # bytes of `_picklewindow`'s head
+_MOST_DIMS = 8
+_WORTH = 32  # instances that are quicker decoded at once than one by one
+_FEWEST, _USUAL, _MOST = 64, 2048, 1 << 15  # instances to decode at once
+_PATIENCE = 1 << 12
+# Opcode -> bytes of the whole, and the bits of its number: BININT1, BININT2, BININT.
+_WIDTH = np.zeros(256, np.int64)
+_WIDTH[[0x4B, 0x4D, 0x4A]] = 2, 3, 5
+_BITS = np.zeros(256, np.uint64)
+_BITS[[0x4B, 0x4D, 0x4A]] = 0xFF, 0xFFFF, 0xFFFF_FFFF
+# How a size ends, by its number of dims: TUPLE1 to 3 or TUPLE, MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE.
+_SIZE_END = np.array(
+    [int.from_bytes(bytes([op]) + b"\x94\x85\x94R\x94", "little") for op in b"\x85\x86\x87t"], np.uint64
+)
+_NO_DIMS = int.from_bytes(b")\x85\x94R\x94", "little")
+_LOW = [np.uint64((1 << 8 * n) - 1) for n in range(9)]
+_BYTE = np.uint64(0xFF)
+
+
+class Runs:
+    """Finds runs in a pickle, and takes them."""
+
+    def __init__(self, data: bytes, memo: Memo) -> None:
+        self._data, self._memo = data, memo
+        self._texts = Texts()
+        self._window: Window | None = None
+        self._skip = self._pause = 0
+        self._usual = _USUAL
+        self.frame_end = len(data) + 1
+        self.rows = 0  # taken so far, an instance each
+
+    def follow(self, shortcuts: Shortcuts, call: Call, at: int, stack: list[Any],
+               marks: list[list[Any]]) -> int:  # fmt: skip
+        """Takes the run behind the last record, which ends at ``at``: onto the stack, and into the memo.
+
+        Gives the place behind it, which is ``at`` when there is none. A dict's run is a key without a value.
+        """
+        if self._skip:  # where runs are short, looking for them costs more than they do
+            self._skip -= 1
+            return at
+        container = marks[-1][-1] if marks and marks[-1] else None
+        pair = len(call.run) == 2
+        before, last = shortcuts.before, shortcuts.last
+        if last is None or (pair and before is None) or type(container) is not (dict if pair else list):
+            return at
+        seen = [last]
+        if pair and before is not None:
+            if len(stack) % 2 or before[2].end() != last[1] or before[0].name != call.run[0]:
+                return at
+            seen = [before, last]
+        patterns = [pattern_of(one, self._data, self._memo) for one in seen]
+        known = [p for p in patterns if p is not None]
+        if len(known) < len(patterns):
+            self._skip = _PATIENCE
+            return at
+        pieces, at = self.take(known, at, b"u(" if pair else b"e(")
+        for columns in pieces:
+            stack += (columns, None) if pair else (columns,)
+        return at
+
+    def take(self, patterns: Sequence[Pattern], at: int, batch: bytes) -> tuple[list[Columns], int]:
+        """The run that begins at ``at``, in pieces, and the place behind it.
+
+        batch: opcodes that may stand between two rows, as they end a batch of items and begin the next.
+        """
+        pieces: list[Columns] = []
+        taken = 0
+        while True:
+            window = self._window
+            begin = window.place(at) if window is not None else None
+            if window is None or begin is None or not window.holds(begin, len(patterns)):
+                window = self._window = Window(self._data, at, self.frame_end)
+                begin = window.place(at)
+            rows = None
+            if begin is not None:
+                rows = _Rows(window, self._texts, self._memo, patterns, batch).decode(begin, self._usual)
+            if rows is None:
+                break
+            pieces.append(rows.columns)
+            taken += rows.columns.count
+            self.rows += rows.columns.count * len(patterns)
+            self._memo.skip(Taken(rows.columns, patterns, rows.starts), rows.memo)
+            at, self.frame_end = window.raw(rows.end)
+            if rows.broken:
+                break
+            self._usual = min(2 * self._usual, _MOST)
+        self._pause = min(2 * self._pause + 16, _PATIENCE) if taken < _WORTH else 0
+        self._skip = max(self._pause, 1)  # the record behind a run is read by itself
+        if taken:
+            self._usual = max(_FEWEST, min(taken + (taken >> 3) + 16, _MOST))
+        return pieces, at
+
+
+class _Rows:
+    """Decodes the rows of a run that lie in a window.
+
+    columns: of the rows. starts: int64 [n], their first memo numbers. memo: the number behind them. end:
+    the place behind them in the window. broken: whether the run ends there.
+    """
+
+    def __init__(self, window: Window, texts: Texts, memo: Memo, patterns: Sequence[Pattern],
+                 batch: bytes) -> None:  # fmt: skip
+        self._window, self._texts, self._memo = window, texts, memo
+        self._patterns, self._batch = patterns, batch
+        self._words = window.words
+
+    columns: Columns
+    starts: Ints
+    memo: int
+    end: int
+    broken: bool
+
+    def decode(self, begin: int, most: int) -> _Rows | None:
+        """The rows from a place of the window on, at most so many; None when there are none."""
+        prefix, cycle, heads = self._patterns[0].prefix, len(self._patterns), self._window.heads
+        if self._window.data.startswith(self._batch, begin):
+            begin += len(self._batch)
+        first = int(np.searchsorted(heads, begin + len(prefix)))
+        left = (len(heads) - first - 1) // cycle
+        count = min(most, left)
+        if count <= 0 or heads[first] != begin + len(prefix):
+            return None
+        heads = heads[first : first + count * cycle + 1]
+        following = heads[cycle::cycle] - len(prefix)
+        good = self._match(following, prefix)
+        numbers = np.zeros(count, np.int64)  # memo numbers that a row takes
+        begins = heads[:-1:cycle] - len(prefix)
+        ends = begins
+        found: list[list[Any]] = []
+        for k, pattern in enumerate(self._patterns):
+            head = heads[k:-1:cycle]
+            good &= ends == head - len(pattern.prefix)
+            good &= self._match(head - len(pattern.prefix), pattern.prefix)
+            values, ends = self._instance(pattern, head + _HEAD, good, numbers)
+            found.append(values)
+        gap = following - ends
+        good &= (gap == 0) | ((gap == len(self._batch)) & self._match(ends, self._batch))
+        rows = count if good.all() else int(good.argmin())
+        rows = self._sound_frames(begins, following, rows) if rows else 0
+        if not rows:
+            return None
+        total = np.cumsum(numbers)
+        self.starts = self._memo.next + total - numbers
+        fields, rows = self._fields(found, rows)
+        if not rows:
+            return None
+        self.columns = Columns(tuple(p.kind for p in self._patterns), rows, fields)
+        self.starts = self.starts[:rows].copy()
+        self.memo, self.end = self._memo.next + int(total[rows - 1]), int(following[rows - 1])
+        self.broken = rows < count
+        return self
+
+    def _match(self, at: Ints, spelling: bytes) -> Bools:
+        """Whether up to eight bytes stand at each place."""
+        want = np.uint64(int.from_bytes(spelling, "little"))
+        return np.asarray((self._words[at] & _LOW[len(spelling)]) == want)
+
+    def _instance(self, pattern: Pattern, at: Ints, good: Bools, numbers: Ints) -> tuple[list[Any], Ints]:
+        """The values of an instance per row, and the places behind it; clears ``good``, counts ``numbers``.
+
+        A text is (number of its row in the memo, place, length or memo number, whether it is spelled).
+        """
+        values: list[Any] = []
+        numbers += 2
+        for name, kind in zip(pattern.names, pattern.values, strict=True):
+            good &= self._match(at, name)
+            at = at + len(name)
+            if kind == "size":
+                good &= self._match(at, pattern.size)
+                size, at = self._size(at + len(pattern.size), good)
+                numbers += np.where(size.rank > 0, 3, 2)
+                values.append(size)
+            elif kind == "number":
+                number, at = self._number(at, good)
+                values.append(number)
+            elif kind == "text":
+                text, after = self._text(at, good)
+                values.append((numbers.copy(), at + 2, *text))
+                numbers += text[1]
+                at = after
+            else:
+                assert isinstance(kind, bytes)
+                good &= self._match(at, kind)
+                at = at + len(kind)
+                values.append(None)
+        good &= self._match(at, b"ub")
+        return values, at + 2
+
+    def _number(self, at: Ints, good: Bools) -> tuple[Ints, Ints]:
+        word = self._words[at]
+        op = word & _BYTE
+        width, value = _WIDTH[op], (word >> np.uint64(8)) & _BITS[op]
+        good &= value < 1 << 31
+        long = np.flatnonzero(op == 0x8A)  # LONG1, of 5 or 6 bytes
+        if len(long):
+            size = ((word[long] >> np.uint64(8)) & _BYTE).astype(np.int64)
+            size[(size != 5) & (size != 6)] = 0
+            value[long] = (word[long] >> np.uint64(16)) & np.array(_LOW, np.uint64)[size]
+            good[long] &= value[long] >> (8 * np.maximum(size, 1) - 1).astype(np.uint64) == 0
+            width[long] = np.where(size > 0, size + 2, 0)
+        good &= width > 0
+        return value.astype(np.int64), at + width
+
+    def _size(self, at: Ints, good: Bools) -> tuple[Sizes, Ints]:
+        word = self._words[at]
+        marked = (word & _BYTE) == 0x28
+        if marked.any():
+            at = at + marked
+            word = self._words[at]
+        dims: list[npt.NDArray[np.uint64]] = []
+        rank = np.zeros(len(at), np.int64)
+        for _ in range(_MOST_DIMS):
+            op = word & _BYTE
+            width = _WIDTH[op]
+            if not width.any():
+                break
+            value = (word >> np.uint64(8)) & _BITS[op]
+            good &= value < 1 << 31  # BININT is signed
+            dims.append(value)
+            rank += width > 0
+            at = at + width
+            word = self._words[at]
+        good &= marked == (rank > 3)
+        none = (word & _LOW[5]) == _NO_DIMS
+        some = (word & _LOW[6]) == _SIZE_END[np.minimum(rank, 4) - 1]
+        good &= np.where(rank > 0, some, none)
+        table = np.stack(dims, axis=1) if dims else np.zeros((len(at), 0), np.uint64)
+        return Sizes(table.astype(np.int64), rank), at + np.where(rank > 0, 6, 5)
+
+    def _text(self, at: Ints, good: Bools) -> tuple[tuple[Ints, Bools], Ints]:
+        word = self._words[at]
+        op = word & _BYTE
+        spelled, near, far = op == 0x8C, op == 0x68, op == 0x6A
+        good &= spelled | near | far
+        value = ((word >> np.uint64(8)) & np.where(far, _LOW[4], _BYTE)).astype(np.int64)
+        behind = np.where(spelled, value + 2, 0)
+        good &= ~spelled | ((self._words[at + behind] & _BYTE) == 0x94)
+        return (value, spelled), at + np.where(spelled, value + 3, np.where(near, 2, 5))
+
+    def _fields(self, found: list[list[Any]], rows: int) -> tuple[tuple[tuple[Column, ...], ...], int]:
+        """The columns by declared field, and how many rows there are whose texts are known."""
+        decoded: list[list[Column]] = []
+        for pattern, values in zip(self._patterns, found, strict=True):
+            columns: list[Column] = [None] * len(pattern.fields)
+            for kind, place, value in zip(pattern.values, pattern.places, values, strict=True):
+                if kind == "text":
+                    columns[place], rows = self._names(*(v[:rows] for v in value))
+                elif value is not None:
+                    columns[place] = value
+            decoded.append(columns)
+        return tuple(tuple(_cut(c, rows) for c in columns) for columns in decoded), rows
+
+    def _names(self, before: Ints, at: Ints, value: Ints, spelled: Bools) -> tuple[Names, int]:
+        """A column of texts, as long as all that are numbers of the memo are known."""
+        ids = np.zeros(len(at), np.int64)
+        here = np.flatnonzero(spelled)
+        ids[here] = self._texts.find(self._window.data, self._words, at[here], value[here])
+        number = self.starts[: len(at)] + before
+        there = np.flatnonzero(~spelled)
+        rows = len(at)
+        if len(there):
+            wanted, place = np.unique(value[there], return_inverse=True)
+            known = np.array([self._known(int(n), number, here, ids) for n in wanted], np.int64)
+            ids[there] = known[place]
+            wrong = (ids[there] < 0) | (value[there] >= number[there])
+            if wrong.any():
+                rows = int(there[wrong.argmax()])
+        return Names(ids, spelled, self._texts.values), rows
+
+    def _known(self, wanted: int, number: Ints, here: Ints, ids: Ints) -> int:
+        """Which text a memo number is: one that was spelled above, or in this column; else -1."""
+        if wanted < self._memo.next:
+            value = self._memo.get(wanted)
+            return self._texts.add(value.encode("utf-8", "surrogatepass")) if type(value) is str else -1
+        at = int(np.searchsorted(number[here], wanted))
+        return int(ids[here[at]]) if at < len(here) and number[here[at]] == wanted else -1
+
+    def _sound_frames(self, begins: Ints, following: Ints, rows: int) -> int:
+        """How many of the rows there are before a frame begins in the middle of an opcode."""
+        cuts = self._window.cuts
+        for cut in cuts[(cuts > begins[0]) & (cuts < following[rows - 1])].tolist():
+            row = int(np.searchsorted(begins[:rows], cut, side="right")) - 1
+            if not _is_boundary(self._window.data, int(begins[row]), cut):
+                return row
+        return rows
+
+
+def _cut(column: Column, rows: int) -> Column:
+    if isinstance(column, Sizes):
+        return Sizes(column.dims[:rows].copy(), column.rank[:rows].copy())
+    if isinstance(column, Names):
+        return Names(column.ids[:rows].copy(), column.spelled[:rows].copy(), column.values)
+    return None if column is None else column[:rows].copy()
+
+
+# Bytes of the opcodes that a run is made of: without an argument, of one byte, two, four.
+_LENGTHS = {
+    **dict.fromkeys(b")(}\x81\x94\x85\x86\x87tRubeN", 1), 0x68: 2, 0x4B: 2, 0x4D: 3, 0x6A: 5, 0x4A: 5,
+}  # fmt: skip
+
+
+def _is_boundary(data: bytes, at: int, cut: int) -> bool:
+    """Whether an opcode begins at ``cut``, counted from the one at ``at``."""
+    while at < cut:
+        op = data[at]
+        at += 2 + data[at + 1] if op in (0x8C, 0x8A) else _LENGTHS.get(op, 1)
+    return at == cut

@@ -1,0 +1,343 @@
+"""Permitted globals of torch's own pickles, with what is built for each.
+
+Every entry names where torch (or the standard library) writes it. Nothing here is imported or
+called by name: the builders below make plain values.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import PureWindowsPath
+from typing import Any
+
+from ckptcore.core.dtype import BY_NAME, DTYPES, UNHELD, UNHELD_STORAGE
+from ckptcore.core.manifest import CONJ, NEG
+from ckptcore.core.object_tree import SCALARS, Named, Refused, RefusedTensor
+from ckptcore.encodings.pickle.container_items import Far, keys
+from ckptcore.encodings.pickle.numpy_globals import NUMPY_TABLE
+from ckptcore.encodings.pickle.unpickler import Call, Record
+from ckptcore.utils.text import shown
+
+_MAX_RANK = 64
+_MAX_DIM = 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class StoredView:
+    """A pickled tensor: a view of a storage.
+
+    key: the storage's record ``data/<key>``. storage_bytes: its length. dtype, shape: elements.
+    offset, strides: elements. flags: CONJ and NEG of `ckptcore.core.manifest`.
+    """
+
+    key: str
+    storage_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    flags: int = 0
+
+
+def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
+    """Keys of the storages that a tree's tensors view. refused: those of tensors that are not read, too."""
+    found: set[str] = set()
+    queue, seen = [tree], set[int]()
+    while queue:
+        value = queue.pop()
+        if isinstance(value, StoredView):
+            found.add(value.key)
+        elif isinstance(value, RefusedTensor):
+            found.update(value.storages if refused else ())
+        elif isinstance(value, Named):
+            queue.append(value.value)
+        elif isinstance(value, Record) and id(value) not in seen:
+            seen.add(id(value))
+            queue += [value.args, value.state]
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            inside = value.values() if isinstance(value, dict) else value
+            queue += [v for v in inside if type(v) not in SCALARS]
+    return found
+
+
+def _dims(values: Any, what: str) -> tuple[int, ...]:
+    dims = tuple(values)
+    if len(dims) > _MAX_RANK or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims):
+        raise ValueError(f"{what} {shown(dims)}")
+    return dims
+
+
+def _rebuild(
+    storage: Any, offset: Any, size: Any, stride: Any, dtype: str, extra: Any
+) -> StoredView | RefusedTensor:
+    key, _, _, nbytes = storage
+    if dtype not in BY_NAME:
+        return RefusedTensor(f"torch.{dtype}", "", False, dtype, _dims(size, "tensor shape"), (key,))
+    shape, strides = _dims(size, "tensor shape"), _dims(stride, "tensor strides")
+    if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset < _MAX_DIM:
+        raise ValueError(f"tensor of shape {shape} with strides {strides} at {shown(offset, 40)}")
+    flags = 0
+    if extra is not None:
+        if type(extra) is not dict or not set(extra) <= {"conj", "neg"}:
+            raise ValueError(f"tensor metadata {shown(extra)}")
+        flags = (CONJ if extra.get("conj") else 0) | (NEG if extra.get("neg") else 0)
+    return StoredView(key, nbytes, dtype, shape, offset, strides, flags)
+
+
+def _rebuild_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False,
+                hooks: Any = None, extra: Any = None) -> StoredView | RefusedTensor:  # fmt: skip
+    if type(storage) is not tuple or not storage[1]:
+        raise ValueError("tensor without a typed storage")
+    return _rebuild(storage, offset, size, stride, storage[1], extra)
+
+
+def _rebuild_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any,
+                dtype: Any, extra: Any = None) -> StoredView | RefusedTensor:  # fmt: skip
+    if type(storage) is not tuple or type(dtype) is not Named or dtype.kind != "dtype":
+        raise ValueError("tensor without a storage or dtype")
+    return _rebuild(storage, offset, size, stride, dtype.value, extra)
+
+
+def _quantized(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> RefusedTensor:
+    if type(storage) is not tuple:
+        raise ValueError("quantised tensor without a storage")
+    keys = (
+        storage[0],
+        *sorted(storages_in(list(rest), refused=True)),
+    )  # scales and zero points, where they are tensors
+    return RefusedTensor(
+        "torch._utils._rebuild_qtensor",
+        "a quantised tensor",
+        False,
+        storage[1],
+        _dims(size, "tensor shape"),
+        keys,
+    )
+
+
+def _meta(dtype: Any, size: Any, *rest: Any) -> RefusedTensor:
+    if type(dtype) is not Named or dtype.kind != "dtype":
+        raise ValueError("meta tensor without a dtype")
+    return RefusedTensor(
+        "torch._utils._rebuild_meta_tensor_no_storage", "a meta tensor without values", False, dtype.value,
+        _dims(size, "tensor shape"),
+    )  # fmt: skip
+
+
+def _sparse(layout: Any, data: Any) -> RefusedTensor:
+    """torch/_tensor.py, Tensor._reduce_ex_internal: (indices, values, size, ...), or with two kinds of
+    indices."""
+    parts = data if type(data) is tuple else ()
+    tensors = [p for p in parts if isinstance(p, (StoredView, RefusedTensor))]
+    size = next((p for p in parts if type(p) is Named and p.kind == "size"), None)
+    shape = None if size is None else _dims(size.value, "tensor shape")
+    kind = layout.value if type(layout) is Named else "sparse"
+    return RefusedTensor(
+        "torch._utils._rebuild_sparse_tensor", f"a tensor of layout {kind:.40}", False,
+        tensors[-1].dtype if tensors else "", shape, tuple(sorted(storages_in(list(parts), refused=True))),
+    )  # fmt: skip
+
+
+def _nested_tensor(buffer: Any, *rest: Any) -> RefusedTensor:
+    dtype = buffer.dtype if isinstance(buffer, (StoredView, RefusedTensor)) else ""
+    return RefusedTensor(
+        "torch._utils._rebuild_nested_tensor",
+        "a nested tensor",
+        False,
+        dtype,
+        None,
+        tuple(sorted(storages_in([buffer, *rest], refused=True))),
+    )
+
+
+def of_class(kind: Refused, function: Any, args: Any, *state: Any) -> RefusedTensor:
+    """A tensor of a class that may give its bytes another meaning, as ``function`` makes it of ``args``.
+
+    Its dtype and shape are those of the plain tensor that it is made of, or what `_rebuild_wrapper_subclass`
+    is given first.
+    """
+    dtype, shape = "", None
+    if type(function) is Call and any(function is call for call in REBUILDS.values()) and type(args) is tuple:
+        args = function.build(*args)
+        if isinstance(args, (StoredView, RefusedTensor)):
+            dtype, shape = args.dtype, args.shape
+    if type(args) is tuple and len(args) > 2 and type(args[1]) is Named and args[1].kind == "dtype":
+        size = args[2].value if type(args[2]) is Named else args[2]
+        dtype, shape = str(args[1].value), _dims(size, "tensor shape") if type(size) is tuple else None
+    return RefusedTensor(
+        kind.name,
+        f"a tensor of class {kind.name}",
+        True,
+        dtype,
+        shape,
+        tuple(sorted(storages_in([args, *state], refused=True))),
+    )
+
+
+def _parameter(data: Any, grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
+    if isinstance(data, Refused):
+        return data
+    if type(data) is not StoredView:
+        raise ValueError("parameter without a tensor")
+    return data
+
+
+def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
+    if items != ():
+        raise ValueError("OrderedDict with arguments")
+    return OrderedDict()
+
+
+def _size(values: Any = ()) -> Named:
+    return Named("size", _dims(values, "torch.Size"))
+
+
+def _plain_set(values: Any = ()) -> Any:
+    if type(values) not in (list, tuple):
+        raise ValueError(f"set of {shown(values, 40)}")
+    refused = next((v for v in values if type(v) is Refused), None)
+    if refused is None and any(type(v) not in (int, str, float, bool) for v in values):
+        refused = Refused("builtins.set")  # of tuples, say: no more than this value is lost
+    return refused or set(keys(list(values), Far(100), "a set"))
+
+
+def _frozen_set(values: Any = ()) -> Any:
+    made = _plain_set(values)
+    return frozenset(made) if type(made) is set else made
+
+
+def _complex(real: Any, imag: Any) -> complex:
+    if type(real) is not float or type(imag) is not float:
+        raise ValueError("complex number of something else than floats")
+    return complex(real, imag)
+
+
+def _layout(name: Any) -> Named:
+    if type(name) is not str:
+        raise ValueError(f"layout {shown(name, 40)}")
+    return Named("layout", name)
+
+
+def _device(*parts: Any) -> Named:
+    if any(type(p) not in (str, int) for p in parts):
+        raise ValueError(f"device {shown(parts, 40)}")
+    return Named("device", [str(p) for p in parts])
+
+
+def _no_bytes(*args: Any) -> bytes:
+    # How protocol 2 spells b"".
+    if args:
+        raise ValueError("bytes with arguments")
+    return b""
+
+
+def _latin1(text: Any, encoding: Any) -> bytes:
+    # How protocol 2 spells bytes: _codecs.encode(text, "latin1").
+    if type(text) is not str or encoding != "latin1":
+        raise ValueError("encode of something else than latin-1 text")
+    return text.encode("latin1")
+
+
+def _path(*parts: Any) -> Named:
+    if not all(type(p) is str for p in parts):
+        raise ValueError("path of something else than text")
+    # A path is pickled as its parts, the root being one: ("/", "data", "run").
+    return Named(
+        "path", ("/" if parts[0] == "/" else "") + "/".join(parts[parts[0] == "/" :]) if parts else "."
+    )
+
+
+def _windows_path(*parts: Any) -> Named:
+    if not parts or not all(type(p) is str for p in parts):
+        raise ValueError("path of something else than text")
+    return Named("winpath", str(PureWindowsPath(*parts)))
+
+
+# torch/storage.py: the legacy typed storages, and the untyped one of `_rebuild_tensor_v3`.
+STORAGES = {f"torch.{d.storage}": Named("storage", d.storage) for d in DTYPES if d.storage} | {
+    "torch.storage.UntypedStorage": Named("storage", "UntypedStorage"),
+    **{f"torch.{name}": Named("storage", name) for name in UNHELD_STORAGE},
+}
+# torch.dtype.__reduce__ gives its name: a global of module torch.
+DTYPE_GLOBALS = {f"torch.{name}": Named("dtype", name) for name in (*BY_NAME, *sorted(UNHELD))}
+# torch/_utils.py.
+REBUILDS = {
+    "torch._utils._rebuild_tensor_v2": Call("_rebuild_tensor_v2", _rebuild_v2),
+    "torch._utils._rebuild_tensor_v3": Call("_rebuild_tensor_v3", _rebuild_v3),
+    "torch._utils._rebuild_parameter": Call("_rebuild_parameter", _parameter),
+    "torch._utils._rebuild_parameter_with_state": Call("_rebuild_parameter_with_state", _parameter),
+}
+# torch/_utils.py: tensors that are known by their kind, and are not read.
+REFUSED_REBUILDS = {
+    "torch._utils._rebuild_qtensor": Call("_rebuild_qtensor", _quantized),
+    "torch._utils._rebuild_sparse_tensor": Call("_rebuild_sparse_tensor", _sparse),
+    "torch._utils._rebuild_sparse_csr_tensor": Call(
+        "_rebuild_sparse_csr_tensor", lambda data: _sparse(None, data)
+    ),
+    "torch._utils._rebuild_nested_tensor": Call("_rebuild_nested_tensor", _nested_tensor),
+    "torch._utils._rebuild_meta_tensor_no_storage": Call("_rebuild_meta_tensor_no_storage", _meta),
+}
+# torch/ao: how values of a quantised tensor are scaled.
+_QSCHEMES = {
+    f"torch.{name}": Named("qscheme", name)
+    for name in ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
+                 "per_channel_affine_float_qparams")
+}  # fmt: skip
+# pathlib's module moved in CPython 3.13 (pathlib._local) and moved back in 3.14.
+PATHS = {
+    f"{module}.{cls}": Call(cls, _windows_path if "Windows" in cls else _path)
+    for module in ("pathlib", "pathlib._local")
+    for cls in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
+}
+COMMON: dict[str, Any] = {
+    "collections.OrderedDict": Call("OrderedDict", _ordered),
+    "torch.Size": Call("torch.Size", _size),
+    "torch.serialization._get_layout": Call("_get_layout", _layout),
+    "torch.device": Call("torch.device", _device),
+}
+# Classes of plain tensors; only `_with_attributes` takes them.
+_PLAIN = {
+    f"torch.{name}": Refused(f"torch.{name}")
+    for name in ("Tensor", "_tensor.Tensor", "nn.parameter.Parameter", "nn.parameter.Buffer")
+}
+
+
+def _with_attributes(function: Any, kind: Any, args: Any, *state: Any) -> Any:
+    # torch/_tensor.py, Tensor.__reduce_ex__: a tensor that has Python attributes (FSDP marks its clones
+    # with one), which are left out. Another class may give its bytes another meaning.
+    if type(kind) is Refused and kind.name not in _PLAIN:
+        return of_class(kind, function, args, *state)
+    if type(function) is Refused:
+        return function
+    known = type(function) is Call and any(function is call for call in REBUILDS.values())
+    if type(kind) is not Refused or not known or type(args) is not tuple:
+        raise ValueError(f"a tensor of {shown(kind, 60)}")
+    return function.build(*args)
+
+
+TENSOR_TABLE: dict[str, Any] = {
+    **STORAGES,
+    **DTYPE_GLOBALS,
+    **REBUILDS,
+    **REFUSED_REBUILDS,
+    **_QSCHEMES,
+    **COMMON,
+    **_PLAIN,
+    "torch._tensor._rebuild_from_type_v2": Call("_rebuild_from_type_v2", _with_attributes),
+}
+OBJECT_TABLE: dict[str, Any] = {
+    **TENSOR_TABLE,
+    **PATHS,
+    **NUMPY_TABLE,
+    "builtins.set": Call("set", _plain_set),
+    "__builtin__.set": Call("set", _plain_set),
+    "builtins.frozenset": Call("frozenset", _frozen_set),
+    "__builtin__.frozenset": Call("frozenset", _frozen_set),
+    "builtins.complex": Call("complex", _complex),
+    "__builtin__.complex": Call("complex", _complex),
+    "builtins.bytes": Call("bytes", _no_bytes),
+    "__builtin__.bytes": Call("bytes", _no_bytes),
+    "_codecs.encode": Call("_codecs.encode", _latin1),
+}

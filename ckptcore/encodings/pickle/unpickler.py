@@ -1,0 +1,382 @@
+"""The allow-list unpickler: what plain values does a pickle hold, without running any of it?
+
+A small virtual machine for pickle protocols 2 to 5 (Lib/pickletools.py, CPython). It builds None,
+bools, numbers, strings, bytes, lists, tuples, dicts and sets, and calls nothing but the builders
+of the table it is given. Any other global is refused: an error (strict), or a `Refused` value in
+its place. Work and memory are linear in the input's length, and counted on the reading's meter: opcodes
+that could ask for more are bounded or not known, keys that would be slow to hash are rejected.
+"""
+
+from __future__ import annotations
+
+import gc
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from itertools import repeat
+from typing import Any
+
+from ckptcore.core.metadata_budget import CONTAINER, meter
+from ckptcore.core.object_tree import Named, Refused
+from ckptcore.encodings.pickle.columns import Columns, Names, Sizes
+from ckptcore.encodings.pickle.container_items import Far, extend, keys, set_items
+from ckptcore.encodings.pickle.record_runs import Runs
+from ckptcore.encodings.pickle.records import Call, Memo, Record, Shortcuts, by_name
+from ckptcore.errors import MalformedCheckpoint, UnsafeContent
+
+__all__ = ["Call", "Columns", "Names", "Record", "Sizes", "loads", "record"]
+_MAX_LONG_BYTES = 64
+_MAX_STACK = 100_000  # nesting of marks, far over any real pickle
+# What calls may be given, against the pickle's length: arguments shared through the memo cost a call
+# two bytes, and its builder a copy.
+_MAX_GIVEN, _ENTRY = 64, 32
+_SIZED: dict[type[Any], int] = {
+    str: 1, bytes: 1, list: _ENTRY, tuple: _ENTRY, dict: _ENTRY, OrderedDict: _ENTRY, set: _ENTRY,
+}  # fmt: skip
+# What is built is counted in blocks of opcodes: bytes per opcode (its value and its time), per item of a
+# dict or set, per character, per record of a declared class, per row of columns, per memo entry far away.
+_BLOCK, _OP, _ITEM, _CHAR, _RECORD, _ROW, _FAR = 1 << 14, 96, 64, 4, 256, 64, 128
+
+
+def record(kind: str, *fields: str, run: tuple[str, ...] = ()) -> Call:
+    """A table entry for a class whose instances are kept as `Record`.
+
+    fields: when given, a dict state is kept as a tuple of these values, None where absent; a dict
+    per object is what would make large metadata cost gigabytes. run: see `Call`.
+    """
+    return Call(kind, lambda *args: Record(kind, args, fields), fields=fields, run=run)
+
+
+def loads(data: bytes, table: Mapping[str, Any], *, what: str,
+          persistent: Callable[[Any], Any] | None = None,
+          refused: list[str] | None = None) -> Any:  # fmt: skip
+    """The value that ``data`` pickles.
+
+    table: ``module.name`` -> a `Call`, or a constant that stands for the global itself.
+    what: the file or record, for messages. persistent: resolves persistent ids.
+    refused: when given, globals outside the table become `Refused` and are listed here;
+        otherwise they raise `UnsafeContent`.
+    Raises `MalformedCheckpoint` when the bytes are not a whole, bounded pickle, `MetadataTooLarge` when
+    what they stand for is over the budget.
+    """
+    # Nothing below makes cycles, and a collection walks everything built so far.
+    collecting = gc.isenabled() and len(data) > 1 << 20
+    if collecting:
+        gc.disable()
+    try:
+        return _run(data, table, what, persistent, refused)
+    except (IndexError, struct.error) as error:
+        raise MalformedCheckpoint(f"{what} is not a whole pickle: it ends in the middle") from error
+    except (TypeError, ValueError, AttributeError, UnicodeDecodeError, KeyError, OverflowError,
+            RecursionError, MemoryError) as error:  # fmt: skip
+        raise MalformedCheckpoint(f"{what} is not a sound pickle: {error}") from error
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _run(
+    data: bytes,
+    table: Mapping[str, Any],
+    what: str,
+    persistent: Callable[[Any], Any] | None,
+    refused: list[str] | None,
+) -> Any:
+    stack: list[Any] = []
+    marks: list[list[Any]] = []
+    memo = Memo()
+    rows = memo.rows
+    shortcuts = Shortcuts(data, memo)
+    runs = Runs(data, memo)
+    at, size = 0, len(data)
+    given, limit = 0, _MAX_GIVEN * size + (1 << 20)
+    count, spent, far = meter(), size, Far()
+    fresh: dict[Any, Any] | None = None  # the last dict that was made, until it became a record's state
+    quick = True  # until explicit memo numbers turn up, which protocol 4 does not use
+    append = stack.append
+    while True:
+        count.require(_cost(spent, given, memo, runs), what)
+        spent += _BLOCK * _OP
+        for _ in repeat(None, _BLOCK):
+            op = data[at]
+            at += 1
+            # Ordered by how often real `.metadata` files use them.
+            if op == 0x68 or op == 0x6A:  # BINGET, LONG_BINGET
+                if op == 0x68:
+                    value = memo.get(data[at])
+                    at += 1
+                else:
+                    value = memo.get(int.from_bytes(data[at : at + 4], "little"))
+                    at += 4
+                if type(value) is Call and quick and (value.fields or value.is_size):
+                    made, end = shortcuts.size(at) if value.is_size else shortcuts.record(value, at, op)
+                    if end:
+                        append(made)
+                        spent += _RECORD
+                        at = runs.follow(shortcuts, value, end, stack, marks) if value.run else end
+                        rows = memo.rows
+                        continue
+                append(value)
+            elif op == 0x94:  # MEMOIZE
+                rows.append(stack[-1])
+            elif op == 0x4B:  # BININT1
+                append(data[at])
+                at += 1
+            elif op == 0x28:  # MARK
+                marks.append(stack)
+                if len(marks) > _MAX_STACK:
+                    raise MalformedCheckpoint(f"{what} nests deeper than {_MAX_STACK} levels")
+                stack = []
+                append = stack.append
+            elif op == 0x7D:  # EMPTY_DICT
+                fresh = {}
+                append(fresh)
+                spent += CONTAINER
+            elif op == 0x75:  # SETITEMS
+                items, stack = stack, marks.pop()
+                append = stack.append
+                set_items(stack[-1], items, far, what)
+                spent += _ITEM * len(items)
+            elif op == 0x62:  # BUILD
+                state = stack.pop()
+                if type(state) is dict:
+                    given += len(state) * _ENTRY
+                    if state is fresh and type(stack[-1]) is Record and stack[-1].fields:
+                        fresh = None  # once: only its values are kept
+                        spent -= CONTAINER - _RECORD
+                if given > limit:
+                    raise _too_much(what, size)
+                _build(stack[-1], state, table, what)
+            elif op == 0x81 or op == 0x52:  # NEWOBJ
+                args = stack.pop()
+                if args:
+                    given += _given(args)
+                    if given > limit:
+                        raise _too_much(what, size)
+                stack[-1] = made = _call(stack[-1], args, what)
+                spent += _RECORD // 2 if type(made) is Record else CONTAINER // 2
+            elif op == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif op == 0x86:  # TUPLE2
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+            elif op == 0x4D:  # BININT2
+                append(data[at] | data[at + 1] << 8)
+                at += 2
+            elif op == 0x4A:  # BININT
+                append(int.from_bytes(_take(data, at, 4), "little", signed=True))
+                at += 4
+            elif op == 0x29:  # EMPTY_TUPLE
+                append(())
+            elif op == 0x8C:  # SHORT_BINUNICODE
+                n = data[at]
+                append(_take(data, at + 1, n).decode("utf-8", "surrogatepass"))
+                at += 1 + n
+            elif op == 0x58:  # BINUNICODE
+                n = int.from_bytes(_take(data, at, 4), "little")
+                append(_take(data, at + 4, n).decode("utf-8", "surrogatepass"))
+                spent += _CHAR * n
+                at += 4 + n
+            elif op == 0x4E:  # NONE
+                append(None)
+            elif op == 0x5D:  # EMPTY_LIST
+                append([])
+                spent += CONTAINER
+            elif op == 0x65:  # APPENDS
+                items, stack = stack, marks.pop()
+                append = stack.append
+                extend(stack[-1], items, what)
+            elif op == 0x61:  # APPEND
+                last = stack.pop()
+                extend(stack[-1], [last], what)
+            elif op == 0x74:  # TUPLE
+                items, stack = stack, marks.pop()
+                append = stack.append
+                append(tuple(items))
+            elif op == 0x87:  # TUPLE3
+                last = stack.pop()
+                middle = stack.pop()
+                stack[-1] = (stack[-1], middle, last)
+            elif op == 0x71:  # BINPUT
+                memo.put(data[at], stack[-1])
+                quick = False
+                at += 1
+            elif op == 0x72:  # LONG_BINPUT
+                memo.put(int.from_bytes(_take(data, at, 4), "little"), stack[-1])
+                quick = False
+                at += 4
+            elif op == 0x93:  # STACK_GLOBAL
+                name, module = stack.pop(), stack.pop()
+                append(_global(module, name, table, what, refused))
+            elif op == 0x63:  # GLOBAL
+                end = data.index(b"\n", at)
+                stop = data.index(b"\n", end + 1)
+                module, name = data[at:end].decode(), data[end + 1 : stop].decode()
+                append(_global(module, name, table, what, refused))
+                at = stop + 1
+            elif op == 0x51:  # BINPERSID
+                if persistent is None:
+                    raise MalformedCheckpoint(f"{what} refers to storages that are not there")
+                stack[-1] = persistent(stack[-1])
+            elif op == 0x88:  # NEWTRUE
+                append(True)
+            elif op == 0x89:  # NEWFALSE
+                append(False)
+            elif op == 0x73:  # SETITEM
+                value, key = stack.pop(), stack.pop()
+                set_items(stack[-1], [key, value], far, what)
+            elif op == 0x47:  # BINFLOAT
+                append(struct.unpack(">d", _take(data, at, 8))[0])
+                at += 8
+            elif op == 0x8A:  # LONG1
+                n = data[at]
+                if n > _MAX_LONG_BYTES:
+                    raise MalformedCheckpoint(f"{what} holds an integer of {n} bytes")
+                append(int.from_bytes(_take(data, at + 1, n), "little", signed=True))
+                at += 1 + n
+            elif op == 0x95:  # FRAME
+                at += 8
+                runs.frame_end = at + int.from_bytes(data[at - 8 : at], "little")
+            elif op == 0x80:  # PROTO
+                if data[at] > 5:
+                    raise MalformedCheckpoint(f"{what} is pickle protocol {data[at]}, known are 2 to 5")
+                at += 1
+            elif op == 0x43:  # SHORT_BINBYTES
+                n = data[at]
+                append(_take(data, at + 1, n))
+                at += 1 + n
+            elif op in (0x42, 0x54):  # BINBYTES, BINSTRING
+                n = int.from_bytes(_take(data, at, 4), "little")
+                append(_text_or_bytes(op == 0x54, _take(data, at + 4, n)))
+                spent += _CHAR * n
+                at += 4 + n
+            elif op == 0x55:  # SHORT_BINSTRING
+                n = data[at]
+                append(_text_or_bytes(True, _take(data, at + 1, n)))
+                at += 1 + n
+            elif op in (0x8D, 0x8E, 0x96):  # BINUNICODE8, BINBYTES8, BYTEARRAY8
+                n = int.from_bytes(_take(data, at, 8), "little")
+                raw = _take(data, at + 8, n)
+                append(raw.decode("utf-8", "surrogatepass") if op == 0x8D else raw)
+                spent += _CHAR * n
+                at += 8 + n
+            elif op == 0x8F:  # EMPTY_SET
+                append(set())
+                spent += CONTAINER
+            elif op == 0x90:  # ADDITEMS
+                items, stack = stack, marks.pop()
+                append = stack.append
+                if type(stack[-1]) is not set:
+                    raise MalformedCheckpoint(f"{what} adds set items to something else")
+                stack[-1].update(keys(items, far, what))
+                spent += _ITEM * len(items)
+            elif op == 0x91:  # FROZENSET
+                items, stack = stack, marks.pop()
+                append = stack.append
+                append(frozenset(keys(items, far, what)))
+                spent += CONTAINER + _ITEM * len(items)
+            elif op == 0x92:  # NEWOBJ_EX
+                kwargs, args = stack.pop(), stack.pop()
+                if kwargs:
+                    raise MalformedCheckpoint(f"{what} makes an object with keyword arguments")
+                given += _given(args)
+                if given > limit:
+                    raise _too_much(what, size)
+                stack[-1] = made = _call(stack[-1], args, what)
+                spent += _RECORD // 2 if type(made) is Record else CONTAINER // 2
+            elif op == 0x30:  # POP
+                if stack:
+                    if type(stack.pop()) is Columns:
+                        raise MalformedCheckpoint(f"{what} takes back what it has put into a list")
+                else:
+                    stack = marks.pop()
+                    append = stack.append
+            elif op == 0x31:  # POP_MARK
+                stack = marks.pop()
+                append = stack.append
+            elif op == 0x32:  # DUP
+                append(stack[-1])
+            elif op == 0x2E:  # STOP
+                if len(stack) != 1 or marks:
+                    raise MalformedCheckpoint(f"{what} ends with {len(stack)} values on the stack")
+                spent -= max(_BLOCK - at, 0) * _OP  # of the last block, if it was all
+                count.take(_cost(spent, given, memo, runs), what)
+                return stack[0]
+            else:
+                raise MalformedCheckpoint(f"{what} uses pickle opcode {op:#04x} at {at - 1} of {size}")
+
+
+def _cost(spent: int, given: int, memo: Memo, runs: Runs) -> int:
+    """About as many bytes as what was built so far takes, its later forms included."""
+    return max(spent, 0) + given + _ROW * runs.rows + _FAR * memo.far
+
+
+def _take(data: bytes, at: int, n: int) -> bytes:
+    raw = data[at : at + n]
+    if len(raw) != n:
+        raise IndexError(at)
+    return raw
+
+
+def _text_or_bytes(is_string: bool, raw: bytes) -> str | bytes:
+    # Python 2 `str`: torch reads it as text in latin-1/utf-8; anything else stays bytes.
+    if not is_string:
+        return raw
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
+def _global(module: Any, name: Any, table: Mapping[str, Any], what: str,
+            refused: list[str] | None) -> Any:  # fmt: skip
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise MalformedCheckpoint(f"{what} names a global by something that is not text")
+    full = f"{module}.{name}"
+    if full in table:
+        return table[full]
+    if refused is None:
+        raise UnsafeContent(f"{what} wants to load {full!r}, which is not on the allow-list",
+                            **{"global": full})  # fmt: skip
+    if full not in refused:
+        refused.append(full)
+    return Refused(full)
+
+
+def _call(function: Any, args: Any, what: str) -> Any:
+    if type(function) is Call:
+        if type(args) is not tuple:
+            raise MalformedCheckpoint(f"{what} calls {function.name} with no argument tuple")
+        return function.build(*args)
+    if type(function) is Refused:
+        return function
+    raise MalformedCheckpoint(f"{what} calls {type(function).__name__}, which cannot be called")
+
+
+def _given(args: Any) -> int:
+    """What a builder may have to copy of its arguments, in about bytes."""
+    if type(args) is not tuple:
+        return 0  # `_call` refuses it
+    total = len(args)
+    for arg in args:
+        weight = _SIZED.get(type(arg))
+        if weight is not None:
+            total += weight * len(arg)
+    return total
+
+
+def _too_much(what: str, size: int) -> MalformedCheckpoint:
+    return MalformedCheckpoint(f"{what}: {size} bytes of pickle call for far more than they hold")
+
+
+def _build(target: Any, state: Any, table: Mapping[str, Any], what: str) -> None:
+    if type(target) is Record:
+        if target.fields and type(state) is dict:
+            state = by_name(target.fields, list(state), list(state.values()))
+        target.state = state
+    elif type(target) is OrderedDict and (state is None or type(state) is dict):
+        return  # torch's state dicts carry `_metadata` here: module versions, not data
+    elif type(target) is Named and f"BUILD {target.kind}" in table:
+        table[f"BUILD {target.kind}"](target, state)  # no global has a name without a dot
+    elif type(target) is not Refused:
+        raise MalformedCheckpoint(f"{what} sets the state of {type(target).__name__}")

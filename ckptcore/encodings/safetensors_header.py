@@ -1,0 +1,96 @@
+"""safetensors headers: which tensors does a file hold, and where are their bytes?
+
+A file is: u64 little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
+and the tensors' bytes without holes (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.core.metadata_budget import meter
+from ckptcore.encodings.json_text import cost, loads
+from ckptcore.errors import MalformedCheckpoint
+from ckptcore.store import Readable
+from ckptcore.utils.text import shown
+
+MAX_HEADER = 100_000_000  # the safetensors library's own bound
+_MAX_DIM = 1 << 50
+_MAX_DTYPE = 40  # characters of a dtype's name
+
+
+def read_header(store: Readable, path: str, size: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """(tensors, metadata) as `parse_header` gives them, and the first byte of the data.
+
+    Raises `MalformedCheckpoint`.
+    """
+    if size < 8:
+        raise MalformedCheckpoint(f"{path}: {size} bytes are no safetensors file", file=path)
+    length = int.from_bytes(store.read(path, 0, 8), "little")
+    if length > min(MAX_HEADER, size - 8):
+        raise MalformedCheckpoint(f"{path} claims a header of {length} bytes, has {size}", file=path)
+    header = store.read(path, 8, length)
+    tensors, metadata = parse_header(header, size - 8 - length, path)
+    return tensors, metadata, 8 + length
+
+
+def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(name -> (dtype, shape, start, stop)), metadata of a header; start and stop are relative to
+    the data. A dtype that is not held is given as it is spelled. Raises `MalformedCheckpoint` unless the
+    tensors tile ``data_length`` bytes exactly, and `MetadataTooLarge`."""
+    meter().require(cost(raw), what)  # what is kept of it is counted where it is kept
+    try:
+        top = loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{what}: header is not JSON: {error}") from error
+    if type(top) is not dict:
+        raise MalformedCheckpoint(f"{what}: header is not a JSON object")
+    metadata = top.pop("__metadata__", None) or {}
+    if type(metadata) is not dict:
+        raise MalformedCheckpoint(f"{what}: __metadata__ is not an object")
+    tensors = {name: _entry(name, entry, what) for name, entry in top.items()}
+    end = 0
+    for name, (_, _, start, stop) in sorted(tensors.items(), key=lambda row: row[1][2:]):
+        if start != end:
+            raise MalformedCheckpoint(f"{what}: {name} starts at {start}, the data before ends at {end}")
+        end = stop
+    if end != data_length:
+        raise MalformedCheckpoint(
+            f"{what}: header describes {end} bytes of data, the file has {data_length}",
+            hint="the file is truncated, or longer than it should be; copy it again",
+        )
+    return tensors, metadata
+
+
+def _entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int, int]:
+    try:
+        spelled = entry["dtype"]
+        shape = tuple(entry["shape"])
+        start, stop = entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedCheckpoint(f"{what}: entry {name!r} is not a tensor: {error}") from error
+    dtype = BY_SAFETENSORS.get(spelled) if type(spelled) is str else None
+    if type(spelled) is not str or not 0 < len(spelled) <= _MAX_DTYPE:
+        raise MalformedCheckpoint(f"{what}: {name} has dtype {shown(spelled, 40)}")
+    if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in shape):
+        raise MalformedCheckpoint(f"{what}: {name} has shape {shown(list(shape), 120)}")
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
+        raise MalformedCheckpoint(f"{what}: {name} has offsets {shown([start, stop])}")
+    if dtype is None:  # of how many bits an element is, nothing tells
+        return f"?{spelled}" if spelled in BY_NAME else spelled, shape, start, stop
+    spec = TensorSpec(name, dtype.name, shape)
+    if stop - start != spec.nbytes:
+        raise MalformedCheckpoint(
+            f"{what}: {name} ({dtype.name} {list(shape)}) needs {spec.nbytes} bytes, has {stop - start}"
+        )
+    return dtype.name, shape, start, stop
+
+
+def pack_header(entries: dict[str, Any], align: int) -> bytes:
+    """The bytes before the data: length and JSON, padded with spaces to a multiple of ``align``."""
+    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    body += b" " * (-(8 + len(body)) % align)
+    return len(body).to_bytes(8, "little") + body

@@ -1,0 +1,1 @@
+"""torchzip: a room of ckptcore."""

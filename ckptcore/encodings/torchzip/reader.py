@@ -1,0 +1,384 @@
+"""Torch zips: where are the tensor bytes inside what `torch.save` wrote?
+
+A torch zip is an uncompressed zip: ``<name>/data.pkl`` (a pickle whose persistent ids name
+storages), ``<name>/data/<key>`` (one record a storage, 64-byte aligned from the zip's start),
+``byteorder``, ``version`` (torch/serialization.py, caffe2/serialize/inline_container.cc). The
+central directory has every record's CRC-32, which torch itself never checks.
+
+`directory` locates the records, `parse_tensor` resolves a zip with exactly one tensor, and
+`read_objects` gives a zip's whole tree. All read through a `Reader`, touch a few kB, and bound
+every count and offset before use.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.core.dtype import BY_NAME, BY_STORAGE, UNHELD_STORAGE
+from ckptcore.core.manifest import SWAPPED, View, is_row_major
+from ckptcore.core.metadata_budget import meter, passing
+from ckptcore.core.object_tree import Named, Refused, RefusedTensor
+from ckptcore.encodings import limits as _bounds
+from ckptcore.encodings.limits import bound_tree as bound_tree
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, TENSOR_TABLE, StoredView
+from ckptcore.encodings.pickle.unpickler import Call, loads
+from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnreadablePart, UnsafeContent
+from ckptcore.utils.crc32 import crc32
+from ckptcore.utils.text import shown
+
+Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
+_TAIL, _HEAD = 2048, 2048
+_MAX_PICKLE = 256 << 20
+_STORAGE = 400  # bytes of a storage's place
+_RECORD = 2048  # bytes of a zip record in all stages, and about the time to locate it
+_EOCD = struct.Struct("<4s4H2IH")
+_EOCD64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+_NONE32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """One record: first byte of its local header, payload bytes, stored CRC-32, and the first byte
+    of its row in the directory."""
+
+    name: str
+    header: int
+    length: int
+    crc32: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A tensor inside a zip.
+
+    dtype, shape: as pickled. view: first byte inside the zip, element strides, flags.
+    record_start, record_length: the storage's record, bytes inside the zip.
+    crc32: stored CRC-32 of that record, or None where the zip was written without checksums.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    view: View
+    record_start: int
+    record_length: int
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """A zip's whole content: the tree (tensors as `StoredView`), its storages, what was refused."""
+
+    tree: Any
+    storages: Mapping[str, tuple[int, int, int | None]]  # key -> (start, length, crc32)
+    refused: tuple[str, ...]
+    swapped: bool
+
+
+class Window:
+    """Reads of a zip served from its first and last bytes where they suffice."""
+
+    def __init__(self, read: Reader, length: int) -> None:
+        self._read, self.length = read, length
+        if length <= _HEAD + _TAIL + 4096:
+            self._head = read(0, length)
+            self._tail, self._tail_at = self._head, 0
+        else:
+            self._head = read(0, _HEAD)
+            self._tail_at = length - _TAIL
+            self._tail = read(self._tail_at, _TAIL)
+
+    def read(self, start: int, length: int) -> bytes:
+        if start < 0 or length < 0 or start + length > self.length:
+            raise MalformedCheckpoint(
+                f"zip of {self.length} bytes refers to bytes [{start}, {start + length})"
+            )
+        if start + length <= len(self._head):
+            return self._head[start : start + length]
+        if start >= self._tail_at:
+            at = start - self._tail_at
+            return self._tail[at : at + length]
+        return self._read(start, length)
+
+    def holds(self, start: int, length: int) -> bool:
+        """Whether `read` serves this range without another read."""
+        return start + length <= len(self._head) or start >= self._tail_at
+
+    @property
+    def whole(self) -> bytes | None:
+        """All bytes of a small zip, or None."""
+        return self._head if len(self._head) == self.length else None
+
+
+def is_zip(first: bytes) -> bool:
+    """Whether a file that starts with these bytes can be a torch zip."""
+    return first[:4] == b"PK\x03\x04"
+
+
+def directory(window: Window, what: str) -> tuple[dict[str, ZipRecord], bool]:
+    """Records by name without the archive's own folder, and whether the zip has checksums.
+
+    Raises `MalformedCheckpoint` for anything but a whole, uncompressed zip.
+    """
+    size = window.length
+    if size < _EOCD.size:
+        raise MalformedCheckpoint(f"{what}: {size} bytes are no torch zip")
+    sig, disk, cd_disk, here, count, cd_size, cd_at, comment = _EOCD.unpack(
+        window.read(size - _EOCD.size, _EOCD.size)
+    )
+    if sig != b"PK\x05\x06" or comment or disk or cd_disk:
+        raise MalformedCheckpoint(f"{what} does not end like a torch zip: it is cut or overwritten")
+    end = size - _EOCD.size
+    if end >= _LOCATOR.size:
+        sig, _, at64, _ = _LOCATOR.unpack(window.read(end - _LOCATOR.size, _LOCATOR.size))
+        if sig == b"PK\x06\x07":
+            sig, _, _, _, _, _, here, count, cd_size, cd_at = _EOCD64.unpack(window.read(at64, _EOCD64.size))
+            end = at64
+            if sig != b"PK\x06\x06":
+                raise MalformedCheckpoint(f"{what}: zip64 directory record is damaged")
+    if here != count or cd_at + cd_size > end or count * _CENTRAL.size > cd_size:
+        raise MalformedCheckpoint(f"{what}: zip directory claims {count} records in {cd_size} bytes")
+    meter().take(_RECORD * count + cd_size, what)
+    raw = window.read(cd_at, cd_size)
+    records: dict[str, ZipRecord] = {}
+    at, prefix, checked = 0, None, False
+    for _ in range(count):
+        entry, at = _central_entry(raw, at, cd_at, what)
+        folder, _, name = entry.name.partition("/")
+        if prefix is None:
+            prefix = folder
+        if folder != prefix or not name or name in records:
+            raise MalformedCheckpoint(f"{what}: unexpected zip record {entry.name!r}")
+        if entry.header + _LOCAL.size + entry.length > cd_at:
+            raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} lies behind the directory")
+        checked |= entry.crc32 != 0
+        records[name] = entry
+    return records, checked
+
+
+def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
+    """First byte of a record's payload; checks that the local header agrees."""
+    fields = _LOCAL.unpack(window.read(entry.header, _LOCAL.size))
+    name_length, extra_length = fields[9], fields[10]
+    name = window.read(entry.header + _LOCAL.size, name_length)
+    if fields[0] != b"PK\x03\x04" or fields[3] != 0 or name != entry.name.encode():
+        raise MalformedCheckpoint(f"{what}: zip header of {entry.name!r} is damaged")
+    start: int = entry.header + _LOCAL.size + name_length + extra_length
+    if start + entry.length > window.length:
+        raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is cut off")
+    # Bit 3: the payload is followed by its descriptor. Without checksums nothing else tells that the
+    # header's lengths are right.
+    if fields[2] & 8 and window.read(start + entry.length, 4) != b"PK\x07\x08":
+        raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} does not end where it should")
+    return start
+
+
+def read_record(window: Window, entry: ZipRecord, checked: bool, what: str) -> bytes:
+    """A small record's payload, verified against its CRC-32 where there is one."""
+    if entry.length > _MAX_PICKLE:
+        raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} has {entry.length} bytes")
+    raw = window.read(payload_start(window, entry, what), entry.length)
+    if checked and crc32(raw) != entry.crc32:
+        raise ChecksumMismatch(
+            f"{what}: record {entry.name!r} has CRC-32 {crc32(raw):08x}, {entry.crc32:08x} is stored",
+            hint="copy the file again from where it was written",
+        )
+    return raw
+
+
+_parsed: dict[bytes, Any] = {}  # pickle bytes -> the one tensor in it; equal shards pickle equally
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A resolved tensor and where the parts of its zip that may vary stand.
+
+    payload_row, id_row: first bytes of the directory rows of the storage and of torch's
+    serialization id (0: there is none). id_at, id_length: the id's payload.
+    """
+
+    resolved: Resolved
+    payload_row: int
+    id_row: int
+    id_at: int
+    id_length: int
+
+
+def parse_tensor(window: Window, what: str) -> Parsed:
+    """The one tensor that a torch zip holds.
+
+    Raises `MalformedCheckpoint`, `ChecksumMismatch`, `UnsafeContent`, and `UnreadablePart` for a tensor whose
+    elements are not plain.
+    """
+    records, checked = directory(window, what)
+    swapped, pickled = _preamble(window, records, checked, what)
+    seen = _parsed.get(pickled)
+    if seen is None:
+        refused: list[str] = []
+        seen = loads(pickled, TENSOR_TABLE, what=what, persistent=_storage, refused=refused)
+        _require_known(seen, refused, what)
+        if len(_parsed) < 4096 and len(pickled) < 4096:
+            _parsed[pickled] = seen
+    if not isinstance(seen, StoredView):
+        raise MalformedCheckpoint(f"{what} holds {type(seen).__name__}, not a tensor")
+    entry = records.get(f"data/{seen.key}")
+    if entry is None:
+        raise MalformedCheckpoint(f"{what} has no storage {seen.key!r}")
+    start = payload_start(window, entry, what)
+    view = check_view(seen, entry.length, start, what, swapped)
+    crc = entry.crc32 if checked else None
+    resolved = Resolved(seen.dtype, seen.shape, view, start, entry.length, crc)
+    ident = records.get(".data/serialization_id")
+    if ident is None:
+        return Parsed(resolved, entry.row, 0, 0, 0)
+    read_record(window, ident, checked, what)
+    return Parsed(resolved, entry.row, ident.row, payload_start(window, ident, what), ident.length)
+
+
+def _require_known(seen: Any, refused: list[str], what: str) -> None:
+    """Raises unless a pickle is of one tensor and names what is known alone.
+
+    The class of a tensor, and what its package keeps in it, make it a part that cannot be read. Any other
+    global is what a pickle could run.
+    """
+    odd = seen if isinstance(seen, RefusedTensor) else None
+    package = f"{odd.name.partition('.')[0]}." if odd is not None and odd.foreign else "\0"
+    others = [name for name in refused if not name.startswith(package)]
+    if others:
+        raise UnsafeContent(f"{what} wants to load {others[0]!r}, which is not on the allow-list",
+                            **{"global": others[0]})  # fmt: skip
+    if odd is not None:
+        raise UnreadablePart(f"{what} cannot be read: it is {odd.what or f'of dtype {odd.dtype}'}")
+
+
+def head_holds(read: Reader, length: int, text: str, what: str) -> bool:
+    """Whether a torch zip's pickle holds this text; False for what is no whole torch zip."""
+    try:
+        window = Window(read, length)
+        records, checked = directory(window, what)
+        return text.encode() in _preamble(window, records, checked, what)[1]
+    except (MalformedCheckpoint, ChecksumMismatch, UnsafeContent):
+        return False  # its reader will say what is wrong
+
+
+def refused_in(tree: Any) -> tuple[str, ...]:
+    """What was refused in a tree, and classes and functions of the allow-list that are values themselves."""
+    return _bounds.refused_in(tree, (Refused, Call))
+
+
+def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] = OBJECT_TABLE) -> Objects:
+    """The whole tree of a torch zip; globals outside ``table`` become `Refused` values."""
+    window = Window(read, length)
+    refused: list[str] = []
+    with passing():  # the directory, the pickle and what the machine made on the way are gone behind it
+        records, checked = directory(window, what)
+        swapped, pickled = _preamble(window, records, checked, what)
+        tree = loads(pickled, table, what=what, persistent=_storage, refused=refused)
+        storages = {
+            name.removeprefix("data/"): (
+                payload_start(window, entry, what),
+                entry.length,
+                entry.crc32 if checked else None,
+            )
+            for name, entry in records.items()
+            if name.startswith("data/")
+        }
+    meter().take(_STORAGE * len(storages), what)
+    bound_tree(tree, len(pickled), what)
+    inside = (name for name in refused_in(tree) if name not in refused)
+    return Objects(tree, storages, (*refused, *inside), swapped)
+
+
+def check_view(seen: StoredView, nbytes: int, start: int, what: str, swapped: bool) -> View:
+    """The view of a pickled tensor in its record; raises when it reaches outside."""
+    itemsize = BY_NAME[seen.dtype].itemsize
+    if seen.storage_bytes != nbytes:
+        raise MalformedCheckpoint(
+            f"{what}: storage {seen.key!r} should have {seen.storage_bytes} bytes, has {nbytes}"
+        )
+    last = seen.offset + sum((n - 1) * s for n, s in zip(seen.shape, seen.strides, strict=True))
+    if 0 not in seen.shape and (last + 1) * itemsize > nbytes:
+        raise MalformedCheckpoint(f"{what}: tensor {seen.shape} reaches outside its storage")
+    strides = None if is_row_major(seen.shape, seen.strides) else seen.strides
+    flags = seen.flags | (SWAPPED if swapped and itemsize > 1 else 0)
+    return View(start + seen.offset * itemsize, strides, flags)
+
+
+def _preamble(window: Window, records: Mapping[str, ZipRecord], checked: bool,
+              what: str) -> tuple[bool, bytes]:  # fmt: skip
+    if "data.pkl" not in records:
+        raise MalformedCheckpoint(f"{what} has no data.pkl")
+    if "constants.pkl" in records:
+        raise UnsafeContent(f"{what} is a TorchScript archive: it holds code, not a checkpoint")
+    order = b"little"
+    for name in ("byteorder", "version", ".format_version", ".storage_alignment"):
+        if name in records:
+            raw = read_record(window, records[name], checked, what)
+            order = raw if name == "byteorder" else order
+    if order not in (b"little", b"big"):
+        raise MalformedCheckpoint(f"{what}: byte order {order!r}")
+    return order == b"big", read_record(window, records["data.pkl"], checked, what)
+
+
+def _storage(pid: Any) -> tuple[str, str, int, int]:
+    """(key, dtype or "", elements, bytes) of ('storage', type, key, location, numel)."""
+    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
+        raise ValueError(f"unknown persistent id {shown(pid)}")
+    _, kind, key, _, numel = pid
+    if type(kind) is not Named or kind.kind != "storage" or type(key) is not str or type(numel) is not int:
+        raise ValueError(f"unknown persistent id {shown(pid)}")
+    if numel < 0 or numel >= 1 << 50:
+        raise ValueError(f"storage {key!r} claims {numel} elements")
+    if kind.value == "UntypedStorage":
+        return key, "", numel, numel
+    if kind.value in UNHELD_STORAGE:
+        name, width = UNHELD_STORAGE[kind.value]
+        return key, name, numel, numel * width
+    found = BY_STORAGE.get(kind.value)
+    if found is None:
+        raise ValueError(f"unknown storage type {kind.value!r}")
+    return key, found.name, numel, numel * found.itemsize
+
+
+def _central_entry(raw: bytes, at: int, base: int, what: str) -> tuple[ZipRecord, int]:
+    if at + _CENTRAL.size > len(raw):
+        raise MalformedCheckpoint(f"{what}: zip directory is cut")
+    fields = _CENTRAL.unpack_from(raw, at)
+    sig, method, crc, packed, plain = fields[0], fields[4], fields[7], fields[8], fields[9]
+    name_length, extra_length, comment_length = fields[10], fields[11], fields[12]
+    header = fields[16]
+    body = at + _CENTRAL.size
+    end = body + name_length + extra_length + comment_length
+    if sig != b"PK\x01\x02" or end > len(raw):
+        raise MalformedCheckpoint(f"{what}: zip directory is damaged")
+    try:
+        name = raw[body : body + name_length].decode()
+    except UnicodeDecodeError as error:
+        raise MalformedCheckpoint(f"{what}: zip record name is not text") from error
+    if _NONE32 in (packed, plain, header):
+        extra = raw[body + name_length : body + name_length + extra_length]
+        plain, packed, header = _zip64(extra, plain, packed, header, what)
+    if method or packed != plain:
+        raise MalformedCheckpoint(f"{what}: zip record {name!r} is compressed")
+    return ZipRecord(name, header, plain, crc, base + at), end
+
+
+def _zip64(extra: bytes, plain: int, packed: int, header: int, what: str) -> tuple[int, int, int]:
+    at = 0
+    while at + 4 <= len(extra):
+        kind, n = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            values = list(struct.unpack_from(f"<{min(n, len(extra) - at - 4) // 8}Q", extra, at + 4))
+            wanted = [v == _NONE32 for v in (plain, packed, header)]
+            if len(values) >= sum(wanted):
+                parts = [values.pop(0) if w else v
+                         for w, v in zip(wanted, (plain, packed, header), strict=True)]  # fmt: skip
+                return parts[0], parts[1], parts[2]
+        at += 4 + n
+    raise MalformedCheckpoint(f"{what}: zip64 sizes are missing")

@@ -1,0 +1,205 @@
+"""zarr version 2 arrays: where do the chunks of an array lie, and how are they laid out?
+
+An array is a folder with ``.zarray`` (JSON) and one file per chunk, named by its grid index. Every
+chunk has the full chunk shape, also at the edge of the array; what sticks out is no data
+(zarr specification, storage v2). Uncompressed chunks are byte ranges, and nothing else is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME, BY_ZARR, DType
+from ckptcore.core.manifest import SWAPPED, View, is_row_major, row_major
+from ckptcore.encodings.json_text import loads
+from ckptcore.errors import MalformedCheckpoint, UnreadablePart, UnsupportedFormat
+from ckptcore.utils.text import shown
+
+ARRAY = ".zarray"
+MAX_ARRAY = 64 << 10  # bytes of a .zarray
+_MAX_RANK, _MAX_DIM = 64, 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """What a ``.zarray`` says.
+
+    dtype: the element type. shape, chunks: elements. order: C or F, inside a chunk. separator:
+    between the numbers of a chunk's name. swapped: whether elements are big-endian.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    order: str = "C"
+    separator: str = "."
+    swapped: bool = False
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks per dim."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunks, strict=True))
+
+    @property
+    def count(self) -> int:
+        """Number of chunk files."""
+        return prod(self.grid)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of every chunk file."""
+        return prod(self.chunks) * self.dtype.itemsize
+
+    def name(self, index: tuple[int, ...]) -> str:
+        """The file of a chunk; an array of rank 0 has one, called 0."""
+        return self.separator.join(map(str, index)) or "0"
+
+    def index(self, name: str) -> tuple[int, ...] | None:
+        """The grid index that a file name tells, or None when it is no chunk of the grid."""
+        if not self.shape:
+            return () if name == "0" else None
+        parts = name.split(self.separator)
+        if len(parts) != len(self.shape) or not all(_INDEX.match(p) for p in parts):
+            return None
+        found = tuple(map(int, parts))
+        return found if all(i < n for i, n in zip(found, self.grid, strict=True)) else None
+
+    def outside(self, name: str) -> bool:
+        """Whether a file is named like a chunk of an array of this rank, but of a larger one."""
+        parts = name.split(self.separator)
+        named = bool(self.shape) and len(parts) == len(self.shape) and all(_INDEX.match(p) for p in parts)
+        return named and self.index(name) is None
+
+    def place(self, index: tuple[int, ...]) -> tuple[Box, View | None]:
+        """The box that a chunk holds, and how its elements lie in its file."""
+        offset = tuple(i * c for i, c in zip(index, self.chunks, strict=True))
+        shape = tuple(
+            min(c, n - o) for o, c, n in zip(offset, self.chunks, self.shape, strict=True)
+        )  # an edge chunk sticks out
+        strides = row_major(self.chunks) if self.order == "C" else _column_major(self.chunks)
+        flags = SWAPPED if self.swapped and self.dtype.itemsize > 1 else 0
+        plain = not flags and is_row_major(shape, strides)
+        return Box(offset, shape), None if plain else View(0, strides, flags)
+
+    def missing(self, present: Iterable[tuple[int, ...]], limit: int) -> Iterator[tuple[int, ...]]:
+        """The first ``limit`` grid indices without a file."""
+        there = set(present)
+        left = limit if self.count > len(there) else 0
+        for number in range(self.count if left else 0):
+            index = cell(self.grid, number)
+            if index not in there:
+                yield index
+                left -= 1
+                if not left:
+                    return
+
+
+def cell(grid: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """The index of a cell of a grid, counted row by row.
+
+    >>> cell((2, 3), 4)
+    (1, 1)
+    """
+    index = []
+    for n in reversed(grid):
+        number, at = divmod(number, n)
+        index.append(at)
+    return tuple(reversed(index))
+
+
+_INDEX = re.compile(r"^(?:0|[1-9]\d{0,14})$")
+
+
+def parse(raw: bytes, what: str) -> Array:
+    """The array of a ``.zarray``.
+
+    Raises `MalformedCheckpoint`, `UnsupportedFormat`, and `UnreadablePart` with dtype and shape for
+    compressed or filtered arrays and for dtypes that are no plain numbers.
+    """
+    form = _form(raw, what)
+    if form.get("zarr_format") != 2:
+        raise UnsupportedFormat(
+            f"{what} is of zarr format {shown(form.get('zarr_format'), 20)}", hint="known: 2"
+        )
+    shape, chunks = (_dims(form.get(field), field, what) for field in ("shape", "chunks"))
+    if len(shape) != len(chunks) or any(c < 1 and n for c, n in zip(chunks, shape, strict=True)):
+        raise MalformedCheckpoint(f"{what}: chunks {list(chunks)} of shape {list(shape)}", file=what)
+    order, separator = form.get("order", "C"), form.get("dimension_separator", ".")
+    if order not in ("C", "F") or separator not in (".", "/"):
+        raise MalformedCheckpoint(
+            f"{what}: order {shown(order, 20)}, separator {shown(separator, 20)}", file=what
+        )
+    for field in ("compressor", "filters"):
+        if form.get(field):
+            raise UnreadablePart(
+                f"{what}: chunks pass through {field} {_named(form[field])}",
+                hint="rewrite the array uncompressed with zarr or tensorstore; Megatron-Core writes it so",
+                shape=shape, dtype=shown(form.get("dtype"), 40),
+            )  # fmt: skip
+    found = _dtype(form.get("dtype"))
+    if found is None:
+        raise UnreadablePart(f"{what}: elements of dtype {shown(form.get('dtype'))}",
+                             hint=f"known: {', '.join(BY_ZARR)}", shape=shape,
+                             dtype=shown(form.get("dtype"), 40))  # fmt: skip
+    dtype, swapped = found
+    return Array(dtype, shape, tuple(max(c, 1) for c in chunks), order, separator, swapped)
+
+
+def dump(dtype: DType, shape: tuple[int, ...], chunks: tuple[int, ...]) -> bytes:
+    """The ``.zarray`` of an uncompressed array, as zarr 2.18 spells it."""
+    assert dtype.zarr is not None  # the writer has refused others
+    form: dict[str, Any] = {
+        "chunks": list(chunks), "compressor": None, "dtype": dtype.zarr, "fill_value": None,
+        "filters": None, "order": "C", "shape": list(shape), "zarr_format": 2,
+    }  # fmt: skip
+    return json.dumps(form, indent=4, sort_keys=True, ensure_ascii=True).encode()
+
+
+def _form(raw: bytes, what: str) -> dict[str, Any]:
+    try:
+        form = loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{what} is not JSON: {error}", file=what) from error
+    if not isinstance(form, dict):
+        raise MalformedCheckpoint(f"{what} holds no JSON object", file=what)
+    return form
+
+
+def _named(value: Any) -> str:
+    entries = value if isinstance(value, list) else [value]
+    return ", ".join(str(e.get("id") if isinstance(e, dict) else e)[:40] for e in entries[:8])
+
+
+def _dims(value: Any, field: str, what: str) -> tuple[int, ...]:
+    if (
+        not isinstance(value, list)
+        or len(value) > _MAX_RANK
+        or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in value)
+        or prod(value) >= 1 << 62
+    ):
+        raise MalformedCheckpoint(f"{what}: {field} {shown(value)}", file=what)
+    return tuple(value)
+
+
+def _dtype(text: Any) -> tuple[DType, bool] | None:
+    """The element type and whether it is big-endian; None for one that is not held.
+
+    bfloat16 and float8 have no spelling in zarr 2: Megatron-Core writes what tensorstore reads.
+    """
+    if isinstance(text, str):
+        found = BY_ZARR.get(text) or (BY_NAME.get(text) if text.startswith("float8_") else None)
+        if found is not None:
+            return found, False
+        if text[:1] in (">", "|", "=") and (found := BY_ZARR.get("<" + text[1:])) and text[0] != "=":
+            return found, text[0] == ">"
+    return None
+
+
+def _column_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(reversed(row_major(tuple(reversed(shape)))))

@@ -1,0 +1,1 @@
+"""execution: a room of ckptcore."""

@@ -1,0 +1,193 @@
+"""Devices: how does a tile get its elements on an accelerator, through buffers that are reused?
+
+A worker has one `Lane`: a stream, two tiles on the device, and room for what was read. Ranges that were
+read go over as they are and are scattered there; the tile is summed and cast there, and comes back once. The
+host's side of every transfer is pinned memory, so that copies run beside reading and beside other lanes.
+On "cpu" a lane does the same with torch alone, which is how it is tested where there is no device.
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import CONJ, NEG
+from ckptcore.errors import BudgetTooSmall
+from ckptcore.execution.tiles import TILES
+from ckptcore.fingerprints.device_sums import DeviceSums
+from ckptcore.fingerprints.sums import Sum, box_sum
+from ckptcore.reading.casting import torch_on
+
+Bytes = npt.NDArray[np.uint8]
+_WORTH = 512 << 10  # bytes: of fewer, the host knows the sum before a device has begun
+# Bits move as integers of their width, whatever they mean; 16 bytes are one complex number.
+_UNITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+
+
+def host_buffer(nbytes: int, device: str) -> Bytes:
+    """Memory for a tile on the host: pinned where a device copies from it.
+
+    Raises `DeviceUnavailable`, and `BudgetTooSmall` when that much cannot be had, or pinned.
+    """
+    if device == "cpu":
+        return _paged(nbytes)
+    torch = torch_on(device)
+    try:
+        pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:
+        raise BudgetTooSmall(f"{nbytes} bytes of memory cannot be pinned: {_first_line(error)}") from error
+    return pinned
+
+
+def _paged(nbytes: int) -> Bytes:
+    """Memory with small pages where usual tiles lie, so that it takes what they touch (numpy's own would
+    be rounded up to 2 MiB each), and huge ones behind: strided writes over large tiles need them."""
+    try:
+        held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise BudgetTooSmall(f"no memory for a buffer of {nbytes} bytes: {error.strerror}") from error
+    if nbytes > TILES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without huge pages
+            held.madvise(mmap.MADV_HUGEPAGE, TILES, nbytes - TILES)
+    return np.frombuffer(held, np.uint8)
+
+
+class Lane:
+    """One worker's way through a device. nbytes: of a tile; the device holds three of them, and at most
+    `ckptcore.fingerprints.device_sums.ROOM` bytes more while it sums.
+
+    Raises `DeviceUnavailable`, and `BudgetTooSmall` when the device has no room.
+    """
+
+    def __init__(self, device: str, nbytes: int) -> None:
+        self._torch = torch = torch_on(device)
+        self.device = device
+        try:
+            self._front, self._back, self._read = (
+                torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(3)
+            )
+        except RuntimeError as error:
+            raise BudgetTooSmall(f"{device} has no room for 3 tiles of {nbytes} bytes: {_first_line(error)}",
+                                 hint="a smaller --memory or fewer --workers") from error  # fmt: skip
+        self._stream = torch.cuda.Stream(device) if device != "cpu" else None
+        self._copied = torch.cuda.Event() if device != "cpu" else None
+        self._sums: DeviceSums | None = None
+
+    def tile(self, shape: tuple[int, ...], dtype: str) -> DeviceTile:
+        """A row-major tile on the device; its elements are undefined until they are placed."""
+        unit = getattr(self._torch, _UNITS[BY_NAME[dtype].itemsize])
+        nbytes = int(np.prod(shape, dtype=np.int64)) * BY_NAME[dtype].itemsize
+        return DeviceTile(self, self._front[:nbytes].view(unit).reshape(shape))
+
+    def fetch(self, tile: DeviceTile, into: Bytes) -> None:
+        """Copies a tile's bits to the host."""
+        self._home(tile.bits.reshape(-1).view(self._torch.uint8), into)
+
+    def fetch_cast(self, tile: DeviceTile, dtype: str, into: Bytes, target_dtype: str) -> None:
+        """Casts a tile of ``dtype`` on the device, and copies the result to the host."""
+        torch = self._torch
+        with self._on():
+            values = tile.bits.reshape(-1).view(torch.uint8).view(getattr(torch, dtype))
+            cast = self._back[: len(into)]
+            cast.view(getattr(torch, target_dtype)).copy_(values)
+        self._home(cast, into)
+
+    def sum(self, tile: DeviceTile, dtype: str, shape: tuple[int, ...], box: Box) -> Sum:
+        """What a tile adds to the sum of a tensor of ``shape``, whose elements ``box`` it holds.
+
+        Raises `BudgetTooSmall` when the device has no room for it.
+        """
+        return self._sum(tile.bits.reshape(-1).view(self._torch.uint8), dtype, shape, box)
+
+    def sum_held(self, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes) -> Sum:
+        """The same of elements on the host: they go over, and whatever tile there was is lost."""
+        with self._on():
+            here = self._front[: len(elements)]
+            here.copy_(self._torch.from_numpy(elements), non_blocking=True)
+        return self._sum(here, dtype, shape, box)
+
+    def _sum(self, elements: Any, dtype: str, shape: tuple[int, ...], box: Box) -> Sum:
+        try:
+            with self._on():
+                if self._sums is None:
+                    self._sums = DeviceSums(self._torch, self.device)
+                return self._sums.box_sum(dtype, shape, box, elements)
+        except self._torch.OutOfMemoryError as error:
+            raise BudgetTooSmall(f"{self.device} has no room for sums: {_first_line(error)}",
+                                 hint="a smaller --memory or fewer --workers") from error  # fmt: skip
+
+    def values(self, tile: DeviceTile, dtype: str) -> Any:
+        """The tile as a torch tensor of its dtype, on the device."""
+        return tile.bits.reshape(-1).view(self._torch.uint8).view(getattr(self._torch, dtype))
+
+    def place(self, target: Any, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...],
+              dtype: str, flags: int) -> None:  # fmt: skip
+        """Scatters a range that was read: the elements at ``strides`` of it go to ``target``.
+
+        The buffer may be overwritten when this returns.
+        """
+        torch = self._torch
+        with self._on():
+            here = self._read[: len(buffer)]
+            here.copy_(torch.from_numpy(buffer), non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+            lazy = flags & (CONJ | NEG)
+            kind = getattr(torch, dtype) if lazy else target.dtype
+            values = here.view(kind).as_strided(shape, strides)
+            if flags & CONJ:
+                values = values.conj()
+            if flags & NEG:
+                values = -values
+            (target.view(kind) if lazy else target).copy_(values)
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _home(self, bits: Any, into: Bytes) -> None:
+        with self._on():
+            self._torch.from_numpy(into).copy_(bits, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _on(self) -> Any:
+        return nullcontext() if self._stream is None else self._torch.cuda.stream(self._stream)
+
+
+def lane_on(device: str, nbytes: int) -> Lane | None:
+    """A worker's lane, or None where tiles stay on the host."""
+    return None if device == "cpu" else Lane(device, nbytes)
+
+
+def sum_held(lane: Lane | None, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes,
+             room: Bytes) -> Sum:  # fmt: skip
+    """`ckptcore.fingerprints.sums.box_sum` of elements on the host: through a lane, where that is worth the way."""
+    if lane is not None and len(elements) >= _WORTH:
+        return lane.sum_held(dtype, shape, box, elements)
+    return box_sum(dtype, shape, box, elements, room)
+
+
+class DeviceTile:
+    """A tile, or a part of one, on a device. bits: torch tensor of unsigned-width integers."""
+
+    __slots__ = ("_lane", "bits")
+
+    def __init__(self, lane: Lane, bits: Any) -> None:
+        self._lane, self.bits = lane, bits
+
+    def __getitem__(self, index: Any) -> DeviceTile:
+        return DeviceTile(self._lane, self.bits[index])
+
+    def place(self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str,
+              flags: int) -> None:  # fmt: skip
+        """See `Lane.place`."""
+        self._lane.place(self.bits, buffer, shape, strides, dtype, flags)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

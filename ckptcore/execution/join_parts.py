@@ -1,0 +1,161 @@
+"""Joining: do the parts of a file lie there as they were written, and which file are they?
+
+The shared file is read once. Every part must hash to its receipt; on the way the checksums that the format
+stores behind the data are filled in, and the file's own digest is computed. Only then does it get its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from blake3 import blake3
+
+from ckptcore.errors import InternalError, OutputMismatch, UsageError
+from ckptcore.execution.receipts import (
+    Receipt,
+    joint_name,
+    read_receipt,
+    receipt_name,
+    seen_as,
+    write_receipt,
+)
+from ckptcore.planning.file_plan import FilePlan
+from ckptcore.store import Store
+from ckptcore.utils.crc32 import Runs
+
+_BLOCK = 4 << 20
+
+
+def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) -> Receipt:
+    """Makes one file of its parts; gives its receipt. A file that has one is left alone.
+
+    Raises `UsageError` when parts are missing or their sources are not proven, `OutputMismatch` when the
+    bytes are not those that were written, `Busy` while a part is still being written. Memory: one block.
+    """
+    there = read_receipt(receipts, plan_digest, plan.index)
+    if there is not None and files.size(plan.path) == there.nbytes:
+        return there
+    parts = _parts(plan, plan_digest, receipts)
+    path = joint_name(plan.path)
+    if files.size(path) != plan.nbytes:
+        raise OutputMismatch(f"{path} has {files.size(path)} bytes, {plan.nbytes} were planned",
+                             hint="write its parts again")  # fmt: skip
+    # Before it is read: a worker that was given up for lost may still write its part.
+    writer = files.joint(path, plan.nbytes, alone=True)
+    assert writer is not None  # its parts were written so
+    try:
+        patches = dict(_patches(plan, parts))
+        digest = _digest(files, path, parts, patches)
+        for at, data in patches.items():
+            writer.write(at, data)
+    except BaseException:
+        writer.abort()
+        raise
+    writer.name(plan.path)
+    verified = _verified(parts)
+    found = Receipt(
+        plan.index, plan.path, plan.nbytes, digest, round(sum(p.seconds for p in parts), 6),
+        verified, len(plan.number) - verified, sums=_sums(parts),
+    )  # fmt: skip
+    found = replace(found, stamp=seen_as(files, found))
+    write_receipt(receipts, plan_digest, found)
+    for part in parts:
+        assert part.begin is not None
+        receipts.remove(receipt_name(plan.index, (part.begin, part.begin + part.nbytes)))
+    return found
+
+
+def _parts(plan: FilePlan, plan_digest: str, receipts: Store) -> list[Receipt]:
+    """The receipts that tile the file. Parts of another cut may lie beside them."""
+    known: dict[int, list[Receipt]] = {}
+    for name in receipts.list():
+        head, _, rest = name.partition(".")
+        bounds = rest.removesuffix(".json").split("-")
+        if head != f"file-{plan.index:05d}" or len(bounds) != 2:
+            continue
+        found = read_receipt(receipts, plan_digest, plan.index, (int(bounds[0]), int(bounds[1])))
+        if found is not None:
+            known.setdefault(int(bounds[0]), []).append(found)
+    return _tiling(plan, known)
+
+
+def _tiling(plan: FilePlan, known: dict[int, list[Receipt]]) -> list[Receipt]:
+    found: list[Receipt] = []
+    at = 0
+    while at < plan.nbytes:
+        here = known.get(at)
+        if not here:
+            raise UsageError(f"no part of {plan.path} that begins at byte {at} has been written",
+                             hint="write every part, then join them")  # fmt: skip
+        part = max(here, key=lambda p: p.nbytes)
+        if part.pending:
+            told = f"bytes {at} to {at + part.nbytes} of {plan.path} were written"
+            raise UsageError(
+                f"{told}, but {len(part.pending)} source records of them are not proven yet",
+                hint="write the part again: what is written is kept",
+            )
+        found.append(part)
+        at += part.nbytes
+    return found
+
+
+def _patches(plan: FilePlan, parts: Sequence[Receipt]) -> Iterator[tuple[int, bytes]]:
+    """(first byte, bytes) of every checksum that stands in the file."""
+    slots: dict[int, Runs] = {}
+    for part in parts:
+        for tensor, offset, nbytes, known in part.crcs:
+            slots.setdefault(tensor, Runs()).add(offset, nbytes, known)
+    for literal in plan.literals:
+        for at, slot in literal.crc_at:
+            nbytes = plan.tensors[slot].nbytes
+            crc: int | None = slots.get(slot, Runs()).whole(nbytes) if nbytes else 0
+            if crc is None:
+                raise InternalError(f"the parts of {plan.path} do not add up to {plan.tensors[slot].name}")
+            yield literal.start + at, crc.to_bytes(4, "little")
+
+
+def _digest(files: Store, path: str, parts: Sequence[Receipt], patches: dict[int, bytes]) -> str:
+    """The digest of the file with its checksums filled in; proves every part on the way."""
+    whole, block = blake3(), bytearray(_BLOCK)
+    waiting = sorted(patches.items())
+    for part in parts:
+        assert part.begin is not None
+        own, end = blake3(), part.begin + part.nbytes
+        for at, until in pairwise([*range(part.begin, end, _BLOCK), end]):
+            view = memoryview(block)[: until - at]
+            files.read_into(path, at, view)
+            own.update(view)
+            while waiting and waiting[0][0] < until:
+                first, data = waiting.pop(0)
+                inside = data[: until - first]
+                view[first - at : first - at + len(inside)] = inside
+                if len(inside) < len(data):  # the rest of it lies in the next block
+                    waiting.insert(0, (until, data[len(inside) :]))
+            whole.update(view)
+        if own.hexdigest() != part.digest:
+            told = f"bytes {part.begin} to {end} of {path} have BLAKE3 {own.hexdigest()}"
+            raise OutputMismatch(
+                f"{told}, {part.digest} was written",
+                hint="run the command again: the part is written anew",
+            )
+    return whole.hexdigest()
+
+
+def _sums(parts: Sequence[Receipt]) -> bytes | None:
+    """What the parts add to the fingerprints, together: sums are modulo 2^64, see `ckptcore.fingerprints.sums`."""
+    total = np.zeros(0, "<u8")
+    for n, part in enumerate(parts):
+        if part.sums is None:
+            return None
+        lanes = np.frombuffer(part.sums, "<u8")
+        total = total + lanes if n else lanes
+    return total.tobytes()
+
+
+def _verified(parts: Sequence[Receipt]) -> int:
+    """How many source records at least one part has proven."""
+    bits = [np.frombuffer(bytes.fromhex(part.proven), np.uint8) for part in parts]
+    return int(np.unpackbits(np.bitwise_or.reduce(bits)).sum())

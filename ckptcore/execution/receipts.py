@@ -1,0 +1,140 @@
+"""Receipts: which output files are finished, and how can that be trusted?
+
+A receipt is a small JSON file written after its output file is durable. It names the plan's
+digest and the file's BLAKE3 digest; a later run believes it only after hashing the file again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from blake3 import blake3
+
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.store import Readable, Store
+
+_BLOCK = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """One finished output file.
+
+    index, path, nbytes: as planned. digest: BLAKE3 hex, or None when digests were off.
+    seconds: wall time it took. verified, unverified: source records whose CRC-32 was checked, and
+    those that have none. reused: an earlier run had written it. pending: source records, by their
+    numbers, that other files read the rest of: a run that ends well leaves none. sums: what the file adds
+    to the fingerprint of each tensor of its plan (`ckptcore.fingerprints.sums.pack`), or None when fingerprints
+    were off. begin: the first byte of a part of a file (`ckptcore.execution.parts`), whose `nbytes` and `digest` are
+    the part's; None for a whole file. crcs: (tensor, first byte in it, bytes, CRC-32) of what a part holds of
+    tensors whose checksums stand in the file. proven: a bit for each source record of the file's plan, hex:
+    which of them the writer of a part has proven. stamp: of the very file that was written (`seen_as`);
+    None in receipts of versions that took none.
+    """
+
+    index: int
+    path: str
+    nbytes: int
+    digest: str | None
+    seconds: float
+    verified: int = 0
+    unverified: int = 0
+    reused: bool = False
+    pending: tuple[int, ...] = ()
+    sums: bytes | None = None
+    begin: int | None = None
+    crcs: tuple[tuple[int, int, int, int], ...] = ()
+    proven: str = ""
+    stamp: str | None = field(default=None, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON face; sums, parts and stamps are for receipts only."""
+        form = asdict(replace(self, sums=None))
+        for name in ("sums", "begin", "crcs", "proven", "stamp"):
+            del form[name]
+        return form
+
+    @classmethod
+    def from_dict(cls, form: dict[str, Any]) -> Receipt:
+        sums = form.get("sums")
+        held = None if sums is None else bytes.fromhex(sums)
+        crcs = tuple((t, o, n, c) for t, o, n, c in form.get("crcs", ()))
+        return cls(**{**form, "pending": tuple(form.get("pending", ())), "sums": held, "crcs": crcs})
+
+
+def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
+    """Records a finished file, or a finished part of one."""
+    form = {"plan": plan_digest, **receipt.as_dict()}
+    if receipt.stamp is not None:
+        form["stamp"] = receipt.stamp
+    if receipt.sums is not None:
+        form["sums"] = receipt.sums.hex()
+    part = None
+    if receipt.begin is not None:
+        part = (receipt.begin, receipt.begin + receipt.nbytes)
+        form |= {"begin": receipt.begin, "crcs": receipt.crcs, "proven": receipt.proven}
+    store.put(receipt_name(receipt.index, part), canonical_json(form))
+
+
+def read_receipt(
+    store: Store, plan_digest: str, index: int, part: tuple[int, int] | None = None
+) -> Receipt | None:
+    """The receipt of a file under this very plan, or None. part: that of these bytes of it, [begin, end)."""
+    name = receipt_name(index, part)
+    size = store.size(name)
+    if size is None:
+        return None
+    try:
+        form = json.loads(store.read(name, 0, size))
+        if form.pop("plan", None) != plan_digest:
+            return None
+        found = Receipt.from_dict(form)
+    except (ValueError, TypeError, AttributeError):  # cut off by a crash: the file is written again
+        return None
+    return found if (found.index, found.begin) == (index, part[0] if part is not None else None) else None
+
+
+def seen_as(files: Readable, receipt: Receipt) -> str | None:
+    """What tells the file of a receipt from any other, also of equal bytes; None when it is away."""
+    if receipt.begin is None:
+        return files.stamp(receipt.path)
+    # Of a file that is written in parts the inode alone: size and times change while others write.
+    return (files.stamp(joint_name(receipt.path)) or "").rpartition(", ")[2] or None
+
+
+def is_intact(files: Readable, receipt: Receipt) -> bool:
+    """Whether the file, or the part, is there and has the receipt's digest. Without one nothing is proven."""
+    if receipt.digest is None:
+        return False
+    if receipt.begin is not None:
+        path, end = joint_name(receipt.path), receipt.begin + receipt.nbytes
+        there = (files.size(path) or 0) >= end
+        return there and digest_of(files, path, receipt.nbytes, receipt.begin) == receipt.digest
+    if files.size(receipt.path) != receipt.nbytes:
+        return False
+    return digest_of(files, receipt.path, receipt.nbytes) == receipt.digest
+
+
+def digest_of(files: Readable, path: str, nbytes: int, start: int = 0) -> str:
+    """BLAKE3 of ``nbytes`` of a file from ``start`` on, hex. Memory: one block."""
+    whole, block = blake3(), bytearray(min(_BLOCK, max(nbytes, 1)))
+    for at in range(0, nbytes, len(block)):
+        view = memoryview(block)[: min(len(block), nbytes - at)]
+        files.read_into(path, start + at, view)
+        whole.update(view)
+    return whole.hexdigest()
+
+
+def receipt_name(index: int, part: tuple[int, int] | None = None) -> str:
+    """Name of a file's receipt, or of that of a part [begin, end) of it."""
+    return (
+        f"file-{index:05d}.json" if part is None else f"file-{index:05d}.{part[0]:015d}-{part[1]:015d}.json"
+    )
+
+
+def joint_name(path: str) -> str:
+    """Name of a file while its parts are written."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/.{name}.joint" if folder else f".{name}.joint"

@@ -1,0 +1,1 @@
+"""fingerprints: a room of ckptcore."""

@@ -1,0 +1,111 @@
+"""Device sums: what do elements that lie on an accelerator add to the sum of their tensor?
+
+The sums are those of `ckptcore.fingerprints.sums`, bit for bit: int64 in torch wraps around, which is arithmetic
+modulo 2**64. Nothing is laid out in rows of words. All rows of a piece of a box have their elements at the
+same places, so an element at byte s of word r is its value times V0[r] * 256**s, and the bytes of it in
+reverse order times V1[r] * 256**(8 - width - s). Where elements make up whole words, words are taken instead.
+
+The elements stay on the device; two numbers a box come back. Beside the elements that takes at most `ROOM`
+bytes of the device's memory, whatever their number.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.fingerprints.sum_weights import ROW, WORD, Cut, Piece, Shape, blocks, page, row_factors, rows_of
+from ckptcore.fingerprints.sums import ZERO, Sum
+
+ROOM = 16 << 20  # bytes
+_UNITS = 1 << 19  # elements or words at once; up to three numbers of 8 bytes are there for each
+_MASK = (1 << 64) - 1
+_KINDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+class DeviceSums:
+    """Sums on one device, for one thread. It holds 64 KiB there, the multipliers of words."""
+
+    def __init__(self, torch: Any, device: str) -> None:
+        self._torch, self._device = torch, device
+        self._factors = self._there(page("word", 0))  # V0 and V1
+
+    def box_sum(self, dtype: str, shape: Shape, box: Box, elements: Any) -> Sum:
+        """What the elements ``box`` of a tensor add to its sum: as `ckptcore.fingerprints.sums.box_sum`.
+
+        elements: their bytes, uint8 on the device, from the beginning of its storage on.
+        """
+        if not elements.numel():
+            return ZERO
+        torch, width = self._torch, BY_NAME[dtype].itemsize
+        if width > WORD:
+            shape, box, width = (*shape, 2), Box((*box.offset, 0), (*box.shape, 2)), WORD
+        elif not shape:
+            shape, box = (1,), Box.whole((1,))
+        cut = Cut(rows_of(shape, width), box)
+        held = elements.view(getattr(torch, _KINDS[width]))
+        there = held.view(cut.lead, box.shape[cut.rows.dim], prod(cut.behind))
+        words = elements[: len(elements) // WORD * WORD].view(torch.int64)
+        total = torch.zeros(2, dtype=torch.int64, device=self._device)
+        for piece in cut.pieces():
+            part = there[:, piece.at : piece.at + piece.count * piece.length]
+            self._piece(cut, piece, part.view(cut.lead, piece.count, -1), words, total)
+        one, two = total.tolist()
+        return one & _MASK, two & _MASK
+
+    def _piece(self, cut: Cut, piece: Piece, values: Any, words: Any, total: Any) -> None:
+        """Adds a piece to ``total``; values: [lead, rows, elements]. words: all elements, as words."""
+        per = cut.rows.per
+        if cut.fits(piece.skipped * cut.rows.inner, values.shape[2]) and _on_words(values, per):
+            size = (*values.shape[:2], values.shape[2] // per)
+            steps = (values.stride(0) // per, values.stride(1) // per, 1)
+            values = words.as_strided(size, steps, values.storage_offset() // per)
+            factors = self._factors[:, self._index(cut.picked(piece, per))]
+        else:
+            factors = self._of_elements(cut.picked(piece, 1), per)
+        for group, lead, across in blocks(values, min(ROW, max(1, _UNITS // values.shape[2]))):
+            number = cut.leads(lead) + np.arange(piece.row + across.start, piece.row + across.stop)
+            rows = self._there(np.stack(row_factors(number)))
+            for lane, one in enumerate((group, self._turned(group))):
+                total[lane] += (self._wide(one).mul(factors[lane]).sum(-1) * rows[lane]).sum()
+
+    def _of_elements(self, place: slice | npt.NDArray[np.int64], per: int) -> Any:
+        """What elements at these places of a row are multiplied by, [2, places]."""
+        if isinstance(place, slice):
+            place = np.arange(place.start, place.stop)
+        word, within = self._index(place // per), place % per
+        step = 8 * WORD // per
+        shifts = np.stack([step * within, step * (per - 1 - within)]).astype(np.uint64)
+        return self._factors[:, word] * self._there(np.uint64(1) << shifts)
+
+    def _turned(self, values: Any) -> Any:
+        """The values with their bytes in reverse order."""
+        width = values.element_size()
+        if width == 1:
+            return values
+        octets = values.view(self._torch.uint8).unflatten(-1, (-1, width))
+        return octets.flip(-1).view(values.dtype).squeeze(-1)
+
+    def _wide(self, values: Any) -> Any:
+        """The values as int64; their bits as a number that is not below zero."""
+        width = values.element_size()
+        wide = values.to(self._torch.int64)
+        return wide.bitwise_and_((1 << 8 * width) - 1) if 1 < width < WORD else wide
+
+    def _index(self, place: slice | npt.NDArray[np.int64]) -> Any:
+        return place if isinstance(place, slice) else self._torch.from_numpy(place).to(self._device)
+
+    def _there(self, numbers: npt.NDArray[np.uint64]) -> Any:
+        return self._torch.tensor(numbers.view(np.int64), device=self._device)
+
+
+def _on_words(values: Any, per: int) -> bool:
+    """Whether rows of ``values``, as they lie in memory, begin where words do."""
+    counts = [values.storage_offset()]
+    counts += [values.stride(dim) for dim in (0, 1) if values.shape[dim] > 1]
+    return all(n % per == 0 for n in counts)

@@ -1,0 +1,1 @@
+"""accelerate: a room of ckptcore."""

@@ -1,0 +1,103 @@
+"""What Accelerate and the Hugging Face Trainer call the parts of a folder that they save with FSDP.
+
+accelerate/utils/fsdp_utils.py (save_fsdp_model, save_fsdp_optimizer), accelerate/checkpointing.py
+(save_accelerator_state), accelerate/utils/constants.py, transformers/trainer.py. Accelerate numbers
+the models and optimizers that were prepared; the first one's number is left out of a file's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptcore.formats.base import Source, natural
+from ckptcore.formats.common.rank_file_names import RankFiles
+
+# role, path pattern: a DCP folder's mark, a whole file, or a rank's file.
+_FOLDER = r"(?:\.metadata(?:\.tmp)?|__\d+_\d+\.distcp)$"
+_PARTS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("model", re.compile(rf"^(?P<folder>pytorch_model_fsdp_(?P<number>\d+))/{_FOLDER}")),
+    ("model", re.compile(r"^pytorch_model_fsdp(?:_(?P<number>\d+))?\.bin$")),
+    ("model", re.compile(r"^pytorch_model_fsdp(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
+    ("optimizer", re.compile(rf"^(?P<folder>optimizer_(?P<number>\d+))/{_FOLDER}")),
+    ("optimizer", re.compile(r"^optimizer(?:_(?P<number>\d+))?\.(?:bin|pt)$")),
+    ("optimizer", re.compile(r"^optimizer(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
+)
+# The trainer's own state: read where its pickles are plain.
+_STATES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("scheduler", re.compile(r"^scheduler(?:_(?P<number>\d+))?\.(?:bin|pt)$")),
+    ("scaler", re.compile(r"^scaler\.pt$")),
+    ("sampler", re.compile(r"^sampler(?:_(?P<number>\d+))?\.bin$")),
+    ("dl_state_dict", re.compile(r"^dl_state_dict(?:_(?P<number>\d+))?\.bin$")),
+    ("custom_checkpoint", re.compile(r"^custom_checkpoint_(?P<number>\d+)\.pkl$")),
+    ("random_states", re.compile(r"^random_states_(?P<rank>\d+)\.pkl$")),
+    ("rng_state", re.compile(r"^rng_state(?:_(?P<rank>\d+))?\.pth$")),
+)
+
+
+_WRITER = re.compile(
+    r"^(?:(?:pytorch_model_fsdp_|optimizer_)\d+/__(?=\d)|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank)(\d+)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part: ``model``, ``optimizer_1``, ``scheduler``...
+
+    folder: of a DCP part, else "". files: of any other.
+    """
+
+    role: str
+    folder: str
+    files: RankFiles
+
+    @property
+    def shown(self) -> str:
+        """The folder, or the first of the files."""
+        return self.folder or next(iter(self.files.paths.values()))
+
+
+def parts(source: Source) -> tuple[Part, ...]:
+    """Models, then optimizers; a folder and a file of one name are two parts."""
+    return tuple(_found(source, _PARTS))
+
+
+def states(source: Source) -> tuple[Part, ...]:
+    """The trainer's own state."""
+    return tuple(_found(source, _STATES))
+
+
+def writers(source: Source) -> frozenset[int]:
+    """The ranks that left a file of a model or an optimizer; in a DCP folder each has one, empty or not."""
+    return frozenset(int(m[1]) for p in source.listing if (m := _WRITER.match(p)))
+
+
+def of_a_rank(part: Part) -> bool:
+    """Whether every rank leaves a file of this part."""
+    return any(re.search(r"_\d+\.(?:pkl|pth)$", p) for p in part.files.paths.values()) and (
+        part.role in ("random_states", "rng_state")
+    )
+
+
+def has_model(source: Source) -> bool:
+    """Whether the names in a folder are those of a model that Accelerate saved with FSDP."""
+    if source.name is not None or ".metadata" in source.listing:
+        return False
+    return any(role == "model" and rule.match(p) for role, rule in _PARTS for p in source.listing)
+
+
+def _found(source: Source, table: tuple[tuple[str, re.Pattern[str]], ...]) -> Iterator[Part]:
+    for role, rule in table:
+        groups: dict[tuple[int, str], dict[int, str]] = {}
+        for path in sorted(source.listing, key=natural):
+            m = rule.match(path)
+            if m is None:
+                continue
+            told = m.groupdict()
+            number = int(told.get("number") or 0)
+            folder = told.get("folder") or ""
+            groups.setdefault((number, folder), {})[int(told.get("rank") or 0)] = path
+        for (number, folder), paths in sorted(groups.items()):
+            name = role if number == 0 else f"{role}_{number}"
+            yield Part(name, folder, RankFiles(name, None, paths))

@@ -1,0 +1,137 @@
+"""Accelerate and Hugging Face Trainer checkpoints of FSDP jobs: model, optimizer and trainer state.
+
+Model and optimizer are each a DCP folder (sharded), a file per rank (``use_dcp=False``) or one file
+(full). Names: ``model.<fqn>``, ``optimizer.state.<fqn>.<key>``, ``scheduler.<key>``,
+``random_states.<key>``; a second model is ``model_1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ckptcore.core.manifest import Blob, Manifest
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import encode
+from ckptcore.core.tree_paths import Paths
+from ckptcore.encodings.json_text import parse
+from ckptcore.encodings.limits import absent
+from ckptcore.errors import AmbiguousModel, CkptError, MalformedCheckpoint, MetadataTooLarge, finding
+from ckptcore.formats.accelerate import file_names as names
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.dcp.reader import read_folder
+from ckptcore.formats.torch_ranks.reader import RankReader
+
+_NAME = "accelerate"
+_TRAINER = "trainer_state.json"
+_MAX_JSON = 64 << 20
+_MAX_TOLD = 100
+
+
+def detect(source: Source) -> Evidence | None:
+    """A model by Accelerate's name for it; a model.safetensors beside it is what loaders take."""
+    if not names.has_model(source):
+        return None
+    found = names.parts(source)
+    folders = any(p.folder for p in found if p.role.startswith("model"))
+    if not folders and any(p.endswith(".safetensors") and "/" not in p for p in source.listing):
+        return None
+    return Evidence(_NAME, (f"found {', '.join(p.shown for p in found)}",), ("torch_ranks", "torch_save"))
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of all parts together; a part that is not there is a finding.
+
+    Raises `NotComplete` for a DCP folder without its metadata, `UnsupportedFormat` for local state
+    dicts, `AmbiguousModel` when a part is there twice.
+    """
+    builder = Builder()
+    reader = RankReader(source, builder)
+    found: list[Part] = []
+    seen: dict[str, names.Part] = {}
+    for part in names.parts(source):
+        if part.role in seen:
+            raise AmbiguousModel(
+                f"{seen[part.role].shown} and {part.shown} are both the {part.role}: two saves in one folder",
+                hint="move one of them away, or name the folder that is meant",
+            )
+        seen[part.role] = part
+        if part.folder:
+            inner = read_folder(source.below(part.folder), _NAME)
+            found.append(Part(inner, part.folder, _renaming(part.role)))
+        else:
+            reader.add(part.files, part.role)
+    for part in seen.values():
+        builder.findings += () if part.folder else reader.missing(part.files)
+    if not any(role.startswith("optimizer") for role in seen):
+        message = "there is no optimizer beside the model"
+        builder.findings.append(finding("missing-part", "files", message, file="optimizer_0"))
+    world = max(names.writers(source), default=-1) + 1
+    for part in names.states(source):
+        try:
+            reader.add(part.files, part.role, optional=True)
+        except MalformedCheckpoint as error:
+            builder.findings.append(finding("malformed-item", "cover", error.message, file=part.shown))
+        highest = max(part.files.paths)
+        ranks = max(highest + 1, world if names.of_a_rank(part) else 0)
+        for rank in absent(part.files.paths, ranks, _MAX_TOLD):
+            path = part.files.name_of(rank)
+            message = f"there is no {path}, other ranks have theirs"
+            builder.findings.append(finding("missing-part", "files", message, file=path))
+        if names.of_a_rank(part) and 0 < world <= highest:
+            path = part.files.paths[highest]
+            message = f"{path} is of a rank that left nothing else: rank {world - 1} is the last that did"
+            builder.findings.append(finding("missing-part", "files", message, file=path))
+    origin: dict[str, Any] = {"parts": list(seen)}
+    _trainer_state(source, builder, origin)
+    if reader.world:
+        origin["world_size"] = reader.world
+    paths = reader.paths
+    for folder in found:
+        for name, where in Paths.of(folder.manifest).items():
+            renamed = folder.rename(name)
+            paths.add(renamed, where if renamed == name else (renamed.split(".", 1)[0], *where[1:]))
+    found.append(Part(builder.build(_NAME, source.store.url, {})))
+    whole = join(_NAME, source.store.url, found, origin)
+    form = paths.form([t.fqn for t in whole.tensors], [b.key for b in whole.blobs])
+    return replace(whole, origin={**origin, "paths": form}) if form else whole
+
+
+def _renaming(role: str) -> Callable[[str], str]:
+    """DCP keys begin with ``model`` or ``optimizer`` whatever the number of the part."""
+    plain = role.rstrip("0123456789").rstrip("_")
+    if plain == role:
+        return str
+    return lambda name: role + name.removeprefix(plain) if name.startswith(plain + ".") else f"{role}.{name}"
+
+
+def _trainer_state(source: Source, builder: Builder, origin: dict[str, Any]) -> None:
+    """The Trainer's ``trainer_state.json`` as an object of its own."""
+    size = source.listing.get(_TRAINER, 0)
+    if not 0 < size <= _MAX_JSON:
+        return
+    try:
+        told = parse(source.store.read(_TRAINER, 0, size), _TRAINER)
+        tree = encode(told)
+    except MetadataTooLarge:
+        raise
+    except (CkptError, ValueError, TypeError, RecursionError) as error:
+        builder.findings.append(
+            finding("malformed-metadata", "files", f"{_TRAINER}: {error}", file=_TRAINER, hint="")
+        )
+        return
+    builder.blobs.append(Blob("trainer_state", -1, tree))
+    if isinstance(told, dict) and type(told.get("global_step")) is int:
+        origin["step"] = told["global_step"]
+
+
+FORMAT = Format(
+    name=_NAME,
+    title="Accelerate or Hugging Face Trainer checkpoint of an FSDP job",
+    recognised_by="`pytorch_model_fsdp_N/` or `pytorch_model_fsdp*.bin`, beside `optimizer_N/`",
+    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per item", objects=True),
+    detect=detect,
+    read=read,
+)

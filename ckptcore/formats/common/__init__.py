@@ -1,0 +1,1 @@
+"""common: a room of ckptcore."""

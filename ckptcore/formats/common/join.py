@@ -1,0 +1,140 @@
+"""Parts: how do several manifests, each of a subfolder or of a file, become one?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ckptcore.core.manifest import Blob, Chunks, Ints, Items, Manifest, StoredFile, TensorSpec, Unread
+from ckptcore.errors import Finding, NameMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One manifest of a whole.
+
+    folder: where its files lie below the whole's root, "" for the root itself.
+    rename: the name that a tensor or object of the part has in the whole.
+    """
+
+    manifest: Manifest
+    folder: str = ""
+    rename: Callable[[str], str] = str
+
+
+def join(format: str, root: str, parts: Sequence[Part], origin: Mapping[str, Any] | None = None,
+         findings: Sequence[Finding] = ()) -> Manifest:  # fmt: skip
+    """The manifest of all parts together.
+
+    A file that two parts name is one file. Raises `NameMismatch` when two parts use one name.
+    """
+    assert all(p.manifest.inputs is None for p in parts)  # no format nests computed tensors yet
+    tensors: list[TensorSpec] = []
+    blobs: list[Blob] = []
+    told: list[Finding] = []
+    files: dict[str, int] = {}
+    sizes: list[int | None] = []
+    chunks: list[Chunks] = []
+    items: list[Items] = []
+    rank = max((p.manifest.chunks.lo.shape[1] for p in parts), default=0)
+    any_view = any(p.manifest.chunks.view is not None for p in parts)
+    codecs = list(dict.fromkeys(c for p in parts for c in ("", *p.manifest.items.codecs)))
+    member: dict[int, str] = {}
+    base = 0
+    for part in parts:
+        m, prefix = part.manifest, f"{part.folder}/" if part.folder else ""
+        tensors += [TensorSpec(part.rename(t.fqn), t.dtype, t.shape) for t in m.tensors]
+        shift = sum(len(i) for i in items)
+        blobs += [
+            replace(b, key=part.rename(b.key), item=b.item + shift if b.item >= 0 else -1,
+                    tree=_renamed(b.tree, part.rename), unread=_below(b.unread, prefix))
+            for b in m.blobs
+        ]  # fmt: skip
+        told += [
+            replace(f, fqn=part.rename(f.fqn) if f.fqn else f.fqn, file=prefix + f.file if f.file else f.file)
+            for f in m.findings
+        ]
+        places = np.zeros(len(m.files), np.int64)
+        for n, file in enumerate(m.files):
+            at = files.setdefault(prefix + file.path, len(sizes))
+            if at == len(sizes):
+                sizes.append(file.size)
+            places[n] = at
+        member |= {k + shift: v for k, v in m.items.member.items()}
+        items.append(_moved(m.items, places, codecs))
+        chunks.append(_widened(m.chunks, rank, shift, base, any_view))
+        base += len(m.chunks)
+    # An object that is nothing but a tensor goes by the tensor's name.
+    own = [b.key for b in blobs if b.tree != {"$": "tensor", "fqn": b.key}]
+    _require_distinct([*(t.fqn for t in tensors), *own])
+    return Manifest(
+        format, root, tuple(tensors), _stacked(chunks, rank, any_view), _all_items(items, codecs, member),
+        tuple(StoredFile(p, sizes[n]) for p, n in files.items()), tuple(blobs), dict(origin or {}),
+        (*told, *findings), order=tuple(part.rename(n) for part in parts for n in part.manifest.order),
+    )  # fmt: skip
+
+
+def _below(why: Unread | None, prefix: str) -> Unread | None:
+    return replace(why, file=prefix + why.file) if why is not None and why.file else why
+
+
+def _require_distinct(names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise NameMismatch(f"two parts of the checkpoint hold something called {name}")
+        seen.add(name)
+
+
+def _renamed(tree: Any, rename: Callable[[str], str]) -> Any:
+    """An object's tree with the tensors it refers to under their new names."""
+    if isinstance(tree, list):
+        return [_renamed(v, rename) for v in tree]
+    if isinstance(tree, dict):
+        if tree.get("$") == "tensor":
+            return {"$": "tensor", "fqn": rename(tree["fqn"])}
+        return {k: _renamed(v, rename) for k, v in tree.items()}
+    return tree
+
+
+def _moved(items: Items, places: Ints, codecs: list[str]) -> Items:
+    kinds = np.array([codecs.index(c) for c in items.codecs], np.int8)
+    return replace(items, file=places[items.file], codec=kinds[items.codec], codecs=tuple(codecs), member={})
+
+
+def _widened(chunks: Chunks, rank: int, shift: int, base: int, any_view: bool) -> Chunks:
+    n, own = chunks.lo.shape
+    lo, shape = np.zeros((n, rank), np.int64), np.ones((n, rank), np.int64)
+    lo[:, :own], shape[:, :own] = chunks.lo, chunks.shape
+    item = np.where(chunks.item >= 0, chunks.item + shift, -1)
+    view: Ints | None = None
+    if any_view:
+        view = np.full((n, 2 + rank), -1, np.int64)
+        if chunks.view is not None:
+            view[:, : 2 + own] = chunks.view
+            view[:, 2 + own :] = np.where(chunks.view[:, :1] < 0, -1, 0)
+    return Chunks(chunks.first + base, lo, shape, item, view)
+
+
+def _stacked(chunks: Sequence[Chunks], rank: int, any_view: bool) -> Chunks:
+    if not chunks:
+        empty = np.zeros((0, rank), np.int64)
+        return Chunks(np.zeros(1, np.int64), empty, empty, np.zeros(0, np.int64))
+    first = np.concatenate([chunks[0].first[:1], *(c.first[1:] for c in chunks)])
+    views = [c.view for c in chunks if c.view is not None]
+    return Chunks(
+        first, np.concatenate([c.lo for c in chunks]), np.concatenate([c.shape for c in chunks]),
+        np.concatenate([c.item for c in chunks]), np.concatenate(views) if any_view else None,
+    )  # fmt: skip
+
+
+def _all_items(items: Sequence[Items], codecs: list[str], member: Mapping[int, str]) -> Items:
+    columns = ("file", "start", "length", "envelope", "codec", "crc32")
+    if not items:
+        none = np.zeros(0, np.int64)
+        return Items(none, none, none, none.astype(np.int8), none.astype(np.int8), none)
+    joined = {c: np.concatenate([getattr(i, c) for i in items]) for c in columns}
+    return Items(**joined, codecs=tuple(codecs), member=dict(member))

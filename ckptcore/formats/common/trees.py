@@ -1,0 +1,118 @@
+"""Trees of plain values: which leaves are there, where do they stand, and what tree do they make?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ckptcore.core.object_tree import SCALARS, RefusedTensor
+from ckptcore.core.tree_paths import Path
+from ckptcore.errors import NameMismatch
+
+_MAX_GAP = 10_000  # list entries that may be missing before the next one
+
+
+def leaves_below(
+    tree: Any, name: str, tensor: type | tuple[type, ...]
+) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
+    """(dotted name, path below ``tree``, value) of what a tree holds.
+
+    Only containers that hold a ``tensor`` somewhere, or one that is refused, are taken apart. In a path,
+    list positions are ints and dict keys are text, as in DCP's ``planner_data``.
+    """
+    holds = _holders(tree, tensor)
+
+    def walk(value: Any, name: str, path: tuple[str | int, ...]) -> Iterator[Any]:
+        if isinstance(value, (dict, list, tuple)) and id(value) in holds:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            is_dict = isinstance(value, dict)
+            for k, v in items:
+                yield from walk(v, f"{name}.{k}", (*path, str(k) if is_dict else k))
+        else:
+            yield name, path, value
+
+    return walk(tree, name, ())
+
+
+def built(rows: Iterable[tuple[str, Path, Any]]) -> dict[Any, Any]:
+    """The nested dict of (name, path, value) rows, in their order.
+
+    As torch/distributed/checkpoint/_traverse.py, set_element, but a place is filled once.
+    Raises `NameMismatch` for names that do not nest.
+    """
+    tree: dict[Any, Any] = {}
+    made = {id(tree)}
+    for name, path, value in rows:
+        _put(tree, path, value, made, name)
+    _require_lists(tree, "")
+    return tree
+
+
+def _put(tree: Any, path: Path, value: Any, made: set[int], name: str) -> None:
+    """made: ids of the containers that paths made; what was saved as one object is not added to."""
+    at = tree
+    for here, below in zip(path, (*path[1:], None), strict=True):
+        if id(at) not in made or isinstance(at, list) is not isinstance(here, int):
+            raise _taken(name)
+        if isinstance(at, list):
+            at += [_Gap] * min(int(here) + 1 - len(at), _MAX_GAP)
+            free = int(here) < len(at) and at[int(here)] is _Gap
+            if not free and int(here) >= len(at):
+                raise _taken(name)
+        else:
+            free = here not in at
+        if free:
+            at[here] = value if below is None else {} if type(below) is str else []
+            if below is not None:
+                made.add(id(at[here]))
+        elif below is None:
+            raise _taken(name)
+        at = at[here]
+
+
+def _taken(name: str) -> NameMismatch:
+    return NameMismatch(
+        f"{name} cannot be nested: another entry has its place", hint="leave one out with --exclude"
+    )
+
+
+class _Gap:
+    """A list position that nothing was put to."""
+
+
+def _require_lists(tree: Any, where: str) -> None:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _require_lists(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(tree, list) and not set(map(type, tree)) <= SCALARS:
+        for n, value in enumerate(tree):
+            if value is _Gap:
+                raise NameMismatch(f"{where}.{n} is left out, but a later entry of the list is not",
+                                   hint="leave the whole list out, or nothing of it")  # fmt: skip
+            _require_lists(value, f"{where}.{n}")
+
+
+def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
+    """ids of the containers that hold a tensor somewhere below."""
+    holds: set[int] = set()
+    seen: set[int] = set()
+    kinds = (tensor, RefusedTensor) if isinstance(tensor, type) else (*tensor, RefusedTensor)
+
+    def visit(value: Any, depth: int) -> bool:
+        if isinstance(value, kinds):
+            return True
+        if not isinstance(value, (dict, list, tuple)) or depth > 200:
+            return False
+        if id(value) in seen:  # shared through the memo: visited once
+            return id(value) in holds
+        seen.add(id(value))
+        inside = value.values() if isinstance(value, dict) else value
+        # Every one: `any` would stop at the first.
+        found = [visit(v, depth + 1) for v in inside if type(v) not in SCALARS]
+        if any(found):
+            holds.add(id(value))
+            return True
+        return False
+
+    visit(tree, 0)
+    return holds

@@ -1,0 +1,1 @@
+"""dcp: a room of ckptcore."""

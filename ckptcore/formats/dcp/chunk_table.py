@@ -1,0 +1,318 @@
+"""Chunks and places of DCP metadata as columns: which item holds which chunk?
+
+Both are told row by row or in runs of many (`ckptcore.encodings.pickle.columns`). A chunk is found by its
+tensor's name and its offset, as torch finds it (`MetadataIndex`); of two places with one index the later
+counts, as in a dict.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.encodings.pickle.unpickler import Columns, Names, Sizes
+from ckptcore.errors import MalformedCheckpoint
+from ckptcore.formats.dcp.metadata import Metadata, dims, row
+
+Ints = npt.NDArray[np.int64]
+_MOST_KEYS = 1 << 62
+_CHUNKS, _PLACES = ("ChunkStorageMetadata",), ("MetadataIndex", "_StorageInfo")
+
+
+class Table:
+    """Rows of ``width`` integers, one at a time or many."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._rows = array("q")
+        self._parts: list[Ints] = []
+
+    def add(self, *values: int) -> None:
+        self._rows.extend(values)
+
+    def extend(self, *columns: Ints) -> None:
+        """Adds a row per element of the columns."""
+        self._flush()
+        self._parts.append(np.stack(columns, axis=1))
+
+    def done(self) -> Ints:
+        """int64 [n, width]."""
+        self._flush()
+        return _joined(self._parts, self._width)
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._parts.append(np.array(self._rows, np.int64).reshape(-1, self._width))
+            self._rows = array("q")
+
+
+class Ragged:
+    """Sizes of any rank, one at a time or many."""
+
+    def __init__(self) -> None:
+        self._flat, self._rank = array("q"), array("q")
+        self._parts: list[tuple[Ints, Ints]] = []
+
+    def add(self, size: tuple[int, ...] | None) -> None:
+        """Adds a size; None is kept as rank -1."""
+        self._rank.append(-1 if size is None else len(size))
+        self._flat.extend(size or ())
+
+    def extend(self, sizes: Sizes) -> None:
+        self._flush()
+        self._parts.append((sizes.dims, sizes.rank))
+
+    def done(self) -> tuple[Ints, Ints]:
+        """(dims int64 [n, r], 0 behind a size's own rank; ranks int64 [n])."""
+        self._flush()
+        width = max((d.shape[1] for d, _ in self._parts), default=0)
+        ranks = [r for _, r in self._parts]
+        return _joined([widened(d, width) for d, _ in self._parts], width), _joined(ranks, None)
+
+    def _flush(self) -> None:
+        if self._rank:
+            rank = np.array(self._rank, np.int64)
+            dims = np.zeros((len(rank), max(int(rank.max()), 0)), np.int64)
+            dims[np.arange(dims.shape[1]) < rank[:, None]] = np.array(self._flat, np.int64)
+            self._parts.append((dims, rank))
+            self._flat, self._rank = array("q"), array("q")
+
+
+def widened(table: Ints, width: int) -> Ints:
+    """The table with columns of zeros behind it."""
+    if table.shape[1] == width:
+        return table
+    out = np.zeros((len(table), width), np.int64)
+    out[:, : table.shape[1]] = table
+    return out
+
+
+def _joined(parts: list[Ints], width: int | None) -> Ints:
+    if not parts:
+        return np.zeros((0,) if width is None else (0, width), np.int64)
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+class Numbers:
+    """Numbers for texts, in the order in which they are first met."""
+
+    def __init__(self, number: Callable[[str], int]) -> None:
+        self._number = number
+        self._known: dict[int, tuple[list[str], Ints]] = {}  # by the list of texts that a column is of
+        self._one: dict[str, int] = {}
+
+    def one(self, text: str) -> int:
+        at = self._one.get(text)
+        if at is None:
+            at = self._one[text] = self._number(text)
+        return at
+
+    def column(self, names: Names) -> Ints:
+        """int64 [n]: the number of each text of a column."""
+        _, table = self._known.get(id(names.values), (names.values, np.zeros(0, np.int64)))
+        if len(table) < len(names.values):
+            more = np.full(len(names.values) - len(table), -1, np.int64)
+            table = np.concatenate([table, more])
+        rows = np.flatnonzero(table[names.ids] < 0)
+        if len(rows):
+            new, first = np.unique(names.ids[rows], return_index=True)
+            for n in new[np.argsort(first)].tolist():
+                table[n] = self.one(names.values[n])
+        self._known[id(names.values)] = names.values, table
+        return table[names.ids]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks of one metadata file.
+
+    name: number of the tensor's name. offset, shape: int64 [n, r], elements. rank: int64 [n].
+    """
+
+    name: Ints
+    offset: Ints
+    shape: Ints
+    rank: Ints
+
+
+class ChunkRows:
+    """Collects the chunks that metadata lists."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._file = metadata.name
+        self._names, self._counts = array("q"), array("q")
+        self._offsets, self._shapes = Ragged(), Ragged()
+
+    def add(self, name: int, chunks: list[Any]) -> None:
+        """The chunks of a tensor, by the number of its name; raises `MalformedCheckpoint`."""
+        for chunk in chunks:
+            if type(chunk) is Columns and chunk.kinds == _CHUNKS:
+                offsets, sizes = chunk.fields[0]
+                if not isinstance(offsets, Sizes) or not isinstance(sizes, Sizes):
+                    raise MalformedCheckpoint(f"{self._file} has chunks without a size", file=self._file)
+                self._offsets.extend(offsets)
+                self._shapes.extend(sizes)
+            else:
+                offset, shape = row(chunk, "ChunkStorageMetadata", self._file)
+                self._offsets.add(dims(offset, self._file))
+                self._shapes.add(dims(shape, self._file))
+        self._names.append(name)
+        self._counts.append(rows_in(chunks))
+
+    def done(self, names: list[str]) -> Chunks:
+        """All of them; names: of the tensors, for messages."""
+        offset, rank = self._offsets.done()
+        shape, other = self._shapes.done()
+        name = np.repeat(np.array(self._names, np.int64), np.array(self._counts, np.int64))
+        if (rank != other).any():
+            fqn = names[int(name[(rank != other).argmax()])]
+            raise MalformedCheckpoint(f"{self._file}: a chunk of {fqn} mixes ranks", file=self._file)
+        return Chunks(name, offset, shape, rank)
+
+
+def rows_in(items: list[Any]) -> int:
+    """How many records a list holds."""
+    return sum(item.count if type(item) is Columns else 1 for item in items)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where one metadata file says that its items lie.
+
+    name: number of the item's name. offset: int64 [n, r]. rank: int64 [n], -1 where there is no offset.
+    where: int64 [n, 4], file, first byte, bytes, codec; negative file: nowhere.
+    """
+
+    name: Ints
+    offset: Ints
+    rank: Ints
+    where: Ints
+
+    def index(self, n: int) -> tuple[int, tuple[int, ...] | None]:
+        """(name, offset) of an item."""
+        rank = int(self.rank[n])
+        return int(self.name[n]), None if rank < 0 else tuple(self.offset[n, :rank].tolist())
+
+
+def places(metadata: Metadata, names: Numbers, files: Numbers,
+           place: Callable[[tuple[Any, ...], str], tuple[int, int, int, int]],
+           codec: Callable[[Any, str], int]) -> Places:  # fmt: skip
+    """The items of a metadata file.
+
+    place: a storage entry's fields -> (file, first byte, bytes, codec), checked. codec: transforms -> codec.
+    Raises `MalformedCheckpoint`, and what these raise.
+    """
+    name, where, offsets = Table(1), Table(4), Ragged()
+    for index, info in metadata.storage.items():
+        if type(index) is Columns and index.kinds == _PLACES:
+            _add_run(index, metadata, names, files, codec, (name, where, offsets))
+            continue
+        fqn, offset, _ = row(index, "MetadataIndex", metadata.name)
+        fields = row(info, "_StorageInfo", metadata.name)
+        offsets.add(None if offset is None else dims(offset, metadata.name))
+        if type(fqn) is not str:
+            raise MalformedCheckpoint(f"{metadata.name} stores an item without a name", file=metadata.name)
+        name.add(names.one(fqn))
+        where.add(*place(fields, metadata.name))
+    offset, rank = offsets.done()
+    return Places(name.done()[:, 0], offset, rank, where.done())
+
+
+def _add_run(run: Columns, metadata: Metadata, names: Numbers, files: Numbers,
+             codec: Callable[[Any, str], int], into: tuple[Table, Table, Ragged]) -> None:  # fmt: skip
+    name, where, offsets = into
+    (fqn, offset, _), (path, start, length, transforms) = run.fields
+    # What names, sizes and numbers are is known by the pattern; metadata that mixes them up is no metadata.
+    if (
+        not isinstance(fqn, Names)
+        or not (offset is None or isinstance(offset, Sizes))
+        or not isinstance(path, Names)
+        or not isinstance(start, np.ndarray)
+        or not isinstance(length, np.ndarray)
+        or transforms is not None
+    ):
+        raise MalformedCheckpoint(f"{metadata.name} has storage entries without a place", file=metadata.name)
+    none = np.full(run.count, -1, np.int64)
+    offsets.extend(offset if isinstance(offset, Sizes) else Sizes(none[:, None][:, :0], none))
+    name.extend(names.column(fqn))
+    where.extend(files.column(path), start, length, np.full(run.count, codec(None, metadata.name), np.int64))
+
+
+class Join:
+    """Chunks and places of one metadata file by name and offset.
+
+    at: int64 [n], the place of each chunk, -1 for none.
+    """
+
+    def __init__(self, places: Places, chunks: Chunks, shapes: Ints, ranks: Ints) -> None:
+        """shapes: int64 [names, r], of the tensors by number of their name. ranks: -2 for no tensor."""
+        width = max(places.offset.shape[1], chunks.offset.shape[1], shapes.shape[1])
+        keys = _Keys(widened(shapes, width), ranks)
+        stored = keys.of(places.name, widened(places.offset, width), places.rank)
+        listed = keys.of(chunks.name, widened(chunks.offset, width), chunks.rank)
+        order = np.argsort(stored, kind="stable")
+        ordered = stored[order]
+        last = np.ones(len(order), np.bool_)
+        last[:-1] = ordered[1:] != ordered[:-1]
+        self._counts = np.zeros(len(order), np.bool_)  # places that no later one replaces
+        self._counts[order] = last
+        self.at = np.full(len(listed), -1, np.int64)
+        if len(order):
+            found = np.maximum(np.searchsorted(ordered, listed, side="right") - 1, 0)
+            same = (ordered[found] == listed) & (listed >= 0)
+            self.at[same] = order[found[same]]
+        self._places = places
+        odd = np.flatnonzero(stored < 0)  # objects, and what no tensor of that shape can have
+        self._odd = {places.index(n): n for n in odd.tolist()}
+        self._counts[odd] = False
+        self._counts[list(self._odd.values())] = True
+        for n in np.flatnonzero(listed < 0).tolist():
+            rank = int(chunks.rank[n])
+            self.at[n] = self._odd.get((int(chunks.name[n]), tuple(chunks.offset[n, :rank].tolist())), -1)
+        self._hit = np.zeros(len(order), np.bool_)
+        self._hit[self.at[self.at >= 0]] = True
+
+    def object(self, name: int) -> int:
+        """The place of an object by the number of its name, -1 for none."""
+        at = self._odd.get((name, None), -1)
+        if at >= 0:
+            self._hit[at] = True
+        return at
+
+    def unlisted(self) -> Iterator[tuple[int, tuple[int, ...] | None]]:
+        """(name, offset) of every place that neither a chunk nor an object has asked for."""
+        for n in np.flatnonzero(self._counts & ~self._hit).tolist():
+            yield self._places.index(n)
+
+
+class _Keys:
+    """One integer for a tensor's name and an offset in it."""
+
+    def __init__(self, shapes: Ints, ranks: Ints) -> None:
+        self._shapes, self._ranks = shapes, ranks
+        base, total = [], 0
+        for shape, rank in zip(shapes.tolist(), ranks.tolist(), strict=True):
+            base.append(min(total, _MOST_KEYS))
+            room = 1 if rank >= 0 else 0
+            for n in shape:  # an empty part lies behind the end
+                room *= n + 1
+            total += room
+        self._base = np.array(base, np.int64)
+        self._fit = total < _MOST_KEYS
+
+    def of(self, name: Ints, offset: Ints, rank: Ints) -> Ints:
+        """The key of each row, -1 where the tensor cannot have that offset."""
+        if not self._fit:  # shapes that no storage holds: row by row
+            return np.full(len(name), -1, np.int64)
+        flat = np.zeros(len(name), np.int64)
+        fits = self._ranks[name] == rank
+        for d in range(offset.shape[1]):
+            extent = self._shapes[name, d]
+            fits &= offset[:, d] <= extent
+            flat = flat * (extent + 1) + offset[:, d]
+        return np.where(fits, self._base[name] + flat, -1)

@@ -1,0 +1,136 @@
+"""Items of DCP files: which bytes stand around a tensor, and where does it lie?
+
+With torch_save an item is a torch zip of one tensor or object, as `torch.distributed.checkpoint`'s
+FileSystemWriter puts them back to back. With ``SerializationFormat.SAFETENSORS`` objects stay zips, and
+all tensors of a file are one safetensors blob behind them, to which every item points
+(torch/distributed/checkpoint/filesystem.py, _write_files_from_queue). Nothing here depends on the
+rank: equal shapes give equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.core.object_tree import TensorRef
+from ckptcore.encodings.safetensors_header import MAX_HEADER, pack_header
+from ckptcore.encodings.torchzip import writer as write
+from ckptcore.errors import NameMismatch, UnsupportedDtype
+from ckptcore.formats.base import Literal, Slot
+from ckptcore.formats.common.write_assignment import Kind, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tensors one behind the other in a file.
+
+    order: which of the given ones, in file order. items: (first byte, bytes) of each given one, as
+    `.metadata` tells. end: first byte behind all.
+    """
+
+    order: tuple[int, ...]
+    items: tuple[tuple[int, int], ...]
+    slots: tuple[Slot, ...]
+    literals: tuple[Literal, ...]
+    end: int
+
+
+def zips(kinds: Sequence[Kind], at: int, first: int) -> Run:
+    """Tensors as torch zips from byte ``at`` on; their slots count from ``first``."""
+    items, slots, literals = [], [], []
+    for n, (dtype, shape) in enumerate(kinds, first):
+        head, tail, crc_at, nbytes = _zip(dtype, shape)
+        data = at + len(head)
+        literals.append(Literal(at, head))
+        literals.append(Literal(data + nbytes, tail, tuple([(c, n) for c in crc_at])))
+        slots.append(Slot(n, data))
+        length = len(head) + nbytes + len(tail)
+        items.append((at, length))
+        at += length
+    return Run(tuple(range(len(items))), tuple(items), tuple(slots), tuple(literals), at)
+
+
+def blob(names: Sequence[str], pieces: Sequence[Piece], at: int, first: int) -> Run:
+    """Tensors as one safetensors blob from byte ``at`` on, wide elements first as the library has them.
+
+    Raises `UnsupportedDtype` for tensors that safetensors has no dtype for, `NameMismatch` for more names
+    than a header may hold.
+    """
+    dtypes = [p.kind[0] for p in pieces]
+    odd = {n: d for n, d in zip(names, dtypes, strict=True) if not BY_NAME[d].safetensors}
+    if odd:
+        some = ", ".join(f"{n} ({d})" for n, d in list(odd.items())[:4])
+        raise UnsupportedDtype(
+            f"safetensors has no dtype for {len(odd)} tensors: {some}", tensors=sorted(odd)
+        )
+    order = sorted(range(len(names)), key=lambda n: (-BY_NAME[dtypes[n]].itemsize, names[n]))
+    told = {names[n]: {"saved_offsets": list(pieces[n].box.offset)} for n in order}
+    header: dict[str, Any] = {
+        "__metadata__": {"DCP_SHARDING_INFO": json.dumps(told), "DCP_VERSION": "1.0", "format": "pt"}
+    }
+    starts, end = [], 0
+    for n in order:
+        stop = end + pieces[n].nbytes
+        header[names[n]] = {
+            "dtype": BY_NAME[dtypes[n]].safetensors,
+            "shape": list(pieces[n].box.shape),
+            "data_offsets": [end, stop],
+        }
+        starts.append(end)
+        end = stop
+    head = pack_header(header, 8)
+    if len(head) - 8 > MAX_HEADER:
+        raise NameMismatch(f"one file would need a header of {len(head) - 8} bytes, safetensors allows "
+                           f"{MAX_HEADER}", hint="lower --max-file-size")  # fmt: skip
+    slots = tuple(Slot(first + k, at + len(head) + start) for k, start in enumerate(starts))
+    items = tuple((at, p.nbytes) for p in pieces)
+    return Run(tuple(order), items, slots, (Literal(at, head),), at + len(head) + end)
+
+
+def object_zip(value: Any) -> bytes:
+    """What `torch.save` writes for an object without tensors."""
+    pickled = write.Pickled(_no_tensor)
+    pickled.value(value)
+    records = (("data.pkl", pickled.finish()), ("byteorder", b"little"), ("version", b"3\n"))
+    body, rows = bytearray(), bytearray()
+    for name, data in records:
+        record, row = write.small_record(f"archive/{name}", len(body), data)
+        body += record
+        rows += row
+    return bytes(body + rows + write.end_records(len(records), len(body), len(rows)))
+
+
+@lru_cache(maxsize=4096)
+def _zip(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, int], int]:
+    """What `torch.save` writes around a contiguous tensor's bytes.
+
+    Gives (what stands before them, what follows, positions in the latter of the payload's CRC-32, bytes of
+    the payload).
+    """
+    spec = TensorSpec("tensor", dtype, shape)
+    pickled = write.Pickled(lambda _: ("0", spec))
+    pickled.value(TensorRef(spec.fqn))
+    head, rows = bytearray(), bytearray()
+    for name, data in (("data.pkl", pickled.finish()), ("byteorder", b"little")):
+        record, row = write.small_record(f"archive/{name}", len(head), data)
+        head += record
+        rows += row
+    payload_row = write.central_entry("archive/data/0", len(head), 0, spec.nbytes)
+    head += write.local_header("archive/data/0", len(head))
+    at = len(head) + spec.nbytes
+    tail = bytearray(write.descriptor(0, spec.nbytes))
+    version, version_row = write.small_record("archive/version", at + len(tail), b"3\n")
+    tail += version
+    directory_at, crc_row = at + len(tail), len(tail) + len(rows) + 16
+    rows += payload_row + version_row
+    tail += rows + write.end_records(4, directory_at, len(rows))
+    return bytes(head), bytes(tail), (4, crc_row), spec.nbytes
+
+
+def _no_tensor(fqn: str) -> tuple[str, TensorSpec]:
+    raise TypeError(f"an object refers to the tensor {fqn}")

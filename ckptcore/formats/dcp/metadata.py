@@ -1,0 +1,157 @@
+"""DCP's `.metadata`: what does its pickle say, field by field, and which globals may it name?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptcore.core.metadata_budget import meter
+from ckptcore.encodings.pickle.torch_globals import COMMON, DTYPE_GLOBALS, PATHS
+from ckptcore.encodings.pickle.unpickler import Call, Record, loads, record
+from ckptcore.errors import MalformedCheckpoint
+from ckptcore.formats.base import Source
+from ckptcore.utils.text import shown
+
+_MAX_METADATA = 4 << 30
+_MAX_DIM = 1 << 50
+_META = "torch.distributed.checkpoint.metadata"
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
+_CHUNK, _INDEX = ("offsets", "sizes"), ("fqn", "offset", "index")
+_PLACE = ("relative_path", "offset", "length", "transform_descriptors")
+# What is kept in columns where there are many of it: a tensor's chunks, and the places by name.
+_RUNS = {"ChunkStorageMetadata": ("ChunkStorageMetadata",), "_StorageInfo": ("MetadataIndex", "_StorageInfo")}
+# Permitted globals by module: class -> the fields that its state is kept as.
+_CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
+    _META: {  # torch >= 2.3
+        "Metadata": (),
+        "TensorStorageMetadata": (),
+        "BytesStorageMetadata": (),
+        "TensorProperties": (),
+        "_MEM_FORMAT_ENCODING": (),
+        "StorageMeta": (),
+        "ChunkStorageMetadata": _CHUNK,
+        "MetadataIndex": _INDEX,
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
+    # What torch 2.1 and 2.2 wrote.
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": (), "MEM_FORMAT_ENCODING": ()},
+    # What Megatron-Core 0.11 and later keeps beside the metadata: each rank's plan of its save.
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan": (),
+        "WriteItem": ("index", "type", "bytes_io_data", "tensor_data"),
+        "TensorWriteData": ("chunk", "properties", "size"),
+        "WriteItemType": (),
+    },
+    # OLMo-core's own storage layer, same fields (olmo_core/distributed/checkpoint/filesystem.py).
+    "olmo_core.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
+}
+TABLE: dict[str, Any] = {
+    **{
+        f"{module}.{name}": record(name, *fields, run=_RUNS.get(name, ()))
+        for module, names in _CLASSES.items()
+        for name, fields in names.items()
+    },
+    # megatron/core/dist_checkpointing/strategies/torch.py: 0.11 to 0.15, and 0.15.
+    f"{_MCORE}.MCoreSavePlan": record("SavePlan"),
+    f"{_MCORE}.MCoreMetadata": record("Metadata"),
+    **COMMON,
+    **DTYPE_GLOBALS,
+    **PATHS,
+    # Sizes are plain tuples here: metadata holds millions of them.
+    "torch.Size": Call("torch.Size", lambda values=(): tuple(values), is_size=True),
+}
+
+
+_OWN = frozenset({"state_dict_metadata", "storage_data", "planner_data", "version", "storage_meta"})
+
+
+class Metadata:
+    """One parsed metadata file. extra: attributes that torch itself does not set."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        size = source.listing[name]
+        if not 0 < size <= _MAX_METADATA:
+            raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
+        meter().require(size, name)
+        data = source.store.read(name, 0, size)
+        self.name, self.bound = name, size
+        top = loads(data, TABLE, what=name)
+        if not isinstance(top, Record) or top.kind != "Metadata" or type(top.state) is not dict:
+            raise MalformedCheckpoint(f"{name} does not hold torch checkpoint metadata", file=name)
+        self.tensors = _mapping(top.state, "state_dict_metadata", name)
+        self.storage = _mapping(top.state, "storage_data", name)
+        self.paths = top.state.get("planner_data")
+        self.version = top.state.get("version")
+        self.storage_meta = top.state.get("storage_meta")
+        self.extra = {k: v for k, v in top.state.items() if k not in _OWN}
+
+    def origin(self) -> dict[str, Any]:
+        """What the writer told of itself."""
+        told: dict[str, Any] = {}
+        if isinstance(self.version, str):
+            told["metadata_version"] = self.version
+        state = getattr(self.storage_meta, "state", None)
+        if type(state) is dict and isinstance(state.get("save_id"), str):
+            told["save_id"] = state["save_id"]
+        return told
+
+    def names(self) -> list[str]:
+        """Every name that a planner saved, where the metadata keeps that."""
+        named = dict.fromkeys(n for n in self.paths if type(n) is str) if type(self.paths) is dict else {}
+        plans = self.extra.get("all_local_plans")
+        # Each list once: shared through the memo, a few bytes could stand for endless plans.
+        lists = {
+            id(items): items
+            for plan in (plans if type(plans) is list else ())
+            if isinstance(plan, Record) and type(plan.state) is dict
+            and isinstance(items := plan.state.get("items"), (list, tuple))
+        }  # fmt: skip
+        for items in lists.values():
+            for item in items:
+                index, *_ = row(item, "WriteItem", self.name)
+                fqn = row(index, "MetadataIndex", self.name)[0]
+                if type(fqn) is str:
+                    named[fqn] = None
+        return list(named)
+
+    def path(self, fqn: str) -> Any:
+        """What the planner recorded as the path of a name (unchecked), or None."""
+        return self.paths.get(fqn) if type(self.paths) is dict else None
+
+
+def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
+    """The declared fields of a record of this class."""
+    # A state that was pickled as a tuple, and not by names, may have any length.
+    if (
+        type(value) is Record
+        and value.kind == kind
+        and type(value.state) is tuple
+        and len(value.state) == len(value.fields)
+    ):
+        state: tuple[Any, ...] = value.state
+        return state
+    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {shown(value)}", file=name)
+
+
+def state_of(value: Any, kind: str, name: str) -> dict[str, Any]:
+    """The dict state of a record of this class."""
+    if isinstance(value, Record) and value.kind == kind and type(value.state) is dict:
+        return value.state
+    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {shown(value)}", file=name)
+
+
+def _mapping(state: dict[str, Any], key: str, name: str) -> dict[Any, Any]:
+    value = state.get(key)
+    if type(value) is not dict:
+        raise MalformedCheckpoint(f"{name} has no {key}", file=name)
+    return value
+
+
+def dims(value: Any, name: str) -> tuple[int, ...]:
+    """A size or offset: non-negative integers, at most 64 of them."""
+    if type(value) in (tuple, list) and len(value) <= 64:
+        for n in value:  # plain loop: metadata holds millions of sizes
+            if type(n) is not int or not 0 <= n < _MAX_DIM:
+                break
+        else:
+            return tuple(value)
+    raise MalformedCheckpoint(f"{name}: {shown(value)} is not a size", file=name)

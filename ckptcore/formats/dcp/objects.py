@@ -1,0 +1,257 @@
+"""Byte items of a DCP folder: which plain values do they hold, and which tensors inside?
+
+Each is a torch zip of one Python object. They lie at the start of each file, back to back, so
+they are read in a few large ranges and parsed from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.core.manifest import Blob, Envelope, Item, TensorSpec, View
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.metadata_budget import meter, passing
+from ckptcore.core.object_tree import SCALARS, Named, TensorRef, encode, weight
+from ckptcore.encodings.codecs import decode_small
+from ckptcore.encodings.limits import bound_views
+from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
+from ckptcore.encodings.torchzip.reader import Objects, Reader, check_view, read_objects
+from ckptcore.errors import (
+    ChecksumMismatch,
+    CkptError,
+    MalformedCheckpoint,
+    MetadataTooLarge,
+    UnsafeContent,
+    finding,
+)
+from ckptcore.store import Readable
+
+_GAP, _RANGE = 64 << 10, 8 << 20
+_CODES = ((ChecksumMismatch, "crc-mismatch"), (UnsafeContent, "bad-path"))
+_SHARED = 4  # how often the bytes of a file may be read for its objects
+_MAX_OBJECT = 64 << 20  # larger ones are read in place, never as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRules:
+    """How a format reads the byte items of its DCP folder.
+
+    parse: what gives an item's tree. adapt: (key, what was parsed, the item's reader) -> what the
+    key stands for, and paths of parts that had to be left out; None leaves out the whole object
+    when any global in it was refused.
+    """
+
+    parse: Callable[[Reader, int, str], Objects] = read_objects
+    adapt: Callable[[str, Objects, Reader], tuple[Objects, tuple[str, ...]]] | None = None
+
+
+PLAIN = ObjectRules()
+
+
+def add_blobs(
+    builder: Builder,
+    store: Readable,
+    blobs: Mapping[str, Item],
+    others: Sequence[tuple[str, Item]] = (),
+    rules: ObjectRules = PLAIN,
+) -> None:
+    """Adds every byte item to the builder, with the tensors inside.
+
+    An item that cannot be read or parsed becomes a finding, and a blob without a tree.
+    """
+    sizes = builder.file_sizes()
+    names = builder.file_names()
+    _require_apart(names, sizes, [*blobs.values(), *(item for _, item in others)])
+    whole = {k: i for k, i in blobs.items() if i.start + i.length <= (sizes[i.file] or 0)}
+    for key, item in blobs.items():
+        if key not in whole:  # `check` reports the missing or short file
+            builder.blobs.append(Blob(key, builder.item(item), known=False))
+    for key, item, data in _read_all(store, names, whole):
+        at = builder.item(item)
+        what = f"object {key} in {names[item.file]}"
+        partly: tuple[str, ...] = ()
+        try:
+            if isinstance(data, CkptError):
+                raise data
+            with passing():
+                content, length = _reader(store, names[item.file], item, data)
+                objects = rules.parse(content, length, what)
+                if rules.adapt is not None:
+                    objects, partly = rules.adapt(key, objects, content)
+                tree = adopt(builder, key, item, objects, what)
+            meter().keep(weight(tree), what)
+        except (MalformedCheckpoint, UnsafeContent) as error:
+            code = next((c for kind, c in _CODES if isinstance(error, kind)), "malformed-item")
+            code = "unsafe-item" if "global" in error.values else code
+            builder.findings.append(finding(code, "cover", error.message, fqn=key, file=names[item.file]))
+            builder.blobs.append(Blob(key, at, known=False))
+            continue
+        builder.blobs.append(kept(builder, key, at, tree, objects, partly, names[item.file]))
+    _compare(builder, store, names, blobs, others)
+
+
+def _require_apart(names: Sequence[str], sizes: Sequence[int | None], items: Sequence[Item]) -> None:
+    """Raises `MalformedCheckpoint` where items share the bytes of a file many times over: each is read."""
+    claimed: dict[int, int] = {}
+    for item in items:
+        if item.start + item.length <= (sizes[item.file] or 0):  # others are not read
+            claimed[item.file] = claimed.get(item.file, 0) + item.length
+    for file, length in claimed.items():
+        size = sizes[file] or 0
+        if length > _SHARED * size + _RANGE:
+            raise MalformedCheckpoint(
+                f"{names[file]} has {size} bytes, and the metadata places {length} bytes of objects in it",
+                file=names[file],
+            )
+
+
+def kept(builder: Builder, key: str, item: int, tree: Any, objects: Objects, partly: tuple[str, ...],
+         file: str) -> Blob:  # fmt: skip
+    """The blob of an object, with findings for what was refused in it.
+
+    partly: the parts that were left out of the tree; () means that nothing or all of it was.
+    """
+    if not objects.refused:
+        return Blob(key, item, tree)
+    named = ", ".join(objects.refused)
+    lost = f" for {', '.join(partly[:8])}{', ...' if partly[8:] else ''}: left out" if partly else ""
+    builder.findings.append(
+        finding("refused-global", "files", f"object {key} needs {named}{lost}", fqn=key, file=file)
+    )
+    used = storages_in(objects.tree)
+    hidden = sum(length for key, (_, length, _) in objects.storages.items() if key not in used)
+    if hidden:
+        message = f"object {key} holds {hidden} bytes of tensors that cannot be taken out of it"
+        builder.findings.append(finding("refused-tensors", "cover", message, fqn=key))
+    return Blob(key, item, tree if partly else None, objects.refused, known=bool(partly))
+
+
+def _compare(
+    builder: Builder,
+    store: Readable,
+    names: list[str],
+    blobs: Mapping[str, Item],
+    others: Sequence[tuple[str, Item]],
+) -> None:
+    """One finding an object that ranks saved with different values (rank-local metadata)."""
+    different: set[str] = set()
+    sizes = builder.file_sizes()
+    for key, item in others:
+        pair = blobs[key], item
+        builder.item(item)  # its range belongs to the checkpoint
+        if any(i.start + i.length > (sizes[i.file] or 0) for i in pair):
+            continue  # `check` reports the missing or short file
+        with passing():
+            raw = [store.read(names[i.file], i.start, i.length) for i in pair]
+            if raw[0] != raw[1] and _content(raw[0]) != _content(raw[1]):
+                different.add(key)
+    builder.findings += [
+        finding("rank-object", "files", f"object {key} differs between ranks", fqn=key)
+        for key in sorted(different)
+    ]
+
+
+def _content(raw: bytes) -> Any:
+    """What an item holds, its tensors' bytes included; zips of equal values may still differ."""
+    try:
+        found = read_objects(lambda start, n: raw[start : start + n], len(raw), "object")
+    except MetadataTooLarge:
+        raise
+    except CkptError:  # the copy that is kept has its own finding; this one is another value
+        return raw
+    stored = {key: raw[start : start + n] for key, (start, n, _) in found.storages.items()}
+    return found.tree, stored, found.swapped
+
+
+def _read_all(
+    store: Readable, names: list[str], blobs: Mapping[str, Item]
+) -> Iterator[tuple[str, Item, Any]]:
+    """(key, item, bytes or None for a large one or the error) in file order."""
+    rows = sorted(blobs.items(), key=lambda row: (row[1].file, row[1].start))
+    at = 0
+    while at < len(rows):
+        first = rows[at][1]
+        stop, end = at, first.start
+        while stop < len(rows):
+            item = rows[stop][1]
+            new_end = max(end, item.start + item.length)
+            if item.file != first.file or item.start > end + _GAP or new_end - first.start > _RANGE:
+                break
+            stop, end = stop + 1, new_end
+        if stop == at:  # one object larger than a range
+            yield (*rows[at], None)
+            at += 1
+            continue
+        try:
+            data: Any = store.read(names[first.file], first.start, end - first.start)
+        except UnsafeContent as error:
+            data = error
+        for key, item in rows[at:stop]:
+            begin = item.start - first.start
+            yield (
+                key,
+                item,
+                data if isinstance(data, CkptError) else data[begin : begin + item.length],
+            )
+        at = stop
+
+
+def _reader(store: Readable, path: str, item: Item, data: bytes | None) -> tuple[Any, int]:
+    if item.codec:
+        raw = store.read(path, item.start, item.length) if data is None else data
+        plain = decode_small(item.codec, raw, _MAX_OBJECT, path)
+        meter().keep(len(plain) // 4, path)  # small items may stand for much: what that takes is time
+        return (lambda start, n: plain[start : start + n]), len(plain)
+    if data is None:
+        return (lambda start, n: store.read(path, item.start + start, n)), item.length
+    return (lambda start, n: data[start : start + n]), item.length
+
+
+def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str) -> Any:
+    """The tree in JSON form, its tensors added to the builder under ``key.path``."""
+    found: list[tuple[TensorSpec, Item, View]] = []
+
+    def walk(value: Any, path: str, depth: int) -> Any:
+        if depth > 200:
+            raise MalformedCheckpoint(f"{what} nests deeper than 200 levels")
+        if isinstance(value, StoredView):
+            if value.key not in objects.storages:
+                raise MalformedCheckpoint(f"{what} has no storage {value.key!r}")
+            start, length, crc = objects.storages[value.key]
+            view = check_view(value, length, 0, what, objects.swapped)
+            if item.codec:
+                place = Item(item.file, item.start, item.length, Envelope.RAW, item.codec)
+                view = View(view.start + start, view.strides, view.flags)
+            else:
+                place = Item(item.file, item.start + start, length, Envelope.RAW, "", crc)
+            found.append((TensorSpec(path, value.dtype, value.shape), place, view))
+            if len(found) > 1_000_000:
+                raise MalformedCheckpoint(f"{what} refers to more than 10^6 tensors")
+            return TensorRef(path)
+        if type(value) in SCALARS:
+            return value
+        if isinstance(value, (dict, list, tuple)):
+            inside = value.values() if isinstance(value, dict) else value
+            if set(map(type, inside)) <= SCALARS:
+                return value
+        if isinstance(value, dict):
+            kind = type(value)
+            return kind((k, walk(v, f"{path}.{k}", depth + 1)) for k, v in value.items())
+        if isinstance(value, (list, tuple)):
+            return type(value)(walk(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value))
+        if isinstance(value, Named) and isinstance(value.value, (dict, list, tuple)):
+            return Named(value.kind, walk(value.value, path, depth + 1))
+        return value
+
+    try:
+        tree = encode(walk(objects.tree, key, 0))
+    except TypeError as error:
+        raise MalformedCheckpoint(f"{what}: {error}") from error
+    stored = sum(n for _, n, _ in objects.storages.values())
+    bound_views(sum(spec.nbytes for spec, _, _ in found), stored, what)
+    for spec, place, view in found:
+        at = builder.tensor(spec)
+        builder.chunk(at, (0,) * len(spec.shape), spec.shape, builder.item(place), view)
+    return tree

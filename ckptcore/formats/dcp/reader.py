@@ -1,0 +1,386 @@
+"""Reading a DCP folder, for every format that is one: from `.metadata` and items to a manifest.
+
+`.metadata` pickles a `Metadata` (torch/distributed/checkpoint/metadata.py): per FQN the global
+size and the chunks, and per chunk the file, offset and length of its item (filesystem.py,
+`_StorageInfo`). An item is a torch zip; or, with `SerializationFormat.SAFETENSORS`, a member of a
+safetensors blob at the end of the file; behind an optional stream codec. With
+`use_collectives=False` each rank leaves its own `__R.metadata`, and the checkpoint is their union.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import Named
+from ckptcore.core.tree_paths import Paths
+from ckptcore.encodings.limits import absent
+from ckptcore.encodings.pickle.unpickler import Record
+from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.dcp.chunk_table import ChunkRows, Chunks, Ints, Join, Numbers, Places, places, rows_in
+from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
+from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
+from ckptcore.store import inner_path
+from ckptcore.utils.text import shown
+
+DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
+RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
+_MAX_TOLD = 100  # findings of one kind
+_CODEC_NAMES = ("", "zstd")
+_CODECS = {"stream.zstd": _CODEC_NAMES.index("zstd")}
+
+
+def parse_folder(source: Source) -> list[Metadata]:
+    """Every metadata file of a DCP folder; raises as `read_folder` does."""
+    return [Metadata(source, path) for path in _metadata_files(source)]
+
+
+def read_folder(source: Source, name: str = "dcp", rules: ObjectRules = PLAIN,
+                parsed: Sequence[Metadata] | None = None) -> Manifest:  # fmt: skip
+    """The manifest of a DCP folder, as format ``name``; its objects are read by ``rules``.
+
+    parsed: what `parse_folder` gave, where the caller needs it, too.
+
+    Raises `NotComplete` when the save did not finish, `MalformedCheckpoint`, `UnsafeContent`.
+    """
+    builder, origin = Builder(), dict[str, Any]()
+    parsed = parse_folder(source) if parsed is None else parsed
+    names = [metadata.name for metadata in parsed]
+    blobs: dict[str, Item] = {}
+    others: list[tuple[str, Item]] = []  # the same object as another rank saved it
+    state = _Columns(builder, source.listing, {n for metadata in parsed for n in metadata.tensors})
+    for metadata in parsed:
+        origin |= metadata.origin()
+        for key, item in state.add(metadata).items():
+            if key in blobs:
+                others.append((key, item))
+            else:
+                blobs[key] = item
+    state.flush()
+    if names[0] != ".metadata":
+        origin["metadata"] = names
+    _note_files(builder, source, names)
+    add_blobs(builder, source.store, blobs, others, rules)
+    paths = _paths(parsed).form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
+    found = builder.build(name, source.store.url, origin | ({"paths": paths} if paths else {}))
+    return replace(found, order=_saved_order(parsed, found))
+
+
+def _saved_order(parsed: Sequence[Metadata], found: Manifest) -> tuple[str, ...]:
+    """Tensors as the first planner had them in its state dict; () where that is the order of the tensors.
+
+    Planners give replicated tensors to any of the ranks, which changes their place among the others.
+    """
+    paths = parsed[0].paths
+    if type(paths) is not dict:
+        return ()
+    saved = iter(paths)
+    if all(spec.fqn in saved for spec in found.tensors):  # goes through the paths once
+        return ()
+    held = {spec.fqn for spec in found.tensors}
+    return tuple(n for n in paths if type(n) is str and n in held)
+
+
+def _paths(parsed: Iterable[Metadata]) -> Paths:
+    """Where each name stood in the saved tree, as far as the planners recorded it."""
+    found = Paths()
+    for metadata in parsed:
+        for name in metadata.tensors:
+            if name not in found:
+                found.add(name, metadata.path(name))
+    return found
+
+
+class _Columns:
+    """Collects the tensors and chunks of one or several metadata files into one builder."""
+
+    def __init__(self, builder: Builder, listing: Mapping[str, int], listed: Set[str]) -> None:
+        """listed: names that any of the metadata files lists."""
+        self._builder, self._listing, self._listed = builder, listing, listed
+        self._specs: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
+        self._files = Numbers(self._file)
+        self._naming = ""  # the metadata file that is being read
+        # Of each file: tensors, offsets, shapes and ranks of its chunks, and their places.
+        self._rows: list[tuple[Ints, Chunks, Ints]] = []
+
+    def add(self, metadata: Metadata) -> dict[str, Item]:
+        """Adds one file's tensors; gives its byte items."""
+        name = self._naming = metadata.name
+        fqns: list[str] = []
+        numbers = Numbers(lambda fqn: fqns.append(fqn) or len(fqns) - 1)  # type: ignore[func-returns-value]
+        stored = places(metadata, numbers, self._files, self._place, _codec)
+        objects: list[str] = []
+        tensors: dict[int, tuple[int, tuple[int, ...]]] = {}  # number of the name -> of the tensor, its shape
+        chunks = ChunkRows(metadata)
+        count = 0
+        for fqn, entry in metadata.tensors.items():
+            if type(fqn) is not str or not isinstance(entry, Record):
+                raise MalformedCheckpoint(f"{name}: entry {shown(fqn)} is not tensor metadata", file=name)
+            if entry.kind == "BytesStorageMetadata":
+                objects.append(fqn)
+                continue
+            state = state_of(entry, "TensorStorageMetadata", name)
+            number = numbers.one(fqn)
+            tensors[number] = self._tensor(fqn, state, metadata)
+            told = state.get("chunks")
+            if type(told) is not list:
+                raise MalformedCheckpoint(f"{name}: {fqn} has no list of chunks", file=name)
+            # Every chunk takes far more bytes of pickle than this; shared lists could claim more.
+            count += rows_in(told)
+            if count * 8 > metadata.bound:
+                raise MalformedCheckpoint(f"{name} claims more chunks than its size allows", file=name)
+            chunks.add(number, told)
+        for fqn in objects:
+            numbers.one(fqn)
+        listed = chunks.done(fqns)
+        shapes, ranks, owner = self._shapes(tensors, len(fqns))
+        self._require_ranks(listed, ranks, fqns)
+        join = Join(stored, listed, shapes, ranks)
+        blobs = self._objects(objects, numbers, join, stored)
+        self._unlisted(metadata, fqns, join)
+        where = np.concatenate([stored.where, np.full((1, 4), -1, np.int64)])[join.at]
+        self._rows.append((owner[listed.name], listed, where))
+        return blobs
+
+    @staticmethod
+    def _shapes(tensors: Mapping[int, tuple[int, tuple[int, ...]]], names: int) -> tuple[Ints, Ints, Ints]:
+        """By number of the name: the tensor's shape, its rank (-2 where there is none), its position (-1 for
+        one that cannot be read)."""
+        width = max((len(shape) for _, shape in tensors.values()), default=0)
+        shapes, ranks = np.zeros((names, width), np.int64), np.full(names, -2, np.int64)
+        owner = np.zeros(names, np.int64)
+        for number, (at, shape) in tensors.items():
+            shapes[number, : len(shape)] = shape
+            ranks[number], owner[number] = len(shape), at
+        return shapes, ranks, owner
+
+    @staticmethod
+    def _require_ranks(chunks: Chunks, ranks: Ints, fqns: list[str]) -> None:
+        wrong = chunks.rank != ranks[chunks.name]
+        if wrong.any():
+            n = int(wrong.argmax())
+            fqn = fqns[int(chunks.name[n])]
+            raise MalformedCheckpoint(
+                f"a chunk of {fqn} has {chunks.rank[n]} dims, the tensor {ranks[chunks.name[n]]}"
+            )
+
+    def _objects(self, keys: list[str], numbers: Numbers, join: Join, stored: Places) -> dict[str, Item]:
+        found: dict[str, Item] = {}
+        for key in keys:
+            at = join.object(numbers.one(key))
+            if at < 0:
+                self._builder.findings.append(
+                    finding("no-place", "cover", f"object {key} has no place in any file", fqn=key)
+                )
+            else:
+                file, start, length, codec = stored.where[at].tolist()
+                found[key] = Item(file, start, length, Envelope.TORCHZIP, _CODEC_NAMES[codec])
+        return found
+
+    def _unlisted(self, metadata: Metadata, fqns: list[str], join: Join) -> None:
+        """What is stored, or was saved by name, but not listed: something was taken out."""
+        told = [(fqns[n], offset) for n, offset in islice(join.unlisted(), _MAX_TOLD)]
+        for fqn, offset in told:
+            what = f"{fqn}, chunk at {list(offset)}" if offset is not None else fqn
+            self._builder.findings.append(
+                finding(
+                    "unlisted-item", "cover", f"{metadata.name} stores {what}, but does not list it", fqn=fqn
+                )
+            )
+        # A rank whose part of a tensor is empty names it, and another rank lists it.
+        seen = {fqn for fqn, _ in told}
+        lost = [n for n in metadata.names() if n not in self._listed and n not in seen]
+        self._builder.findings += [
+            finding("unlisted-item", "cover", f"{metadata.name} names {n}, but does not list it", fqn=n)
+            for n in lost[:_MAX_TOLD]
+        ]
+
+    def _place(self, fields: tuple[Any, ...], name: str) -> tuple[int, int, int, int]:
+        path, start, length, transforms = fields
+        if type(path) is not str or type(start) is not int or type(length) is not int:
+            raise MalformedCheckpoint(f"{name} has a storage entry without a place", file=name)
+        if min(start, length) < 0 or start + length >= 1 << 62:
+            raise MalformedCheckpoint(f"{name} places {length} bytes at {start} of {path!r}", file=name)
+        return self._files.one(path), start, length, _codec(transforms, name)
+
+    def _file(self, path: str) -> int:
+        return self._builder.file(inner_path(path, what=self._naming), self._listing.get(path))
+
+    def _tensor(self, fqn: str, state: dict[str, Any], metadata: Metadata) -> tuple[int, tuple[int, ...]]:
+        name = metadata.name
+        shape = dims(state.get("size"), name)
+        dtype = _dtype(state.get("properties"), fqn, name)
+        seen = self._specs.get(fqn)
+        if seen is None:
+            at = self._builder.tensor(TensorSpec(fqn, dtype, shape), name)
+            self._specs[fqn] = at, (dtype, shape)
+            return at, shape
+        if seen[1] != (dtype, shape):  # rank-local metadata of two different saves
+            raise MalformedCheckpoint(
+                f"{name} says {fqn} is {dtype} {list(shape)}, another rank says "
+                f"{seen[1][0]} {list(seen[1][1])}", file=name,
+            )  # fmt: skip
+        return seen[0], shape
+
+    def flush(self) -> None:
+        """Adds the chunks, now that all items of every file are known."""
+        sizes = self._safetensors_files()
+        seen: dict[tuple[int, int], tuple[int, ...]] = {}
+        specs = self._builder.tensors
+        for tensor, chunks, where in self._rows:
+            file, start, length, codec = where.T
+            placed, member = file >= 0, np.isin(file, list(sizes))
+            # Items of what cannot be read count as bytes of their files, and are no more looked at.
+            for n in np.flatnonzero((~placed | member) & (tensor >= 0)).tolist():
+                offset = tuple(chunks.offset[n, : int(chunks.rank[n])].tolist())
+                fqn = specs[int(tensor[n])].fqn
+                if not placed[n]:
+                    self._builder.findings.append(
+                        finding("no-place", "cover", f"{fqn}: the chunk at {list(offset)} has no place "
+                                "in any file", fqn=fqn)
+                    )  # fmt: skip
+                    continue
+                other = seen.setdefault((int(tensor[n]), int(file[n])), offset)
+                if other != offset:
+                    self._builder.findings.append(_lost(fqn, other, offset))
+                length[n] = max(sizes[int(file[n])] - int(start[n]), 0)
+            envelope = np.where(member, int(Envelope.SAFETENSORS), int(Envelope.TORCHZIP))
+            names = {n: specs[int(tensor[n])].fqn for n in np.flatnonzero(member & (tensor >= 0)).tolist()}
+            item = self._builder.items(where[:, :3], envelope, codec, _CODEC_NAMES, names, placed)
+            self._builder.chunks(tensor, chunks.offset, chunks.shape, chunks.rank, item)
+        self._rows = []
+
+    def _safetensors_files(self) -> dict[int, int]:
+        """Files whose tensors are members of a safetensors blob -> file size.
+
+        There every item claims exactly its tensor's bytes; a torch zip is about 1 kB longer.
+        """
+        sizes = self._builder.file_sizes()
+        width = np.array([BY_NAME[t.dtype].itemsize for t in self._builder.tensors], np.int64)
+        used, other = np.zeros(len(sizes), np.bool_), np.zeros(len(sizes), np.bool_)
+        for tensor, chunks, where in self._rows:
+            rows = np.flatnonzero((where[:, 0] >= 0) & (tensor >= 0))
+            file, length = where[rows, 0], where[rows, 2]
+            # Behind a size's own rank are zeros. Lengths are below 2**62; what lying sizes hold may be more.
+            extent = np.where(
+                np.arange(chunks.shape.shape[1]) < chunks.rank[rows, None], chunks.shape[rows], 1
+            )
+            nbytes = width[tensor[rows]] * np.prod(extent, axis=1)
+            nbytes[np.prod(extent.astype(np.float64), axis=1) * width[tensor[rows]] >= 2.0**62] = -1
+            used[file] = True
+            other[file[(length != nbytes) | (where[rows, 3] != 0)]] = True
+        return {n: sizes[n] or 0 for n in np.flatnonzero(used & ~other).tolist()}
+
+
+def _metadata_files(source: Source) -> list[str]:
+    listing = source.listing
+    if ".metadata" in listing:
+        return [".metadata"]
+    ranks = sorted((int(m[1]), p) for p in listing if (m := RANK_METADATA.match(p)))
+    if ranks:
+        return [p for _, p in ranks]
+    if ".metadata.tmp" in listing:
+        if source.recover:
+            return [".metadata.tmp"]
+        raise NotComplete(
+            f"{source.store.url} has .metadata.tmp but no .metadata: the save is running, or was "
+            "aborted just before its last step",
+            hint="wait if it is running; if it was aborted, take it as it is with --recover",
+        )
+    raise NotComplete(
+        f"{source.store.url} has *.distcp files but no .metadata: the save is running, was aborted, "
+        "or .metadata was left on another node",
+        hint="wait if it is running; otherwise copy .metadata from the coordinator (rank 0)",
+    )
+
+
+def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
+    """Findings about files beside those that the metadata names."""
+    named = set(builder.file_names())
+    for path, size in source.listing.items():
+        if path in named or path in metadata or "/" in path:
+            continue
+        if DATA.search(path):
+            if size:
+                builder.findings.append(
+                    finding(
+                        "stray-file",
+                        "files",
+                        f"{path} ({size} bytes) is not part of this save",
+                        file=path,
+                    )
+                )
+            else:
+                builder.findings.append(
+                    finding("empty-file", "files", f"{path} is empty and unused", file=path)
+                )
+        elif path.endswith(".metadata") or path == ".metadata.tmp":
+            builder.findings.append(
+                finding("stray-file", "files", f"{path} belongs to another save", file=path)
+            )
+    if metadata[0] not in (".metadata", ".metadata.tmp"):
+        ranks = [int(m[1]) for p in metadata if (m := RANK_METADATA.match(p))]
+        for rank in absent(ranks, max(ranks), _MAX_TOLD):
+            builder.findings.append(
+                finding(
+                    "missing-rank",
+                    "files",
+                    f"rank {rank} left no __{rank}.metadata, rank {max(ranks)} did",
+                    file=f"__{rank}.metadata",
+                )
+            )
+
+
+def _lost(fqn: str, first: tuple[int, ...], second: tuple[int, ...]) -> Any:
+    return finding(
+        "lost-at-save", "cover",
+        f"{fqn}: the chunks at {list(first)} and {list(second)} share one name in one safetensors "
+        "blob, so the writer kept only the last of them", fqn=fqn,
+    )  # fmt: skip
+
+
+def _dtype(properties: Any, fqn: str, name: str) -> str:
+    state = properties.state if isinstance(properties, Record) else None
+    # TensorProperties.__getstate__ gives a tuple whose length grew over time; the dtype is first.
+    first = state[0] if type(state) is tuple and state else None
+    if type(state) is dict:
+        first = state.get("dtype")
+    if type(first) is Named and first.kind == "dtype":
+        return str(first.value)
+    raise MalformedCheckpoint(f"{name} does not tell the dtype of {fqn}", file=name)
+
+
+def _codec(descriptors: Any, name: str) -> int:
+    """The position in `_CODEC_NAMES` of an item's codec."""
+    if descriptors in (None, [], ()):
+        return 0
+    if type(descriptors) in (list, tuple) and len(descriptors) == 1 and type(descriptors[0]) is str:
+        # form: name[@domain][/version]
+        known = _CODECS.get(descriptors[0].split("/")[0].split("@")[0])
+        if known is not None:
+            return known
+    raise UnsupportedFormat(f"{name}: items are transformed by {shown(descriptors, 120)}",
+                            hint="known stream extensions: stream.zstd")  # fmt: skip
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """
+    >>> ranges([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    out: list[list[int]] = []
+    for n in numbers:
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)

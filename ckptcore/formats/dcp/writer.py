@@ -1,0 +1,174 @@
+"""Laying out DCP folders: which items go where in which `.distcp` file, and what tells of them?
+
+As `torch.distributed.checkpoint.save` leaves them: rank R writes ``__R_0.distcp``, ``__R_1.distcp``, ...,
+objects first (those of rank 0), then its tensors; a rank with nothing to write leaves an empty
+``__R_0.distcp``. `.metadata` lists the chunks of a tensor in the order of the ranks that wrote them, and
+comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from ckptcore.core.box import Box
+from ckptcore.core.object_tree import TensorRef, decode
+from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
+from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.common.write_assignment import Piece, Share, by_rank, in_order
+from ckptcore.formats.dcp.items import Run, blob, object_zip, zips
+from ckptcore.formats.dcp.metadata_writer import Path, Place, StoredTensor, metadata_pickle
+
+METADATA = ".metadata"
+
+
+def arrange_folder(
+    request: Arrangement,
+    *,
+    folder: str = "",
+    paths: bool = True,
+    wrap: Callable[[str, Any], Any] = lambda key, value: value,
+    commit: bool = True,
+) -> Iterator[FileLayout]:
+    """The files of a DCP folder as the ranks of a mesh save it, `.metadata` last.
+
+    folder: where it lies below the output's root. paths: whether `.metadata` tells each name's
+    place in the saved tree. wrap: what is stored for the object of a key. commit: whether
+    `.metadata` is what makes the output whole.
+    """
+    order = in_order(request.tensors)
+    objects, places_in_tree = _objects(request)
+    files = Files(request, f"{folder}/" if folder else "")
+    for key, value in objects.items():
+        files.object(key, wrap(key, value))
+    yield from files.ranks(order)
+    told = metadata_pickle(
+        files.stored(order), files.objects, {**request.paths, **places_in_tree} if paths else None
+    )
+    name = f"{folder}/{METADATA}" if folder else METADATA
+    yield FileLayout(name, len(told), (), (), (Literal(0, told),), commit)
+
+
+class Files:
+    """Fills ``__R_I.distcp`` files one after the other: first objects, then the tensors of every rank.
+
+    objects: name -> where it was put.
+    """
+
+    def __init__(self, request: Arrangement, prefix: str) -> None:
+        self._request, self._prefix = request, prefix
+        self.objects: dict[str, Place] = {}
+        self._chunks: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], Place]]] = {}
+        self._full: list[FileLayout] = []  # of this rank
+        # The files of the ranks of an even mesh are alike.
+        self._zips = lru_cache(maxsize=16)(zips)
+        self._rank = 0
+        self._begin()
+
+    def object(self, key: str, value: Any) -> None:
+        data = object_zip(value)
+        self.objects[key] = Place(self._name(), self._at, len(data))
+        self._literals.append(Literal(self._at, data))
+        self._at += len(data)
+
+    def whole(self, key: str, layout: FileLayout) -> None:
+        """An object with its tensors inside: a torch file of its own, as one item."""
+        if set(layout.tensors) & set(self._tensors):  # a tensor stands in a file once
+            self._end()
+        self.objects[key] = Place(self._name(), self._at, layout.nbytes)
+        n = len(self._tensors)
+        self._tensors += layout.tensors
+        self._boxes += [Box.whole(self._request.tensors[i].shape) for i in layout.tensors]
+        self._slots += [Slot(slot.tensor + n, slot.start + self._at) for slot in layout.slots]
+        for one in layout.literals:
+            patches = tuple((at, slot + n) for at, slot in one.crc_at)
+            self._literals.append(Literal(one.start + self._at, one.data, patches))
+        self._at += layout.nbytes
+
+    def ranks(self, order: Sequence[int]) -> Iterator[FileLayout]:
+        """All files: those of rank 0, which has the objects, then those of the others.
+
+        order: positions of the tensors.
+        """
+        for rank, share in enumerate(by_rank(self._request.tensors, order, self._request.topology)):
+            self._rank = rank
+            for first, stop in self._groups(share):
+                if first:
+                    self._end()
+                self._add(share.tensors[first:stop], share.pieces[first:stop])
+            self._end()
+            yield from self._full
+            self._full = []
+
+    def stored(self, order: Sequence[int]) -> list[StoredTensor]:
+        """What `.metadata` tells of the tensors."""
+        found = []
+        for i in order:
+            spec = self._request.tensors[i]
+            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, self._chunks[i]))
+        return found
+
+    def _groups(self, share: Share) -> Iterator[tuple[int, int]]:
+        """Which of the parts go into one file each, first and behind the last; at least one group."""
+        first = held = 0
+        most = self._request.max_file_bytes
+        for n, piece in enumerate(share.pieces):
+            if held and held + piece.nbytes > most:
+                yield first, n
+                first, held = n, 0
+            held += piece.nbytes
+        yield first, len(share.pieces)
+
+    def _add(self, tensors: Sequence[int], pieces: Sequence[Piece]) -> None:
+        if not tensors:
+            return
+        run, name = self._run(tensors, pieces), self._name()
+        for i, piece, (start, length) in zip(tensors, pieces, run.items, strict=True):
+            box = piece.box
+            self._chunks.setdefault(i, []).append((box.offset, box.shape, Place(name, start, length)))
+        self._tensors += [tensors[n] for n in run.order]
+        self._boxes += [pieces[n].box for n in run.order]
+        self._slots += run.slots
+        self._literals += run.literals
+        self._at = run.end
+
+    def _run(self, tensors: Sequence[int], pieces: Sequence[Piece]) -> Run:
+        first = len(self._tensors)
+        if self._request.serialization == "safetensors":
+            # A blob knows tensors by name alone, and a rank has one piece of each.
+            return blob([self._request.tensors[i].fqn for i in tensors], pieces, self._at, first)
+        return self._zips(tuple([p.kind for p in pieces]), self._at, first)
+
+    def _name(self) -> str:
+        return f"__{self._rank}_{len(self._full)}.distcp"
+
+    def _begin(self) -> None:
+        self._at = 0
+        self._tensors: list[int] = []
+        self._boxes: list[Box] = []
+        self._slots: list[Slot] = []
+        self._literals: list[Literal] = []
+
+    def _end(self) -> None:
+        tensors = self._request.tensors
+        cut = any(b.shape != tensors[i].shape for i, b in zip(self._tensors, self._boxes, strict=True))
+        self._full.append(
+            FileLayout(self._prefix + self._name(), self._at, tuple(self._tensors), tuple(self._slots),
+                       tuple(self._literals), boxes=tuple(self._boxes) if cut else ())
+        )  # fmt: skip
+        self._begin()
+
+
+def _objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Objects to store by name; one with tensors inside is taken apart into its leaves."""
+    found: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for key in sorted(request.objects, key=natural):
+        base = request.paths.get(key, (key,))
+        for name, inner, leaf in leaves_below(decode(request.objects[key]), key, TensorRef):
+            if inner:
+                paths[name] = (*base, *inner)
+            if not isinstance(leaf, TensorRef):
+                found[name] = leaf
+    return found, paths

@@ -1,0 +1,1 @@
+"""huggingface: a room of ckptcore."""

@@ -1,0 +1,71 @@
+"""What lies beside shards and tells how large their tensors are: an index, a model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.encodings.json_text import parse
+from ckptcore.errors import CkptError
+from ckptcore.formats.base import Source
+from ckptcore.formats.huggingface.shard_extent import Shape, extent
+from ckptcore.formats.huggingface.shard_headers import Shards
+
+INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+_MAX_INDEX, _MAX_CONFIG = 256 << 20, 1 << 20
+# Tensors of transformers' models by what their names end with -> the sizes in config.json that are their
+# shape. Only embeddings: no option of a model changes theirs.
+_EMBEDDINGS = (
+    "embed_tokens.weight", "lm_head.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight",
+    "embed_out.weight",
+)  # fmt: skip
+_VOCABULARY, _WIDTH = ("vocab_size",), ("hidden_size", "n_embd", "d_model")
+
+
+def proves_all(source: Source, shards: Shards) -> bool:
+    """Whether an index lists these tensors, no other, and tells as many bytes as they have."""
+    form = _json(source, INDEX, _MAX_INDEX)
+    listed, metadata = form.get("weight_map"), form.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if not isinstance(listed, dict) or type(total) is not int or listed.keys() != shards.parts.keys():
+        return False
+    held = 0
+    for fqn, parts in shards.parts.items():
+        if parts[0].dtype not in BY_NAME:
+            return False
+        held += TensorSpec(fqn, parts[0].dtype, extent(parts)).nbytes
+    return held == total
+
+
+def known_shapes(sources: Sequence[Source], shards: Shards) -> Mapping[str, Shape]:
+    """Shapes of embeddings as the model's configuration tells them; none where some tensor contradicts it."""
+    for source in sources:
+        config = _json(source, CONFIG, _MAX_CONFIG)
+        rows, width = _number(config, _VOCABULARY), _number(config, _WIDTH)
+        names = [n for n in shards.parts if n.endswith(_EMBEDDINGS)]
+        if rows and width and names:
+            agree = all(extent(shards.parts[n]) == (rows, width) for n in names)
+            return dict.fromkeys(names, (rows, width)) if agree else {}
+    return {}
+
+
+def _number(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """The size of one of these names, in the configuration or in the one of its text model."""
+    for part in (config, config.get("text_config")):
+        found = [part[n] for n in names if n in part] if isinstance(part, dict) else []
+        if len(found) == 1 and type(found[0]) is int and found[0] > 0:
+            return found[0]
+    return None
+
+
+def _json(source: Source, path: str, most: int) -> dict[str, Any]:
+    """A file's JSON object; {} where there is none, since what cannot be read proves nothing."""
+    if not 0 < source.listing.get(path, 0) <= most:
+        return {}
+    try:
+        form = parse(source.store.read(path, 0, source.listing[path]), path)
+    except (CkptError, ValueError, RecursionError):
+        return {}
+    return form if isinstance(form, dict) else {}

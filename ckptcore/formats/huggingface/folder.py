@@ -1,0 +1,197 @@
+"""A safetensors file, or a Hugging Face folder of them: which tensors does it hold, and where?
+
+A folder has ``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and
+``model.safetensors.index.json``. Releases of torch whose ranks consolidate together left no index
+(`consolidate_safetensors_files_on_every_rank` before PR 171885); the names count the files then.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptcore.core.manifest import Blob, Item, Manifest, TensorSpec, View
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.metadata_budget import meter
+from ckptcore.core.object_tree import decode
+from ckptcore.encodings.json_text import parse
+from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.errors import Finding, MalformedCheckpoint, finding
+from ckptcore.formats.base import Source, natural
+from ckptcore.store import inner_path
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+OBJECTS = "ckptcore.objects"  # `__metadata__` key that carries non-tensor values, as JSON
+
+
+def recognised(source: Source) -> str | None:
+    """The evidence for a .safetensors file, a folder with an index, or one with a lone safetensors file."""
+    if source.name is not None:
+        if not source.name.endswith(".safetensors"):
+            return None
+        return f"{source.name} is named .safetensors"
+    if INDEX in source.listing:
+        return f"found {INDEX}"
+    files = unindexed(source)
+    if not files:
+        return None
+    return f"found {files[0]}" if len(files) == 1 else f"found {len(_loose(source))} of {len(files)} files"
+
+
+def unindexed(source: Source) -> tuple[str, ...]:
+    """The files that a source without an index is, or has; () for a folder where that is not clear.
+
+    Files that count themselves (``-00001-of-00002``) are all of their series, there or not.
+    """
+    if source.name is not None:
+        return (source.name,)
+    loose = _loose(source)
+    if SINGLE in loose:
+        return (SINGLE,)
+    counted = [_NUMBERED.match(p) for p in loose]
+    series = {(m["stem"], int(m["count"])) for m in counted if m}
+    if len(series) == 1 and all(counted):
+        stem, count = series.pop()
+        names = [f"{stem}-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+        if set(loose) <= set(names):
+            return tuple(names)
+    return tuple(loose) if len(loose) == 1 else ()
+
+
+def _loose(source: Source) -> list[str]:
+    return [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
+
+
+def _total(source: Source) -> int | None:
+    """Bytes of all tensors, as the index tells them; None where it does not.
+
+    transformers and huggingface_hub write it (`split_torch_state_dict_into_shards`), and no loader looks.
+    """
+    try:
+        told = json.loads(_index(source))["metadata"]["total_size"]
+    except (KeyError, TypeError):
+        return None
+    return told if type(told) is int else None
+
+
+def _index(source: Source) -> bytes:
+    """The bytes of the index, which may be longer than memory."""
+    meter().require(source.listing[INDEX], INDEX)
+    return source.store.read(INDEX, 0, source.listing[INDEX])
+
+
+def weight_map(source: Source) -> dict[str, str]:
+    """Tensor -> file, as the index says; raises `MalformedCheckpoint`, `UnsafeContent`."""
+    raw = _index(source)
+    try:
+        rows = parse(raw, INDEX)["weight_map"]
+        inner = {path: inner_path(path, what=INDEX) for path in set(rows.values())}
+        return {str(name): inner[path] for name, path in rows.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{INDEX} is not an index: {error}", file=INDEX) from error
+
+
+def read_folder(source: Source, format: str) -> Manifest:
+    """The manifest of a safetensors file or folder, named ``format``; raises `MalformedCheckpoint`."""
+    builder, origin = Builder(), dict[str, Any]()
+    files: dict[str, set[str] | None]
+    if source.name is not None:
+        files = {source.name: None}
+        builder.findings += _of_several(source.name)
+    elif INDEX in source.listing:
+        files = _indexed(source, builder)
+    else:
+        files = dict.fromkeys(unindexed(source))
+        builder.findings += [
+            finding("stray-file", "files", f"{path} is not part of {', '.join(files)}", file=path)
+            for path in _loose(source) if path not in files
+        ]  # fmt: skip
+    seen: dict[str, str] = {}
+    total = _total(source) if source.name is None and INDEX in source.listing else None
+    for path in sorted(files, key=natural):
+        wanted = files[path]
+        if source.listing.get(path) is None:
+            builder.file(path, None)
+            builder.findings.append(finding("missing-file", "files", f"{path} is not there", file=path))
+            continue
+        names, metadata = _add_file(builder, source, path, seen)
+        for name in sorted((wanted or set()) - names):
+            builder.findings.append(
+                finding("hole", "cover", f"{INDEX} places {name} in {path}, which lacks it",
+                        fqn=name, file=path)
+            )  # fmt: skip
+        builder.findings += [
+            finding("unlisted-tensor", "cover", f"{path} holds {name}, which {INDEX} does not list",
+                    fqn=name, file=path)
+            for name in sorted(names - wanted if wanted is not None else ())
+        ]  # fmt: skip
+        _add_objects(builder, metadata, path)
+        if "format" in metadata:
+            origin["written_for"] = str(metadata["format"])[:64]
+    held = builder.item_bytes  # as the writer counts: of every dtype
+    if total is not None and held != total and not any(f.severity == "error" for f in builder.findings):
+        message = f"{INDEX} tells of {total} bytes in all, the files hold {held}"
+        builder.findings.append(finding("total-mismatch", "cover", message, file=INDEX))
+    return builder.build(format, source.store.url, origin)
+
+
+def _of_several(name: str) -> list[Finding]:
+    """The warning that a file which was named is one of several, as its name says."""
+    told = _NUMBERED.match(name)
+    if told is None or int(told["count"]) < 2:
+        return []
+    message = f"{name} is one of {int(told['count'])} files: name their folder to read all of them"
+    return [finding("missing-part", "files", message, file=name)]
+
+
+def _indexed(source: Source, builder: Builder) -> dict[str, set[str] | None]:
+    files: dict[str, set[str] | None] = {}
+    for name, path in weight_map(source).items():
+        names = files.setdefault(path, set())
+        assert names is not None
+        names.add(name)
+    if SINGLE in source.listing and SINGLE not in files:
+        builder.findings.append(
+            finding("stale-file", "files", f"{SINGLE} lies beside {INDEX} and is not part of it: "
+                    "transformers would load it instead", file=SINGLE)
+        )  # fmt: skip
+    for path in source.listing:
+        if path.endswith(".safetensors") and "/" not in path and path not in files and path != SINGLE:
+            builder.findings.append(finding("stray-file", "files", f"{path} is not in {INDEX}", file=path))
+    return files
+
+
+def _add_file(builder: Builder, source: Source, path: str,
+              seen: dict[str, str]) -> tuple[set[str], dict[str, Any]]:  # fmt: skip
+    size = source.listing[path]
+    tensors, metadata, begin = read_header(source.store, path, size)
+    file = builder.file(path, size)
+    for name, (dtype, shape, start, stop) in tensors.items():
+        if name in seen:
+            raise MalformedCheckpoint(f"{name} is in {seen[name]} and in {path}", file=path)
+        seen[name] = path
+        at = builder.tensor(TensorSpec(name, dtype, shape), path)
+        item = builder.item(Item(file, begin + start, stop - start))
+        builder.chunk(at, (0,) * len(shape), shape, item, View())
+    return set(tensors), metadata
+
+
+def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> None:
+    raw = metadata.get(OBJECTS)
+    if raw is None:
+        return
+    try:
+        objects = parse(raw, path)
+        items = sorted(objects.items())
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{path}: {OBJECTS} is not JSON: {error}", file=path) from error
+    try:
+        for _, tree in items:
+            decode(tree)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{path}: {OBJECTS} holds no object tree: {error}", file=path) from error
+    builder.blobs += [Blob(key, -1, tree) for key, tree in items]

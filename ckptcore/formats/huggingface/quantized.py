@@ -1,0 +1,143 @@
+"""hf_quantized: Hugging Face folders whose weights are stored quantised, read as their values.
+
+Two pairs are known, by name, dtype and shape, as torch's QuantizedHuggingFaceStorageReader knows them
+(torch/distributed/checkpoint/quantized_hf_storage.py):
+
+- ``X.weight`` of a float8 dtype [R, C] and ``X.weight_scale_inv``, a scale per block. The block is
+  ``quantization_config.weight_block_size`` of config.json, else 128 x 128.
+- ``X_blocks`` uint8 [..., G, 16] and ``X_scales`` uint8 [..., G]: MXFP4.
+
+The weight is read as the float32 tensor that the formula gives, under its own name, and the scale is
+no tensor any more (see `ckptcore.core.dequantize`). With ``--keep-quantized`` such a folder is read as plain
+safetensors: weights and scales as they are stored. A pair that does not fit its formula is an
+error, because its stored values alone are not the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ckptcore.core.dequantize import FUNCTIONS
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.subset import derive
+from ckptcore.encodings.json_text import parse
+from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.huggingface.folder import INDEX, read_folder, recognised, unindexed, weight_map
+from ckptcore.utils.text import shown
+
+CONFIG = "config.json"
+_BLOCK = (128, 128)
+_MAX_CONFIG = 16 << 20
+# Suffix of a scale -> (suffix of what it scales, function).
+_PAIRS = {".weight_scale_inv": (".weight", "fp8_block"), "_scales": ("_blocks", "mxfp4")}
+_KEEP = "carry the stored values with --keep-quantized"
+
+
+def detect(source: Source) -> Evidence | None:
+    """A safetensors file or folder with a pair of a quantised weight and its scale."""
+    if source.keep_quantized or recognised(source) is None:
+        return None
+    try:
+        files = _files(source)
+        for weight, scale, fn in _pairs(files):
+            # Names ending in _blocks and _scales mean MXFP4 only where they hold bytes.
+            if fn != "mxfp4" or _dtype(source, files[weight], weight) == "uint8":
+                told = f"found {weight} and its {scale}; dequantised unless --keep-quantized"
+                return Evidence("hf_quantized", (told,), ("safetensors",))
+    except CkptError:
+        return None  # the reader of plain safetensors will say what is wrong
+    return None
+
+
+def read(source: Source) -> Manifest:
+    """The manifest with quantised weights as float32; raises `MalformedCheckpoint`."""
+    stored = read_folder(source, "hf_quantized")
+    specs = {t.fqn: t for t in stored.tensors}
+    block = _block(source)
+    made: dict[str, tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]] = {}
+    told: list[Finding] = []
+    for weight, scale, fn in _pairs(specs):
+        inputs = specs[weight], specs[scale]
+        if fn == "mxfp4" and inputs[0].dtype != "uint8":
+            continue
+        params = block if fn == "fp8_block" else ()
+        shape = FUNCTIONS[fn].shape(inputs, params)
+        if shape is None:
+            told.append(_unfit(inputs, fn, params))
+            continue
+        made[weight] = TensorSpec(weight, FUNCTIONS[fn].dtype, shape), fn, (weight, scale), params
+    origin = {**stored.origin, "dequantised": len(made)}
+    if block != _BLOCK:
+        origin["weight_block_size"] = list(block)
+    return derive(replace(stored, findings=(*stored.findings, *told), origin=origin), made)
+
+
+def _files(source: Source) -> dict[str, str]:
+    """Tensor -> file, from the index or from the files' headers."""
+    if source.name is None and INDEX in source.listing:
+        return weight_map(source)
+    there = [p for p in unindexed(source) if p in source.listing]
+    return {name: p for p in there for name in read_header(source.store, p, source.listing[p])[0]}
+
+
+def _pairs(names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """(weight, scale, function) of every pair, by name."""
+    here = set(names)
+    found = []
+    for name in sorted(here):
+        for suffix, (other, fn) in _PAIRS.items():
+            weight = name.removesuffix(suffix) + other
+            if name.endswith(suffix) and weight in here:
+                found.append((weight, name, fn))
+    return found
+
+
+def _dtype(source: Source, path: str, name: str) -> str:
+    if path not in source.listing:
+        return ""
+    tensors, _, _ = read_header(source.store, path, source.listing[path])
+    return str(tensors[name][0]) if name in tensors else ""
+
+
+def _block(source: Source) -> tuple[int, ...]:
+    """Rows and columns of a block of weights that share a scale."""
+    size = source.listing.get(CONFIG) if source.name is None else None
+    if size is None:
+        return _BLOCK
+    if size > _MAX_CONFIG:
+        raise MalformedCheckpoint(f"{CONFIG} has {size} bytes", file=CONFIG, hint=_KEEP)
+    try:
+        config = parse(source.store.read(CONFIG, 0, size), CONFIG)
+        told = (config.get("quantization_config") or {}).get("weight_block_size")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{CONFIG} cannot be read: {error}", file=CONFIG, hint=_KEEP) from error
+    if told is None:
+        return _BLOCK
+    if type(told) is not list or len(told) != 2 or any(type(n) is not int or n < 1 for n in told):
+        raise MalformedCheckpoint(
+            f"{CONFIG}: weight_block_size is {shown(told, 60)}", file=CONFIG, hint=_KEEP
+        )
+    return tuple(told)
+
+
+def _unfit(inputs: Sequence[TensorSpec], fn: str, params: tuple[int, ...]) -> Finding:
+    weight, scale = inputs
+    per = f" per block of {params[0]} x {params[1]}" if params else ""
+    return finding(
+        "unfit-quantization", "cover", f"{weight.fqn} is {weight.dtype} {list(weight.shape)}, and "
+        f"{scale.fqn} is {scale.dtype} {list(scale.shape)}: that is no {fn} with one scale{per}",
+        fqn=weight.fqn,
+    )  # fmt: skip
+
+
+FORMAT = Format(
+    name="hf_quantized",
+    title="Hugging Face folder with quantised weights (fp8 blocks, MXFP4), read as float32",
+    recognised_by="`X.weight` with `X.weight_scale_inv`, or `X_blocks` with `X_scales`, in safetensors",
+    abilities=Abilities(reads=True, writes=False, checksums="none", objects=True),
+    detect=detect,
+    read=read,
+)

@@ -1,0 +1,159 @@
+"""safetensors: one file, or files with a Hugging Face index.
+
+A file is: u64 little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
+and the tensors' bytes without holes (https://github.com/huggingface/safetensors). A folder has
+``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and ``model.safetensors.index.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.encodings.safetensors_header import MAX_HEADER, pack_header
+from ckptcore.errors import (
+    NameMismatch,
+    UnsupportedDtype,
+)
+from ckptcore.formats.base import (
+    Abilities,
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Literal,
+    Slot,
+    Source,
+    natural,
+)
+from ckptcore.formats.huggingface.folder import INDEX, OBJECTS, SINGLE, read_folder, recognised
+
+METADATA = "__metadata__"  # the key of a header that is no tensor
+
+
+def detect(source: Source) -> Evidence | None:
+    """A .safetensors file, a folder with an index, or one with a lone safetensors file."""
+    because = recognised(source)
+    return None if because is None else Evidence("safetensors", (because,))
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a safetensors file or folder; raises `MalformedCheckpoint`."""
+    return read_folder(source, "safetensors")
+
+
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """Files in the hub's packing: names in natural order, a new file when the next does not fit.
+
+    Raises `UnsupportedDtype` for a dtype that safetensors cannot hold, `NameMismatch` for such a name.
+    """
+    for spec in request.tensors:
+        if spec.fqn == METADATA:
+            raise NameMismatch(f"no tensor of a safetensors file can be called {METADATA}",
+                               hint="rename it with --rename")  # fmt: skip
+        if not spec.fqn.isprintable() and _not_text(spec.fqn):
+            raise NameMismatch(
+                f"{spec.fqn!r} is no text that a file can hold", hint="rename it with --rename"
+            )
+        if BY_NAME[spec.dtype].safetensors is None:
+            raise UnsupportedDtype(
+                f"safetensors cannot hold {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
+            )
+    limit = request.max_file_bytes if request.single is None else None
+    groups = pack(request.tensors, limit)
+    single = request.single or SINGLE
+    count = len(groups)
+    layouts = []
+    for number, group in enumerate(groups):
+        path = single if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        metadata = {"format": "pt"}
+        if number == 0 and request.objects:
+            metadata[OBJECTS] = canonical_json(dict(request.objects)).decode()
+        layouts.append(_layout(path, group, request.tensors, metadata, commit=count == 1))
+    if count > 1:
+        layouts.append(_index(layouts, request.tensors))
+    return tuple(layouts)
+
+
+def pack(tensors: Sequence[TensorSpec], max_file_bytes: int | None) -> list[list[int]]:
+    """Positions of ``tensors`` by output file, as huggingface_hub packs them.
+
+    A tensor larger than the limit gets a file of its own (huggingface_hub
+    serialization/_base.py, `split_state_dict_into_shards_factory`).
+    """
+    order = sorted(range(len(tensors)), key=lambda i: natural(tensors[i].fqn))
+    if max_file_bytes is None:
+        return [order]
+    groups: list[list[int]] = []
+    current: list[int] = []
+    size = 0
+    for i in order:
+        nbytes = tensors[i].nbytes
+        if nbytes > max_file_bytes:
+            groups.append([i])
+            continue
+        if current and size + nbytes > max_file_bytes:
+            groups.append(current)
+            current, size = [], 0
+        current.append(i)
+        size += nbytes
+    if current or not groups:
+        groups.append(current)
+    return groups
+
+
+def _layout(path: str, group: Sequence[int], tensors: Sequence[TensorSpec],
+            metadata: Mapping[str, str], *, commit: bool) -> FileLayout:  # fmt: skip
+    # Wide elements first: every tensor then starts at a multiple of its element's width.
+    order = sorted(group, key=lambda i: -BY_NAME[tensors[i].dtype].itemsize)
+    header: dict[str, Any] = {METADATA: dict(metadata)}
+    at = 0
+    starts = []
+    for i in order:
+        spec = tensors[i]
+        starts.append(at)
+        header[spec.fqn] = {
+            "dtype": BY_NAME[spec.dtype].safetensors,
+            "shape": list(spec.shape),
+            "data_offsets": [at, at + spec.nbytes],
+        }
+        at += spec.nbytes
+    prefix = pack_header(header, 64)
+    if len(prefix) - 8 > MAX_HEADER:
+        raise NameMismatch(
+            f"{path} needs a header of {len(prefix) - 8} bytes, the format allows {MAX_HEADER}",
+            hint="lower --max-file-size",
+        )
+    slots = tuple(Slot(n, len(prefix) + start) for n, start in enumerate(starts))
+    return FileLayout(path, len(prefix) + at, tuple(order), slots, (Literal(0, prefix),), commit)
+
+
+def _index(layouts: Sequence[FileLayout], tensors: Sequence[TensorSpec]) -> FileLayout:
+    places = {tensors[i].fqn: layout.path for layout in layouts for i in layout.tensors}
+    total = sum(t.nbytes for t in tensors)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: places[name] for name in sorted(places, key=natural)},
+    }
+    data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    return FileLayout(INDEX, len(data), (), (), (Literal(0, data),), commit=True)
+
+
+def _not_text(name: str) -> bool:
+    """Whether the name has no UTF-8 form: JSON and pickle may smuggle lone surrogates in."""
+    return any("\ud800" <= c <= "\udfff" for c in name)
+
+
+FORMAT = Format(
+    name="safetensors",
+    title="safetensors file or Hugging Face folder",
+    recognised_by="`model.safetensors.index.json`, one `*.safetensors` file, or all `*-I-of-N.safetensors`",
+    abilities=Abilities(reads=True, writes=True, checksums="none", objects=True),
+    detect=detect,
+    read=read,
+    arrange=arrange,
+)

@@ -1,0 +1,226 @@
+"""hf_shards: what the ranks of torch's HuggingFaceStorageWriter leave, with or without consolidation.
+
+With ``save_distributed`` every rank writes ``shard-*-model-*-of-*.safetensors``, pieces with offsets
+(`_hfshards`). Global shapes are not stored: they are how far the pieces reach, once it is proven that
+no piece is missing (`_hfproof`); what cannot be proven is said. Replicated tensors lie in one shard only.
+
+With ``enable_consolidation`` torch makes whole files of the shards, and leaves both: shards in
+``sharded/``, the whole files above. Named by its root, such a checkpoint is read from ``sharded/``:
+that is what the ranks saved. torch's consolidation writes 0-d tensors as 0.0, zeros where a shard is
+missing, and less than there was where the last one is. The whole files are not wasted: names, shapes,
+dtypes and 0-d values are compared with theirs, they prove the shapes, and every difference is a
+finding. Tensors of one shape and dtype here and there are copies (`ckptcore.core.redundant_copies`): their elements are
+compared at level ``bytes``, and while they are converted. To read the whole files instead, move ``sharded/``
+away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.metadata_budget import meter
+from ckptcore.core.redundant_copies import Whole, with_copies
+from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.errors import CkptError, Finding, MetadataTooLarge, UnsupportedFormat, finding
+from ckptcore.formats.base import Abilities, Evidence, Format, Source, natural
+from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.huggingface import shard_extent as proof
+from ckptcore.formats.huggingface.expected_shapes import INDEX, known_shapes, proves_all
+from ckptcore.formats.huggingface.shard_headers import INFO, Shards, has_info, is_shard, load, named
+from ckptcore.formats.huggingface.shard_headers import Part as Shard
+
+FOLDER = "sharded"  # torch's SHARDED_DIR_NAME
+_AWAY = f"find the rank's file; to read the consolidated files instead, move {FOLDER}/ away"
+_MAX_LOOKED = 1000  # values of 0-d tensors that are compared: a few bytes each
+_WHOLE = 500  # bytes of a tensor of the consolidated files while they are compared
+_MAX_TOLD = 100  # files that are missing, tensors that differ
+_ALONE = "find the rank's file; if no rank wrote one, take what is there as it is with --recover"
+# (dtype, shape, first byte, path) of a tensor of the consolidated files.
+_Whole = dict[str, tuple[str, tuple[int, ...], int, str]]
+
+
+def detect(source: Source) -> Evidence | None:
+    """Files with the writer's names, here or in ``sharded/``; or, without an index, with its headers."""
+    if source.name is not None:
+        if not source.name.endswith(".safetensors") or not has_info(source, source.name):
+            return None
+        if not is_shard(source.name):
+            return None  # a full state dict of rank 0: every tensor is whole
+        return Evidence("hf_shards", (f"the header of {source.name} has {INFO}",), ("safetensors",))
+    inside = [p for p in source.listing if p.startswith(f"{FOLDER}/") and is_shard(p[len(FOLDER) + 1 :])]
+    here = _here(source)
+    if here:
+        return Evidence("hf_shards", (f"found {here[0]}",), ("safetensors", "hf_quantized"))
+    if inside:
+        told = f"found {inside[0]}, which is read; consolidated files beside {FOLDER}/ are compared with it"
+        return Evidence("hf_shards", (told,), ("safetensors", "hf_quantized"))
+    loose = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
+    if loose and INDEX not in source.listing and has_info(source, loose[0]):
+        return Evidence("hf_shards", (f"the header of {loose[0]} has {INFO}",), ("safetensors",))
+    return None
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a folder of shards; raises `MalformedCheckpoint`, `DamagedCheckpoint`."""
+    if source.name is not None:
+        raise UnsupportedFormat(
+            f"{source.name} is one rank's shard: it does not hold the tensors of the others",
+            hint="name the folder it lies in",
+        )
+    here = _here(source)
+    folder = source if here else source.below(FOLDER)
+    paths = here or _here(folder)
+    if not paths:
+        folder = source
+        paths = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
+    shards = load(folder, paths)
+    whole, told = _consolidated(source)
+    manifest = _manifest(shards, folder, source, whole, told)
+    if folder is not source:
+        manifest = join("hf_shards", source.store.url, [Part(manifest, FOLDER)], manifest.origin)
+    return with_copies(manifest, _copied(shards, whole), source.listing)
+
+
+def _here(source: Source) -> list[str]:
+    return [p for p in source.listing if is_shard(p)]
+
+
+def _manifest(shards: Shards, folder: Source, source: Source, whole: _Whole, told: list[Finding]) -> Manifest:
+    builder = Builder()
+    builder.findings += [
+        *told, *_incomplete(shards, folder, source, whole), *_compared(shards, folder, source, whole)
+    ]  # fmt: skip
+    files = {path: builder.file(path, size) for path, size in shards.sizes.items()}
+    for fqn, parts in shards.parts.items():
+        shape = proof.extent(parts)
+        if fqn in whole and len(whole[fqn][1]) == len(shape):
+            # What is missing is seen as a hole when the whole is known.
+            shape = tuple(max(a, b) for a, b in zip(shape, whole[fqn][1], strict=True))
+        row = builder.tensor(TensorSpec(fqn, parts[0].dtype, shape), parts[0].file)
+        for part in parts:
+            item = builder.item(Item(files[part.file], part.start, part.nbytes))
+            builder.chunk(row, part.offset, part.shape, item, View())
+    origin = {"ranks": shards.ranks, "model_files": max(shards.of, default=1)}
+    return builder.build("hf_shards", folder.store.url, origin)
+
+
+def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[Finding]:
+    """What the names of the files and the lengths of the parts say about files that are not there."""
+    if len(shards.of) > 1:
+        counts = ", ".join(map(str, sorted(shards.of)))
+        yield finding("mixed-saves", "files", f"the shards claim to be of {counts} model files: they are of "
+                      "several saves", hint="move the files of the older save away")  # fmt: skip
+    beyond = [p for p in shards.sizes if (n := named(p)) and not 0 < n[1] <= n[2]]
+    if beyond:
+        yield finding("mixed-saves", "files", f"{beyond[0]} is numbered beyond its own count", file=beyond[0])
+    proven = (bool(whole) and _same_shapes(shards, whole)) or any(
+        proves_all(beside, shards) for beside in {id(s): s for s in (folder, source)}.values()
+    )
+    lost = [] if proven else list(islice(proof.missing(shards), _MAX_TOLD))
+    for file in lost:
+        code = "missing-file" if file.sure and not folder.recover else "missing-part"
+        yield finding(code, "files", f"{file.path} is not there, although {file.why}", file=file.path,
+                      hint=_AWAY if whole else _ALONE)  # fmt: skip
+    names = () if proven else proof.unproven(shards, known_shapes([folder, source], shards))
+    if names:
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        yield finding(
+            "missing-part" if folder.recover else "unproven-shape", "cover",
+            f"{names[0]}{more} would be larger if ranks behind rank "
+            f"{max(shards.ranks, 1) - 1} had written shards: no file says how many ranks there were",
+        )  # fmt: skip
+    known = shards.sizes.keys() | {row[3] for row in whole.values()}
+    for path in folder.listing:
+        if path.endswith(".safetensors") and "/" not in path and path not in known:
+            yield finding("stray-file", "files", f"{path} lies among the shards and is none", file=path)
+
+
+def _same_shapes(shards: Shards, whole: _Whole) -> bool:
+    """Whether the consolidated files hold these tensors, and no other, in these shapes."""
+    return whole.keys() == shards.parts.keys() and all(
+        proof.extent(parts) == whole[fqn][1] for fqn, parts in shards.parts.items()
+    )
+
+
+def _copied(shards: Shards, whole: _Whole) -> dict[str, Whole]:
+    """The whole tensors that are what shards hold: of equal dtype and shape, and not of rank 0.
+
+    torch writes whole tensors of rank 0 wrong; their values are compared when the headers are.
+    """
+    return {
+        fqn: Whole(whole[fqn][3], whole[fqn][2])
+        for fqn, parts in shards.parts.items()
+        if fqn in whole and whole[fqn][1] and whole[fqn][:2] == (parts[0].dtype, proof.extent(parts))
+    }
+
+
+def _consolidated(source: Source) -> tuple[_Whole, list[Finding]]:
+    """The tensors of the whole files beside the shards, and a finding for each that cannot be read."""
+    found: _Whole = {}
+    told: list[Finding] = []
+    for path in sorted(source.listing, key=natural):
+        if "/" in path or not path.endswith(".safetensors") or is_shard(path):
+            continue
+        if named(path) is None and path != "model.safetensors":
+            continue
+        try:
+            tensors, metadata, data = read_header(source.store, path, source.listing[path])
+        except MetadataTooLarge:
+            raise
+        except CkptError as error:
+            told.append(_differs(f"{path} cannot be read: {error.message}"))
+            continue
+        if INFO not in metadata:
+            meter().keep(_WHOLE * len(tensors), path)
+            found |= {n: (dtype, shape, data + at, path) for n, (dtype, shape, at, _) in tensors.items()}
+    return found, told
+
+
+def _compared(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[Finding]:
+    """What the whole files made of the shards have more, and where else they differ."""
+    if not whole:
+        return
+    for fqn in sorted(whole.keys() - shards.parts.keys(), key=natural):
+        yield finding("hole", "cover", f"{fqn} is in {whole[fqn][3]}, and in no shard", fqn=fqn, hint=_AWAY)
+    told = list(_differences(shards, folder, source, whole))
+    yield from (_differs(message, fqn) for fqn, message in told[:_MAX_TOLD])
+    if len(told) > _MAX_TOLD:
+        yield _differs(f"{len(told) - _MAX_TOLD} more tensors of the consolidated files differ")
+
+
+def _differences(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[tuple[str, str]]:
+    looked = 0
+    for fqn, parts in shards.parts.items():
+        if fqn not in whole:
+            yield fqn, f"{fqn} is in no consolidated file"
+            continue
+        dtype, shape, start, path = whole[fqn]
+        here = parts[0].dtype, proof.extent(parts)
+        if here != (dtype, shape):
+            told = f"{here[0]} {list(here[1])} in the shards"
+            yield fqn, f"{fqn} is {dtype} {list(shape)} in {path}, and {told}"
+        elif not shape and looked < _MAX_LOOKED:
+            looked += 1
+            if _bytes(folder, parts[0].file, parts[0]) != _bytes(source, path, parts[0], start):
+                yield fqn, f"{fqn}, a 0-d tensor, has another value in {path} than in the shards"
+
+
+def _bytes(source: Source, path: str, part: Shard, start: int | None = None) -> bytes:
+    return source.store.read(path, part.start if start is None else start, part.nbytes)
+
+
+def _differs(message: str, fqn: str | None = None) -> Finding:
+    return finding("consolidated-differs", "cover", message, fqn=fqn)
+
+
+FORMAT = Format(
+    name="hf_shards",
+    title="shards of torch's HuggingFaceStorageWriter",
+    recognised_by="`shard-*-model-*-of-*.safetensors`, here or in `sharded/`",
+    abilities=Abilities(reads=True, writes=False, checksums="none", objects=False),
+    detect=detect,
+    read=read,
+)

@@ -1,0 +1,1 @@
+"""lightning: a room of ckptcore."""

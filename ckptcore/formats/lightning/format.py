@@ -1,0 +1,206 @@
+"""Lightning and Fabric: sharded checkpoint folders, full checkpoint files, and the one file made of a folder.
+
+A sharded checkpoint is a DCP folder with `meta.pt` beside it, which is written last and holds
+everything that is neither model nor optimizer. FSDPStrategy keeps the model under ``model``,
+ModelParallelStrategy under ``state_dict``; optimizers are ``optimizer_0``, ... (lightning/pytorch/
+strategies/fsdp.py and model_parallel.py, save_checkpoint). Fabric keeps the user's own names
+(lightning/fabric/strategies/fsdp.py). What is written is what Lightning's consolidation gives: one
+dict with the values of `meta.pt`, ``state_dict`` and the list ``optimizer_states``
+(pytorch/utilities/consolidate_checkpoint.py), or Fabric's own structure; for the ranks of a mesh it is
+such a folder again (`_lightningwrite`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.object_tree import TensorRef, decode, tensors_in
+from ckptcore.core.tree_paths import Path, Paths
+from ckptcore.encodings.torchzip.reader import head_holds, is_zip
+from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat, finding
+from ckptcore.formats.base import (
+    Abilities,
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Source,
+    natural,
+)
+from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.trees import built
+from ckptcore.formats.dcp.reader import DATA, read_folder
+from ckptcore.formats.lightning.optimizer_names import parameter_names
+from ckptcore.formats.lightning.tree import VERSION, Contents, contents, read_tree
+from ckptcore.formats.lightning.writer import META, arrange_sharded, keeps_its_place, told_by
+from ckptcore.formats.torch_save.layout import torch_file
+
+NAME, DEFAULT = "lightning", "checkpoint.ckpt"
+_OPTIMIZER = re.compile(r"optimizer_(\d{1,9})$")
+_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+_MODELS = ("model", "state_dict")
+_TOLD = ("epoch", "global_step")
+
+
+def detect(source: Source) -> Evidence | None:
+    """`meta.pt` beside a DCP folder, or one torch file with the Trainer's version key."""
+    if source.name is None and META in source.listing:
+        beside = [p for p in source.listing if "/" not in p and p != META]
+        saved = [p for p in beside if DATA.search(p) or p in (".metadata", ".metadata.tmp")]
+        if saved:
+            found = "`.metadata`" if ".metadata" in saved else f"{len(saved)} file(s) of an unfinished save"
+            return Evidence(NAME, (f"found {META}", f"and {found}"), ("dcp",))
+        if not any(p.endswith(_SUFFIXES) for p in beside):
+            return Evidence(NAME, (f"found {META} alone",), ("torch_save",))
+    name = _file(source)
+    size = source.listing.get(name or "", 0)
+    if name is None or size < 4 or not is_zip(source.store.read(name, 0, 4)):
+        return None
+    if not head_holds(lambda start, n: source.store.read(name, start, n), size, VERSION, name):
+        return None
+    tree = contents(source, name).tree
+    if VERSION not in tree or not isinstance(tree.get("state_dict"), dict):
+        return None
+    return Evidence(NAME, (f"{name} holds state_dict and {VERSION} {tree[VERSION]}",), ("torch_save",))
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a sharded or full checkpoint.
+
+    Raises `NotComplete` when `.metadata` is not there, `MalformedCheckpoint`, `UnsafeContent`.
+    """
+    name = _file(source)
+    if name is not None:
+        told = contents(source, name)
+        facts = _told(told, "trainer")
+        facts["lightning"]["full"] = True
+        names, unproven = parameter_names(told.tree, name)
+        if names:
+            facts["lightning"]["parameters"] = names
+        found = read_tree(source, name, told, NAME, facts)
+        return _with_model(replace(found, findings=(*found.findings, *unproven)), "state_dict")
+    if not any(DATA.search(p) or p.startswith(".metadata") for p in source.listing):
+        raise NotComplete(
+            f"{source.store.url} holds {META} of a sharded Lightning checkpoint, and nothing else of it",
+            hint="copy .metadata and the *.distcp files from where it was saved",
+        )
+    folder = read_folder(source, NAME)
+    told = contents(source, META)
+    beside = read_tree(source, META, told, NAME, {})
+    trainer = VERSION in told.tree
+    # Lightning's consolidation has the Trainer's model and optimizers last, and Fabric's first.
+    paths = _joined(beside, folder) if trainer else _joined(folder, beside)
+    origin = {**folder.origin, **_told(told, "trainer" if trainer else "fabric")}
+    findings = []
+    if not folder.tensors and not folder.blobs:  # what lies in meta.pt must not hide that
+        findings.append(finding("no-tensors", "cover", "the metadata names no tensor and no object"))
+    whole = join(NAME, source.store.url, [Part(folder), Part(beside)], origin, findings)
+    form = paths.form([t.fqn for t in whole.tensors], [b.key for b in whole.blobs])
+    whole = replace(whole, origin={**origin, **({"paths": form} if form else {})})
+    tops = {p[0] for p in paths.values()}
+    root = next((m for m in _MODELS if m in tops), None)
+    return _with_model(whole, root) if trainer and root else whole
+
+
+def place(source: Manifest) -> Callable[[Path], Path]:
+    """Where a path of a Lightning checkpoint stands in the one file.
+
+    Raises `UnsupportedFormat` for a source that is none.
+    """
+    by = told_by(source, "--to torch_save writes one file of any source")
+    if by["by"] == "fabric":
+        return lambda path: path
+    whole = {b.key for b in source.blobs} if by.get("full") else None
+    known = Paths.of(source)  # those of meta.pt's values, at least
+    if whole is None and not any(t.fqn in known for t in source.tensors):
+        raise UnsupportedFormat(
+            f"{source.root}: .metadata does not record which names are nested in which",
+            hint="--to torch_save keeps the names as they are",
+        )
+
+    def trainer(path: Path) -> Path:
+        top = str(path[0])
+        if whole is not None:
+            if top not in whole:
+                raise NameMismatch(f"{top} stands in a list or tuple of which something is left out",
+                                   hint="leave out all of it, or nothing")  # fmt: skip
+            return path
+        if top == "model":
+            return ("state_dict", *path[1:])
+        index = _OPTIMIZER.match(top)
+        return ("optimizer_states", int(index[1]), *path[1:]) if index else path
+
+    return trainer
+
+
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """One file that holds the nested dict; raises `NameMismatch` for names that do not nest."""
+    order = sorted(range(len(request.tensors)), key=lambda i: natural(request.tensors[i].fqn))
+    trees = {key: decode(form) for key, form in request.objects.items()}
+    held = {name for t in trees.values() for name in tensors_in(t)}
+    alone = [t.fqn for t in request.tensors if t.fqn not in held]
+    rank = {name: n for n, name in enumerate(request.paths)}
+    names = sorted([*alone, *trees], key=lambda n: rank.get(n, len(rank)))
+    tree = built((n, request.paths.get(n, (n,)), trees.get(n, TensorRef(n))) for n in names)
+    path = request.single or DEFAULT
+    return (torch_file(path, tree, request.tensors, order, commit=True, classes=True),)
+
+
+def _file(source: Source) -> str | None:
+    """The one file that was named, or the only one of a folder."""
+    if source.name is not None:
+        return source.name
+    found = [p for p in source.listing if p.endswith(_SUFFIXES) and "/" not in p]
+    others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
+    return found[0] if len(found) == 1 and not others and found[0] != META else None
+
+
+def _told(told: Contents, by: str) -> dict[str, Any]:
+    """What the writer told of itself."""
+    facts: dict[str, Any] = {"by": by}
+    if isinstance(told.tree.get(VERSION), str):
+        facts["version"] = told.tree[VERSION]
+    facts |= {k: told.tree[k] for k in _TOLD if type(told.tree.get(k)) is int}
+    return {"lightning": facts}
+
+
+def _joined(first: Manifest, second: Manifest) -> Paths:
+    paths = Paths.of(first)
+    for name, path in Paths.of(second).items():
+        paths.add(name, path)
+    return paths
+
+
+def _with_model(manifest: Manifest, root: str) -> Manifest:
+    """Notes where the model is: below the one attribute of the LightningModule, when there is one."""
+    start = f"{root}."
+    names = [t.fqn[len(start) :] for t in manifest.tensors if t.fqn.startswith(start)]
+    attributes = {n.partition(".")[0] if "." in n else "" for n in names}
+    if not names:
+        return manifest
+    because = f"Lightning keeps the module's {len(names)} tensors under {root}"
+    if len(attributes) == 1 and (attribute := attributes.pop()):
+        start += f"{attribute}."
+        because += f", all of them under its attribute {attribute}"
+    return replace(manifest, origin={**manifest.origin, "model": {"prefix": start, "because": because}})
+
+
+_FILE = Format(
+    name=NAME,
+    title="Lightning and Fabric checkpoint (Trainer, FSDPStrategy, ModelParallelStrategy)",
+    recognised_by="`meta.pt` beside a DCP folder; a torch zip with the key `pytorch-lightning_version`",
+    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item or record", objects=True),
+    detect=detect,
+    read=read,
+    arrange=arrange,
+    single_file=True,
+    nests=True,
+    shards=True,
+    place=place,
+)
+_FOLDER = replace(_FILE, arrange=arrange_sharded, single_file=False, place=keeps_its_place)
+FORMAT = replace(_FILE, for_mesh=_FOLDER)

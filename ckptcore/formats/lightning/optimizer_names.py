@@ -1,0 +1,64 @@
+"""Which parameter is an optimizer's number n in a full checkpoint? Told where the file itself proves it.
+
+The Trainer keeps optimizers as torch numbers them, the FSDP and ModelParallel strategies as the
+model's parameters come (lightning/pytorch/strategies/fsdp.py and model_parallel.py, optimizer_state).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.errors import Finding, finding
+from ckptcore.formats.common.optimizer_numbers import Proof, numbered, prove
+from ckptcore.formats.common.shape_matching import Shape
+
+# torch/nn/modules/batchnorm.py, _NormBase.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def parameter_names(tree: Mapping[Any, Any], file: str) -> tuple[dict[str, dict[str, str]], list[Finding]]:
+    """``optimizer_states`` index -> number -> name, both as text; and what has no proof."""
+    states, model = tree.get("optimizer_states"), tree.get("state_dict")
+    if not isinstance(states, list) or not isinstance(model, dict):
+        return {}, []
+    found = {n: o for n, state in enumerate(states) if (o := numbered(state)) is not None}
+    proofs = prove(_parameters(model), list(found.values()), _shape)
+    names: dict[str, dict[str, str]] = {}
+    findings: list[Finding] = []
+    for (n, optimizer), proof in zip(found.items(), proofs, strict=True):
+        if proof.names:
+            names[str(n)] = {str(i): name for i, name in sorted(proof.names.items())}
+        elif proof.names is None:
+            findings.append(_unproven(f"optimizer_states.{n}", len(optimizer.ids), proof, file))
+    return names, findings
+
+
+def _unproven(where: str, count: int, proof: Proof, file: str) -> Finding:
+    message = f"{where} numbers its {count} parameters: {proof.why}"
+    return finding("unnamed-states", "files", message, fqn=where, file=file)
+
+
+def _parameters(model: Mapping[Any, Any]) -> list[tuple[str, Shape]]:
+    """What may be a parameter, a tied one once: the state dict's order is that of ``parameters()``."""
+    seen: set[StoredView] = set()
+    found: list[tuple[str, Shape]] = []
+    for name, value in model.items():
+        if isinstance(name, str) and _may_be_parameter(name, value) and value not in seen:
+            if value.shape.count(0) == 0:  # empty storages are all alike
+                seen.add(value)
+            found.append((name, value.shape))
+    return found
+
+
+def _may_be_parameter(name: str, value: Any) -> bool:
+    """Whether it is a tensor that can have a gradient, and no buffer of torch's own norms."""
+    if not isinstance(value, StoredView) or BY_NAME[value.dtype].kind not in "fc":
+        return False
+    return name.rpartition(".")[2] not in _BUFFERS
+
+
+def _shape(value: Any) -> Shape | None:
+    return value.shape if isinstance(value, StoredView) else None

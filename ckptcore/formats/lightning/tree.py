@@ -1,0 +1,198 @@
+"""What Lightning puts beside model and optimizers: one torch zip of a dict, taken apart value by value.
+
+`meta.pt` of a sharded checkpoint and a full checkpoint file are written by `torch.save` of whatever
+the user's module, callbacks and hyperparameters hold (lightning/pytorch/strategies/fsdp.py,
+trainer/connectors/checkpoint_connector.py). Values of classes that are not on the list are left out
+one by one, by name; all others stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptcore.core.manifest import Blob, Envelope, Item, Manifest
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import Named, Refused, RefusedTensor
+from ckptcore.core.tree_paths import Paths
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
+from ckptcore.encodings.pickle.unpickler import Call
+from ckptcore.encodings.torchzip.reader import Objects, read_objects
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.dcp.objects import adopt
+from ckptcore.formats.torch_save.tree import add_unread, note_hidden_at
+
+VERSION = "pytorch-lightning_version"
+_MAX_TOLD = 100
+_MODELS = ("state_dict", "model")
+
+
+def _namespace(kind: str) -> Call:
+    def build(*args: Any) -> Named:
+        if args:
+            raise ValueError(f"{kind} with arguments")
+        return Named(kind, {})
+
+    return Call(kind, build)
+
+
+def _set_attributes(target: Named, state: Any) -> None:
+    if type(state) is not dict or any(type(k) is not str for k in state):
+        raise ValueError(f"{target.kind} with attributes that are no text")
+    target.value.update(state)
+
+
+def _no_arguments(*args: Any) -> dict[Any, Any]:
+    if args:
+        raise ValueError("AttributeDict with arguments")
+    return {}
+
+
+# Plain containers that hyperparameters often are; Lightning's own is a dict with attributes
+# (fabric/utilities/data.py; before 2.0 in the packages pytorch_lightning and lightning_fabric).
+TABLE: dict[str, Any] = {
+    **OBJECT_TABLE,
+    "argparse.Namespace": _namespace("namespace"),
+    "types.SimpleNamespace": _namespace("simplenamespace"),
+    "BUILD namespace": _set_attributes,
+    "BUILD simplenamespace": _set_attributes,
+    **{
+        f"{module}.AttributeDict": Call("AttributeDict", _no_arguments)
+        for module in (
+            "lightning.fabric.utilities.data", "lightning_fabric.utilities.data",
+            "lightning.pytorch.utilities.parsing", "pytorch_lightning.utilities.parsing",
+        )
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A parsed file.
+
+    tree: the dict, without what was refused. lost: (path of a value, what was refused of it).
+    """
+
+    objects: Objects
+    tree: dict[Any, Any]
+    lost: tuple[tuple[tuple[Any, ...], Refused], ...]
+
+
+def contents(source: Source, name: str) -> Contents:
+    """What a file holds; raises `MalformedCheckpoint`, `UnsafeContent`, `UnsupportedFormat`."""
+    store, size = source.store, source.listing[name]
+    objects = read_objects(lambda start, n: store.read(name, start, n), size, name, TABLE)
+    if not isinstance(objects.tree, dict):
+        raise UnsupportedFormat(f"{name} holds a {type(objects.tree).__name__}, not a dict")
+    lost: list[tuple[tuple[Any, ...], Refused]] = []
+    tree = _kept(objects.tree, (), lost)
+    return Contents(objects, tree if isinstance(tree, dict) else {}, tuple(lost))
+
+
+def read_tree(source: Source, name: str, read: Contents, format: str, origin: dict[str, Any]) -> Manifest:
+    """The manifest of one such file: each top-level value is an object, the tensors inside are tensors.
+
+    Raises `MalformedCheckpoint`.
+    """
+    builder = Builder()
+    size = source.listing[name]
+    file = builder.file(name, size)
+    whole = Item(file, 0, size, Envelope.TORCHZIP)
+    paths = Paths()
+    for key, value in read.tree.items():
+        form = adopt(builder, str(key), whole, replace(read.objects, tree=value), name)
+        builder.blobs.append(Blob(str(key), -1, form))
+        paths.add(str(key), (str(key),))
+    _tell(builder, read, name)
+    total = sum(t.nbytes for t in builder.tensors)
+    if total > 1024 * size + (64 << 20):  # expanded views of one element, say
+        raise MalformedCheckpoint(f"{name}: {size} bytes stand for tensors of {total} bytes")
+    form = paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
+    return builder.build(format, source.store.url, origin | ({"paths": form} if form else {}))
+
+
+def _tell(builder: Builder, read: Contents, name: str) -> None:
+    """Findings about what was left out, and about tensors that went with it."""
+    used = {v.key for v in _views(read.tree)} | {
+        key for _, v in read.lost if isinstance(v, RefusedTensor) for key in v.storages
+    }
+    hidden = sum(n for k, (_, n, _) in read.objects.storages.items() if n and k not in used)
+    others: list[tuple[tuple[Any, ...], Refused]] = []
+    for path, value in read.lost:
+        where = ".".join(map(str, path))
+        if isinstance(value, RefusedTensor):
+            add_unread(builder, where, value, name)
+        elif hidden and path[0] in _MODELS:  # a weight, as far as anybody can tell
+            note_hidden_at(builder, where, value, hidden, name)
+        else:
+            others.append((path, value))
+    for path, value in others[:_MAX_TOLD]:
+        where = ".".join(map(str, path))
+        builder.findings.append(
+            finding("refused-global", "files", f"{where} needs {value.name}: left out", fqn=where, file=name)
+        )
+    if len(others) > _MAX_TOLD:
+        more = len(others) - _MAX_TOLD
+        builder.findings.append(
+            finding("refused-global", "files", f"{more} more values of {name} are left out", file=name)
+        )
+    if hidden:
+        gone = sorted({str(path[0]) for path, _ in others}) or ([] if read.lost else [name])
+        # The pickle does not tell whose they are: each of them has to be left out by name.
+        builder.findings += [
+            finding(
+                "refused-tensors", "cover", f"{key} or another of {name}: {hidden} bytes of tensors cannot "
+                "be taken out of what was refused", fqn=key, file=name,
+            )
+            for key in gone
+        ]  # fmt: skip
+
+
+def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], Refused]]) -> Any:
+    """The value without the dict entries and attributes that need refused globals.
+
+    A sequence with such an element goes as a whole: positions have a meaning. Gives `Refused` for
+    a value that cannot stay.
+    """
+    if isinstance(value, Refused):
+        return value
+    if isinstance(value, Call):  # a class of the allow-list that is a value itself
+        return Refused(value.name)
+    if isinstance(value, Named):
+        if value.kind == "ndarray" and "refused" in value.value:
+            return Refused(value.value["refused"])
+        if isinstance(value.value, dict) and value.kind != "ndarray":
+            return Named(value.kind, _kept(value.value, path, lost))
+        return value
+    if isinstance(value, dict):
+        kept = type(value)()
+        for k, v in value.items():
+            new = k if isinstance(k, Refused) else _kept(v, (*path, k), lost)
+            if isinstance(new, Refused):
+                lost.append(((*path, k.name if isinstance(k, Refused) else k), new))
+            else:
+                kept[k] = new
+        return kept
+    if isinstance(value, (list, tuple)):
+        items = [_kept(v, (*path, n), lost) for n, v in enumerate(value)]
+        refused = next((v for v in items if isinstance(v, Refused)), None)
+        return refused or (items if isinstance(value, list) else tuple(items))
+    if isinstance(value, (set, frozenset)):
+        return next((v for v in value if isinstance(v, Refused)), value)
+    return value
+
+
+def _views(tree: Any) -> list[StoredView]:
+    found, queue = [], [tree]
+    while queue:
+        value = queue.pop()
+        if isinstance(value, StoredView):
+            found.append(value)
+        elif isinstance(value, Named):
+            queue.append(value.value)
+        elif isinstance(value, dict):
+            queue += value.values()
+        elif isinstance(value, (list, tuple)):
+            queue += value
+    return found

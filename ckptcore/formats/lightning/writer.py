@@ -1,0 +1,77 @@
+"""Laying out sharded folders of Lightning and Fabric: a DCP folder, and `meta.pt` behind it.
+
+As FSDPStrategy and ModelParallelStrategy save them (lightning/pytorch/strategies/fsdp.py,
+save_checkpoint; lightning/fabric/strategies/model_parallel.py, _save_checkpoint): what modules and
+optimizers hold is in the DCP folder, nested at least once; every other top-level value is in `meta.pt`,
+which a loader asks for first, and which is written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.object_tree import decode, references, tensors_in
+from ckptcore.core.tree_paths import Path, Paths
+from ckptcore.errors import UnsupportedFormat
+from ckptcore.formats.base import Arrangement, FileLayout, natural
+from ckptcore.formats.dcp.writer import arrange_folder
+from ckptcore.formats.torch_save.layout import torch_file
+
+META = "meta.pt"
+
+
+def told_by(source: Manifest, hint: str) -> Mapping[str, Any]:
+    """What a Lightning checkpoint tells of itself; raises `UnsupportedFormat` for another source."""
+    by = source.origin.get("lightning")
+    if by is None:
+        raise UnsupportedFormat(
+            f"{source.root} is no Lightning checkpoint: it is {source.format}, without the {META} that a "
+            "Trainer or Fabric writes",
+            hint=hint,
+        )
+    told: Mapping[str, Any] = by
+    return told
+
+
+def keeps_its_place(source: Manifest) -> Callable[[Path], Path]:
+    """Where a path of a sharded checkpoint stands in another one: where it stood.
+
+    Raises `UnsupportedFormat` for a source that is none.
+    """
+    by = told_by(source, "--to dcp writes the ranks' files of any source")
+    if by.get("full"):
+        raise UnsupportedFormat(
+            f"{source.root} is a full checkpoint, whose optimizers number their parameters",
+            hint="Lightning loads it on any number of ranks as it is",
+        )
+    if not Paths.of(source):
+        raise UnsupportedFormat(
+            f"{source.root}: .metadata does not record which names are nested in which",
+            hint="--to dcp keeps the names as they are",
+        )
+    return lambda path: path
+
+
+def arrange_sharded(request: Arrangement) -> tuple[FileLayout, ...]:
+    """The files that the ranks of a mesh leave: those of the DCP folder, then `meta.pt`."""
+    beside = {k: v for k, v in request.objects.items() if len(request.paths.get(k, (k,))) == 1}
+    inside = {name for form in beside.values() for name in references(form)}
+    stored = [i for i, t in enumerate(request.tensors) if t.fqn not in inside]
+    part = replace(
+        request,
+        tensors=[request.tensors[i] for i in stored],
+        objects={k: v for k, v in request.objects.items() if k not in beside},
+    )
+    layouts = [
+        replace(layout, tensors=tuple(stored[t] for t in layout.tensors))
+        for layout in arrange_folder(part, commit=False)
+    ]
+    rank = {name: n for n, name in enumerate(request.paths)}
+    keys = sorted(beside, key=lambda k: rank.get(k, len(rank)))
+    tree = {request.paths.get(key, (key,))[0]: decode(beside[key]) for key in keys}
+    number = {t.fqn: i for i, t in enumerate(request.tensors)}
+    order = [number[name] for name in sorted(tensors_in(tree), key=natural)]
+    return (*layouts, torch_file(META, tree, request.tensors, order, commit=True, classes=True))

@@ -1,0 +1,1 @@
+"""megatron: a room of ckptcore."""

@@ -1,0 +1,144 @@
+"""What Megatron-Core says of a checkpoint as a whole: backend, version, digests of its files.
+
+``metadata.json`` is a `CheckpointingConfig` (megatron/core/dist_checkpointing/core.py): backend and
+version of the sharded part and, until 0.18, of the common part. ``integrity.json`` (0.17 and
+later, on request) holds a SHA-256 per file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.encodings.json_text import parse
+from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat
+from ckptcore.formats.base import Source
+from ckptcore.utils.text import shown
+
+CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"
+# The last two never write one; tools that rewrite such folders may.
+BACKENDS = {"torch_dist": (1,), "zarr": (1,), "fsdp_dtensor": (1,), "torch_dcp": (1,)}
+_MAX_JSON, _MAX_INTEGRITY = 1 << 20, 64 << 20
+_SCAN, _WINDOW = 64 << 20, 4 << 20
+# Keys of sharded objects, and attributes that only Megatron-Core adds.
+_SHARD = re.compile(rb"/shard_\d+(\.\d+)*_\d")
+_ATTRIBUTES = re.compile(rb"mcore_data|all_local_plans")
+# A dict of paths, and no note of a save (opcodes: name, memo, dict or None): the plain DCP folder that a
+# Megatron-Core checkpoint is converted to. torch < 2.4 knows no ``storage_meta``, later ones fill it.
+_PATHS = re.compile(rb"planner_data\x94\}")
+_NO_META = re.compile(rb"storage_meta\x94N")
+_HEX = re.compile(r"^[0-9a-f]{64}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The sharded part's backend and version; whether the common state lies in a file of its own."""
+
+    backend: str
+    version: int
+    has_common_file: bool
+
+
+def read_config(source: Source) -> Config | None:
+    """What `metadata.json` says; None when there is none, or it is another tool's.
+
+    Raises `UnsupportedFormat` for a backend or version that is not known, `MalformedCheckpoint`.
+    """
+    if source.listing.get(CONFIG, _MAX_JSON + 1) > _MAX_JSON:  # a few words; a longer one is another tool's
+        return None
+    try:
+        form = _json(source, CONFIG, _MAX_JSON)
+    except MalformedCheckpoint:
+        if {METADATA, "common.pt"} & source.listing.keys():
+            raise
+        return None  # many tools have a file of that name
+    if not isinstance(form, dict) or "sharded_backend" not in form:
+        return None
+    backend, version = form["sharded_backend"], form.get("sharded_backend_version", 1)
+    if not isinstance(backend, str) or not isinstance(version, int):
+        raise MalformedCheckpoint(
+            f"{CONFIG} says backend {shown(backend, 40)}, version {shown(version, 40)}", file=CONFIG
+        )
+    known = BACKENDS.get(backend)
+    if known is None or version not in known:
+        raise UnsupportedFormat(
+            f"{source.store.url} is a Megatron-Core checkpoint of backend {shown(backend, 40)}, "
+            f"version {version}",
+            hint=f"known: {', '.join(f'{b} {v}' for b, vs in BACKENDS.items() for v in vs)}",
+        )
+    common = form.get("common_backend", "torch"), form.get("common_backend_version", 1)
+    if common != ("torch", 1):
+        raise UnsupportedFormat(
+            f"{source.store.url} keeps its common state by backend {shown(common[0], 40)}, "
+            f"version {shown(common[1], 40)}",
+            hint="known: torch 1",
+        )
+    return Config(backend, version, "common_backend" in form)
+
+
+def finished_config(source: Source) -> Config | None:
+    """`read_config` of a save that has finished; None only for one taken unfinished, on request.
+
+    Raises `NotComplete`.
+    """
+    told = read_config(source)
+    if told is None and not source.recover:
+        raise NotComplete(
+            f"{source.store.url} has no {CONFIG}, which Megatron-Core writes last: the save is running, "
+            "was aborted, or rank 0 wrote it to another node",
+            hint="wait if it is running; take it as it is with --recover if everything else is there",
+        )
+    return told
+
+
+def digests(source: Source) -> dict[str, str]:
+    """File -> SHA-256 in hex, as `integrity.json` tells them; {} when there is none."""
+    if INTEGRITY not in source.listing:
+        return {}
+    form = _json(source, INTEGRITY, _MAX_INTEGRITY)
+    files = form.get("files") if isinstance(form, dict) else None
+    if not isinstance(form, dict) or not isinstance(files, dict):
+        raise MalformedCheckpoint(f"{INTEGRITY} has no table of files", file=INTEGRITY)
+    if form.get("algorithm") != "sha256":
+        raise UnsupportedFormat(f"{INTEGRITY} uses {shown(form.get('algorithm'), 40)}", hint="known: sha256")
+    for name, value in files.items():
+        if "/" in name or name in ("", ".", "..") or not isinstance(value, str) or not _HEX.match(value):
+            raise MalformedCheckpoint(
+                f"{INTEGRITY} has an entry {shown(name)}: {shown(value)}", file=INTEGRITY
+            )
+    return files
+
+
+def marked(source: Source) -> bool:
+    """Whether `.metadata` holds what only Megatron-Core puts there."""
+    if scan(source, _ATTRIBUTES):
+        return True
+    return shard_keys(source) and not (scan(source, _PATHS) and scan(source, _NO_META))
+
+
+def shard_keys(source: Source) -> bool:
+    """Whether `.metadata` has keys of sharded objects, whoever wrote it."""
+    return scan(source, _SHARD)
+
+
+def scan(source: Source, pattern: re.Pattern[bytes]) -> bool:
+    """Whether the bytes of `.metadata` match a short pattern; reads at most its first 64 MiB."""
+    size = min(source.listing[METADATA], _SCAN)
+    tail = b""
+    for at in range(0, size, _WINDOW):
+        block = tail + source.store.read(METADATA, at, min(_WINDOW, size - at))
+        if pattern.search(block):
+            return True
+        tail = block[-256:]
+    return False
+
+
+def _json(source: Source, name: str, limit: int) -> Any:
+    size = source.listing[name]
+    if size > limit:
+        raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
+    try:
+        return parse(source.store.read(name, 0, size), name)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{name} is not JSON: {error}", file=name) from error

@@ -1,0 +1,64 @@
+"""Plain DCP folders that Megatron-LM saves: `fsdp_dtensor` (Megatron-FSDP) and `torch_dcp` (FSDP2).
+
+Both go through `torch.distributed.checkpoint` without Megatron's own layer, so there is neither
+``metadata.json`` nor ``common.pt``: arguments and iteration are byte items, and only key names tell
+the two apart (megatron/training/checkpointing.py). Megatron-FSDP stores fp32 main parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.dcp.reader import read_folder
+from ckptcore.formats.megatron.config import CONFIG, METADATA, read_config, scan, shard_keys
+from ckptcore.formats.megatron.sharded_objects import BARE
+
+_VERSION = re.compile(rb"checkpoint_version")
+_WRAPPED = re.compile(rb"model\.module\.")
+
+
+def _detect(name: str, wrapped: bool) -> Callable[[Source], Evidence | None]:
+    def detect(source: Source) -> Evidence | None:
+        if source.name is not None or METADATA not in source.listing:
+            return None
+        config = read_config(source)
+        if config is not None:
+            because = (f"{CONFIG} says sharded_backend {config.backend}",)
+            return Evidence(name, because, refines=("dcp",)) if config.backend == name else None
+        if not scan(source, _VERSION) or scan(source, _WRAPPED) != wrapped:
+            return None
+        if shard_keys(source):  # what was a torch_dist or zarr checkpoint, copied into a plain DCP folder
+            return None
+        keys = "model.module.*" if wrapped else "no model.module.*"
+        told = (
+            f"found {METADATA}, and no {CONFIG} of Megatron-Core",
+            f"its keys: checkpoint_version, {keys}",
+        )
+        return Evidence(name, told, refines=("dcp",))
+
+    return detect
+
+
+def _read(name: str) -> Callable[[Source], Manifest]:
+    def read(source: Source) -> Manifest:
+        return read_folder(source, name, BARE)
+
+    return read
+
+
+def _format(name: str, title: str, keys: str, wrapped: bool) -> Format:
+    return Format(
+        name=name,
+        title=title,
+        recognised_by=f"`.metadata` without `metadata.json`, keys `checkpoint_version` and {keys}",
+        abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per item", objects=True),
+        detect=_detect(name, wrapped),
+        read=_read(name),
+    )
+
+
+FSDP_DTENSOR = _format("fsdp_dtensor", "Megatron-FSDP checkpoint (fsdp_dtensor)", "`model.module.*`", True)
+TORCH_DCP = _format("torch_dcp", "Megatron-LM FSDP2 checkpoint (torch_dcp)", "no `model.module.*`", False)

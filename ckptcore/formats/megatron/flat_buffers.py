@@ -1,0 +1,267 @@
+"""Flat buffers of Megatron's distributed optimizer, back in their parameters.
+
+`DistributedOptimizer` keeps its state in one flat buffer per rank of the model-parallel groups, cut
+into buckets (megatron/core/optimizer/distrib_optimizer.py, distributed/param_and_grad_buffer.py).
+Three layouts are stored so: `dp_reshardable` and `fully_sharded_bucket_space` (a tensor per bucket),
+and `dp_zero_gather_scatter` (a tensor per buffer, inside an object). Parameters stand in reverse order
+of their registration, each from a multiple of 64 elements on; gaps hold whatever was in memory and are
+left out. Where anything does not add up exactly, the buffers stay as they are: never a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.object_tree import Named, decode
+from ckptcore.errors import CkptError, finding
+from ckptcore.formats.megatron.flat_boxes import Piece, recut
+from ckptcore.formats.megatron.parameter_order import Parameter, Registration, Unregistered
+
+ALIGN = 64  # elements (param_and_grad_buffer.py, _pad_start_of_param_if_needed)
+_FLAT = re.compile(
+    r"^(?P<lead>(?:.*?\.)??)(?:chained_(?P<chain>\d{1,9})\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d{1,9})\."
+    r"(?:gbuf_idx_(?P<buffer>\d{1,9})\.dtype_\((?P<dtypes>[\w., ]+)\)\.bucket_idx_(?P<bucket>\d{1,9})"
+    r"|param_state/shard_0_1\.(?P<zero>\d{1,9})\.\((?P<zero_dtypes>.+)\))\.(?P<kind>\w+)$"
+)
+_DTYPE = re.compile(r"(?:torch\.|value=')(\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Where a parameter lies in a bucket: its first element there."""
+
+    parameter: Parameter
+    bucket: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One stored bucket of a buffer. starts: first elements of its chunks, ascending; numel: as stored."""
+
+    tensors: Mapping[str, int]  # kind of state -> position in the manifest
+    numel: int
+    starts: tuple[int, ...]
+
+
+def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
+    """The manifest with flat optimizer buffers as parameters: ``optimizer.state.<kind>.<parameter>``.
+
+    args: the training arguments stored in the checkpoint. A manifest without such buffers is given
+    back as it is.
+    """
+    buffers, zero = _buffers(manifest)
+    if not buffers:
+        return manifest
+    flat = {n for buckets in buffers.values() for b in buckets.values() for n in b.tensors.values()}
+    try:
+        weights = {t.fqn: t for n, t in enumerate(manifest.tensors) if n not in flat and _is_weight(t.fqn)}
+        registration = Registration(args, weights)
+        pieces = [
+            Piece(
+                n, f"optimizer.state.{kind}.{s.parameter.placement.fqn}", s.start, s.parameter.numel,
+                s.parameter.placement,
+            )
+            for bucket, s in _laid_out(manifest, registration, buffers, zero)
+            for kind, n in bucket.tensors.items()
+        ]  # fmt: skip
+        return recut(manifest, flat, pieces)
+    except (Unregistered, CkptError) as error:
+        reason = getattr(error, "message", None) or str(error)
+        message = f"{len(flat)} flat optimizer buffers stay as they are: {reason}"
+        return replace(manifest, findings=(*manifest.findings, finding("flat-buffers", "cover", message)))
+
+
+def stored_args(manifest: Manifest) -> Mapping[str, Any]:
+    """The training arguments that a checkpoint keeps as its object ``args``; {} when there are none."""
+    tree = next((b.tree for b in manifest.blobs if b.key == "args" and b.known), None)
+    value = decode(tree) if tree is not None else None
+    value = value.value if isinstance(value, Named) and value.kind == "namespace" else value
+    return value if isinstance(value, dict) else {}
+
+
+def lay_out(
+    parameters: Sequence[Parameter], sizes: Sequence[int], *, padded: bool = False, own: Sequence[bool] = ()
+) -> list[Segment]:
+    """Where each parameter lies in buckets of these sizes, or raises `Unregistered` when they do not add up.
+
+    parameters: in order of registration. sizes: elements per bucket; padded: with what fills it up
+    for the data-parallel ranks. own: parameters that have a bucket of their own.
+    """
+    queue = list(zip(parameters, own or [False] * len(parameters), strict=True))
+    out: list[Segment] = []
+    for bucket, size in enumerate(sizes):
+        at = end = 0
+        while queue and end < size:
+            parameter, alone = queue[-1]
+            at = -(-end // ALIGN) * ALIGN
+            if alone and end:
+                break
+            if at + parameter.numel > size:
+                break
+            queue.pop()
+            out.append(Segment(parameter, bucket, at))
+            end = at + parameter.numel
+            if alone:
+                break
+        # A bucket before one of its own ends where that one would have started.
+        ends = {end, -(-end // ALIGN) * ALIGN} if queue and queue[-1][1] else {end}
+        if size not in ends and not (padded and end <= size and not queue):
+            raise Unregistered(f"a bucket of {size} elements does not end where a parameter does ({end})")
+    if queue:
+        raise Unregistered(
+            f"{len(queue)} parameters, {queue[-1][0].name} first, have no place in the buckets"
+        )
+    return out
+
+
+def lay_out_whole(
+    parameters: Sequence[Parameter], size: int, own: Sequence[bool] = (), bucket: int | None = None
+) -> list[Segment]:
+    """Where each parameter lies in a whole buffer: its buckets back to back, without what filled them up.
+
+    bucket: elements from which on a bucket is full, when gradients were reduced bucket by bucket.
+    Gaps are those inside buckets, so a buffer of the right size has the right borders. Raises
+    `Unregistered` as `lay_out` does.
+    """
+    alone = own or [False] * len(parameters)
+    for limit in dict.fromkeys((None, bucket)):
+        out: list[Segment] = []
+        base = end = 0  # of this bucket; elements
+        for parameter, single in zip(reversed(parameters), reversed(alone), strict=True):
+            at = -(-end // ALIGN) * ALIGN
+            if single and end:  # the bucket before ends where this one would have started
+                base, at = base + at, 0
+            out.append(Segment(parameter, 0, base + at))
+            end = at + parameter.numel
+            if single or (limit is not None and end >= limit):
+                base, end = base + end, 0
+        if base + end == size:
+            return out
+    raise Unregistered(f"a buffer of {size} elements, the parameters take {base + end}")
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+_Key = tuple[str, int, int, int]  # what stands before, chain (-1: none), group, buffer
+
+
+def _buffers(manifest: Manifest) -> tuple[dict[_Key, dict[int, Bucket]], bool]:
+    """Buffer -> bucket number -> bucket; and whether buffers are stored as a whole (dp_zero)."""
+    found: dict[_Key, dict[int, dict[str, int]]] = {}
+    zero = False
+    for n, spec in enumerate(manifest.tensors):
+        m = _FLAT.match(spec.fqn) if ".dp_group_idx_" in spec.fqn else None
+        if m is None or len(spec.shape) != 1:
+            continue
+        zero |= m["zero"] is not None
+        key = (
+            m["lead"],
+            int(m["chain"]) if m["chain"] else -1,
+            int(m["group"]),
+            int(m["buffer"] or m["zero"] or 0),
+        )
+        found.setdefault(key, {}).setdefault(int(m["bucket"] or 0), {})[m["kind"]] = n
+    return {k: {j: _bucket(manifest, kinds) for j, kinds in b.items()} for k, b in found.items()}, zero
+
+
+def _bucket(manifest: Manifest, kinds: Mapping[str, int]) -> Bucket:
+    first = min(kinds.values())
+    c = manifest.chunks
+    rows = slice(int(c.first[first]), int(c.first[first + 1]))
+    starts = tuple(sorted(c.lo[rows, 0].tolist()))
+    return Bucket(kinds, manifest.tensors[first].shape[0], starts)
+
+
+def _is_weight(fqn: str) -> bool:
+    return not fqn.startswith(("optimizer.", "chained_", "rng_state")) and "/shard_" not in fqn
+
+
+def _laid_out(
+    manifest: Manifest, known: Registration, buffers: Mapping[_Key, Mapping[int, Bucket]], zero: bool
+) -> Iterator[tuple[Bucket, Segment]]:
+    """Every parameter's segment and the bucket it lies in."""
+    world = known.world
+    chains = {key[1] for key in buffers}
+    # Experts have an optimizer of their own as soon as they are spread over ranks.
+    if (
+        len(chains) > 2
+        or (len(chains) == 2 and not world.experts)
+        or (len(chains) == 1 and world.experts and world.ep > 1)
+    ):
+        raise Unregistered(f"{len(chains)} optimizers for {world.ep} expert-parallel ranks")
+    expert = max(chains) if len(chains) == 2 else None
+    chunks = len(known.counts)
+    done: set[tuple[bool, tuple[int, int, int], int]] = set()
+    for (_, chain, group, number), buckets in sorted(buffers.items()):
+        if number >= chunks:
+            raise Unregistered(f"buffer {number} of {chunks} model chunk(s): more than one dtype")
+        rank = _rank_of(group, known, chain == expert)
+        held = known.of(rank, number)
+        parameters = held if expert is None else [p for p in held if p.expert == (chain == expert)]
+        if sorted(buckets) != list(range(len(buckets))):
+            raise Unregistered(f"buckets {sorted(buckets)} of buffer {number}, group {group}")
+        _one_dtype(manifest, parameters, buckets)
+        ordered = [buckets[j] for j in range(len(buckets))]
+        yield from ((ordered[s.bucket], s) for s in _segments(known, parameters, ordered, zero))
+        done.add((chain == expert, rank, number))
+    missing = world.tp * world.pp * chunks + (
+        world.etp * world.ep * world.pp * chunks if expert is not None else 0
+    )
+    if len(done) != missing:
+        raise Unregistered(f"{len(done)} of {missing} buffers are there")
+
+
+def _rank_of(group: int, known: Registration, expert: bool) -> tuple[int, int, int]:
+    """Tensor, pipeline and expert-parallel rank: tensor ranks count fastest, stages slowest."""
+    world = known.world
+    tp, group = group % (world.etp if expert else world.tp), group // (world.etp if expert else world.tp)
+    ep, pp = (group % world.ep, group // world.ep) if expert else (0, group)
+    if pp >= world.pp:
+        raise Unregistered(f"a model-parallel group behind stage {world.pp - 1}")
+    return tp, pp, ep
+
+
+def _one_dtype(manifest: Manifest, parameters: Sequence[Parameter], buckets: Mapping[int, Bucket]) -> None:
+    """Parameters of several dtypes have a buffer each, and nothing tells which is which."""
+    dtypes = {p.dtype for p in parameters}
+    for bucket in buckets.values():
+        for n in bucket.tensors.values():
+            m = _FLAT.match(manifest.tensors[n].fqn)
+            told = _DTYPE.findall(m["dtypes"] or m["zero_dtypes"])[:1] if m else []
+            if dtypes != set(told):
+                raise Unregistered(
+                    f"a buffer of {' '.join(told)} for parameters of {', '.join(sorted(dtypes))}"
+                )
+
+
+def _segments(known: Registration, parameters: Sequence[Parameter], buckets: Sequence[Bucket],
+              zero: bool) -> list[Segment]:  # fmt: skip
+    own = [known.shares_embedding(p) for p in parameters]
+    sizes = [b.numel for b in buckets]
+    if zero:
+        if len(sizes) != 1:
+            raise Unregistered(f"{len(sizes)} buckets in one buffer")
+        return lay_out_whole(parameters, sizes[0], own)
+    ranks = max(len(b.starts) for b in buckets)
+    try:
+        found = lay_out(parameters, sizes, own=own)
+    except Unregistered:
+        # Bucket space: filled up to a multiple that suits the data-parallel ranks.
+        if any(n % lcm(ranks, 128) for n in sizes) or len(sizes) != 1:
+            raise
+        found = lay_out(parameters, sizes, padded=True, own=own)
+        end = found[-1].start + found[-1].parameter.numel
+        if sizes[0] - end >= lcm(ranks, 128, 1 << 16):
+            raise
+        return found
+    # Each parameter was written on its own, so where it begins a chunk begins.
+    for s in found:
+        if s.start not in buckets[s.bucket].starts:
+            raise Unregistered(f"{s.parameter.name} would begin at {s.start}, where no stored piece does")
+    return found

@@ -1,0 +1,171 @@
+"""Legacy Megatron-LM checkpoints (`--ckpt-format torch`): one torch file per model-parallel rank.
+
+In an iteration's folder lies ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` for each tensor, pipeline
+and expert-parallel rank (megatron/training/checkpointing.py). The ranks' slices are merged into the
+tensors of Megatron-Core's distributed checkpoints. What several ranks have is a replica, and compared
+while it is moved: norms, routers, and in the last stage the copy of tied embeddings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import Named, encode
+from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
+from ckptcore.encodings.torchzip.reader import Objects, refused_in
+from ckptcore.errors import finding
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.megatron.legacy_merge import Chunk, Merger, model_of, unequal
+from ckptcore.formats.megatron.legacy_optimizer import add_buffers, add_numbered
+from ckptcore.formats.megatron.legacy_ranks import FILE, RankFile, read_ranks
+from ckptcore.formats.megatron.parameter_order import Unregistered
+from ckptcore.formats.megatron.pickle_globals import read_megatron
+from ckptcore.formats.torch_save.tree import TorchTree, add_object
+
+NAME = "megatron_legacy"
+FLAT = "distrib_optim.pt"
+_MODEL = re.compile(r"model\d*")
+_OWN = frozenset({"rng_state", "optimizer"})  # objects that each rank has of its own
+_PER_RANK = frozenset({"rank", "local_rank"})  # arguments that are each rank's own
+
+
+def detect(source: Source) -> Evidence | None:
+    """Folders of ranks."""
+    found = 0 if source.name is not None else sum(1 for p in source.listing if FILE.match(p))
+    return Evidence(NAME, (f"{found} mp_rank_* folder(s) with model_optim_rng.pt",)) if found else None
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of all ranks together.
+
+    Raises `MalformedCheckpoint`, and `UnsupportedFormat` for cuts that the folders do not describe.
+    """
+    ranks = read_ranks(source)
+    model = model_of(ranks)
+    builder = Builder()
+    builder.findings += [*ranks.findings, *unequal(model.chunks)]
+    merger = Merger(builder, model)
+    common: dict[str, tuple[RankFile, Any]] = {}
+    for file in ranks.files:
+        tree = TorchTree(builder, builder.file(file.path, file.size), file.objects, file.path)
+        chunks = [c for c in model.chunks if c.file is file]
+        for chunk in chunks:
+            merger.add(chunk, tree)
+        for key, value in file.tree.items():
+            if _MODEL.fullmatch(key):
+                continue
+            if key == "optimizer" and _holds_tensor(value):
+                value = _numbered(builder, merger, chunks, tree, value, file)
+            if key in _OWN or _holds_tensor(value):
+                tree.add(f"{key}/{file.folder}", value)
+            else:
+                _add_common(builder, common, key, value, file)
+        _note_hidden(builder, file.objects, file.path)
+        _add_flat(builder, merger, chunks, source, file)
+    for path in source.listing:
+        if path.startswith("mp_rank_") and path not in builder.file_names():
+            builder.findings.append(finding("stray-file", "files", f"{path} is not read", file=path))
+    origin = {
+        "iteration": ranks.files[0].tree.get("iteration"),
+        "mesh": {"tp": ranks.tp, "pp": ranks.pp, "ep": ranks.ep, "vpp": len(model.first)},
+        "ranks": len(ranks.files), "empty_extra_states": merger.dropped,
+    }  # fmt: skip
+    return builder.build(NAME, source.store.url, origin)
+
+
+def _numbered(builder: Builder, merger: Merger, chunks: list[Chunk], tree: TorchTree, optimizer: Any,
+              file: RankFile) -> Any:  # fmt: skip
+    """Adds optimizer states under their parameters; gives what is left of the optimizer's tree."""
+    try:
+        return add_numbered(optimizer, chunks, merger, tree)
+    except Unregistered as error:
+        builder.findings.append(
+            finding("flat-buffers", "cover", f"optimizer states of {file.path} stay numbered: {error}",
+                    file=file.path)
+        )  # fmt: skip
+        return optimizer
+
+
+def _add_flat(builder: Builder, merger: Merger, chunks: list[Chunk], source: Source, file: RankFile) -> None:
+    """Adds the distributed optimizer's file that lies beside a rank's, if there is one."""
+    path = f"{file.folder}/{FLAT}"
+    if path not in source.listing:
+        return
+    size = source.listing[path]
+    objects = read_megatron(lambda start, n: source.store.read(path, start, n), size, path)
+    tree = TorchTree(builder, builder.file(path, size), objects, path)
+    try:
+        add_buffers(objects.tree, chunks, merger, tree)
+    except Unregistered as error:
+        builder.findings.append(
+            finding("flat-buffers", "cover", f"{path} stays as it is: {error}", file=path)
+        )
+        tree.add(f"distrib_optim/{file.folder}", objects.tree)
+    _note_hidden(builder, objects, path)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, StoredView) for _, _, leaf in leaves_below(value, "", StoredView))
+
+
+def _add_common(builder: Builder, common: dict[str, tuple[RankFile, Any]], key: str, value: Any,
+                file: RankFile) -> None:  # fmt: skip
+    """Adds an object that all ranks have, once; a finding where they do not agree."""
+    if isinstance(value, Named) and value.kind == "namespace":
+        value = Named("namespace", _without_refused(builder, key, value.value, file, key not in common))
+    if key not in common:
+        common[key] = file, value
+        add_object(builder, key, value, file.path)
+        return
+    first = common[key][1]
+    if value != first and _shared(value) != _shared(first):
+        builder.findings.append(
+            finding("rank-object", "files", f"{key} of {file.path} is not that of {common[key][0].path}",
+                    fqn=key, file=file.path)
+        )  # fmt: skip
+
+
+def _without_refused(builder: Builder, key: str, values: Mapping[str, Any], file: RankFile,
+                     tell: bool) -> dict[str, Any]:  # fmt: skip
+    lost = {name: refused for name, value in values.items() if (refused := refused_in(value))}
+    if lost and tell:
+        names = ", ".join(f"{key}.{n} ({', '.join(r)})" for n, r in lost.items())
+        builder.findings.append(
+            finding("refused-global", "files", f"left out of {file.path}: {names}", fqn=key, file=file.path)
+        )
+    return {name: value for name, value in values.items() if name not in lost}
+
+
+def _shared(value: Any) -> Any:
+    """A value without what is each rank's own, in a form that compares."""
+    if isinstance(value, Named) and value.kind == "namespace":
+        value = {k: v for k, v in value.value.items() if k not in _PER_RANK}
+    try:
+        return encode(value)
+    except TypeError:
+        return repr(value)
+
+
+def _note_hidden(builder: Builder, objects: Objects, path: str) -> None:
+    """A finding for tensors inside classes that were not built."""
+    used = storages_in(objects.tree, refused=True)
+    hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in used)
+    if hidden:
+        told = ", ".join(objects.refused) or "a class that is not known here"
+        message = f"{path} holds {hidden} bytes of tensors inside {told}: they cannot be taken out"
+        builder.findings.append(finding("refused-tensors", "cover", message, file=path))
+
+
+FORMAT = Format(
+    name=NAME,
+    title="Legacy Megatron-LM checkpoint of mp_rank folders",
+    recognised_by="`mp_rank_*/model_optim_rng.pt`",
+    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per record", objects=True),
+    detect=detect,
+    read=read,
+)

@@ -1,0 +1,324 @@
+"""Merging the models of a legacy checkpoint's ranks: every rank's tensor into its box of the whole.
+
+No byte is read: a rank's tensor is a raw range of its file, and a box of the whole is a view into it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import TensorSpec, View, row_major
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.formats.megatron.legacy_names import current_names
+from ckptcore.formats.megatron.legacy_ranks import RankFile, Ranks
+from ckptcore.formats.megatron.model_size import known_rows
+from ckptcore.formats.megatron.partition_rules import Placement, Rank, World, parse_name, place
+from ckptcore.formats.megatron.pipeline import Counts, first_layers, layers_per_chunk
+from ckptcore.formats.torch_save.tree import TorchTree
+from ckptcore.utils.text import shown
+
+EXTRA_STATE = "_extra_state"
+_MAX_TOLD = 20
+EMBEDDING = "embedding.word_embeddings.weight"
+_CHUNK = re.compile(r"^model(\d{0,6})$")
+_EXPERT = re.compile(r"local_experts\.\d+\.|(?<=linear_fc[12]\.weight)\d+$|(?<=linear_fc[12]\.bias)\d+$")
+# Arguments that make layers differ from each other; distributed checkpoints then keep them one by one.
+_BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "heterogeneous_layers_config_path",
+             "heterogeneous_layers_config_encoded_json", "hetereogenous_dist_checkpoint")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of the model that one rank holds as one module.
+
+    number: in the rank. state: its state dict. old: whether its names were those of before Megatron-Core.
+    """
+
+    file: RankFile
+    number: int
+    state: Mapping[str, Any]
+    old: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The whole model's facts.
+
+    first: [chunk of a stage][stage] -> number of its first layer. tied: whether the last stage keeps a
+    copy of the embeddings. bucket_size: elements of a full gradient bucket, or None.
+    """
+
+    world: World
+    chunks: tuple[Chunk, ...]
+    first: Counts
+    tied: bool
+    bucket_size: int | None
+
+    def rank(self, chunk: Chunk) -> Rank:
+        return Rank(chunk.file.tp, chunk.file.ep, self.first[chunk.number][chunk.file.pp])
+
+
+def model_of(ranks: Ranks) -> Model:
+    """What the ranks' models are parts of.
+
+    Raises `MalformedCheckpoint` where arguments and tensors contradict each other, and
+    `UnsupportedFormat` for cuts that are not expressed here.
+    """
+    chunks = tuple(c for file in ranks.files for c in _chunks(file))
+    numbers = {c.number for c in chunks}
+    if numbers != set(range(len(numbers))):
+        raise MalformedCheckpoint(f"model chunks {sorted(numbers)} are no whole series")
+    args = ranks.args
+    names = {(parse_name(n).block) for c in chunks for n in c.state}
+    if {"encoder", "decoder"} <= names:
+        raise UnsupportedFormat("an encoder-decoder model: its stages are numbered by other rules",
+                                hint="save it as torch_dist with Megatron-LM")  # fmt: skip
+    layers, first = _layers(ranks, chunks, len(numbers))
+    world = World(
+        ranks.tp, ranks.pp, ranks.ep, ranks.etp, layers, _experts(args, ranks, chunks), _gated(args, chunks),
+        _alike(args, chunks), _own_norms(chunks), known_rows(args), _heads(args), _qkv_order(ranks, chunks),
+    )  # fmt: skip
+    if args.get("moe_mlp_glu_interleave_size") is not None and world.experts:
+        raise UnsupportedFormat(
+            "gate and up rows of the experts are interleaved (moe_mlp_glu_interleave_size)"
+        )
+    # Without the argument: models of before it had one matrix for both.
+    tied = args.get("untie_embeddings_and_output_weights", not any(c.old for c in chunks)) is False
+    return Model(world, chunks, first, tied, _bucket_size(args))
+
+
+def unequal(chunks: Sequence[Chunk]) -> Iterator[Finding]:
+    """A finding for each parameter that one rank has and another of its stage has not."""
+    stages: dict[tuple[int, int], list[Chunk]] = {}
+    for c in chunks:
+        stages.setdefault((c.file.pp, c.number), []).append(c)
+    for held in stages.values():
+        names = [{n for n, v in c.state.items() if isinstance(v, StoredView) and not n.endswith(EXTRA_STATE)}
+                 for c in held]  # fmt: skip
+        everywhere = set[str]().union(*names)
+        for c, mine in zip(held, names, strict=True):
+            for name in sorted(everywhere - mine)[:_MAX_TOLD]:
+                other = next(o.file.path for o, theirs in zip(held, names, strict=True) if name in theirs)
+                yield finding("hole", "cover", f"{c.file.path} lacks {name}, which {other} has",
+                              fqn=name, file=c.file.path)  # fmt: skip
+
+
+class Merger:
+    """Adds rank tensors to a builder, each into its box of the whole."""
+
+    def __init__(self, builder: Builder, model: Model) -> None:
+        self._builder, self.model = builder, model
+        self._tensors: dict[str, int] = {}
+        self.dropped = 0  # empty `_extra_state` entries
+
+    def add(self, chunk: Chunk, tree: TorchTree) -> None:
+        """Adds every tensor of a rank's state dict."""
+        for name, value in chunk.state.items():
+            if name.endswith(EXTRA_STATE):
+                self._extra(chunk, tree, name, value)
+            elif isinstance(value, StoredView):
+                self._parameter(chunk, tree, name, value)
+            else:
+                tree.add(f"{name}/{chunk.file.folder}", value)
+
+    def put(self, placement: Placement, value: StoredView, tree: TorchTree, prefix: str = "") -> None:
+        """Adds one tensor where it belongs, under ``prefix`` and its name in the whole."""
+        fqn = prefix + placement.fqn
+        item, view = tree.place(value, fqn)
+        strides = view.strides or row_major(value.shape)
+        if placement.source != value.shape:
+            if view.strides is not None:
+                raise UnsupportedFormat(f"{fqn}: a tensor that must be taken apart is not contiguous")
+            strides = row_major(placement.source)
+        for offset, shape, start, steps in boxes(placement, strides):
+            at = view.start + start * BY_NAME[value.dtype].itemsize
+            self.chunk(fqn, value.dtype, placement.shape, offset, shape, item, View(at, steps, view.flags))
+
+    def chunk(self, fqn: str, dtype: str, whole: tuple[int, ...], offset: tuple[int, ...],
+              shape: tuple[int, ...], item: int, view: View) -> None:  # fmt: skip
+        """Adds one box of a tensor; a finding where another rank says it has another shape or dtype."""
+        at = self._tensors.get(fqn)
+        if at is None:
+            at = self._tensors[fqn] = self._builder.tensor(TensorSpec(fqn, dtype, whole))
+        spec = self._builder.tensors[at]
+        if (spec.dtype, spec.shape) == (dtype, whole):
+            self._builder.chunk(at, offset, shape, item, view)
+            return
+        path = self._builder.file_names()[-1]
+        self._builder.findings.append(
+            finding("item-mismatch", "cover", f"{path} makes {fqn} {dtype} {list(whole)}, another rank "
+                    f"{spec.dtype} {list(spec.shape)}", fqn=fqn, file=path)
+        )  # fmt: skip
+
+    def _parameter(self, chunk: Chunk, tree: TorchTree, name: str, value: StoredView) -> None:
+        model = self.model
+        # The last stage keeps a copy of tied embeddings for the loss: the same rows once more.
+        known = EMBEDDING if model.tied and name == "output_layer.weight" else name
+        placement = place(known, value.shape, model.rank(chunk), model.world)
+        if placement is not None:
+            self.put(placement, value, tree)
+            return
+        fqn = f"{name}/{chunk.file.folder}"
+        self._builder.findings.append(
+            finding("unmerged-tensor", "cover", f"{fqn} {list(value.shape)}: no rule tells how {name} is cut "
+                    f"over {model.world.tp} tensor ranks", fqn=fqn, file=chunk.file.path)
+        )  # fmt: skip
+        tree.add(fqn, value)
+
+    def _extra(self, chunk: Chunk, tree: TorchTree, name: str, value: Any) -> None:
+        """State of fp8 layers (Transformer Engine): each rank's own, never merged."""
+        if value is None or value == b"" or (isinstance(value, StoredView) and 0 in value.shape):
+            self.dropped += 1
+            return
+        local = parse_name(name)
+        if local.block and local.block != "mtp":
+            layer = self.model.rank(chunk).first_layer + local.layer
+            name = f"{local.block}.layers.{layer}.{local.rest}"
+        tree.add(f"{name}/{chunk.file.folder}", value)
+
+
+def boxes(
+    placement: Placement, strides: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]]:
+    """(offset and shape in the whole, first element, element strides) of each part of a rank's tensor.
+
+    strides: of the tensor taken as ``placement.source``, elements.
+    """
+    for part in placement.parts:
+        shape = tuple(1 if d is None else part.inner.shape[d] for d in part.dims)
+        steps = tuple(0 if d is None else strides[d] for d in part.dims)
+        start = sum(o * s for o, s in zip(part.inner.offset, strides, strict=True))
+        yield part.at, shape, start, steps
+
+
+# --- facts that arguments and tensors tell together -----------------------------------------------
+
+
+def _chunks(file: RankFile) -> Iterator[Chunk]:
+    found = sorted((int(m[1] or 0), k) for k in file.tree if (m := _CHUNK.match(k)))
+    if not found:
+        raise MalformedCheckpoint(f"{file.path} holds no model", file=file.path)
+    for number, key in found:
+        state = file.tree[key]
+        if not isinstance(state, dict) or any(type(k) is not str for k in state):
+            raise MalformedCheckpoint(f"{file.path}: {key} is no state dict", file=file.path)
+        named, old = current_names(state, f"{key} of {file.path}")
+        yield Chunk(file, number, named, old)
+
+
+def _layers(ranks: Ranks, chunks: Sequence[Chunk], vpp: int) -> tuple[int, Counts]:
+    """(layers of the model, number of the first layer of each chunk).
+
+    What the ranks hold decides when it adds up to the arguments' count; with ranks missing, the arguments do.
+    """
+    seen: dict[tuple[int, int], int] = {}
+    for c in chunks:
+        held = [p.layer + 1 for n in c.state if (p := parse_name(n)).block in ("decoder", "encoder")]
+        key = c.number, c.file.pp
+        seen[key] = max([seen.get(key, 0), *held])
+    want = ranks.args.get("num_layers")
+    counts = None
+    if len(seen) == vpp * ranks.pp:
+        counts = [[seen[v, p] for p in range(ranks.pp)] for v in range(vpp)]
+        if want is None or sum(map(sum, counts)) == want:
+            return sum(map(sum, counts)), first_layers(counts)
+    told = layers_per_chunk(ranks.args, ranks.pp, vpp)
+    if told is None or sum(map(sum, told)) != want:
+        raise MalformedCheckpoint(
+            f"the arguments say {shown(want, 20)} layers on {ranks.pp} stages of {vpp} chunks, "
+            f"the ranks that are here hold {sum(seen.values())}: which layer is which cannot be told",
+            hint="copy the files of every rank of the save",
+        )
+    return sum(map(sum, told)), first_layers(told)
+
+
+def _experts(args: Mapping[str, Any], ranks: Ranks, chunks: Sequence[Chunk]) -> int:
+    count = args.get("num_experts", args.get("num_moe_experts"))
+    if count is not None and (type(count) is not int or count < 0):
+        raise MalformedCheckpoint(f"the arguments say {shown(count, 40)} experts")
+    return count or 0
+
+
+def _gated(args: Mapping[str, Any], chunks: Sequence[Chunk]) -> bool:
+    """Whether fc1 is gate and up projection: twice as many rows as fc2 has columns."""
+    found: set[bool] = set()
+    for chunk in chunks:
+        for name, value in chunk.state.items():
+            second = name.replace("linear_fc1", "linear_fc2").replace("experts.weight1", "experts.weight2")
+            other = chunk.state.get(second)
+            if second == name or "bias" in name or not isinstance(value, StoredView):
+                continue
+            if not isinstance(other, StoredView) or len(value.shape) != 2 or len(other.shape) != 2:
+                continue
+            grouped = name.endswith("experts.weight1")
+            rows, columns = prod(value.shape), prod(other.shape)
+            if value.shape[0 if grouped else 1] != other.shape[1 if grouped else 0]:
+                raise MalformedCheckpoint(f"{name} {list(value.shape)} and {second} {list(other.shape)}")
+            if rows not in (columns, 2 * columns):
+                raise MalformedCheckpoint(f"{name} {list(value.shape)} and {second} {list(other.shape)}")
+            found.add(rows == 2 * columns)
+    if len(found) > 1:
+        raise UnsupportedFormat("some layers have gated projections and some have not")
+    return found.pop() if found else bool(args.get("swiglu"))
+
+
+def _alike(args: Mapping[str, Any], chunks: Sequence[Chunk]) -> bool:
+    """Whether all layers have the same parameters, which are then stacked into one tensor each."""
+    for key in _BY_LAYER:
+        if args.get(key) not in (None, False, 1, ""):
+            return False
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    per_layer: dict[tuple[int, int, int], set[str]] = {}
+    for c in chunks:
+        for name, value in c.state.items():
+            local = parse_name(name)
+            if local.block not in ("decoder", "encoder") or not isinstance(value, StoredView):
+                continue
+            rest = _EXPERT.sub("", local.rest)
+            if kinds.setdefault(rest, (value.dtype, value.shape)) != (value.dtype, value.shape):
+                return False
+            per_layer.setdefault((c.number, c.file.pp, local.layer), set()).add(rest)
+    sets = [set(s) for s in {frozenset(s) for s in per_layer.values()}]
+    # A layer that only lacks something is damaged; two that each have what the other lacks are of two kinds.
+    return not any(a - b and b - a for a in sets for b in sets)
+
+
+def _bucket_size(args: Mapping[str, Any]) -> int | None:
+    """Elements of a full bucket when gradients are reduced while they are computed
+    (megatron/core/distributed/distributed_data_parallel.py)."""
+    if not args.get("overlap_grad_reduce"):
+        return None
+    told, ranks = args.get("ddp_bucket_size"), args.get("data_parallel_size")
+    if type(told) is int:
+        return told
+    return max(40_000_000, 1_000_000 * ranks) if type(ranks) is int else None
+
+
+def _heads(args: Mapping[str, Any]) -> int:
+    value = args.get("num_attention_heads")
+    return value if type(value) is int and value > 0 else 0
+
+
+def _qkv_order(ranks: Ranks, chunks: Sequence[Chunk]) -> str:
+    """How QKV rows are ordered. Megatron-LM asks for the version where modules have their old names."""
+    if not any(c.old for c in chunks):
+        return "by group"
+    version = ranks.files[0].tree.get("checkpoint_version", 0)
+    if version in (0, 1.0):
+        return "version 0" if version == 0 else "version 1.0"
+    if not isinstance(version, (int, float)) or version < 2:
+        raise UnsupportedFormat(f"checkpoint_version {version!r:.20}: known are 0, 1.0, 2.0 and 3.0")
+    return "by group"
+
+
+def _own_norms(chunks: Sequence[Chunk]) -> bool:
+    """Whether norms are modules of their own before a joint QKV projection: Megatron's own layers."""
+    names = {parse_name(n).rest for c in chunks for n in c.state}
+    return "input_layernorm.weight" in names and "self_attention.linear_qkv.weight" in names

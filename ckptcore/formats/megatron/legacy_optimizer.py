@@ -1,0 +1,233 @@
+"""Optimizer state of a legacy Megatron-LM checkpoint: which parameter is each number, each range?
+
+A plain optimizer numbers its states by parameter group (megatron/core/optimizer/__init__.py,
+_get_param_groups: weight decay or none, expert or not), in the order in which the model holds its
+parameters; master copies stand in ``fp32_from_fp16_params``. The distributed optimizer keeps flat buffers
+in ``distrib_optim.pt`` (distrib_optimizer.py, get_parameter_state_dp_zero). A rank's state dict has the
+parameters in just that order, so names are told by position, and every size must fit. What does not add
+up stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import View
+from ckptcore.core.object_tree import Named
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.formats.megatron.flat_boxes import flat_boxes
+from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_whole
+from ckptcore.formats.megatron.legacy_merge import EMBEDDING, EXTRA_STATE, Chunk, Merger, Model
+from ckptcore.formats.megatron.parameter_order import Parameter, Unregistered
+from ckptcore.formats.megatron.partition_rules import place
+from ckptcore.formats.torch_save.tree import TorchTree
+from ckptcore.utils.text import shown
+
+PREFIX = "optimizer.state"
+MASTER = "fp32_from_fp16_params"
+_HALF = ("bfloat16", "float16")
+_BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")
+
+
+def parameters_of(chunk: Chunk, model: Model) -> list[Parameter]:
+    """A state dict's parameters, in order. Raises `Unregistered` for one that no rule places."""
+    out = []
+    for name, value in chunk.state.items():
+        if not isinstance(value, StoredView) or name.endswith((EXTRA_STATE, *_BUFFERS)):
+            continue
+        known = EMBEDDING if model.tied and name == "output_layer.weight" else name
+        placement = place(known, value.shape, model.rank(chunk), model.world)
+        if placement is None:
+            raise Unregistered(f"no rule tells how {name} is cut")
+        out.append(Parameter(name, value.shape, value.dtype, placement, ".mlp.experts." in name))
+    return out
+
+
+def add_numbered(optimizer: Any, chunks: Sequence[Chunk], merger: Merger, tree: TorchTree) -> Any:
+    """Adds the states of a plain optimizer under their parameters; gives the rest of its tree.
+
+    Raises `Unregistered`, before anything is added, where groups and parameters do not fit.
+    """
+    if isinstance(optimizer, dict) and optimizer and all(type(k) is int for k in optimizer):
+        optimizer = [optimizer[k] for k in sorted(optimizer)]
+    several = isinstance(optimizer, list)
+    apart = any(_of_experts(g) for g in _every_group(optimizer if several else [optimizer]))
+    parameters = [p for c in chunks for p in parameters_of(c, merger.model)]
+    found: list[tuple[str, Parameter, StoredView]] = []
+    rest = []
+    for one in optimizer if several else [optimizer]:
+        inner = one.get("optimizer", one) if isinstance(one, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
+            raise Unregistered("an optimizer without parameter groups")
+        groups = list(_groups(inner["param_groups"], parameters, apart))
+        states = dict(inner.get("state", {}))
+        for members in groups:
+            for number, parameter in members:
+                state = states.get(number)
+                if isinstance(state, dict):
+                    taken = {k: v for k, v in state.items() if _fits(v, parameter)}
+                    found += [(kind, parameter, v) for kind, v in taken.items()]
+                    states[number] = {k: v for k, v in state.items() if k not in taken}
+        kept = {**inner, "state": {k: v for k, v in states.items() if v}} if "state" in inner else inner
+        left = {**one, "optimizer": kept} if inner is not one else kept
+        if MASTER in one:
+            found += _masters(one[MASTER], groups)
+            left.pop(MASTER)
+        rest.append(left)
+    for kind, parameter, value in found:
+        merger.put(parameter.placement, value, tree, f"{PREFIX}.{kind}.")
+    return rest if several else rest[0]
+
+
+def add_buffers(state: Any, chunks: Sequence[Chunk], merger: Merger, tree: TorchTree) -> None:
+    """Adds the flat buffers of ``distrib_optim.pt`` under their parameters.
+
+    Raises `Unregistered`, before anything is added, where they do not add up.
+    """
+    parts = state if isinstance(state, list) else [state]
+    if len(parts) > 2:
+        raise Unregistered(f"{len(parts)} distributed optimizers")
+    rows: list[tuple[str, Parameter, StoredView, int]] = []
+    for n, part in enumerate(parts):
+        if part is None:  # another rank of this group keeps it
+            continue
+        wanted = None if len(parts) == 1 else n == 1  # the experts' own optimizer is the second
+        buffers = list(_buffers(chunks, merger.model, wanted))
+        for number, dtypes, tensors in _stored(part):
+            if number >= len(buffers) or buffers[number][0] != dtypes[0]:
+                raise Unregistered(f"buffer {number} of {' '.join(dtypes)}")
+            parameters = buffers[number][1]
+            own = [merger.model.tied and merger.model.world.pp > 1 and p.placement.fqn == EMBEDDING
+                   for p in parameters]  # fmt: skip
+            for kind, held in tensors.items():
+                rows += _ranges(kind, held, parameters, own, merger.model.bucket_size)
+    for kind, parameter, value, start in rows:
+        _put_range(kind, parameter, value, start, merger, tree)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def _every_group(optimizers: Sequence[Any]) -> Iterator[Any]:
+    for one in optimizers:
+        inner = one.get("optimizer", one) if isinstance(one, dict) else None
+        found = inner.get("param_groups") if isinstance(inner, dict) else None
+        yield from found if isinstance(found, list) else ()
+
+
+def _of_experts(group: Any) -> bool:
+    return isinstance(group, dict) and bool(group.get("is_expert_parallel", group.get("is_expert", False)))
+
+
+def _groups(
+    groups: Sequence[Any], parameters: Sequence[Parameter], apart: bool
+) -> Iterator[list[tuple[int, Parameter]]]:
+    """(number, parameter) of each group; the group's own fields say which parameters are in it.
+
+    apart: whether experts have groups of their own, as they do when they are spread over ranks.
+    """
+    keyed: dict[tuple[bool, bool], list[Parameter]] = {}
+    for p in parameters:
+        no_decay = p.name.endswith(".bias") or len(p.shape) == 1
+        keyed.setdefault((no_decay, p.expert and apart), []).append(p)
+    for group in groups:
+        numbers = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(numbers, list):
+            raise Unregistered("a parameter group without numbers")
+        if not numbers:
+            yield []
+            continue
+        if group.get("lr_mult", 1.0) != 1.0 or group.get("is_decoupled_lr") or "wd_mult" not in group:
+            raise Unregistered("parameter groups with learning rates of their own")
+        members = keyed.pop((group["wd_mult"] == 0.0, _of_experts(group)), [])
+        if len(members) != len(numbers):
+            raise Unregistered(f"a group of {len(numbers)} for {len(members)} parameters")
+        yield list(zip(numbers, members, strict=True))
+
+
+def _fits(value: Any, parameter: Parameter) -> bool:
+    if not isinstance(value, StoredView) or value.shape == ():
+        return False
+    if value.shape != parameter.shape:
+        raise Unregistered(f"a state of {list(value.shape)} for {parameter.name} {list(parameter.shape)}")
+    return True
+
+
+def _masters(
+    held: Any, groups: Sequence[Sequence[tuple[int, Parameter]]]
+) -> Iterator[tuple[str, Parameter, StoredView]]:
+    """Master copies: a list per group, of those parameters that are kept in half precision."""
+    if not isinstance(held, list) or len(held) != len(groups):
+        raise Unregistered("master copies of other groups than the states")
+    for values, members in zip(held, groups, strict=True):
+        half = [p for _, p in members if p.dtype in _HALF]
+        if not isinstance(values, list) or len(values) != len(half):
+            raise Unregistered("master copies of other parameters than the states")
+        for value, parameter in zip(values, half, strict=True):
+            if not _fits(value, parameter):
+                raise Unregistered(f"a master copy of {parameter.name} that is no tensor")
+            yield "fp32_param", parameter, value
+
+
+# --- flat buffers ---------------------------------------------------------------------------------
+
+
+def _buffers(
+    chunks: Sequence[Chunk], model: Model, expert: bool | None
+) -> Iterator[tuple[str, list[Parameter]]]:
+    """(dtype, parameters) of each buffer: one per model chunk and dtype, in order of first sight."""
+    for chunk in chunks:
+        held: dict[str, list[Parameter]] = {}
+        for p in parameters_of(chunk, model):
+            if expert is None or p.expert == expert:
+                held.setdefault(p.dtype, []).append(p)
+        yield from held.items()
+
+
+def _stored(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[str, Any]]]:
+    """(number, dtypes, kind -> tensor or its buckets) of every buffer in a part."""
+    if not isinstance(part, dict):
+        raise Unregistered(f"distributed optimizer state that is a {type(part).__name__}")
+    for number, by_dtype in part.items():
+        if type(number) is not int:
+            continue  # buckets_coalesced
+        if not isinstance(by_dtype, dict):
+            raise Unregistered(f"buffer {number} is a {type(by_dtype).__name__}")
+        for dtypes, held in by_dtype.items():
+            names = (
+                tuple(d.value for d in dtypes if isinstance(d, Named)) if isinstance(dtypes, tuple) else ()
+            )
+            if len(names) != 2 or not isinstance(held, dict):
+                raise Unregistered(f"buffer {number} of {shown(dtypes, 60)}")
+            yield number, names, {k: v for k, v in held.items() if isinstance(v, (StoredView, list))}
+
+
+def _ranges(kind: str, held: Any, parameters: Sequence[Parameter], own: Sequence[bool],
+            bucket: int | None) -> Iterator[tuple[str, Parameter, StoredView, int]]:  # fmt: skip
+    """(kind, parameter, flat tensor, first element in it)."""
+    if isinstance(held, StoredView):
+        _require_flat([held])
+        for s in lay_out_whole(parameters, held.shape[0], own, bucket):
+            yield kind, s.parameter, held, s.start
+        return
+    _require_flat(held)  # before buckets were coalesced: one tensor each, filled up
+    for s in lay_out(parameters, [v.shape[0] for v in held], padded=True, own=own):
+        yield kind, s.parameter, held[s.bucket], s.start
+
+
+def _require_flat(held: Sequence[Any]) -> None:
+    if any(not isinstance(v, StoredView) or len(v.shape) != 1 or v.strides != (1,) for v in held):
+        raise Unregistered("a buffer that is no flat tensor")
+
+
+def _put_range(kind: str, parameter: Parameter, value: StoredView, start: int, merger: Merger,
+               tree: TorchTree) -> None:  # fmt: skip
+    fqn = f"{PREFIX}.{kind}.{parameter.placement.fqn}"
+    item, view = tree.place(value, fqn)
+    itemsize = BY_NAME[value.dtype].itemsize
+    for offset, shape, begin, steps in flat_boxes(parameter.placement, 0, prod(parameter.shape)):
+        at = View(view.start + (start + begin) * itemsize, steps, view.flags)
+        merger.chunk(fqn, value.dtype, parameter.placement.shape, offset, shape, item, at)

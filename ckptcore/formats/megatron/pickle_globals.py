@@ -1,0 +1,214 @@
+"""Permitted globals of Megatron's torch files, layered over torch's own, and what they become.
+
+Beside plain values Megatron-LM pickles its parsed arguments, random states and a few enums and
+dataclasses (megatron/core/safe_globals.py, megatron/training/checkpointing.py). Each becomes a `Named` or
+plain value; nothing of Megatron or the standard library is called. `read_megatron` reads one file.
+
+Named kinds: ``namespace`` {attribute: value}; ``enum`` [class, name or value]; ``record``
+[class, {field: value}].
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckptcore.core.object_tree import Named, Refused
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE
+from ckptcore.encodings.pickle.unpickler import Call, Record, record
+from ckptcore.encodings.torchzip.reader import Objects, Reader, bound_tree, read_objects
+from ckptcore.errors import MalformedCheckpoint
+
+_MAX_DEPTH = 150
+
+
+def read_megatron(read: Reader, length: int, what: str) -> Objects:
+    """The whole tree of a torch zip that Megatron wrote, as `read_objects` gives it, in plain values.
+
+    Raises as `read_objects` does.
+    """
+    found = read_objects(read, length, what, MEGATRON_TABLE)
+    refused = list(found.refused)
+    tree = plain(found.tree, length, what, refused)
+    return replace(found, tree=tree, refused=tuple(refused))
+
+
+def plain(tree: Any, nbytes: int, what: str, refused: list[str] | None = None) -> Any:
+    """A tree of `MEGATRON_TABLE` with every record as `Named` or plain value.
+
+    nbytes: length of the file, which bounds the tree. refused: gets the names of values that cannot
+    be built, and stand in the tree as `Refused`. Raises `MalformedCheckpoint`.
+    """
+    made: dict[int, Any] = {}
+    open_: set[int] = set()
+
+    def note(value: Any) -> Any:
+        if type(value) is Refused and refused is not None and value.name not in refused:
+            refused.append(value.name)
+        return value
+
+    def visit(value: Any, depth: int) -> Any:
+        if type(value) is Call:  # a class that is named, but not called
+            return note(Refused(value.name))
+        if type(value) is Named and value.kind == "ndarray" and "refused" in value.value:
+            return note(Refused(value.value["refused"]))
+        if not isinstance(value, (dict, list, tuple, Record)):
+            return value
+        if id(value) in made:
+            return made[id(value)]
+        if depth > _MAX_DEPTH or id(value) in open_:
+            raise MalformedCheckpoint(f"{what} nests deeper than {_MAX_DEPTH} levels")
+        open_.add(id(value))
+        if isinstance(value, Record):
+            try:
+                new = _KINDS[value.kind](value, lambda v: visit(v, depth + 1))
+            except ValueError as error:
+                raise MalformedCheckpoint(f"{what}: {error}") from error
+            new = note(new)
+        elif isinstance(value, dict):
+            new = type(value)((k, visit(v, depth + 1)) for k, v in value.items())
+        else:
+            new = type(value)([visit(v, depth + 1) for v in value])
+        open_.discard(id(value))
+        made[id(value)] = new
+        return new
+
+    new = visit(tree, 0)
+    # `Named` hides what is below it from the first count.
+    bound_tree(_opened(new), nbytes, what)
+    return new
+
+
+def _opened(tree: Any) -> Any:
+    """The tree with what `Named` values hold in their place, sharing kept."""
+    made: dict[int, Any] = {}
+
+    def visit(value: Any) -> Any:
+        value = value.value if isinstance(value, Named) else value
+        if not isinstance(value, (dict, list, tuple)):
+            return value
+        if id(value) not in made:
+            inside = value.items() if isinstance(value, dict) else enumerate(value)
+            made[id(value)] = {k: visit(v) for k, v in inside}
+        return made[id(value)]
+
+    return visit(tree)
+
+
+# --- what each kind of record becomes -------------------------------------------------------------
+
+
+def _namespace(value: Record, visit: Any) -> Any:
+    state = value.state if value.state is not None else {}
+    if type(state) is not dict or any(type(k) is not str for k in state):
+        return Refused("a namespace that is not filled by name")
+    return Named("namespace", visit(state))
+
+
+def _dataclass(value: Record, visit: Any) -> Any:
+    state = value.state if value.state is not None else {}
+    if type(state) is not dict or any(type(k) is not str for k in state):
+        return Refused(value.args[0])
+    return Named("record", [value.args[0], visit(state)])
+
+
+def _bytes_io(value: Record, visit: Any) -> Any:
+    state = value.state
+    if type(state) is tuple and state and type(state[0]) is bytes:
+        return Named("bytesio", state[0])
+    return Refused("io.BytesIO")
+
+
+def _generator(value: Record, visit: Any) -> Any:
+    # torch/csrc/Generator.cpp THPGenerator_reduce: Generator(device), then (seed, offset, state).
+    return {"device": visit(value.args[0] if value.args else None), "state": visit(value.state)}
+
+
+_KINDS: dict[str, Any] = {
+    "namespace": _namespace,
+    "dataclass": _dataclass,
+    "bytesio": _bytes_io,
+    "generator": _generator,
+}
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def _enum(name: str) -> Call:
+    """An enum class: pickled by value; CPython 3.11.0 to 3.11.3 pickled members by `getattr`."""
+
+    def build(*args: Any) -> Named:
+        if len(args) != 1 or type(args[0]) not in (int, str):
+            raise ValueError(f"{name} of something else than one value")
+        return Named("enum", [name, args[0]])
+
+    return Call(name, build)
+
+
+def _member(owner: Any, name: Any) -> Any:
+    if type(owner) is Call and owner.name in _ENUMS and type(name) is str:
+        return Named("enum", [owner.name, name])
+    return owner if type(owner) is Refused else Refused("builtins.getattr")
+
+
+def _from_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
+    # torch/_tensor.py _rebuild_from_type_v2: a plain tensor with attributes (Megatron marks the main
+    # copies of parameters with `tensor_model_parallel`, `partition_dim`, ...), which are left out.
+    if (
+        type(kind) is not Named
+        or kind.kind != "class"
+        or type(rebuild) is not Call
+        or type(args) is not tuple
+    ):
+        return kind if type(kind) is Refused else Refused("torch._tensor._rebuild_from_type_v2")
+    return rebuild.build(*args)
+
+
+def _dataclass_row(name: str) -> Call:
+    return Call(name, lambda *args: Record("dataclass", (name,)))
+
+
+_ENUMS = frozenset({
+    # megatron/core/enums.py; megatron/core/transformer/enums.py (before 0.13: megatron/core/enums.py)
+    "megatron.core.enums.ModelType", "megatron.core.transformer.enums.ModelType",
+    "megatron.model.enums.ModelType", "megatron.core.enums.Fp8Recipe", "megatron.core.enums.Fp4Recipe",
+    "megatron.core.transformer.enums.LayerType", "megatron.core.transformer.enums.AttnType",
+    "megatron.core.transformer.enums.AttnMaskType", "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphModule", "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.InferenceCudaGraphScope",
+    # megatron/legacy/model/enums.py, megatron/model/enums.py
+    "megatron.model.enums.LayerType", "megatron.model.enums.AttnType", "megatron.model.enums.AttnMaskType",
+    "megatron.legacy.model.enums.LayerType", "megatron.legacy.model.enums.AttnType",
+    "megatron.legacy.model.enums.AttnMaskType",
+    # megatron/core/rerun_state_machine.py
+    "megatron.core.rerun_state_machine.RerunDiagnostic", "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    # Lib/signal.py: args.exit_signal
+    "signal.Signals",
+})  # fmt: skip
+MEGATRON_TABLE: dict[str, Any] = {
+    **OBJECT_TABLE,
+    # Lib/argparse.py, Lib/types.py: the parsed arguments (megatron/training/checkpointing.py)
+    "argparse.Namespace": record("namespace"),
+    "types.SimpleNamespace": record("namespace"),
+    # Lib/io.py: `_extra_state` of Transformer Engine before 2.0
+    "io.BytesIO": record("bytesio"),
+    "_io.BytesIO": record("bytesio"),
+    # torch/_tensor.py __reduce_ex__: tensors with attributes
+    "torch._tensor._rebuild_from_type_v2": Call("_rebuild_from_type_v2", _from_type),
+    "torch.Tensor": Named("class", "torch.Tensor"),
+    "torch._tensor.Tensor": Named("class", "torch.Tensor"),
+    "torch.nn.parameter.Parameter": Named("class", "torch.nn.Parameter"),
+    # torch/csrc/Generator.cpp: the CUDA generators that `rng_tracker_states` keeps
+    "torch._C.Generator": record("generator"),
+    # Lib/enum.py
+    **{name: _enum(name) for name in _ENUMS},
+    "builtins.getattr": Call("getattr", _member),
+    "__builtin__.getattr": Call("getattr", _member),
+    # dataclasses and plain classes that `args` or the optimizer's state hold
+    **{name: _dataclass_row(name) for name in (
+        "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+        "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
+    )},
+}  # fmt: skip

@@ -1,0 +1,115 @@
+"""Pipeline stages of Megatron: how many layers does each stage, and each chunk of it, hold?
+
+Layers are numbered through the chunks in the order (chunk of a stage, stage): with two chunks a stage, the
+first chunks of all stages come before the second ones. How many layers a chunk has is told by the arguments
+(megatron/core/transformer/{transformer_block,transformer_layer,pipeline_parallel_layer_layout}.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptcore.core.object_tree import Named
+
+Counts = list[list[int]]  # [chunk of a stage][stage] -> layers
+_MAX_LAYOUT, _MAX_LAYERS = 100_000, 10_000
+_DECODER = ("t", "decoder")
+
+
+def layers_per_chunk(args: Mapping[str, Any], pp: int, vpp: int) -> Counts | None:
+    """Layers of every chunk as the arguments tell them, or None where they cannot be made out."""
+    layers = args.get("num_layers")
+    if type(layers) is not int or not 0 <= layers <= _MAX_LAYERS or not 0 < pp * vpp <= _MAX_LAYOUT:
+        return None
+    layout = args.get("pipeline_model_parallel_layout")
+    if layout:
+        return _laid_out(layout, pp, vpp)
+    first, last = (
+        args.get(f"decoder_{end}_pipeline_num_layers", args.get(f"num_layers_in_{end}_pipeline_stage"))
+        for end in ("first", "last")
+    )
+    if pp > 1 and (first is not None or last is not None):
+        stages = _uneven(layers, pp, first, last)
+    else:
+        extra = [bool(args.get(f"account_for_{what}_in_pipeline_split")) for what in ("embedding", "loss")]
+        stages = [(layers + sum(extra)) // pp] * pp if (layers + sum(extra)) % pp == 0 else None
+        if stages and any(n % vpp for n in stages):
+            stages = None
+        if stages:
+            counts = [[n // vpp for n in stages] for _ in range(vpp)]
+            counts[0][0] -= extra[0]
+            counts[-1][-1] -= extra[1]
+            return counts
+    if stages is None or any(n % vpp for n in stages):
+        return None
+    return [[n // vpp for n in stages] for _ in range(vpp)]
+
+
+def first_layers(counts: Counts) -> Counts:
+    """Number of each chunk's first layer in the whole model.
+
+    >>> first_layers([[1, 2], [3, 1]])
+    [[0, 1], [3, 6]]
+    """
+    out: Counts = []
+    at = 0
+    for row in counts:
+        out.append([])
+        for n in row:
+            out[-1].append(at)
+            at += n
+    return out
+
+
+def _uneven(layers: int, pp: int, first: Any, last: Any) -> list[int] | None:
+    if any(n is not None and type(n) is not int for n in (first, last)):
+        return None
+    middle = pp - (first is not None) - (last is not None)
+    left = layers - (first or 0) - (last or 0)
+    if left < 0 or min(first or 0, last or 0) < 0 or (middle and left % middle) or (not middle and left):
+        return None
+    each = left // middle if middle else 0
+    stages = [each] * pp
+    if first is not None:
+        stages[0] = first
+    if last is not None:
+        stages[-1] = last
+    return stages
+
+
+def _laid_out(layout: Any, pp: int, vpp: int) -> Counts | None:
+    """Counts of ``--pipeline-model-parallel-layout``: "Et*2|(tt|)*2L", or a list of lists of names."""
+    if isinstance(layout, Named) and layout.kind == "record":  # PipelineParallelLayerLayout
+        layout = layout.value[1].get("input_data")
+    if type(layout) is str:
+        rows: Sequence[Any] | None = _unrolled(layout)
+    else:
+        rows = layout
+    if not isinstance(rows, Sequence) or len(rows) != pp * vpp:
+        return None
+    if any(type(row) not in (str, list, tuple) for row in rows):
+        return None
+    counts = [sum(_layer_kind(x) in _DECODER for x in row) for row in rows]
+    return [counts[v * pp : (v + 1) * pp] for v in range(vpp)]
+
+
+def _unrolled(text: str) -> list[str] | None:
+    text = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        found = re.findall(pattern, text)
+        if sum(len(body) * int(times) for body, times in found if len(times) < 7) > _MAX_LAYOUT or any(
+            len(times) >= 7 for _, times in found
+        ):
+            return None
+        text = re.sub(pattern, lambda m: m[1] * int(m[2]), text)
+    return text.split("|") if set(text) <= set("ELtm|") else None
+
+
+def _layer_kind(entry: Any) -> Any:
+    if isinstance(entry, Named) and entry.kind == "enum":  # LayerType.decoder, by name or value
+        kind = entry.value[1]  # a number or text
+        return "decoder" if kind == 4 else kind
+    # Names in a list are read in any case, spaces around them do not count.
+    return entry.strip().lower() if type(entry) is str else entry

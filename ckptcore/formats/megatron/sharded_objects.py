@@ -1,0 +1,208 @@
+"""Objects of Megatron-Core's checkpoints: which plain values do they stand for?
+
+What is no tensor is either a ShardedObject, stored on its own under ``<key>/shard_<offset>_<shape>``
+(megatron/core/dist_checkpointing/mapping.py), or part of the *common* state: one dict for all
+ranks, in ``common.pt`` until 0.18 and in the object ``common_state/shard_0_1`` since 0.19. In
+torch_dist an object is stored as a list with it alone inside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckptcore.core.manifest import Blob, Item, Manifest
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import Named, Refused
+from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
+from ckptcore.encodings.torchzip.reader import Objects, Reader, check_view
+from ckptcore.encodings.zarr_v2 import cell
+from ckptcore.errors import ChecksumMismatch, Finding, MalformedCheckpoint, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.dcp.objects import ObjectRules, adopt, kept
+from ckptcore.formats.megatron.pickle_globals import read_megatron
+from ckptcore.utils.crc32 import crc32
+
+COMMON_FILE = "common.pt"
+COMMON_KEY = "common_state/shard_0_1"
+EXTRA_STATE = "_extra_state"
+SHARD = re.compile(
+    r"^(?P<key>.+)/shard_(?P<offset>\d{1,18}(?:\.\d{1,18})*)_(?P<shape>\d{1,18}(?:\.\d{1,18})*)$"
+)
+_MAX_BYTES = 64 << 20  # of an object's tensor that is kept as bytes
+
+
+def listed(key: str, objects: Objects, read: Reader) -> tuple[Objects, tuple[str, ...]]:
+    """An object of torch_dist: taken out of the list around it where it is alone there."""
+    tree = objects.tree
+    inner = tree[0] if SHARD.match(key) and type(tree) is list and len(tree) == 1 else tree
+    return plain(key, replace(objects, tree=inner), read)
+
+
+def plain(key: str, objects: Objects, read: Reader) -> tuple[Objects, tuple[str, ...]]:
+    """An object without what was refused in it, and the paths of that.
+
+    Transformer Engine 2.0 and later keeps ``_extra_state`` as a byte tensor that is itself a
+    pickle. It is no weight and is never opened: it becomes ``Named("bytetensor", bytes)``.
+    """
+    tree, lost, names = _pruned(objects.tree)
+    if EXTRA_STATE in key and isinstance(tree, StoredView) and tree.dtype == "uint8":
+        tree = Named("bytetensor", _bytes_of(tree, objects, read, key))
+    refused = tuple(dict.fromkeys((*objects.refused, *names)))
+    storages = {} if isinstance(tree, Named) and tree.kind == "bytetensor" else objects.storages
+    return replace(objects, tree=tree, refused=refused, storages=storages), lost
+
+
+LISTED = ObjectRules(parse=read_megatron, adapt=listed)  # torch_dist
+BARE = ObjectRules(parse=read_megatron, adapt=plain)  # plain DCP folders of Megatron-LM
+
+
+def add_file(builder: Builder, source: Source, path: str, key: str | None) -> None:
+    """Adds a torch file as one object, or its top-level dict as an object per key (key None).
+
+    What cannot be parsed becomes a finding, and a blob without a tree.
+    """
+    store, size = source.store, source.listing[path]
+    item = Item(builder.file(path, size), 0, size)
+    at = builder.item(item)
+
+    def read(start: int, length: int) -> bytes:
+        return store.read(path, start, length)
+
+    try:
+        objects = read_megatron(read, size, path)
+        parts = {key: objects.tree} if key is not None else _common(objects.tree, path)
+        told = set[str]()
+        for name, tree in parts.items():
+            used = storages_in(tree)
+            told |= used
+            mine = {k: v for k, v in objects.storages.items() if k in used}
+            one, lost = plain(name, replace(objects, tree=tree, refused=(), storages=mine), read)
+            form = adopt(builder, name, item, one, f"{name} in {path}")
+            builder.blobs.append(kept(builder, name, at, form, one, lost, path))
+        hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in told)
+        if hidden:
+            message = f"{path} holds {hidden} bytes of tensors in {', '.join(objects.refused)}: out of reach"
+            builder.findings.append(finding("refused-tensors", "cover", message, fqn=key, file=path))
+    except MalformedCheckpoint as error:
+        code = "crc-mismatch" if isinstance(error, ChecksumMismatch) else "malformed-item"
+        builder.findings.append(finding(code, "cover", error.message, fqn=key, file=path))
+        builder.blobs.append(Blob(key or path, at, known=False))
+
+
+def _common(tree: Any, path: str) -> dict[str, Any]:
+    if not isinstance(tree, dict) or any(type(k) is not str for k in tree):
+        raise MalformedCheckpoint(f"{path} holds a {type(tree).__name__}, not a dict of common state")
+    return tree
+
+
+def spread_common(manifest: Manifest) -> Manifest:
+    """The manifest with the object ``common_state`` as one object per key of its dict."""
+    blobs: list[Blob] = []
+    for blob in manifest.blobs:
+        entries = _entries(blob.tree) if blob.key == COMMON_KEY and blob.known else None
+        if entries is None:
+            blobs.append(blob)
+        else:
+            blobs += [Blob(k, blob.item, v, blob.refused) for k, v in entries]
+    return replace(manifest, blobs=tuple(blobs))
+
+
+def common_name(name: str) -> str:
+    """The name that a tensor of the common state has in the whole."""
+    return name.removeprefix(COMMON_KEY + ".")
+
+
+def grids(blobs: Sequence[Blob]) -> Iterator[Finding]:
+    """A finding for every sharded object whose grid of shards is not whole."""
+    found: dict[str, dict[tuple[int, ...], set[tuple[int, ...]]]] = {}
+    for blob in blobs:
+        m = SHARD.match(blob.key)
+        if m:
+            offset, shape = (tuple(map(int, m[g].split("."))) for g in ("offset", "shape"))
+            found.setdefault(m["key"], {}).setdefault(shape, set()).add(offset)
+    for key, shapes in found.items():
+        if len(shapes) > 1:
+            yield finding("overlap", "cover", f"object {key} is stored in grids of different shapes: "
+                          f"{', '.join(map(_text, shapes))}", fqn=key)  # fmt: skip
+        for shape, offsets in shapes.items():
+            if all(len(o) == len(shape) + 1 for o in offsets):
+                # 0.5 cut the last number off a name in two dims: that dim is as long as its cells say.
+                shape = (*shape, 1 + max(o[-1] for o in offsets))
+            yield from _grid(key, shape, offsets)
+
+
+def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> Iterator[Finding]:
+    inside = {
+        o for o in offsets if len(o) == len(shape) and all(a < n for a, n in zip(o, shape, strict=True))
+    }
+    for offset in sorted(offsets - inside)[:3]:
+        yield finding("out-of-bounds", "cover", f"object {key}: shard {_text(offset)} lies outside its grid "
+                      f"{_text(shape)}", fqn=key)  # fmt: skip
+    total = prod(shape)
+    if len(inside) == total:
+        return
+    cells = (cell(shape, n) for n in range(min(total, len(inside) + 3)))
+    first = [_text(c) for c in cells if c not in inside][:3]
+    yield finding("hole", "cover", f"object {key}: {total - len(inside)} of {total} shards are not there"
+                  f"{': ' + ', '.join(first) if first else ''}", fqn=key)  # fmt: skip
+
+
+def _text(dims: tuple[int, ...]) -> str:
+    return ".".join(map(str, dims))
+
+
+def _entries(tree: Any) -> list[tuple[str, Any]] | None:
+    """(key, value) of the JSON form of a dict with text keys."""
+    if not isinstance(tree, dict):
+        return None
+    if "$" not in tree:
+        return list(tree.items())
+    if tree["$"] in ("dict", "odict") and all(isinstance(k, str) for k, _ in tree["items"]):
+        return [(k, v) for k, v in tree["items"]]
+    return None
+
+
+def _pruned(tree: Any) -> tuple[Any, tuple[str, ...], list[str]]:
+    """(the tree without refused values, their paths, their classes); all of it when its top is refused."""
+    lost: list[str] = []
+    names: list[str] = []
+
+    def visit(value: Any, path: str) -> Any:
+        if isinstance(value, Refused):
+            lost.append(path.lstrip("."))
+            names.append(value.name)
+            return value
+        if isinstance(value, Named):
+            inner = visit(value.value, path) if isinstance(value.value, (dict, list, tuple)) else value.value
+            return inner if isinstance(inner, Refused) else Named(value.kind, inner)
+        if isinstance(value, dict):
+            kind = OrderedDict if isinstance(value, OrderedDict) else dict
+            pairs = [(k, visit(v, f"{path}.{k}")) for k, v in value.items() if not isinstance(k, Refused)]
+            return kind((k, v) for k, v in pairs if not isinstance(v, Refused))
+        if isinstance(value, (list, tuple)):
+            inside = [visit(v, f"{path}.{i}") for i, v in enumerate(value)]
+            gone = next((v for v in inside if isinstance(v, Refused)), None)
+            return gone if gone is not None else type(value)(inside)  # positions must stay
+        return value
+
+    kept_tree = visit(tree, "")
+    return kept_tree, () if isinstance(kept_tree, Refused) else tuple(lost), names
+
+
+def _bytes_of(view: StoredView, objects: Objects, read: Reader, what: str) -> bytes:
+    if view.key not in objects.storages:
+        raise MalformedCheckpoint(f"{what} has no storage {view.key!r}")
+    start, length, crc = objects.storages[view.key]
+    place = check_view(view, length, 0, what, objects.swapped)
+    count = prod(view.shape)
+    if place.strides is not None or len(view.shape) != 1 or length > _MAX_BYTES:
+        raise MalformedCheckpoint(f"{what}: {count} bytes of extra state in a layout that nothing writes")
+    raw = read(start, length)
+    if crc is not None and crc32(raw) != crc:
+        raise ChecksumMismatch(f"{what} has CRC-32 {crc32(raw):08x}, {crc:08x} is stored")
+    return raw[place.start : place.start + count]

@@ -1,0 +1,123 @@
+"""Megatron-Core `torch_dist` checkpoints: a DCP folder with Megatron's own rules (0.6 to 0.19).
+
+Beside the DCP files lie ``metadata.json``, written last, and until 0.18 ``common.pt``. Keys are
+those of the ShardedTensors; optimizer state may be flattened (`_mcoreflat`), and everything that
+is no tensor follows `_mcoreobjects` (megatron/core/dist_checkpointing/serialization.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.errors import Finding, finding
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.dcp.reader import DATA, parse_folder, read_folder
+from ckptcore.formats.megatron.config import (
+    CONFIG,
+    INTEGRITY,
+    Config,
+    digests,
+    finished_config,
+    marked,
+    read_config,
+)
+from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
+from ckptcore.formats.megatron.flattened import left_flat, restored
+from ckptcore.formats.megatron.sharded_objects import (
+    COMMON_FILE,
+    COMMON_KEY,
+    LISTED,
+    add_file,
+    common_name,
+    grids,
+    spread_common,
+)
+from ckptcore.formats.megatron.writer import arrange_torch_dist
+
+NAME = "torch_dist"
+
+
+def detect(source: Source) -> Evidence | None:
+    """`metadata.json` says so; without it, `.metadata` has what only Megatron-Core leaves there."""
+    if source.name is not None:
+        return None
+    told = read_config(source)
+    data = [p for p in source.listing if DATA.search(p) and "/" not in p]
+    if told is not None:
+        if told.backend != NAME:
+            return None
+        because = (f"{CONFIG} says sharded_backend torch_dist, version {told.version}",)
+    elif ".metadata" in source.listing and marked(source):
+        because = (f"no {CONFIG}, but .metadata is Megatron-Core's",)
+    else:
+        return None
+    return Evidence(NAME, (*because, f"{len(data)} *.distcp file(s)"), refines=("dcp",))
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a torch_dist folder, names as stored.
+
+    Raises `NotComplete` when `metadata.json`, which is written last, is not there.
+    """
+    told = finished_config(source)
+    parsed = parse_folder(source)
+    extra = parsed[0].extra.get("mcore_data")
+    folder = read_folder(source, NAME, LISTED, parsed)
+    folder = restored(folder, extra)
+    findings = [*left_flat(folder, extra)]
+    parts = [Part(folder, rename=common_name)]
+    inside = any(b.key == COMMON_KEY for b in folder.blobs)
+    if COMMON_FILE in source.listing and inside:
+        findings.append(_second(told))
+    elif COMMON_FILE in source.listing:
+        parts.append(Part(_common(source)))
+    kept = digests(source)
+    findings += [
+        finding("missing-file", "files", f"{INTEGRITY} tells of {path}, which is not there", file=path)
+        for path in kept
+        if path not in source.listing
+    ]
+    if told is not None and told.has_common_file and COMMON_FILE not in source.listing:
+        message = f"{COMMON_FILE} is not there, and {CONFIG} says that the common state was saved in it"
+        findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
+    whole = spread_common(join(NAME, source.store.url, parts, _origin(folder, told, kept)))
+    whole = replace(whole, findings=(*whole.findings, *findings, *grids(whole.blobs)))
+    return map_buckets(whole, stored_args(whole))
+
+
+def _second(told: Config | None) -> Finding:
+    """About `common.pt` beside a common state of 0.19, which that release does not open."""
+    if told is not None and told.has_common_file:
+        message = f"{CONFIG} says that the common state lies in {COMMON_FILE}, and .metadata has {COMMON_KEY}"
+        return finding("mixed-saves", "files", message, file=COMMON_FILE)
+    message = f"{COMMON_FILE} is not read: the common state is the object {COMMON_KEY}"
+    return finding("stray-file", "files", message, file=COMMON_FILE)
+
+
+def _common(source: Source) -> Manifest:
+    builder = Builder()
+    add_file(builder, source, COMMON_FILE, None)
+    return builder.build(NAME, source.store.url, {})
+
+
+def _origin(folder: Manifest, told: Config | None, sha256: dict[str, str]) -> dict[str, Any]:
+    origin = dict(folder.origin)
+    if told is not None:
+        origin |= {"backend": told.backend, "backend_version": told.version}
+    return {**origin, "sha256": sha256} if sha256 else origin
+
+
+FORMAT = Format(
+    name=NAME,
+    title="Megatron-Core distributed checkpoint, torch_dist (0.6 to 0.19)",
+    recognised_by="`metadata.json` with `sharded_backend` torch_dist, beside `.metadata`",
+    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item, SHA-256 per file", objects=True),
+    detect=detect,
+    read=read,
+    arrange=arrange_torch_dist,
+    shards=True,
+)

@@ -1,0 +1,188 @@
+"""Laying out Megatron-Core checkpoints, torch_dist and zarr, as a job of one rank saves them.
+
+What the source holds is told apart by names: a key ``<key>/shard_<offset>_<shape>`` is a sharded
+object, every other object is common state, and a tensor that no object refers to is a sharded
+tensor of one chunk. ``common.pt`` and the four fields of ``metadata.json`` are what releases up to
+0.18 need; 0.19 takes ``common.pt`` where there is one, too. ``metadata.json`` comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.core.object_tree import Named, TensorRef, decode, tensors_in
+from ckptcore.encodings import zarr_v2 as _zarr
+from ckptcore.errors import NameMismatch, UnsupportedDtype
+from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
+from ckptcore.formats.dcp.metadata_writer import metadata_pickle
+from ckptcore.formats.dcp.writer import METADATA, Files
+from ckptcore.formats.megatron.config import CONFIG
+from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, COMMON_KEY, SHARD
+from ckptcore.formats.torch_save.layout import Inline, torch_file
+from ckptcore.utils.text import shown
+
+_RANDOM = "rng_state"
+_MAX_NAME = 255  # bytes of a file name, on every common file system
+_MAX_PATH = 3500  # bytes of a name below the output: paths end at 4096
+_OWN = re.compile(r"\.z\w+|\d+(\.\d+)*")  # files that a tensor's own folder has: its metadata, its chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What is written, told apart.
+
+    weights: positions of the sharded tensors, in natural name order. shards: key -> value of each
+    sharded object. common: the common state. position: name -> position of every tensor.
+    """
+
+    weights: tuple[int, ...]
+    shards: dict[str, Any]
+    common: dict[str, Any]
+    position: dict[str, int]
+
+
+def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
+    """``common.pt``, the ``__R_I.distcp`` of every rank, ``.metadata``, ``metadata.json``."""
+    parts = _parts(request)
+    files = Files(request, "")
+    for key, value in parts.shards.items():
+        # megatron/core/dist_checkpointing/strategies/torch.py stores a list around every object
+        files.whole(key, _torch_file(key, [value], request, parts))
+    layouts = tuple(files.ranks(parts.weights))
+    told = metadata_pickle(files.stored(parts.weights), files.objects, None)
+    return (
+        _torch_file(COMMON_FILE, _for_ranks(request, parts), request, parts),
+        *layouts,
+        _literal(METADATA, told),
+        _config("torch_dist"),
+    )
+
+
+def _for_ranks(request: Arrangement, parts: Parts) -> dict[str, Any]:
+    """The common state; for a mesh without random states, that of a job with ``--no-save-rng``.
+
+    Megatron-LM asks for them where TP and PP are those of ``args`` (megatron/training/checkpointing.py,
+    load_checkpoint), and fails where they are missing.
+    """
+    args = parts.common.get("args")
+    if request.topology is None or not isinstance(args, Named) or args.kind != "namespace":
+        return parts.common
+    if any(key.startswith(f"{_RANDOM}/") for key in parts.shards):
+        return parts.common
+    return {**parts.common, "args": Named(args.kind, {**args.value, "no_save_rng": True})}
+
+
+def arrange_zarr(request: Arrangement) -> tuple[FileLayout, ...]:
+    """``common.pt``, an array of one chunk per tensor, a file per sharded object, ``metadata.json``.
+
+    Raises `UnsupportedDtype` for tensors that zarr has no dtype for, `NameMismatch` for names that
+    are no folder's.
+    """
+    parts = _parts(request)
+    names = [request.tensors[i].fqn for i in parts.weights]
+    _require_folders([*names, *(f"{key}.pt" for key in parts.shards)])
+    odd = {t.fqn: t.dtype for i in parts.weights if not BY_NAME[(t := request.tensors[i]).dtype].zarr}
+    if odd:
+        shown = ", ".join(f"{n} ({d})" for n, d in list(odd.items())[:4])
+        raise UnsupportedDtype(f"zarr has no dtype for {len(odd)} tensors: {shown}", tensors=sorted(odd))
+    arrays = (layout for i in parts.weights for layout in _array(request, i))
+    objects = (_torch_file(f"{k}.pt", v, request, parts) for k, v in parts.shards.items())
+    common = _torch_file(COMMON_FILE, parts.common, request, parts)
+    return (common, *arrays, *objects, _config("zarr"))
+
+
+def _array(request: Arrangement, index: int) -> Iterator[FileLayout]:
+    spec = request.tensors[index]
+    chunks = tuple(max(n, 1) for n in spec.shape)
+    told = _zarr.dump(BY_NAME[spec.dtype], spec.shape, chunks)
+    head = Literal(0, told)
+    path = f"{spec.fqn}/{_zarr.ARRAY}"
+    if spec.numel == 0:  # an empty array has no chunk; its header stands for it
+        yield FileLayout(path, len(told), (index,), (Slot(0, len(told)),), (head,))
+        return
+    chunk = ".".join("0" for _ in spec.shape) or "0"
+    yield FileLayout(path, len(told), (), (), (head,))
+    yield FileLayout(f"{spec.fqn}/{chunk}", spec.nbytes, (index,), (Slot(0, 0),), ())
+
+
+def _parts(request: Arrangement) -> Parts:
+    position = {t.fqn: i for i, t in enumerate(request.tensors)}
+    shards: dict[str, Any] = {}
+    common: dict[str, Any] = {}
+    inside: set[str] = set()
+    for key in sorted(request.objects, key=natural):
+        value = decode(request.objects[key])
+        if key == COMMON_KEY or (key in position and value != TensorRef(key)):
+            raise NameMismatch(f"an object is called {key}, like what Megatron-Core keeps there")
+        (shards if SHARD.match(key) else common)[key] = value
+        inside |= {*tensors_in(value)}
+    free = sorted(position.keys() - inside, key=natural)
+    return Parts(tuple(position[n] for n in free), shards, common, position)
+
+
+def _torch_file(path: str, value: Any, request: Arrangement, parts: Parts) -> FileLayout:
+    """A torch file with the tensors and byte tensors that its value refers to."""
+    inline: dict[str, Inline] = {}
+    tree = _with_bytes(value, inline)
+    order = [parts.position[n] for n in sorted(tensors_in(value), key=natural)]
+    return torch_file(path, tree, request.tensors, order, classes=True, inline=inline)
+
+
+def _with_bytes(value: Any, inline: dict[str, Inline]) -> Any:
+    """The tree with a reference in place of every byte tensor; their bytes go into ``inline``."""
+    if isinstance(value, Named):
+        if value.kind == "bytetensor":
+            name = f"\0{len(inline)}"  # no tensor is called so
+            inline[name] = TensorSpec(name, "uint8", (len(value.value),)), value.value
+            return TensorRef(name)
+        return Named(value.kind, _with_bytes(value.value, inline))
+    if isinstance(value, dict):
+        return type(value)((k, _with_bytes(v, inline)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)([_with_bytes(v, inline) for v in value])
+    return value
+
+
+def _require_folders(names: Sequence[str]) -> None:
+    """Every name can be a path below the output, and none is another's file."""
+    taken, folders = {COMMON_FILE, CONFIG}, frozenset(names)
+    for name in names:
+        steps = name.split("/")
+        if (
+            name in taken
+            or not all(map(_can_be_folder, steps))
+            or len(name) > _MAX_PATH
+            or any(_OWN.fullmatch(s) and "/".join(steps[:n]) in folders for n, s in enumerate(steps) if n)
+        ):
+            raise NameMismatch(f"{shown(name, 120)} cannot be a folder of a zarr checkpoint",
+                               hint="rename it with --rename, or leave it out with --exclude")  # fmt: skip
+        taken.add(name)
+
+
+def _can_be_folder(step: str) -> bool:
+    if step in ("", ".", "..") or "\0" in step or "\\" in step:
+        return False
+    try:
+        return len(step.encode()) <= _MAX_NAME
+    except UnicodeEncodeError:  # no text at all
+        return False
+
+
+def _config(backend: str) -> FileLayout:
+    form = {
+        "sharded_backend": backend,
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    return _literal(CONFIG, json.dumps(form).encode(), commit=True)
+
+
+def _literal(path: str, data: bytes, *, commit: bool = False) -> FileLayout:
+    return FileLayout(path, len(data), (), (), (Literal(0, data),), commit)

@@ -1,0 +1,193 @@
+"""Megatron-Core `zarr` checkpoints (0.5 to 0.15): one uncompressed zarr array per tensor.
+
+Beside the arrays lie ``metadata.json``, written last, ``common.pt``, an object per
+``<key>/shard_<offset>_<shape>.pt``, and the zero-length locks of ``<key>.sync/``
+(megatron/core/dist_checkpointing/strategies/zarr.py). Flattened shards are stored in place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptcore.core.manifest import Envelope, Manifest, TensorSpec, Unread
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.encodings import zarr_v2 as _zarr
+from ckptcore.errors import Finding, UnreadablePart, finding
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.megatron.config import CONFIG, finished_config, read_config
+from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
+from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, add_file, grids
+from ckptcore.formats.megatron.writer import arrange_zarr
+
+NAME = "zarr"
+_LOCKS = ".sync"
+# Until 0.5 the last number of a shape of two or more dims was cut off as if it were a suffix.
+_OBJECT = re.compile(r"/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*\.pt$")
+_CHUNK = re.compile(r"/\d+(?:\.\d+)*$")
+_PADDED = re.compile(r"embedding|output_layer|lm_head|bucket_idx|gbuf_idx")
+_MAX_TOLD = 100
+
+
+def detect(source: Source) -> Evidence | None:
+    """`metadata.json` says so; without it, arrays beside Megatron's `common.pt`."""
+    if source.name is not None:
+        return None
+    told = read_config(source)
+    arrays = len(_arrays(source))
+    if told is not None and told.backend != NAME:
+        because = (f"{arrays} zarr arrays", f"although {CONFIG} says {told.backend}")
+        return Evidence(NAME, because) if arrays else None
+    if told is not None:
+        because = (f"{CONFIG} says sharded_backend zarr, version {told.version}", f"{arrays} arrays")
+    elif arrays and COMMON_FILE in source.listing:
+        because = (f"{arrays} zarr arrays beside {COMMON_FILE}", f"but no {CONFIG}")
+    else:
+        return None
+    return Evidence(NAME, because, refines=("torch_save",))  # which sees common.pt
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a zarr checkpoint, names as stored.
+
+    Raises `NotComplete` without `metadata.json`, `UnsupportedFormat` for compressed arrays.
+    """
+    told = finished_config(source)
+    builder = Builder()
+    inside = _by_folder(source)
+    arrays = _arrays(source)
+    told_by = {path: array for path in arrays if (array := _add_array(builder, source, path, inside))}
+    builder.findings += [*_of_another_writer(told_by), *_uneven(told_by)]
+    builder.findings += _headless(source, {p.removesuffix("/" + _zarr.ARRAY) for p in arrays})
+    for path in sorted(p for p in source.listing if _OBJECT.search(p)):
+        add_file(builder, source, path, path.removesuffix(".pt"))
+    if COMMON_FILE in source.listing:
+        add_file(builder, source, COMMON_FILE, None)
+    elif told is not None and told.has_common_file:
+        message = f"{COMMON_FILE} is not there, and {CONFIG} says that the common state was saved in it"
+        builder.findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
+    origin = {} if told is None else {"backend": told.backend, "backend_version": told.version}
+    found = builder.build(NAME, source.store.url, origin)
+    found = replace(found, findings=(*found.findings, *grids(found.blobs)))
+    return map_buckets(found, stored_args(found))
+
+
+def _arrays(source: Source) -> list[str]:
+    """Every array's `.zarray`; those of lock folders are empty."""
+    found = {p.removesuffix("/" + _zarr.ARRAY): p for p in source.listing if p.endswith("/" + _zarr.ARRAY)}
+    locks = {k for k, p in found.items() if k.endswith(_LOCKS)
+             and (not source.listing[p] or k.removesuffix(_LOCKS) in found)}  # fmt: skip
+    return [p for k, p in found.items() if k not in locks]
+
+
+def _headless(source: Source, arrays: set[str]) -> Iterator[Finding]:
+    """Findings about chunks, and locks, without the `.zarray` of their array."""
+    folders = {p.rpartition("/")[0] for p in source.listing if _CHUNK.search(p)}
+    told = {k.removesuffix(_LOCKS) for k in folders}
+    lost = sorted(k for k in told - arrays if not any(above in arrays for above in _above(k)))
+    for key in lost[:_MAX_TOLD]:
+        message = f"{key}/{_zarr.ARRAY} is not there, but chunks or locks of {key} are"
+        yield finding("missing-file", "files", message, file=f"{key}/{_zarr.ARRAY}")
+
+
+def _above(key: str) -> Iterator[str]:
+    """The folders that a folder lies in; chunks may lie in subfolders."""
+    while "/" in key:
+        key = key.rpartition("/")[0]
+        yield key
+
+
+def _by_folder(source: Source) -> dict[str, list[str]]:
+    """Top folder -> the files below it, relative to it; an array's chunks may lie in subfolders."""
+    found: dict[str, list[str]] = {}
+    for path in source.listing:
+        folder, slash, name = path.partition("/")
+        if slash:
+            found.setdefault(folder, []).append(name)
+    return found
+
+
+def _of_another_writer(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
+    """Findings about arrays whose elements are in another order than those of most: a save has one order."""
+    kinds = {p: (f"order {a.order}", "big-endian" if a.swapped else "little-endian")
+             for p, a in arrays.items() if a.shape and a.dtype.itemsize > 1}  # fmt: skip
+    counts = Counter(kinds.values()).most_common()
+    for path, kind in kinds.items() if counts[1:] else ():
+        if kind != counts[0][0]:
+            message = f"{path} says {', '.join(kind)}; {counts[0][1]} arrays say {', '.join(counts[0][0])}"
+            yield finding("unusual-layout", "files", message, file=path)
+
+
+def _uneven(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
+    """Findings about shapes that end inside a chunk: a save cuts into equal chunks, or refuses to.
+
+    megatron/core/dist_checkpointing/mapping.py, ShardedTensor.max_allowed_chunks: only where
+    ``allow_shape_mismatch`` is set, which padded vocabularies and buckets have.
+    """
+    for path, array in arrays.items():
+        if any(n % c for n, c in zip(array.shape, array.chunks, strict=True)) and not _PADDED.search(path):
+            message = (f"{path} says shape {list(array.shape)} and chunks of {list(array.chunks)}: "
+                       "Megatron-Core cuts into equal parts, the shape may have been another")  # fmt: skip
+            yield finding("unusual-layout", "files", message, file=path)
+
+
+def _add_array(builder: Builder, source: Source, path: str, inside: dict[str, list[str]]
+               ) -> _zarr.Array | None:  # fmt: skip
+    """Adds an array with its chunks; gives None for one that cannot be read."""
+    key = path.removesuffix("/" + _zarr.ARRAY)
+    try:
+        array = _zarr.parse(source.store.read(path, 0, min(source.listing[path], _zarr.MAX_ARRAY)), path)
+    except UnreadablePart as error:
+        shape, dtype = error.values["shape"], error.values["dtype"]
+        builder.unread(key, Unread(error.message, dtype, shape, path))
+        return None
+    tensor = builder.tensor(TensorSpec(key, array.dtype.name, array.shape))
+    top, _, below = key.partition("/")
+    prefix = f"{below}/" if below else ""
+    found: dict[tuple[int, ...], str] = {}
+    for name in inside.get(top, ()):
+        if not name.startswith(prefix) or name == prefix + _zarr.ARRAY or _OBJECT.search(f"/{name}"):
+            continue
+        index = array.index(name.removeprefix(prefix))
+        if index is None and array.outside(name.removeprefix(prefix)):
+            # Left by a larger save, or the shape was cut: nothing else tells which.
+            message = f"{top}/{name} is a chunk behind the end of {key} {list(array.shape)}"
+            builder.findings.append(finding("out-of-bounds", "files", message, fqn=key, file=f"{top}/{name}"))
+        elif index is None:
+            builder.findings.append(
+                finding("stray-file", "files", f"{top}/{name} is no chunk of {key}", file=f"{top}/{name}")
+            )
+        else:
+            found[index] = f"{top}/{name}"
+    for index in sorted(found):
+        _add_chunk(builder, source, tensor, array, index, found[index])
+    for index in array.missing(found, _MAX_TOLD):  # named, and a hole in what the array holds
+        box, view = array.place(index)
+        file = builder.file(f"{key}/{array.name(index)}", None)
+        item = builder.plain_item(file, 0, array.chunk_bytes, Envelope.RAW)
+        builder.chunk(tensor, box.offset, box.shape, item, view)
+    return array
+
+
+def _add_chunk(builder: Builder, source: Source, tensor: int, array: _zarr.Array,
+               index: tuple[int, ...], path: str) -> None:  # fmt: skip
+    size = source.listing[path]
+    if size > array.chunk_bytes:
+        message = f"{path} has {size} bytes, a chunk {array.chunk_bytes}"
+        builder.findings.append(finding("oversized-file", "files", message, file=path))
+    box, view = array.place(index)
+    item = builder.plain_item(builder.file(path, size), 0, array.chunk_bytes, Envelope.RAW)
+    builder.chunk(tensor, box.offset, box.shape, item, view)
+
+
+FORMAT = Format(
+    name=NAME,
+    title="Megatron-Core distributed checkpoint, zarr (0.5 to 0.15)",
+    recognised_by="`metadata.json` with `sharded_backend` zarr, beside folders with `.zarray`",
+    abilities=Abilities(reads=True, writes=True, checksums="none", objects=True),
+    detect=detect,
+    read=read,
+    arrange=arrange_zarr,
+)

@@ -1,0 +1,1 @@
+"""olmo: a room of ckptcore."""

@@ -1,0 +1,170 @@
+"""OLMo-core 1.0 and later, and OLMo's ``torch_new``: a trainer's step around a DCP folder.
+
+A step folder holds ``model_and_optim/`` (DCP), ``train/rank{R}.pt``, ``config.json``, and, last of
+all, ``.metadata.json`` (olmo_core/train/checkpoint.py); OLMo's has ``config.yaml`` instead of the
+last two (olmo/checkpoint.py, `TorchNewStyleShardedCheckpointer`). A DCP folder alone is OLMo-core's
+when its `.metadata` names the storage class of OLMo-core, which plain torch cannot load. Names are
+the stored ones: ``model.<fqn>``, ``optim.state.<fqn>.<key>``, ``optim.param_groups...``, and for
+what `save_state_dict_direct` writes ``<fqn>.main`` (flat float32 weights) and ``<fqn>.exp_avg``.
+The trainer's state is ``train.<key>``, or ``train.rank<R>.<key>`` where ranks differ.
+
+What `olmo_core.distributed.checkpoint` does, and how it is done here:
+
+| there | here |
+|---|---|
+| `get_checkpoint_metadata(dir)` | `ckptcore.open(dir)`: names, shapes, dtypes, places; `ckptcore inspect` |
+| `load_model_and_optim_state(dir, model, optim)` | `load_into(manifest, {"model": ..., "optim": ...})` |
+| `load_state_dict(dir, state_dict)` | `load_into(manifest, state_dict)`: in place, in any topology |
+| `load_keys(dir, keys)` | `read(manifest, key)` for tensors, `manifest.blobs` for objects |
+| prefix of a key | `load_into(..., prefix="model.")`, `--include 'model.*'` |
+| `unshard_checkpoint(dir, target)` | `ckptcore consolidate dir target --include 'model.*' --rename model.=` |
+| `optim=True` | `--include 'optim.*'`, in any format |
+| strategy `one_file` | `target.safetensors` or `target.pt` |
+| strategy `one_file_per_tensor` | `--max-file-size 1` |
+| strategy `chunks(n)` | `--max-file-size n` |
+| `num_threads`, `pre_download`, `work_dir` | `--workers`; URLs are read by ranges, never whole |
+| `device` of loaded tensors | `read(..., device="cuda")`; `load_into` fills tensors where they are |
+| `save_state_dict`, `save_model_and_optim_state` | `ckptcore consolidate`, `reshard`: `--to olmo_core` |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.metadata_budget import meter
+from ckptcore.encodings.json_text import loads
+from ckptcore.errors import Finding, NotComplete, finding
+from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source
+from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.dcp.reader import DATA, read_folder
+from ckptcore.formats.olmo.common import (
+    DCP,
+    TRAIN_FILE,
+    missing_part,
+    model_told,
+    require_renamed,
+    train_part,
+)
+from ckptcore.formats.olmo.writer import arrange_step
+
+NAME = "olmo_core"
+MARKER = ".metadata.json"
+# The module of `_StorageInfo` stands in `.metadata` in front of the first stored item.
+_OURS = b"olmo_core.distributed.checkpoint.filesystem"
+_TORCHS = b"torch.distributed.checkpoint.filesystem"
+_BLOCK = 4 << 20
+_MAX_MARKER = 1 << 20
+_CONFIGS = ("config.json", "config.yaml")
+
+
+def detect(source: Source) -> Evidence | None:
+    """A step folder, or a DCP folder that OLMo-core's storage layer wrote."""
+    if source.name is not None:
+        return None
+    told: list[str] = []
+    inside = [p for p in source.listing if p.startswith(f"{DCP}/")]
+    train = sum(bool(TRAIN_FILE.match(p)) for p in source.listing)
+    if inside:
+        told.append(f"{len(inside)} file(s) in {DCP}/")
+    elif MARKER in source.listing and train:
+        told.append(f"no {DCP}/")
+    elif ".metadata" in source.listing and _written_by_olmo_core(source):
+        told.append(f".metadata names {_OURS.decode()}")
+    elif ".metadata" in source.listing and train:
+        told.append("found .metadata")
+    if not told:
+        return None
+    told += [f"found {MARKER}"] if MARKER in source.listing else []
+    told += [f"{train} train/rankR.pt"] if train else []
+    return Evidence(NAME, tuple(told), refines=("dcp",))
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a step folder, or of a DCP folder alone.
+
+    Raises `NotComplete` when model and optimizer were not saved to the end, and what reading a DCP
+    folder raises.
+    """
+    require_renamed(source)
+    bare = ".metadata" in source.listing
+    if not bare and not any(p.startswith(f"{DCP}/") for p in source.listing):
+        raise NotComplete(
+            f"{source.store.url} has no {DCP}/: model and optimizer are not saved yet, or were moved",
+            hint="wait if the save is running; otherwise copy the folder from where it was written",
+        )
+    stored = read_folder(source if bare else source.below(DCP), NAME)
+    parts = [Part(stored, "" if bare else DCP)]
+    train = train_part(source)
+    origin, findings = dict(stored.origin), list[Finding]()
+    if train is not None:
+        parts.append(train)
+        origin |= {**train.manifest.origin, **_paths(stored, train.manifest)}
+    elif not bare:
+        findings.append(missing_part("train", "train/rank0.pt: the trainer's own state"))
+    told, found = _marker(source)
+    findings += found if not bare or MARKER in source.listing else ()
+    told |= model_told(t.fqn for t in stored.tensors)
+    told |= {p.split(".")[0]: p for p in _CONFIGS if p in source.listing}
+    return join(NAME, source.store.url, parts, origin | told, findings)
+
+
+def _written_by_olmo_core(source: Source) -> bool:
+    """Whether `.metadata` names OLMo-core's storage class; reads on until one of the two stands there."""
+    size, tail = source.listing[".metadata"], b""
+    if not any(DATA.search(p) for p in source.listing):
+        return False
+    meter().require(size, ".metadata")  # as its reader will
+    for at in range(0, size, _BLOCK):
+        block = tail + source.store.read(".metadata", at, min(_BLOCK, size - at))
+        if _OURS in block:
+            return True
+        if _TORCHS in block:
+            return False
+        tail = block[-len(_OURS) :]
+    return False
+
+
+def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
+    """What `.metadata.json` tells of the writer; OLMo has none, its last file is config.yaml."""
+    size = source.listing.get(MARKER)
+    if size is None:
+        if "config.yaml" in source.listing:
+            return {}, []
+        return {}, [missing_part(MARKER, f"{MARKER}, the file that a trainer writes last")]
+    try:
+        raw = source.store.read(MARKER, 0, min(size, _MAX_MARKER))
+        told = loads(raw)
+        known = {k: told[k] for k in ("version", "ephemeral") if type(told.get(k)) in (str, bool)}
+    except (ValueError, AttributeError, RecursionError) as error:
+        message = f"{MARKER} is not what a trainer writes: {error}"
+        return {}, [finding("malformed-metadata", "files", message, file=MARKER)]
+    return {f"writer_{k}" if k == "version" else k: v for k, v in known.items()}, []
+
+
+def _paths(stored: Manifest, train: Manifest) -> dict[str, Any]:
+    """The recorded paths with the trainer's names behind them, of which none is recorded."""
+    form = stored.origin.get("paths")
+    if not form:
+        return {}
+    more = [-1] * len(train.tensors), [-1] * len(train.blobs)
+    return {"paths": form | {"tensors": form["tensors"] + more[0], "objects": form["objects"] + more[1],
+                             "order": form["order"] + more[1]}}  # fmt: skip
+
+
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """A step folder as the ranks of a mesh leave it."""
+    return arrange_step(request, folder=DCP, marker=MARKER)
+
+
+FORMAT = Format(
+    name=NAME,
+    title="OLMo-core checkpoint (1.0 and later), OLMo torch_new",
+    recognised_by="`model_and_optim/` (and `.metadata.json`), or `.metadata` of OLMo-core's storage class",
+    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item", objects=True),
+    detect=detect,
+    read=read,
+    arrange=arrange,
+    nests=True,
+    shards=True,
+)

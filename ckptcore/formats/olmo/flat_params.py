@@ -1,0 +1,130 @@
+"""One rank's flat parameters: which elements of which parameters lie where in them?
+
+``{"modules": [{"name": ..., "handles": [{"flat_param.data": ..., "flat_param._fqns": ..., ...}]}]}``
+(olmo/checkpoint.py, `LocalShardedCheckpointer._get_flat_param_state_to_save`); the attributes are
+those of torch's FlatParameter (torch/distributed/fsdp/_flat_param.py). Up to torch 2.0 the places
+are ``_shard_indices`` and ``_shard_param_offsets``, since then ``_shard_param_infos``; both count the
+last element in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckptcore.core.object_tree import Named
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
+from ckptcore.encodings.pickle.unpickler import Record, record
+from ckptcore.errors import MalformedCheckpoint
+from ckptcore.formats.olmo.common import plain_name
+from ckptcore.utils.text import shown
+
+# torch 2.1 has it in flat_param, later releases in _flat_param; a NamedTuple of five.
+TABLE: dict[str, Any] = {
+    **OBJECT_TABLE,
+    **{
+        f"torch.distributed.fsdp.{module}._ShardParamInfo": record("_ShardParamInfo")
+        for module in ("flat_param", "_flat_param")
+    },
+}
+_MAX_DIM = 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What a rank holds of a parameter: elements ``[start, stop)`` of it, row-major.
+
+    data: the rank's flat tensor. at: the first of these elements in it. stop == start: nothing.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    data: StoredView
+    at: int
+
+
+def slices(tree: Any, what: str) -> Iterator[Slice]:
+    """Every parameter of a rank's file, also those of which it holds nothing.
+
+    Raises `MalformedCheckpoint`.
+    """
+    try:
+        for module in tree["modules"]:
+            prefix = plain_name(module["name"]).removesuffix("_fsdp_wrapped_module")
+            for handle in module["handles"]:
+                for seen in _of_handle(handle):
+                    fqn = plain_name(f"{prefix.rstrip('.')}.{seen.fqn}" if prefix else seen.fqn)
+                    yield _checked(Slice(fqn, seen.shape, seen.start, seen.stop, seen.data, seen.at), what)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise MalformedCheckpoint(f"{what} does not hold flat parameters: {shown(error, 160)}") from error
+
+
+def _of_handle(handle: Any) -> Iterator[Slice]:
+    data = handle["flat_param.data"]
+    if type(data) is not StoredView or len(data.shape) != 1:
+        raise TypeError("flat_param.data is not a flat tensor")
+    names, shapes = handle["flat_param._fqns"], [_shape(s) for s in handle["flat_param._shapes"]]
+    places = _by_indices(handle) if "flat_param._shard_indices" in handle else _by_infos(handle)
+    held = dict(places)
+    if len(names) != len(shapes) or (held and max(held) >= len(names)):
+        raise ValueError("names, shapes and places of a flat parameter differ in number")
+    for n, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        start, stop, at = held.get(n, (0, 0, 0))
+        yield Slice(_text(name), shape, start, stop, data, at)
+
+
+def _by_indices(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """(parameter, (start, stop, first in the flat tensor)), torch up to 2.0: one behind the other."""
+    first, at = handle["flat_param._shard_indices"][0], 0
+    for n, (start, last) in enumerate(handle["flat_param._shard_param_offsets"]):
+        yield first + n, (start, last + 1, at)
+        at += last + 1 - start
+
+
+def _by_infos(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """The same for torch 2.1 and later: each says where it lies."""
+    infos = handle["flat_param._shard_param_infos"]
+    if len(infos) != len(handle["flat_param._fqns"]):
+        raise ValueError("_shard_param_infos does not speak of every parameter")
+    for n, info in enumerate(infos):
+        fields = info.args if type(info) is Record else info
+        inside, at, numel, start, last = fields
+        if inside is True:
+            if last + 1 - start != numel:
+                raise ValueError(f"elements {start} to {last} are not {numel}")
+            yield n, (start, last + 1, at)
+        elif inside is not False:
+            raise TypeError(f"{shown(fields)} is no place")
+
+
+def _checked(found: Slice, what: str) -> Slice:
+    numbers = (found.start, found.stop, found.at)
+    if any(type(n) is not int for n in numbers):
+        raise TypeError(f"{shown(numbers)} are no places")
+    if not 0 <= found.start <= found.stop <= prod(found.shape):
+        raise MalformedCheckpoint(
+            f"{what}: elements [{found.start}, {found.stop}) are outside {found.fqn} {list(found.shape)}"
+        )
+    if not 0 <= found.at <= found.data.shape[0] - (found.stop - found.start):
+        raise MalformedCheckpoint(
+            f"{what}: {found.fqn} should take {found.stop - found.start} elements at {found.at} of a flat "
+            f"parameter of {found.data.shape[0]}"
+        )
+    return found
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    dims = value.value if type(value) is Named and value.kind == "size" else value
+    if any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims) or len(dims) > 64:
+        raise ValueError(f"{shown(dims)} is no shape")
+    return tuple(dims)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{shown(value, 40)} is no name")
+    return value

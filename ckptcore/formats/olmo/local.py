@@ -1,0 +1,206 @@
+"""OLMo's ``local`` checkpoints: FSDP's flat parameters as each rank held them.
+
+``metadata.yaml`` tells the world size; ``model/rank{R}.pt`` holds the rank's flat parameters with the
+places of the real ones in them, ``optim/rank{R}.pt`` the optimizer's state dict, whose tensors are
+cut like the parameters, and ``train/rank{R}.pt`` the trainer's state (olmo/checkpoint.py,
+`LocalShardedCheckpointer`). Names: ``model.<fqn>``, ``optim.state.<fqn>.<key>``,
+``optim.param_groups.<i>``, ``train.<key>``. What several ranks hold alike is compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptcore.core.box import flat_start, from_flat_range
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Blob, Manifest, TensorSpec, View
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.encodings.limits import absent
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.torchzip.reader import Objects, read_objects
+from ckptcore.errors import MalformedCheckpoint, NotComplete, finding
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.olmo.common import missing_part, model_told, require_renamed, train_part
+from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
+from ckptcore.formats.olmo.param_groups import numbered, plain_groups
+from ckptcore.formats.torch_save.tree import TorchTree, add_object
+from ckptcore.utils.text import shown
+
+NAME = "olmo_local"
+METADATA = "metadata.yaml"
+_FILE = re.compile(r"^(model|optim)/rank(\d+)\.pt$")
+_WORLD = re.compile(rb"^world_size:\s*(\d{1,7})\s*$", re.MULTILINE)
+Held = dict[str, Slice]  # what a rank holds, by parameter
+
+
+def detect(source: Source) -> Evidence | None:
+    """``model/rankR.pt`` beside ``metadata.yaml`` or ``optim/rankR.pt``."""
+    if source.name is not None:
+        return None
+    count = {"model": 0, "optim": 0}
+    for path in source.listing:
+        if m := _FILE.match(path):
+            count[m[1]] += 1
+    if not sum(count.values()) or (METADATA not in source.listing and not all(count.values())):
+        return None
+    told = [f"{n} {part}/rankR.pt" for part, n in count.items() if n]
+    return Evidence(NAME, (*told, *([f"found {METADATA}"] if METADATA in source.listing else [])))
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a step folder.
+
+    Raises `NotComplete` when the save did not come to its end, `MalformedCheckpoint`.
+    """
+    require_renamed(source)
+    if not {METADATA, "config.yaml"} & source.listing.keys() and not source.recover:
+        raise NotComplete(f"{source.store.url} has no {METADATA} and no config.yaml: they are written last")
+    files: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
+    for path in source.listing:
+        if m := _FILE.match(path):
+            files[m[1]][int(m[2])] = path
+    state = _State(source)
+    world = _world_size(source) or 1 + max(r for ranks in files.values() for r in ranks)
+    for part, ranks in files.items():
+        if ranks or part == "model":
+            state.require(part, ranks, world)
+    held = {rank: state.model(path) for rank, path in sorted(files["model"].items()) if rank < world}
+    for rank, path in sorted(files["optim"].items()):
+        if rank in held:
+            state.optim(path, held[rank])
+    told: dict[str, Any] = {"world_size": world} | model_told(["model."])
+    parts = [Part(state.builder.build(NAME, source.store.url, told))]
+    findings = [] if files["optim"] else [missing_part("optim", "optim/ beside model/")]
+    train = train_part(source)
+    if train is not None:
+        parts.append(train)
+        told = dict(train.manifest.origin) | told
+    return join(NAME, source.store.url, parts, told, findings)
+
+
+class _State:
+    """Collects what the ranks hold."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.builder = source, Builder()
+        self._tensors: dict[str, int] = {}
+        self._objects: dict[str, Any] = {}
+
+    def require(self, part: str, ranks: Mapping[int, str], world: int) -> None:
+        """Findings about ranks that are not there, and about those of another save."""
+        for rank in absent(ranks, world, 100):
+            path = f"{part}/rank{rank}.pt"
+            message = f"{path} is not there: {world} ranks saved"
+            self.builder.findings.append(finding("missing-rank", "files", message, file=path))
+        for rank in sorted(r for r in ranks if r >= world):
+            message = f"{ranks[rank]} is not part of this save: {world} ranks saved"
+            self.builder.findings.append(finding("stray-file", "files", message, file=ranks[rank]))
+
+    def model(self, path: str) -> Held:
+        """Adds a rank's parameters."""
+        objects, tree = self._open(path, TABLE)
+        held: Held = {}
+        for seen in slices(objects.tree, path):
+            if seen.fqn in held:
+                raise MalformedCheckpoint(f"{path} holds {seen.fqn} twice", file=path)
+            held[seen.fqn] = seen
+            self._add(tree, f"model.{seen.fqn}", seen, seen.data, seen.at, path)
+        return held
+
+    def optim(self, path: str, held: Held) -> None:
+        """Adds a rank's optimizer state; its tensors are cut like the parameters in ``held``."""
+        objects, tree = self._open(path, TABLE)
+        state = objects.tree.get("state") if isinstance(objects.tree, dict) else None
+        if not isinstance(state, dict) or "param_groups" not in objects.tree:
+            raise MalformedCheckpoint(f"{path} does not hold an optimizer's state dict", file=path)
+        names = numbered(objects.tree["param_groups"])
+        for key, group in plain_groups(objects.tree["param_groups"]).items():
+            self._object(key, group, path)
+        if names is None:
+            self._unnamed(path)
+            return
+        for number, values in state.items():
+            fqn = names.get(number) if type(number) is int else None
+            if fqn is None or not isinstance(values, dict):
+                raise MalformedCheckpoint(f"{path}: no parameter group names {shown(number, 40)}", file=path)
+            for key, value in values.items():
+                name = f"optim.state.{fqn}.{key}"
+                if not isinstance(value, StoredView):
+                    self._object(name, value, path)
+                elif value.shape == ():
+                    self._add(tree, name, Slice(fqn, (), 0, 1, value, 0), value, 0, path)
+                elif fqn not in held:
+                    raise MalformedCheckpoint(f"{path}: {name} belongs to no flat parameter", file=path)
+                else:
+                    self._add(tree, name, held[fqn], value, 0, path)
+
+    def _open(self, path: str, table: Mapping[str, Any]) -> tuple[Objects, TorchTree]:
+        size, store = self.source.listing[path], self.source.store
+        objects = read_objects(lambda start, n: store.read(path, start, n), size, path, table)
+        return objects, TorchTree(self.builder, self.builder.file(path, size), objects, path)
+
+    def _add(self, tree: TorchTree, name: str, seen: Slice, data: StoredView, at: int, path: str) -> None:
+        """Adds one rank's elements of a tensor; ``at``: the first of them in ``data``."""
+        count = seen.stop - seen.start
+        if data is not seen.data and data.shape != (count,):
+            raise MalformedCheckpoint(f"{path}: {name} has shape {list(data.shape)}, {count} elements of its "
+                                      "parameter are here", file=path)  # fmt: skip
+        spec = TensorSpec(name, data.dtype, seen.shape)
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            tensor = self._tensors[name] = self.builder.tensor(spec)
+        elif self.builder.tensors[tensor] != spec:
+            first = self.builder.tensors[tensor]
+            message = (f"{path}: {name} is {spec.dtype} {list(spec.shape)}, in another rank's file it is "
+                       f"{first.dtype} {list(first.shape)}")  # fmt: skip
+            self.builder.findings.append(finding("mixed-saves", "cover", message, fqn=name, file=path))
+            return
+        if not count:
+            return
+        item, view = tree.place(data, name)
+        if view.strides is not None:
+            raise MalformedCheckpoint(f"{path}: {name} is not contiguous", file=path)
+        width = BY_NAME[data.dtype].itemsize
+        for box in from_flat_range(seen.shape, seen.start, seen.stop):
+            first_element = at + flat_start(seen.shape, box.offset) - seen.start
+            place = View(view.start + first_element * width, None, view.flags)
+            self.builder.chunk(tensor, box.offset, box.shape, item, place)
+
+    def _object(self, name: str, value: Any, path: str) -> None:
+        if name not in self._objects:
+            self._objects[name] = value
+            add_object(self.builder, name, value, path)
+        elif self._objects[name] != value:
+            message = f"object {name} differs between ranks"
+            if not any(f.fqn == name and f.code == "rank-object" for f in self.builder.findings):
+                self.builder.findings.append(finding("rank-object", "files", message, fqn=name, file=path))
+
+    def _unnamed(self, path: str) -> None:
+        if "optim.state" not in self._objects:
+            self._objects["optim.state"] = None
+            message = f"{path}: parameter groups number their parameters, and nothing names them"
+            self.builder.findings.append(finding("refused-tensors", "cover", message, fqn="optim.state"))
+            self.builder.blobs.append(Blob("optim.state", -1, known=False))
+
+
+def _world_size(source: Source) -> int | None:
+    size = source.listing.get(METADATA)
+    if size is None:
+        return None
+    m = _WORLD.search(source.store.read(METADATA, 0, min(size, 1 << 16)))
+    if m is None or not int(m[1]):
+        raise MalformedCheckpoint(f"{METADATA} tells no world_size", file=METADATA)
+    return int(m[1])
+
+
+FORMAT = Format(
+    name=NAME,
+    title="OLMo `local` checkpoint (flat parameters a rank)",
+    recognised_by="`metadata.yaml` beside `model/rankR.pt` and `optim/rankR.pt`",
+    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per record", objects=True),
+    detect=detect,
+    read=read,
+)

@@ -1,0 +1,122 @@
+"""Parameter groups: one list of groups, however a generation spelled them.
+
+| objects | who writes them |
+|---|---|
+| ``optim.param_groups.<i>`` | OLMo-core 0.1, as read here |
+| ``optim.param_groups`` | OLMo's local and unsharded checkpoints, `torch.save` |
+| ``optim.param_groups.<i>.<option>`` | OLMo-core 1.x and torch's DCP |
+| ``optim.param_groups.<fqn>.<option>`` | flattened optimizer state: OLMo-core 2 on, torch's DCP |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptcore.core.object_tree import Refused, TensorRef
+from ckptcore.errors import UnsupportedFormat
+from ckptcore.formats.olmo.common import plain_name
+
+_PREFIX = "optim.param_groups"
+_NAMES = ("_param_names", "param_names")
+
+
+def groups_of(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups as 0.1 pickles them: options, ``params`` as numbers, ``_param_names`` as FQNs.
+
+    Raises `UnsupportedFormat` when nothing tells the groups, or which parameter is which.
+    """
+    found = _collected(objects)
+    if not found:
+        raise UnsupportedFormat(
+            "the optimizer has no parameter groups: nothing says which state belongs to which parameter",
+            hint="leave the optimizer out with --exclude 'optim.*'",
+        )
+    groups: list[dict[str, Any]] = []
+    count = 0
+    for n, group in enumerate(found):
+        names = next((group[k] for k in _NAMES if k in group), None)
+        params = group.get("params")
+        if type(params) is not list or _opaque(group):
+            raise UnsupportedFormat(
+                f"parameter group {n} of the optimizer does not list its parameters as plain values",
+                hint="leave the optimizer out with --exclude 'optim.*'",
+            )
+        if names is None and all(type(p) is str for p in params):
+            names, params = params, list(range(count, count + len(params)))
+        if type(names) is not list or len(names) != len(params):
+            raise UnsupportedFormat(
+                f"parameter group {n} of the optimizer numbers its parameters, and nothing names them",
+                hint="leave the optimizer out with --exclude 'optim.*'",
+            )
+        count += len(params)
+        groups.append({**group, "params": params, "_param_names": names})
+    return groups
+
+
+def _collected(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    whole = objects.get(_PREFIX)
+    if type(whole) is list and all(isinstance(g, dict) for g in whole):
+        return [dict(g) for g in whole]
+    below = {k[len(_PREFIX) + 1 :]: v for k, v in objects.items() if k.startswith(_PREFIX + ".")}
+    if below and all(k.isdigit() for k in below):
+        return [dict(below[k]) for k in sorted(below, key=int) if isinstance(below[k], dict)]
+    if below and all(k.split(".", 1)[0].isdigit() and "." in k for k in below):
+        numbered: dict[int, dict[str, Any]] = {}
+        for key, value in below.items():
+            number, option = key.split(".", 1)
+            numbered.setdefault(int(number), {})[option] = value
+        return [numbered[n] for n in sorted(numbered)]
+    return _regrouped(below)
+
+
+def _regrouped(below: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Groups of parameters with equal options, in the order of each group's first parameter."""
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in below.items():
+        fqn, _, option = key.rpartition(".")
+        options.setdefault(fqn, {})[option] = value
+    groups: dict[str, dict[str, Any]] = {}
+    for fqn, told in options.items():
+        group = groups.setdefault(repr(sorted(told.items())), {**told, "params": []})
+        group["params"].append(fqn)
+    return list(groups.values())
+
+
+def _opaque(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_opaque(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_opaque(v) for v in value)
+    return isinstance(value, (TensorRef, Refused))
+
+
+def numbered(groups: Any) -> dict[int, str] | None:
+    """Number of a parameter -> its plain FQN; None where the groups do not name their parameters."""
+    found: dict[int, str] = {}
+    if type(groups) is not list:
+        return None
+    for group in groups:
+        if not isinstance(group, dict):
+            return None
+        params, names = group.get("params"), next((group[k] for k in _NAMES if k in group), None)
+        if type(params) is not list or type(names) is not list or len(params) != len(names):
+            return None
+        if any(type(p) is not int for p in params) or any(type(n) is not str for n in names):
+            return None
+        found |= {p: plain_name(n) for p, n in zip(params, names, strict=True)}
+    return found if len(set(found.values())) == len(found) else None
+
+
+def plain_groups(groups: Any) -> dict[str, Any]:
+    """Object name -> group, with plain FQNs; the whole under one name when it is no list of groups."""
+    if type(groups) is not list or not all(isinstance(g, dict) for g in groups):
+        return {_PREFIX: groups}
+    return {f"{_PREFIX}.{i}": _renamed(g) for i, g in enumerate(groups)}
+
+
+def _renamed(group: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        k: [plain_name(n) if type(n) is str else n for n in v] if k in _NAMES and type(v) is list else v
+        for k, v in group.items()
+    }

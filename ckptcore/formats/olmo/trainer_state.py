@@ -1,0 +1,81 @@
+"""Laying out ``train/rank{R}.pt``: the trainer's state, a file a rank, for all of OLMo's trainers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ckptcore.core.object_tree import TensorRef, decode, tensors_in
+from ckptcore.errors import UnsupportedFormat
+from ckptcore.formats.base import Arrangement, FileLayout, natural
+from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.torch_save.layout import torch_file
+
+PREFIX = "train."
+_MOST_RANKS = 1 << 14
+_RANK = re.compile(r"^rank(\d{1,9})\.(.+)$")
+
+
+def train_files(request: Arrangement) -> list[FileLayout]:
+    """A file per rank of the job that saved it, as far as that is told; shared values are in each.
+
+    Raises `UnsupportedFormat` for names that do not nest.
+    """
+    leaves: dict[str, Any] = {t.fqn: TensorRef(t.fqn) for t in request.tensors if t.fqn.startswith(PREFIX)}
+    for key in request.objects:
+        if key.startswith(PREFIX):
+            inside = leaves_below(decode(request.objects[key]), key, TensorRef)
+            leaves |= {path: leaf for path, _, leaf in inside}
+    shared: dict[str, Any] = {}
+    ranks: dict[int, dict[str, Any]] = {}
+    for name in sorted(leaves, key=natural):
+        below = name.removeprefix(PREFIX)
+        own = _RANK.match(below)
+        if own:
+            ranks.setdefault(int(own[1]), {})[own[2]] = leaves[name]
+        else:
+            shared[below] = leaves[name]
+    if not shared and not ranks:
+        return []
+    number = {t.fqn: i for i, t in enumerate(request.tensors)}
+    world = shared.get("world_size")
+    # A state that all ranks share is still one file each: a reader counts them.
+    every = range(world) if type(world) is int and 0 < world <= _MOST_RANKS else ()
+    files = []
+    for rank in sorted({0, *ranks, *every}):
+        tree = _nested({**shared, **ranks.get(rank, {})})
+        order = [number[ref] for ref in tensors_in(tree)]
+        # The trainers load it with weights_only=False: numpy's random state stays numpy.
+        files.append(torch_file(f"train/rank{rank}.pt", tree, request.tensors, order))
+    return files
+
+
+def _nested(leaves: dict[str, Any]) -> Any:
+    """The tree of dotted names. What was stored as one value stays as it is, whatever its keys are."""
+    top: dict[str, Any] = {}
+    made = {id(top)}  # the dicts that names made; values are not added to
+    for name, value in leaves.items():
+        *parents, last = name.split(".")
+        at = top
+        for part in parents:
+            if part not in at:
+                at[part] = {}
+                made.add(id(at[part]))
+            at = at[part]
+            if id(at) not in made:
+                break
+        if id(at) not in made or last in at:
+            raise UnsupportedFormat(
+                f"{PREFIX}{name} lies inside another value", hint=f"leave one out: --exclude '{PREFIX}{name}'"
+            )
+        at[last] = value
+    return _lists(top, made)
+
+
+def _lists(tree: Any, made: set[int]) -> Any:
+    """Numbered from 0 without a gap, what names made was a list."""
+    if id(tree) not in made:
+        return tree
+    if tree and list(tree) == [str(n) for n in range(len(tree))]:
+        return [_lists(v, made) for v in tree.values()]
+    return {k: _lists(v, made) for k, v in tree.items()}

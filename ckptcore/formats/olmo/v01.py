@@ -1,0 +1,181 @@
+"""OLMo-core 0.1 (and the revisions before it): safetensors a rank, and one `metadata.json`.
+
+A single state dict is a folder with both; a model and its optimizer are two of them, ``model/`` and
+``optim/``, beside which OLMo puts ``train/rank{R}.pt`` and, last, ``config.yaml``
+(olmo_core/distributed/checkpoint.py of 0.1.0, `save_model_and_optim_state`).
+
+| stored in ``optim/`` | here |
+|---|---|
+| ``state.<fqn>.__<key>``, before 2024-03-25 ``state.<key>.<fqn>`` | ``optim.state.<fqn>.<key>`` |
+| ``param_group<i>``, a pickle of plain values | object ``optim.param_groups.<i>`` |
+| ``state_keys``, a pickle of names | object ``optim.state_keys`` |
+| ``num_param_groups`` | object ``optim.num_param_groups`` |
+
+Tensors of ``model/`` are ``model.<fqn>``; a folder that holds one state dict keeps its stored names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from ckptcore.core.manifest import Blob, Envelope, Item, Manifest
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.encodings.pickle.unpickler import loads
+from ckptcore.encodings.torchzip.reader import bound_tree, refused_in
+from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsafeContent, finding
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.olmo.common import missing_part, model_told, require_renamed, train_part
+from ckptcore.formats.olmo.v01_reader import METADATA, Folder, Stored
+from ckptcore.formats.olmo.v01_writer import arrange
+from ckptcore.formats.torch_save.tree import add_object
+
+_RANKS = re.compile(r"^(model/|optim/|)rank_(\d+)\.safetensors$")
+_SPEC = re.compile(rb'^\s*\{\s*"tensors"\s*:\s*\{')
+_COUNT = "num_param_groups"
+_PICKLED = re.compile(r"^(param_group\d+|state_keys)$")
+_STATE = re.compile(r"^state\.(?P<fqn>.+)\.__(?P<key>.+)$")
+_MAX_PICKLE = 64 << 20
+
+
+def detect(source: Source) -> Evidence | None:
+    """`rank_R.safetensors` in the folder itself, or in its model/ and optim/."""
+    if source.name is not None:
+        return None
+    found: dict[str, int] = {}
+    for path in source.listing:
+        if m := _RANKS.match(path):
+            found[m[1]] = found.get(m[1], 0) + 1
+    if not found and METADATA in source.listing:  # every data file may be lost
+        head = source.store.read(METADATA, 0, min(64, source.listing[METADATA]))
+        return Evidence("olmo_v01", (f"{METADATA} lists shards per file",)) if _SPEC.match(head) else None
+    if "" in found and len(found) > 1:
+        found = {k: n for k, n in found.items() if k}  # loose files beside model/ and optim/ are strays
+    told = [f"{n} {f}rank_R.safetensors" for f, n in sorted(found.items())]
+    told += [f"found {f}{METADATA}" for f in sorted(found) if f + METADATA in source.listing]
+    # The only file of one rank looks like a safetensors folder's.
+    refines = ("safetensors",) if found == {"": 1} and "model.safetensors" not in source.listing else ()
+    return Evidence("olmo_v01", tuple(told), refines) if told else None
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a state dict's folder, or of a step folder with its parts.
+
+    Raises `NotComplete` when a folder has no `metadata.json`, and what reading a folder raises.
+    """
+    require_renamed(source)
+    folders = [f for f in ("model", "optim") if any(p.startswith(f + "/") for p in source.listing)]
+    if METADATA in source.listing or not folders:
+        return _folder(source)[0]
+    parts = []
+    for folder in folders:
+        manifest, rename = _folder(source.below(folder))
+        parts.append(Part(manifest, folder, _RENAMES[folder](rename)))
+    findings = [missing_part(f, f"{f}/ beside {folders[0]}/") for f in ("model", "optim") if f not in folders]
+    origin: dict[str, Any] = model_told(["model."] if "model" in folders else [])
+    train = train_part(source)
+    if train is not None:
+        parts.append(train)
+        origin |= train.manifest.origin
+    return join("olmo_v01", source.store.url, parts, origin, findings)
+
+
+def _folder(source: Source) -> tuple[Manifest, Callable[[str], str]]:
+    """A folder's manifest under stored names, and how an optimizer's names become plain."""
+    if METADATA not in source.listing:
+        raise NotComplete(
+            f"{source.store.url} has rank_R.safetensors but no {METADATA}: rank 0 writes it last",
+            hint="wait if the save is running; otherwise copy it from the node of rank 0",
+        )
+    folder, builder = Folder(source), Builder()
+    plain: dict[str, Stored] = {}
+    if any(t.name == _COUNT for t in folder.tensors):  # an optimizer: such a name alone is none
+        plain = {t.name: t for t in folder.tensors if t.name == _COUNT or _PICKLED.match(t.name)}
+    folder.add_to(builder, frozenset(plain))
+    values = {name: _value(builder, folder, stored) for name, stored in plain.items()}
+    keys = values.get("state_keys")
+    names = [t.name for t in folder.tensors]
+    return builder.build("olmo_v01", source.store.url, {}), _plain_names(names, keys)
+
+
+def _value(builder: Builder, folder: Folder, stored: Stored) -> Any:
+    """Adds a count, or what a U8 tensor pickles, as an object; gives it, None where it cannot be had."""
+    shard = next((s for s in stored.shards if s.numel), None)
+    header = folder.headers.get(shard.file) if shard else None
+    entry = header[0].get(stored.name) if header else None
+    if shard is None or header is None or entry is None or not _is_plain(stored, entry):
+        message = f"object {stored.name} is not where {METADATA} says"
+        builder.findings.append(finding("no-place", "cover", message, fqn=stored.name))
+        builder.blobs.append(Blob(stored.name, -1, known=False))
+        return None
+    start, length = header[1] + entry[2], entry[3] - entry[2]
+    at = builder.item(Item(builder.file(shard.file, folder.source.listing[shard.file]), start, length,
+                           Envelope.RAW))  # fmt: skip
+    what = f"{stored.name} in {shard.file}"
+    try:
+        raw = folder.source.store.read(shard.file, start, length)
+        value = int.from_bytes(raw, "little", signed=True) if stored.name == _COUNT else _unpickled(raw, what)
+    except (MalformedCheckpoint, UnsafeContent) as error:
+        builder.findings.append(finding("malformed-item", "cover", error.message, fqn=stored.name,
+                                        file=shard.file))  # fmt: skip
+        builder.blobs.append(Blob(stored.name, at, known=False))
+        return None
+    add_object(builder, stored.name, value, what)
+    if any(name.startswith("torch.") for name in refused_in(value)):  # a learning rate kept as a tensor, say
+        message = f"object {stored.name} holds tensors that cannot be taken out of it"
+        builder.findings.append(finding("refused-tensors", "cover", message, fqn=stored.name))
+    return value
+
+
+def _is_plain(stored: Stored, entry: tuple[str, tuple[int, ...], int, int]) -> bool:
+    """Whether a file holds the whole of a count or a pickle, as the metadata says."""
+    wanted = "int64" if stored.name == _COUNT else "uint8"
+    numel = 1 if stored.name == _COUNT else prod(stored.shape)
+    seen, shape, start, stop = entry
+    told = (stored.dtype or seen, prod(stored.shape), seen, prod(shape))
+    return told == (wanted, numel, wanted, numel) and stop - start <= _MAX_PICKLE
+
+
+def _unpickled(raw: bytes, what: str) -> Any:
+    value = loads(raw, {}, what=what, refused=[])
+    bound_tree(value, len(raw), what)
+    return value
+
+
+def _plain_names(names: list[str], keys: Any) -> Callable[[str], str]:
+    """How names of an optimizer's folder are spelled in every other generation."""
+    current = any(_STATE.match(n) for n in names)
+    known = sorted((k for k in keys if type(k) is str), key=len, reverse=True) if type(keys) is list else []
+
+    def rename(name: str) -> str:
+        if m := _STATE.match(name):
+            return f"state.{m['fqn']}.{m['key']}"
+        if not current and name.startswith("state."):
+            key = next((k for k in known if name.startswith(f"state.{k}.")), None)
+            return f"state.{name[len(key) + 7 :]}.{key}" if key else name
+        if name.startswith("param_group") and name[11:].isdigit():
+            return f"param_groups.{name[11:]}"
+        return name
+
+    return rename
+
+
+_RENAMES: dict[str, Callable[[Callable[[str], str]], Callable[[str], str]]] = {
+    "model": lambda rename: lambda name: f"model.{name}",
+    "optim": lambda rename: lambda name: f"optim.{rename(name)}",
+}
+
+FORMAT = Format(
+    name="olmo_v01",
+    title="OLMo-core 0.1 checkpoint (safetensors a rank)",
+    recognised_by="`metadata.json` beside `rank_R.safetensors`, also in `model/` and `optim/`",
+    abilities=Abilities(reads=True, writes=True, checksums="none", objects=True),
+    detect=detect,
+    read=read,
+    arrange=arrange,
+    shards=True,
+    nests=True,  # in the order of saving, flattened parameter groups become groups again
+)

@@ -1,0 +1,244 @@
+"""One folder of OLMo-core 0.1's `Checkpointer`: from `metadata.json` and headers to a manifest.
+
+``metadata.json`` is {"tensors": {name: {shape, dtype, is_sharded, shard_spec_per_file}}}; a file's
+spec is either ``flattened_offsets``, half-open ranges of the row-major tensor, or ``local_shape``
+and ``global_offset``, a box (olmo_core/distributed/checkpoint.py of 0.1.0, `TensorShardSpec`).
+``rank_{R}.safetensors`` holds each shard as a 1-D tensor. Before 2024-05-13 the specs were
+``flattened_offsets_per_file``, with one range a file or a list of them, and in the first revision
+there was no dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckptcore.core.box import Box, flat_start, from_flat_range
+from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
+from ckptcore.core.manifest import Envelope, Manifest, TensorSpec
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.metadata_budget import meter
+from ckptcore.encodings.json_text import parse
+from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, finding
+from ckptcore.formats.base import Source, natural
+from ckptcore.formats.olmo.common import RANK_SAFETENSORS
+from ckptcore.store import inner_path
+from ckptcore.utils.text import shown
+
+METADATA = "metadata.json"
+_MAX_METADATA = 1 << 30
+_MAX_DIM = 1 << 50
+_MAX_TOLD = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a file holds of a tensor: (box, first element of it in the file's 1-D tensor) pairs.
+
+    numel: elements that the file must hold, at least one.
+    """
+
+    file: str
+    boxes: tuple[tuple[Box, int], ...]
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of the metadata. dtype: canonical name, None where the first revision told none.
+
+    shards: those that are not empty; nearly all are, because every rank lists every tensor.
+    """
+
+    name: str
+    dtype: str | None
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+
+Header = tuple[dict[str, tuple[str, tuple[int, ...], int, int]], int]  # tensors, first data byte
+
+
+class Folder:
+    """One folder: its metadata and the headers of its files.
+
+    Raises `MalformedCheckpoint`, `UnsupportedDtype` and `UnsafeContent`.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        listed: set[str] = set()
+        self.tensors = tuple(_parse(source, listed))
+        present = {p for p in source.listing if RANK_SAFETENSORS.match(p)}
+        self.listed = tuple(sorted(listed, key=natural))
+        self.strays = tuple(sorted(present - listed, key=natural))
+        self.headers: dict[str, Header] = {}
+        for path in (*self.listed, *self.strays):
+            size = source.listing.get(path)
+            if size is not None:
+                tensors, _, begin = read_header(source.store, path, size)
+                self.headers[path] = tensors, begin
+
+    def add_to(self, builder: Builder, leave: frozenset[str] = frozenset()) -> None:
+        """Adds every tensor but those of ``leave``, every file, and what is wrong with them."""
+        for path in self.listed:
+            size = self.source.listing.get(path)
+            builder.file(path, size)
+            if size is None:
+                builder.findings.append(finding("missing-file", "files", f"{path} is not there", file=path))
+        for stored in self.tensors:
+            if stored.name not in leave:
+                self._add(builder, stored)
+        self._unlisted(builder)
+
+    def _add(self, builder: Builder, stored: Stored) -> None:
+        dtype = stored.dtype or self._dtype_of(stored)
+        tensor = builder.tensor(TensorSpec(stored.name, dtype, stored.shape), METADATA)
+        if tensor < 0:
+            return
+        itemsize = BY_NAME[dtype].itemsize
+        for shard in stored.shards:
+            file = builder.file(shard.file, self.source.listing.get(shard.file))
+            found = self._start(builder, stored.name, dtype, shard)
+            for box, first in shard.boxes:
+                if found is None:
+                    builder.chunk(tensor, box.offset, box.shape, -1)
+                    continue
+                start = found + first * itemsize
+                item = builder.plain_item(file, start, box.numel * itemsize, Envelope.RAW)
+                builder.chunk(tensor, box.offset, box.shape, item)
+
+    def _start(self, builder: Builder, name: str, dtype: str, shard: Shard) -> int | None:
+        """The shard's first byte, or None when the file does not hold what the metadata says."""
+        header = self.headers.get(shard.file)
+        if header is None:  # the file is not there: its range is as good as any
+            return 0
+        entry = header[0].get(name)
+        if entry is None:
+            message = f"{shard.file} lacks {name}, of which it should hold {shard.numel} elements"
+            builder.findings.append(finding("hole", "cover", message, fqn=name, file=shard.file))
+            return None
+        seen, shape, start, _ = entry
+        if seen != dtype or len(shape) > 1 or prod(shape) != shard.numel:
+            message = (
+                f"{METADATA} says {shard.file} holds {shard.numel} {dtype} elements of {name}, it holds "
+                f"{seen} {list(shape)}"
+            )
+            builder.findings.append(finding("item-mismatch", "cover", message, fqn=name, file=shard.file))
+            return None
+        return header[1] + start
+
+    def _dtype_of(self, stored: Stored) -> str:
+        files = [s.file for s in stored.shards] or self.listed  # of an empty tensor every shard is empty
+        held = {
+            entry[0]: file
+            for file in files
+            if file in self.headers and (entry := self.headers[file][0].get(stored.name))
+        }
+        if len(held) == 1:
+            return next(iter(held))
+        if not held:
+            message = f"nothing tells the dtype of {stored.name}: none of its files holds it"
+            lost = finding("missing-file", "files", message, fqn=stored.name)
+            raise DamagedCheckpoint(message, findings=(lost,), fqn=stored.name)
+        raise MalformedCheckpoint(f"{stored.name} is {' and '.join(sorted(held))} in different files")
+
+    def _unlisted(self, builder: Builder) -> None:
+        """Bytes that the metadata does not speak of. A rank without any shard leaves no tensors."""
+        listed = {(s.file, t.name) for t in self.tensors for s in t.shards}
+        for path in self.strays:
+            if self.headers[path][0]:
+                message = f"{path} is not part of this save: {METADATA} does not name it"
+                builder.findings.append(finding("stray-file", "files", message, file=path))
+        told = 0
+        for path in self.listed:
+            for name, entry in self.headers[path][0].items() if path in self.headers else ():
+                # A model has empty shards as tensors of shape [0], an optimizer none at all.
+                if 0 not in entry[1] and (path, name) not in listed and told < _MAX_TOLD:
+                    told += 1
+                    message = f"{path} holds {name}, which {METADATA} does not place there"
+                    builder.findings.append(finding("unlisted-item", "cover", message, fqn=name, file=path))
+
+
+def read_plain(source: Source, name: str) -> Manifest:
+    """The manifest of a folder's tensors under their stored names."""
+    builder = Builder()
+    Folder(source).add_to(builder)
+    return builder.build(name, source.store.url, {})
+
+
+def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
+    """Every tensor; adds each file that the metadata names to ``listed``."""
+    size = source.listing[METADATA]
+    if not 0 < size <= _MAX_METADATA:
+        raise MalformedCheckpoint(f"{METADATA} has {size} bytes", file=METADATA)
+    try:
+        meter().require(size, METADATA)
+        top = parse(source.store.read(METADATA, 0, size), METADATA)
+        tensors = top["tensors"].items()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MalformedCheckpoint(f"{METADATA} tells of no tensors: {error}", file=METADATA) from error
+    for name, entry in tensors:
+        try:
+            yield _stored(name, entry, listed)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MalformedCheckpoint(f"{METADATA}: {shown(name)}: {error}", file=METADATA) from error
+
+
+def _stored(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
+    shape = _dims(entry["shape"])
+    spelled = entry.get("dtype")
+    if spelled is not None and (type(spelled) is not str or not 0 < len(spelled) <= 40 or spelled in BY_NAME):
+        raise MalformedCheckpoint(f"{METADATA}: {name} has dtype {shown(spelled, 40)}", fqn=name)
+    known = BY_SAFETENSORS.get(spelled) if spelled is not None else None
+    dtype = known.name if known is not None else spelled
+    if "shard_spec_per_file" in entry:
+        specs = entry["shard_spec_per_file"].items()
+    else:
+        specs = [
+            (f, {"flattened_offsets": _ranges(o)}) for f, o in entry["flattened_offsets_per_file"].items()
+        ]
+    shards = []
+    for file, spec in specs:
+        if file not in listed:
+            inner_path(file, what=METADATA)
+            listed.add(file)
+        shard = _shard(file, spec, shape)
+        if shard.numel:
+            shards.append(shard)
+    return Stored(name, dtype, shape, tuple(shards))
+
+
+def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> Shard:
+    flat, local, offset = (spec.get(k) for k in ("flattened_offsets", "local_shape", "global_offset"))
+    if (flat is None) == (local is None or offset is None):
+        raise ValueError(f"{file} needs either flat ranges or a box, has {shown(dict(spec), 120)}")
+    if flat is None:
+        box = Box(_dims(offset), _dims(local))
+        if len(box.shape) != len(shape):
+            raise ValueError(f"{file} holds a box of {len(box.shape)} dims of a tensor of {len(shape)}")
+        return Shard(file, ((box, 0),) if box.numel else (), box.numel)
+    boxes: list[tuple[Box, int]] = []
+    at = 0
+    for start, stop in flat:
+        if type(start) is not int or type(stop) is not int:
+            raise TypeError(f"{file} holds the range {shown([start, stop])}")
+        boxes += [(b, at + flat_start(shape, b.offset) - start) for b in from_flat_range(shape, start, stop)]
+        at += stop - start
+    return Shard(file, tuple(boxes), at)
+
+
+def _ranges(offsets: Any) -> Any:
+    """Before 2024-05-07 a file had one range, not a list of them."""
+    return [offsets] if offsets and type(offsets[0]) is int else offsets
+
+
+def _dims(values: Any) -> tuple[int, ...]:
+    if type(values) is not list or len(values) > 64:
+        raise TypeError(f"{shown(values)} is no shape")
+    if any(type(n) is not int or not 0 <= n < _MAX_DIM for n in values):
+        raise ValueError(f"{shown(values)} is no shape")
+    return tuple(values)

@@ -1,0 +1,243 @@
+"""Laying out OLMo-core 0.1 folders: rank files, `metadata.json`, and the pickles of an optimizer.
+
+A state dict with ``model.`` and ``optim.`` parts becomes ``model/`` and ``optim/`` (and
+``train/rank{R}.pt``), any other a single folder under its own names. For a mesh of one each tensor lies
+whole in one rank file. For more each rank's file has what that rank writes, every element once; 0.1.0's
+loader cuts out what a rank needs at any world size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from ckptcore.core.box import Box, flat_start, is_run
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.core.object_tree import decode
+from ckptcore.encodings.safetensors_header import pack_header
+from ckptcore.encodings.torchzip import writer as write
+from ckptcore.errors import NameMismatch, UnsupportedDtype, UnsupportedFormat
+from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
+from ckptcore.formats.common.write_assignment import by_rank
+from ckptcore.formats.olmo.param_groups import groups_of
+from ckptcore.formats.olmo.trainer_state import train_files
+
+# olmo_core/utils.py of 0.1.0, `TORCH_DTYPES`.
+_DTYPES = frozenset(
+    {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"}
+)
+_STATE = "optim.state."
+_MAX_RANGES = 1 << 16  # of one part of a tensor, in JSON
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of a folder. position: in the request's list, None for known bytes in ``data``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    position: int | None
+    data: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        return TensorSpec(self.name, self.dtype, self.shape).nbytes
+
+    @property
+    def whole(self) -> _Held:
+        return _Held(self, Box.whole(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank file holds of a tensor."""
+
+    entry: _Entry
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return TensorSpec(self.entry.name, self.entry.dtype, self.box.shape).nbytes
+
+
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """The files of a step folder, or of a single state dict.
+
+    Raises `UnsupportedFormat` for what the format has no place for, `UnsupportedDtype`, and
+    `NameMismatch` for a name that is no text.
+    """
+    names = [t.fqn for t in request.tensors]
+    parts = {n.split(".", 1)[0] for n in (*names, *request.objects)}
+    if not ("model" in parts and parts & {"optim", "train"}):
+        for key in request.objects:
+            raise _no_place(key, "a folder of one state dict")
+        return tuple(_folder(request, "", [_entry(t, i, t.fqn) for i, t in enumerate(request.tensors)]))
+    for name in (*names, *request.objects):
+        if name.split(".", 1)[0] not in {"model", "optim", "train"}:
+            raise _no_place(name, "the parts model, optim and train")
+    layouts = train_files(request)
+    model = [_entry(t, i, t.fqn[6:]) for i, t in enumerate(request.tensors) if t.fqn.startswith("model.")]
+    optim = [_entry(t, i, _state_name(t.fqn)) for i, t in enumerate(request.tensors)
+             if t.fqn.startswith("optim.")]  # fmt: skip
+    objects = {k: decode(v) for k, v in request.objects.items() if not k.startswith("train.")}
+    for key in objects:
+        if key.startswith("model."):
+            raise _no_place(key, "model/, which holds tensors only")
+    layouts += _folder(request, "model/", model)
+    if optim or objects:
+        layouts += _folder(request, "optim/", optim + _pickles(optim, objects, request.paths))
+    return tuple(layouts)
+
+
+def _state_name(fqn: str) -> str:
+    if not fqn.startswith(_STATE) or "." not in fqn[len(_STATE) :]:
+        raise _no_place(fqn, "optim/, which holds state by parameter only")
+    param, key = fqn[len(_STATE) :].rsplit(".", 1)
+    return f"state.{param}.__{key}"
+
+
+def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any], paths: Iterable[str]) -> list[_Entry]:
+    """The tensors that tell of parameter groups: a count, a pickle a group, and the state's keys."""
+    place = {name: n for n, name in enumerate(paths)}  # in the order they were saved, where that is known
+    groups = groups_of(dict(sorted(objects.items(), key=lambda row: place.get(row[0], len(place)))))
+    keys = sorted({e.name.rsplit(".__", 1)[1] for e in optim})
+    count = len(groups).to_bytes(8, "little")
+    found = [_Entry("num_param_groups", "int64", (), None, count)]
+    values = {f"param_group{i}": g for i, g in enumerate(groups)} | {"state_keys": keys}
+    for name, value in values.items():
+        pickled = write.Pickled(_no_tensor)
+        try:
+            pickled.value(value)
+        except TypeError as error:
+            raise _no_place(f"optim.{name}", f"a pickle of plain values: {error}") from error
+        data = pickled.finish()
+        found.append(_Entry(name, "uint8", (len(data),), None, data))
+    return found
+
+
+def _folder(request: Arrangement, prefix: str, entries: Sequence[_Entry]) -> list[FileLayout]:
+    entries = sorted(entries, key=lambda e: natural(e.name))
+    files = _packed(request, entries) if request.topology is None else _by_rank(request, entries)
+    layouts = [_rank_file(f"{prefix}rank_{rank}.safetensors", held) for rank, held in enumerate(files)]
+    parts: dict[str, list[tuple[str, Box]]] = {e.name: [] for e in entries}
+    for rank, group in enumerate(files):
+        for held in group:
+            parts[held.entry.name].append((f"rank_{rank}.safetensors", held.box))
+    raw = json.dumps({"tensors": {e.name: _told(e, parts[e.name]) for e in entries}}).encode()
+    return [*layouts, FileLayout(f"{prefix}metadata.json", len(raw), (), (), (Literal(0, raw),), commit=True)]
+
+
+def _packed(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_Held]]:
+    """Whole tensors, in files of a size."""
+    files: list[list[_Held]] = [[]]
+    size = 0
+    for entry in entries:
+        if files[-1] and size + entry.nbytes > request.max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(entry.whole)
+        size += entry.nbytes
+    return files
+
+
+def _by_rank(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_Held]]:
+    """What each rank writes, as the format's own writer does: known bytes by the first rank."""
+    at = {e.position: e for e in entries if e.position is not None}
+    ranks = by_rank(request.tensors, at, request.topology)
+    files = [[_Held(at[position], box) for position, box in parts] for parts in ranks]
+    files[0] += [e.whole for e in entries if e.position is None]
+    return files
+
+
+def _told(entry: _Entry, parts: Sequence[tuple[str, Box]]) -> dict[str, Any]:
+    """A tensor's metadata. parts: (file, what it holds)."""
+    return {
+        "shape": list(entry.shape),
+        "is_sharded": [box.shape for _, box in parts] != [entry.shape],
+        "dtype": BY_NAME[entry.dtype].safetensors,
+        "shard_spec_per_file": {file: _spec(entry, box) for file, box in parts},
+    }
+
+
+def _spec(entry: _Entry, box: Box) -> dict[str, Any]:
+    """As `TensorShardSpec`: ranges where the rows of a box are one run, a box for any other of 2 dims.
+
+    The loader takes no boxes of more dims apart: their ranges are written out.
+    """
+    shape = entry.shape
+    outer = next(d for d in range(len(shape) + 1) if is_run(shape[d:], box.shape[d:]))
+    if outer and len(shape) == 2:
+        return {
+            "flattened_offsets": None,
+            "local_shape": list(box.shape),
+            "global_offset": list(box.offset),
+        }
+    if prod(box.shape[:outer]) > _MAX_RANGES:
+        raise UnsupportedFormat(
+            f"olmo_v01 would need {prod(box.shape[:outer])} ranges for a part {list(box.shape)} of "
+            f"{entry.name} {list(shape)}",
+            hint="cut it along its first dim, or choose another target format",
+        )
+    length = prod(box.shape[outer:])
+    starts = (flat_start(shape, (*at, *box.offset[outer:])) for at in product(*_outer(box, outer)))
+    ranges = [[start, start + length] for start in starts]
+    return {"flattened_offsets": ranges, "local_shape": None, "global_offset": None}
+
+
+def _outer(box: Box, dims: int) -> list[range]:
+    return [range(a, b) for a, b in zip(box.offset[:dims], box.end[:dims], strict=True)]
+
+
+def _rank_file(path: str, group: Sequence[_Held]) -> FileLayout:
+    # Wide elements first: every tensor then starts at a multiple of its element's width.
+    order = sorted(group, key=lambda h: -BY_NAME[h.entry.dtype].itemsize)
+    header: dict[str, Any] = {}
+    at = 0
+    for h in order:  # the loader takes 1-D tensors only
+        header[h.entry.name] = {"dtype": BY_NAME[h.entry.dtype].safetensors, "shape": [h.box.numel],
+                                "data_offsets": [at, at + h.nbytes]}  # fmt: skip
+        at += h.nbytes
+    prefix = pack_header(header, 8)
+    literals = [Literal(0, prefix)]
+    slots: list[Slot] = []
+    tensors: list[int] = []
+    boxes: list[Box] = []
+    for h in order:
+        start = len(prefix) + header[h.entry.name]["data_offsets"][0]
+        if h.entry.position is None:
+            literals.append(Literal(start, h.entry.data))
+        else:
+            slots.append(Slot(len(tensors), start))
+            tensors.append(h.entry.position)
+            boxes.append(h.box)
+    return FileLayout(
+        path, len(prefix) + at, tuple(tensors), tuple(slots), tuple(literals), boxes=tuple(boxes)
+    )
+
+
+def _entry(spec: TensorSpec, position: int, name: str) -> _Entry:
+    if BY_NAME[spec.dtype].safetensors not in _DTYPES:
+        raise UnsupportedDtype(
+            f"OLMo-core 0.1 has no name for {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
+        )
+    if any("\ud800" <= c <= "\udfff" for c in name):
+        raise NameMismatch(f"{spec.fqn!r} is no text that a file can hold", hint="rename it with --rename")
+    return _Entry(name, spec.dtype, spec.shape, position)
+
+
+def _no_place(name: str, where: str) -> UnsupportedFormat:
+    return UnsupportedFormat(
+        f"olmo_v01 has no place for {name}: it does not fit {where}",
+        hint=f"leave it out (--exclude '{name}'), rename it, or choose another target format",
+        name=name,
+    )
+
+
+def _no_tensor(fqn: str) -> tuple[str, TensorSpec]:
+    raise TypeError(f"it refers to the tensor {fqn}")

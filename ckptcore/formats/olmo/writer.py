@@ -1,0 +1,46 @@
+"""Laying out a step folder of OLMo-core: the DCP folder, the trainer's state, and the marker behind them.
+
+`.metadata` names torch's own storage class, which OLMo-core's reader takes as it takes its own
+(olmo_core/distributed/checkpoint/filesystem.py), and plain torch too. For a mesh the DCP folder is every
+rank's; a rank without a `train/rank{R}.pt` of its own takes that of rank 0 (olmo_core/train/checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+from ckptcore.formats.base import Arrangement, FileLayout, Literal
+from ckptcore.formats.dcp.writer import arrange_folder
+from ckptcore.formats.olmo.trainer_state import PREFIX, train_files
+
+WORLD = f"{PREFIX}world_size"
+_RANDOM = re.compile(rf"{re.escape(PREFIX)}(rank\d+\.)?rng(\.|$)")
+
+
+def arrange_step(request: Arrangement, *, folder: str, marker: str) -> tuple[FileLayout, ...]:
+    """The files of a step. folder: where model and optimizer go. marker: the file written last."""
+    stored = [i for i, t in enumerate(request.tensors) if not t.fqn.startswith(PREFIX)]
+    objects = {k: v for k, v in request.objects.items() if not k.startswith(PREFIX)}
+    part = replace(request, tensors=[request.tensors[i] for i in stored], objects=objects)
+    layouts = [
+        replace(layout, tensors=tuple(stored[t] for t in layout.tensors))
+        for layout in arrange_folder(part, folder=folder, commit=False)
+    ]
+    told = json.dumps({"ephemeral": False}).encode()
+    return (*layouts, *train_files(_of_no_world(request)),
+            FileLayout(marker, len(told), (), (), (Literal(0, told),), commit=True))  # fmt: skip
+
+
+def _of_no_world(request: Arrangement) -> Arrangement:
+    """The trainer's state, of no world size where it has no random states.
+
+    A trainer restores them when ``world_size`` is its own (olmo_core/train/trainer.py, load_state_dict), and
+    fails where they are missing.
+    """
+    if request.topology is None or WORLD not in request.objects:
+        return request
+    if any(_RANDOM.match(key) for key in request.objects):
+        return request
+    return replace(request, objects={**request.objects, WORLD: 0})

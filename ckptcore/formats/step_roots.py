@@ -1,0 +1,155 @@
+"""Roots: a folder that is no checkpoint itself, but says which folder below it is.
+
+Trainers keep many steps in one folder, and wrap a checkpoint into a folder of their own. Each row
+of `ROOTS` recognises one such layout and names the folder to go on with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete
+from ckptcore.formats.base import Source
+from ckptcore.formats.megatron.config import marked
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_MAX_HOPS = 4
+_INNER = re.compile(r"^(?:[^/]+/)?(?:dist_ckpt|weights)/metadata\.json$")
+_ANY_FILE = re.compile(r"^(?!model|adapter_model|shard-|rank)[^/]+\.(?:safetensors|pt|pth|bin|ckpt)$")
+_ITERATION = re.compile(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|release)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """One layout.
+
+    find: (folder below, why), or None when the source is something else. Raises `NotComplete` when
+    the folder that is meant is not finished, `MalformedCheckpoint`, `AmbiguousModel`.
+    """
+
+    name: str
+    find: Callable[[Source], tuple[str, str] | None]
+
+
+def located(source: Source) -> tuple[Source, tuple[str, ...]]:
+    """The checkpoint's own folder, and a sentence for every step on the way to it."""
+    told: list[str] = []
+    for _ in range(_MAX_HOPS):
+        if source.name is not None:
+            break
+        found = next((f for root in ROOTS if (f := root.find(source)) is not None), None)
+        if found is None:
+            break
+        folder, why = found
+        source = source.below(folder)
+        told.append(why)
+    return source, tuple(told)
+
+
+def beside_steps(source: Source) -> Source:
+    """What lies in a root beside its steps' folders, but for single files that anybody may have put there."""
+    kept = {p: n for p, n in source.listing.items() if not _ITERATION.match(p.split("/", 1)[0])}
+    return replace(source, listing={p: n for p, n in kept.items() if not _ANY_FILE.match(p)})
+
+
+def _megatron(source: Source) -> tuple[str, str] | None:
+    """Megatron-LM, Megatron-Bridge and verl: the tracker names the newest step.
+
+    megatron/training/checkpointing.py get_checkpoint_tracker_filename, read_metadata: a decimal
+    number, or ``release``. It is written behind the data, or before an asynchronous save ends.
+    """
+    if TRACKER not in source.listing:
+        return None
+    size = source.listing[TRACKER]
+    text = source.store.read(TRACKER, 0, size).decode("ascii", "replace").strip() if size <= 64 else ""
+    if text != "release" and not (text.isdecimal() and text.isascii()):
+        raise MalformedCheckpoint(f"{TRACKER} holds {text[:40]!r}, no iteration", file=TRACKER,
+                                  hint="name the folder of one iteration")  # fmt: skip
+    steps = _steps(source)
+    wanted = text if text == "release" else next((s for s in steps if _number(s) == int(text)), None)
+    if wanted in steps and (source.recover or finished(source.below(wanted))):
+        return wanted, f"{TRACKER} says {text}: {wanted}"
+    complete = [s for s in steps if s != wanted and finished(source.below(s))]
+    last = max(complete, key=_number, default=None)
+    state = "is not complete" if wanted in steps else "is not there"
+    shown = wanted or f"iteration {text}"
+    raise NotComplete(
+        f"{TRACKER} names {shown}, which {state}"
+        + (f"; the last complete one is {last}" if last else "; no other iteration is complete"),
+        hint=f"name {source.store.url}/{last}" if last else "wait until the save has finished",
+        **({"last_complete": last} if last else {}),
+    )
+
+
+def _bridge(source: Source) -> tuple[str, str] | None:
+    """Megatron-Bridge before it kept a tracker: ``latest_train_state.pt`` beside the iterations."""
+    if "latest_train_state.pt" not in source.listing or TRACKER in source.listing:
+        return None
+    steps = _steps(source)
+    whole = [s for s in steps if finished(source.below(s))]
+    newest = max(steps, key=_number, default=None)
+    if newest is None:
+        return None
+    if newest not in whole and not source.recover:
+        last = max(whole, key=_number, default=None)
+        raise NotComplete(
+            f"{newest} is not complete" + (f"; the last complete one is {last}" if last else ""),
+            hint=f"name {source.store.url}/{last}" if last else None,
+        )
+    return newest, f"latest_train_state.pt beside {newest}"
+
+
+def _nemo(source: Source) -> tuple[str, str] | None:
+    """NeMo 2.0: ``weights/`` beside ``context/``. NeMo 1, unpacked: ``model_weights/`` and its config."""
+    for folder, marks in (("weights", ("context/",)), ("model_weights", ("model_config.yaml",))):
+        inside = f"{folder}/metadata.json" in source.listing or f"{folder}/.metadata" in source.listing
+        if inside and any(p.startswith(marks) for p in source.listing):
+            return folder, f"{folder}/ beside {marks[0]}"
+    return None
+
+
+def _verl(source: Source) -> tuple[str, str] | None:
+    """verl: ``global_step_N/actor/dist_ckpt`` (verl/utils/checkpoint/megatron_checkpoint_manager.py)."""
+    found = sorted({p.removesuffix("/metadata.json") for p in source.listing
+                    if re.match(r"^(?:[^/]+/)?dist_ckpt/metadata\.json$", p)})  # fmt: skip
+    if not found or "metadata.json" in source.listing:
+        return None
+    if len(found) > 1:
+        raise AmbiguousModel(
+            f"{source.store.url} holds more than one model: {', '.join(found)}",
+            hint=f"name one: {source.store.url}/{found[0]}", candidates=found,
+        )  # fmt: skip
+    return found[0], f"found {found[0]}"
+
+
+def finished(source: Source) -> bool:
+    """Whether a step's folder has the file that its trainer writes last."""
+    names = source.listing
+    if any(p.startswith("mp_rank_") for p in names):
+        return True  # the legacy format has no last file
+    if "metadata.json" in names or any(_INNER.match(p) for p in names):
+        return True
+    # Plain DCP folders (Megatron-FSDP) end with `.metadata`; so do torch_dist ones, but for one file.
+    if ".metadata" in names:
+        return not marked(source)
+    return any("model_world_size_" in p for p in names)  # verl's per-rank files have no last one
+
+
+def _steps(source: Source) -> list[str]:
+    tops: Iterable[str] = dict.fromkeys(p.split("/", 1)[0] for p in source.listing if "/" in p)
+    return [t for t in tops if _ITERATION.match(t)]
+
+
+def _number(step: str) -> int:
+    m = _ITERATION.match(step)
+    return int((m["iter"] or m["step"] or -1) if m else -1)
+
+
+ROOTS: tuple[Root, ...] = (
+    Root("megatron", _megatron),
+    Root("megatron-bridge", _bridge),
+    Root("nemo", _nemo),
+    Root("verl", _verl),
+)

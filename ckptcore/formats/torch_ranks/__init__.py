@@ -1,0 +1,1 @@
+"""torch_ranks: a room of ckptcore."""

@@ -1,0 +1,278 @@
+"""One rank's file: what does its pickle hold, tensor by tensor and object by object?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Item, View
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import Refused, RefusedTensor, encode
+from ckptcore.core.tree_paths import Path
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.pickle.unpickler import Record
+from ckptcore.encodings.torchzip.reader import check_view, is_zip, read_objects, refused_in
+from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
+from ckptcore.formats.base import Source
+from ckptcore.formats.common.shape_matching import Shape
+from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.torch_ranks.dtensor_globals import DIST_TABLE, DTENSOR, SHARDED
+from ckptcore.formats.torch_ranks.optimizer import Params, names_of, numbered
+from ckptcore.formats.torch_ranks.placement import Placed, Placer
+
+_SMALL = 64 << 10  # plain tensors without a checksum of their own are marked by their bytes up to here
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor in the file. view None: the item's first bytes, row-major."""
+
+    box: Box
+    item: int
+    view: View | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What the rank holds of a distributed tensor. path: where it stood in the tree."""
+
+    name: str
+    path: Path
+    placed: Placed
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A whole tensor. mark: what its bytes are, or None when nothing short says."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: Shape
+    piece: Piece
+    mark: str | None
+
+
+@dataclass(slots=True)
+class Content:
+    """What one rank saved.
+
+    objects: name -> (digest, value in JSON form, path). refused: name -> (whether all of the value was
+    refused, globals, file). unread: name -> (what it is, path, file), of
+    tensors that are not read. hidden: bytes of tensors that only refused objects can hold. params: the
+    model's parameters.
+    numbers: whether an optimizer's states kept their numbers; None without such an optimizer.
+    names: every name in the file, in order.
+    """
+
+    shards: list[Shards] = field(default_factory=list)
+    plain: list[Plain] = field(default_factory=list)
+    objects: dict[str, tuple[str, Any, Path]] = field(default_factory=dict)
+    refused: dict[str, tuple[bool, tuple[str, ...], str]] = field(default_factory=dict)
+    unread: dict[str, tuple[RefusedTensor, Path, str]] = field(default_factory=dict)
+    hidden: int = 0
+    params: Params = ()
+    numbers: bool | None = None
+    names: list[str] = field(default_factory=list)
+
+
+def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: Params) -> Content:
+    """The content of a rank's file; its items are added to ``builder``, nothing else is.
+
+    prefix: what names begin with, "" for nothing. params: the model's, where another file has it.
+    Reads no tensor byte but those of meshes and of small plain tensors without a checksum.
+    Raises `MalformedCheckpoint`, `UnsafeContent`, `NameMismatch`, `UnsupportedFormat`.
+    """
+    size, store = source.listing[path], source.store
+    if size < 4 or not is_zip(store.read(path, 0, 4)):
+        raise MalformedCheckpoint(f"{path} ({size} bytes) is no torch zip", file=path)
+    file = _File(source, path, builder)
+    tree = file.objects.tree
+    made = Content()
+    if not isinstance(tree, dict):
+        if not prefix:
+            raise UnsupportedFormat(f"{path} holds a {type(tree).__name__}, not a state dict")
+        for name, path_, value in leaves_below(tree, prefix, (StoredView, Record)):
+            file.add(made, name, (prefix, *path_), value)
+        made.hidden = file.hidden(bool(made.refused or made.unread))
+        return made
+    inside = numbered(tree)
+    made.params = _parameters(tree, inside.path if inside else None)
+    if inside is not None:
+        names = names_of(inside.optimizer, params or made.params, _shape)
+        made.numbers = names is None
+        tree = inside.renamed(tree, names) if names is not None else tree
+    seen: set[str] = set()
+    for name, where, value in _leaves(tree, prefix):
+        if name in seen:
+            raise NameMismatch(f"{path}: two values are called {name}")
+        seen.add(name)
+        file.add(made, name, where, value)
+    made.hidden = file.hidden(bool(made.refused or made.unread))
+    return made
+
+
+class _File:
+    """A torch zip whose storages become raw items, shared ones once."""
+
+    def __init__(self, source: Source, path: str, builder: Builder) -> None:
+        size, self._store = source.listing[path], source.store
+        self._path, self._size, self._builder = path, size, builder
+        self.objects = read_objects(lambda at, n: source.store.read(path, at, n), size, path, DIST_TABLE)
+        self._file = builder.file(path, size)
+        self._items: dict[str, int] = {}
+        self._unread: set[str] = set()  # storages of tensors that are not read
+        self._bytes = 0
+        self._placer = Placer(self._integers, path, size)
+
+    def add(self, made: Content, name: str, path: Path, value: Any) -> None:
+        made.names.append(name)
+        if isinstance(value, Record) and value.kind in (DTENSOR, SHARDED):
+            if value.kind == SHARDED and name.endswith("flat_param"):
+                raise _flat(self._path, name)
+            placed = self._placer.place(value, name)
+            if isinstance(placed, Placed):
+                pieces = tuple(self._piece(view, box, name) for view, box in placed.pieces)
+                made.shards.append(Shards(name, path, placed, pieces))
+                return
+            value = placed
+        if isinstance(value, StoredView):
+            piece = self._piece(value, Box.whole(value.shape), name)
+            mark = self._mark(value, piece)
+            made.plain.append(Plain(name, path, value.dtype, value.shape, piece, mark))
+        elif isinstance(value, RefusedTensor):
+            self._unread.update(value.storages)
+            made.unread[name] = value, path, self._path
+        elif isinstance(value, Record):  # a mesh or a placement by itself
+            made.refused[name] = False, (value.kind,), self._path
+        elif refused := refused_in(value):
+            made.refused[name] = isinstance(value, Refused), refused, self._path
+        else:
+            try:
+                tree = encode(value)
+            except (TypeError, RecursionError) as error:
+                raise MalformedCheckpoint(f"{self._path}: object {name}: {error}") from error
+            made.objects[name] = blake3(json.dumps(tree).encode()).hexdigest(), tree, path
+
+    def hidden(self, may: bool) -> int:
+        """Bytes of storages that nothing was taken from; raises unless something ``may`` hide them."""
+        known = self._items.keys() | self._placer.storages | self._unread
+        left = sum(n for key, (_, n, _) in self.objects.storages.items() if key not in known)
+        if left and not may:
+            raise UnsupportedFormat(
+                f"{self._path} holds {left} bytes of tensors that nothing in its state dict refers to",
+                hint="save a plain dict of tensors",
+            )
+        if self._bytes > 1024 * self._size + (64 << 20):  # expanded views of one element, say
+            raise MalformedCheckpoint(
+                f"{self._path}: {self._size} bytes stand for tensors of {self._bytes} bytes"
+            )
+        return left
+
+    def _piece(self, value: StoredView, box: Box, name: str) -> Piece:
+        if value.key not in self.objects.storages:
+            raise MalformedCheckpoint(f"{self._path} has no storage {value.key!r} for {name}")
+        start, length, crc = self.objects.storages[value.key]
+        if value.key not in self._items:
+            self._items[value.key] = self._builder.item(Item(self._file, start, length, crc32=crc))
+        view = check_view(value, length, 0, self._path, self.objects.swapped)
+        self._bytes += _nbytes(value)
+        # A trivial view would cost more memory than the chunk itself.
+        return Piece(box, self._items[value.key], None if view == View() else view)
+
+    def _mark(self, value: StoredView, piece: Piece) -> str | None:
+        start, length, crc = self.objects.storages[value.key]
+        nbytes, view = _nbytes(value), piece.view or View()
+        if not nbytes:
+            return "empty"
+        if view.strides is not None or view.flags:
+            return None
+        if view.start == 0 and nbytes == length and crc is not None:
+            return f"crc {crc}"
+        if nbytes > _SMALL:
+            return None
+        return blake3(self._store.read(self._path, start + view.start, nbytes)).hexdigest()
+
+    def _integers(self, value: StoredView) -> tuple[int, ...]:
+        """The elements of a small integer tensor."""
+        if value.key not in self.objects.storages or BY_NAME[value.dtype].kind != "i":
+            raise ValueError(f"ranks as {value.dtype}")
+        start, length, _ = self.objects.storages[value.key]
+        view = check_view(value, length, 0, self._path, self.objects.swapped)
+        if view.strides is not None:
+            raise ValueError("a mesh that is not contiguous")
+        raw = self._store.read(self._path, start + view.start, _nbytes(value))
+        order = ">" if self.objects.swapped else "<"
+        return tuple(np.frombuffer(raw, f"{order}i{BY_NAME[value.dtype].itemsize}").tolist())
+
+
+def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Path, Any]]:
+    for key, top in tree.items():
+        name, first = (f"{prefix}.{key}", (prefix, str(key))) if prefix else (str(key), (str(key),))
+        for leaf, path, value in leaves_below(top, name, (StoredView, Record)):
+            yield leaf, (*first, *path), value
+
+
+def _parameters(tree: dict[Any, Any], optimizer: tuple[Any, ...] | None) -> Params:
+    """The model's parameters in their order, a tied one once.
+
+    Distributed tensors are parameters, plain ones beside them are buffers. In a state dict of plain
+    tensors alone every one may be a parameter.
+    """
+    if optimizer == ():
+        return ()
+    rows: list[tuple[str, Shape, bool]] = []
+    seen: set[Any] = set()
+    for key, top in tree.items():
+        if optimizer is not None and key == optimizer[0]:
+            continue
+        for name, path, value in leaves_below(top, str(key), (StoredView, Record)):
+            shape, storage = _shape(value), _storage(value)
+            if shape is not None and storage not in seen:
+                seen.add(storage)
+                # The optimizer names what lies in the model's own dict.
+                rows.append((".".join(map(str, path)) or name, shape, isinstance(value, Record)))
+    some = any(distributed for *_, distributed in rows)
+    return tuple((name, shape) for name, shape, distributed in rows if distributed or not some)
+
+
+def _shape(value: Any) -> Shape | None:
+    """The global shape of a tensor, None for anything else."""
+    if isinstance(value, StoredView):
+        return value.shape
+    if isinstance(value, Record) and value.kind in (DTENSOR, SHARDED) and len(value.args) > 2:
+        size = value.args[2]
+        return tuple(size) if type(size) is tuple else tuple(getattr(size, "value", ()))
+    return None
+
+
+def _storage(value: Any) -> Any:
+    """What two names of one tensor have in common."""
+    if isinstance(value, Record) and value.kind == DTENSOR:
+        parts = value.state if type(value.state) is tuple else (value.state,)
+        value = next(
+            (p["_local_tensor"] for p in parts if isinstance(p, dict) and "_local_tensor" in p), value
+        )
+    return (value.key, value.offset, value.shape) if isinstance(value, StoredView) else id(value)
+
+
+def _nbytes(value: StoredView) -> int:
+    return BY_NAME[value.dtype].itemsize * prod(value.shape)
+
+
+def _flat(path: str, name: str) -> UnsupportedFormat:
+    return UnsupportedFormat(
+        f"{path} is a local state dict of FSDP: {name} is this rank's run of a module's parameters, one "
+        "behind the other, and neither their names and shapes nor the alignment between them are in the file",
+        hint="save a sharded or a full state dict, or save through torch.distributed.checkpoint",
+        format="fsdp-local",
+    )

@@ -1,0 +1,98 @@
+"""One torch file per rank: state dicts of DTensor, ShardedTensor, or whole tensors.
+
+What FSDP jobs leave that save without torch.distributed.checkpoint: verl, Accelerate with
+``use_dcp=False``, OLMo's torch_legacy, and scripts that call torch.save on every rank. Each pickle
+says which boxes its rank holds; the ranks' files are one checkpoint together.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.encodings.torchzip.reader import is_zip
+from ckptcore.errors import AmbiguousModel
+from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.rank_file_names import RankFiles, rank_files
+from ckptcore.formats.torch_ranks.reader import read_ranks
+from ckptcore.formats.torch_ranks.writer import arrange
+
+_NAME = "torch_ranks"
+# verl keeps a folder per component (actor, critic) in a folder per step.
+_BELOW = re.compile(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
+_VERL_MODEL = re.compile(r"^model_world_size_\d+_rank_\d+\.pt$")
+_OTHERS = (".metadata", ".distcp", ".safetensors", ".zarray")
+
+
+def detect(source: Source) -> Evidence | None:
+    """A folder of files that are named by rank, at least one of them a torch zip."""
+    if source.name is not None:
+        return None
+    if any(p.endswith(_OTHERS) and "/" not in p for p in source.listing):
+        # Beside another format, ranks' files are a trainer's own state; verl's models are none.
+        models = [p for p in source.listing if _VERL_MODEL.match(p)]
+        return Evidence(_NAME, (f"{len(models)} files like {models[0]}",)) if models else None
+    found = [p for kind in rank_files_of(source) for p in kind.paths.values()]
+    if found:
+        zips = [p for p in found[:8] if _is_zip(source, p)]
+        verl = any("_world_size_" in p for p in found)
+        if not zips and not verl:
+            return None
+        # A name that tells how many ranks there are is meant so, whatever trainer's keys the one file holds.
+        instead = ("torch_save", "lightning") if verl else ("torch_save",)
+        return Evidence(_NAME, (f"{len(found)} files named by rank, {found[0]} for one",), instead)
+    folders = _folders(source)
+    if folders:
+        return Evidence(_NAME, (f"files named by rank in {', '.join(folders)}",), ("torch_save",))
+    return None
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of all ranks' files; those of a subfolder when there is exactly one.
+
+    Raises `AmbiguousModel` for several components, and as `RankReader.add` does.
+    """
+    kinds = rank_files(source.listing)
+    if kinds:
+        return read_ranks(source, kinds, _NAME)
+    folders = _folders(source)
+    if len(folders) > 1:
+        raise AmbiguousModel(
+            f"{source.store.url} holds {len(folders)} checkpoints: {', '.join(folders[:8])}",
+            hint=f"name one of them, {source.store.url.rstrip('/')}/{folders[0]} say",
+            candidates=list(folders),
+        )
+    inner = source.below(folders[0])
+    manifest = read_ranks(inner, rank_files(inner.listing), _NAME)
+    return join(_NAME, source.store.url, [Part(manifest, folders[0])], manifest.origin)
+
+
+def rank_files_of(source: Source) -> tuple[RankFiles, ...]:
+    """`rank_files`, or those of one save where the names tell of two: `read` says so."""
+    try:
+        return rank_files(source.listing)
+    except AmbiguousModel:
+        return tuple(RankFiles("", None, {0: p}) for p in source.listing if "/" not in p and "rank" in p)
+
+
+def _folders(source: Source) -> list[str]:
+    found = {m["folder"].rstrip("/") for p in source.listing if (m := _BELOW.match(p))}
+    return sorted(found)
+
+
+def _is_zip(source: Source, path: str) -> bool:
+    return source.listing[path] >= 4 and is_zip(source.store.read(path, 0, 4))
+
+
+FORMAT = Format(
+    name=_NAME,
+    title="torch.save file per rank (verl, Accelerate, OLMo, FSDP scripts)",
+    recognised_by="torch zips named by rank: `*_rank_R.pt`, `*_rankR.bin`, `rankR.pt`",
+    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per record", objects=True),
+    detect=detect,
+    read=read,
+    arrange=arrange,
+    nests=True,
+    shards=True,
+)

@@ -1,0 +1,346 @@
+"""Placed: which boxes of a distributed tensor does one rank's pickle hold, and who else wrote some?
+
+A DTensor's pickle has the local tensor, the placements, and the `DeviceMesh` with this rank's
+coordinate on it (torch/distributed/tensor/_api.py, torch/distributed/device_mesh.py). A
+ShardedTensor's has the local shards with their offsets, and the rank and world size of the job
+(torch/distributed/_shard/sharded_tensor/api.py). No process group is needed to know the boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import row_major
+from ckptcore.core.object_tree import Named, Refused, RefusedTensor
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.pickle.unpickler import Record
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
+from ckptcore.formats.torch_ranks.dtensor_globals import DTENSOR, fields
+from ckptcore.topology import torch_chunk as cuts
+from ckptcore.utils.text import shown
+
+_MAX_RANKS = 1 << 20
+_MAX_FACTOR = 1 << 16
+_MAX_LISTED = 1 << 22  # ranks of all meshes of one file together
+_PIECE = 16  # a piece of a tensor takes far more bytes of a file than this
+ReadInts = Callable[[StoredView], tuple[int, ...]]  # the elements of a small integer tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A distributed tensor as one rank saved it.
+
+    dtype, shape: of the whole. pieces: (view into a storage, the box it holds); none for a rank
+    without elements. rank: the writer's global rank, or None where that is not told.
+    ranks: global ranks that took part.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[StoredView, Box], ...]
+    rank: int | None
+    ranks: tuple[int, ...] | range
+
+
+@dataclass(frozen=True, slots=True)
+class _Mesh:
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    rank: int | None
+    ranks: tuple[int, ...]
+
+
+class Placer:
+    """Places the distributed tensors of one file of ``size`` bytes; a shared mesh is read once.
+
+    What is shared through the pickle's memo, and factors that a few bytes tell, make no more work
+    than a file of that size can ask for.
+    """
+
+    def __init__(self, read_ints: ReadInts, what: str, size: int) -> None:
+        self._what, self._size = what, size
+        self._lists = _RankLists(read_ints)
+        self._pieces = self._steps = 0
+        self._meshes: dict[int, _Mesh] = {}
+        self.storages: set[str] = set()  # of the meshes themselves, and of what holds no element
+
+    def place(self, value: Record, name: str) -> Placed | Refused:
+        """Where a DTensor or ShardedTensor lies; what it is made of when that is refused.
+
+        Raises `MalformedCheckpoint`, and `UnsupportedFormat` for sums that were not reduced.
+        """
+        try:
+            return self._dtensor(value, name) if value.kind == DTENSOR else self._sharded(value)
+        except (ValueError, TypeError, IndexError) as error:
+            raise MalformedCheckpoint(f"{self._what}: {name}: {error}") from error
+
+    def _dtensor(self, value: Record, name: str) -> Placed | Refused:
+        state = fields(value, DTENSOR)
+        local, shape = state.get("_local_tensor"), _dims(value.args[2])
+        if isinstance(local, Refused):
+            return _whole(local, shape)
+        dtype = _dtype(value.args[1])
+        if type(local) is not StoredView or local.dtype != dtype:
+            raise ValueError(f"a DTensor of {dtype} whose local tensor is {shown(local)}")
+        spec = fields(state.get("_spec"), "DTensorSpec")
+        mesh = self._mesh(spec.get("mesh"))
+        placements: Any = spec.get("placements")
+        if type(placements) not in (tuple, list) or len(placements) != len(mesh.sizes):
+            raise ValueError(f"placements {shown(placements)} on a mesh of {len(mesh.sizes)} axes")
+        if mesh.coordinate is None:  # a rank outside the mesh holds nothing
+            self.storages.add(local.key)
+            return Placed(dtype, shape, (), mesh.rank, mesh.ranks)
+        by_dim: dict[int, list[cuts.Cut]] = {}
+        for axis, placement in enumerate(placements):
+            cut = self._cut(placement, axis, mesh, len(shape), name)
+            if cut is not None:
+                by_dim.setdefault(cut[0], []).append(cut[1])
+        orders = dict(_orders(spec.get("shard_order")))
+        if len(local.shape) != len(shape):
+            raise ValueError(f"{list(shape)} whose local tensor is {list(local.shape)}")
+        runs = [
+            self._runs(n, by_dim.get(d, []), orders.get(d), local.shape[d], name) for d, n in enumerate(shape)
+        ]
+        if 0 in local.shape:
+            self.storages.add(local.key)
+            return Placed(dtype, shape, (), mesh.rank, mesh.ranks)
+        self._count(prod(map(len, runs)))
+        pieces = tuple((_narrowed(local, at, box.shape), box) for box, at in cuts.boxes(runs))
+        return Placed(dtype, shape, pieces, mesh.rank, mesh.ranks)
+
+    def _sharded(self, value: Record) -> Placed | Refused:
+        state = value.state
+        if type(state) is not tuple or len(state) < 3 or type(state[0]) is not list:
+            raise ValueError(f"a ShardedTensor with the state {shown(state)}")
+        told = fields(state[1], "ShardedTensorMetadata")
+        shape = _dims(told.get("size"))
+        properties = told.get("tensor_properties")
+        first = properties.state if type(properties) is Record else None
+        held = [fields(shard, "LocalShard").get("tensor") for shard in state[0]]
+        refused = next((tensor for tensor in held if isinstance(tensor, Refused)), None)
+        if refused is not None:
+            keys = tuple(sorted({k for t in held if isinstance(t, RefusedTensor) for k in t.storages}))
+            return _whole(refused, shape, keys)
+        dtype = _dtype(
+            first.get("dtype") if type(first) is dict else first[0] if type(first) is tuple else None
+        )
+        group = fields(state[2], "ProcessGroupState")
+        rank, world = group.get("global_rank"), group.get("global_world_size")
+        if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= _MAX_RANKS:
+            raise ValueError(f"a ShardedTensor of rank {shown(rank, 20)} of {shown(world, 20)}")
+        pieces = []
+        self._count(len(state[0]))
+        for shard in state[0]:
+            local = fields(shard, "LocalShard")
+            where = fields(local.get("metadata"), "ShardMetadata")
+            offset, extent = _dims(where.get("shard_offsets")), _dims(where.get("shard_sizes"))
+            tensor = local.get("tensor")
+            if type(tensor) is not StoredView or tensor.shape != extent or tensor.dtype != dtype:
+                raise ValueError(f"a shard of {dtype} {list(extent)} that holds {shown(tensor, 120)}")
+            if len(offset) != len(shape) or len(extent) != len(shape):
+                raise ValueError(f"a shard at {list(offset)} of a tensor of {list(shape)}")
+            if 0 in extent:
+                self.storages.add(tensor.key)
+            else:
+                pieces.append((tensor, Box(offset, extent)))
+        return Placed(dtype, shape, tuple(pieces), rank, range(world))
+
+    def _cut(
+        self, placement: Any, axis: int, mesh: _Mesh, rank: int, name: str
+    ) -> tuple[int, cuts.Cut] | None:
+        assert mesh.coordinate is not None
+        kind = placement.kind if type(placement) is Record else ""
+        if kind == "Replicate":
+            return None
+        if kind == "Partial":
+            raise UnsupportedFormat(
+                f"{self._what}: {name} has a Partial placement: each rank holds a summand, not the values",
+                hint="reduce it before saving: DTensor.redistribute, or full_tensor",
+            )
+        told = fields(placement, "_StridedShard" if kind == "_StridedShard" else "Shard")
+        dim, factor = told.get("dim"), told.get("split_factor", 1)
+        if type(dim) is not int or not -rank <= dim < rank:
+            raise ValueError(f"a shard of dim {shown(dim, 20)} of {rank}")
+        if type(factor) is not int or not 0 < factor <= _MAX_FACTOR:
+            raise ValueError(f"a split factor of {shown(factor, 20)}")
+        return dim % rank, cuts.Cut(axis, mesh.sizes[axis], mesh.coordinate[axis], factor)
+
+    def _runs(
+        self, n: int, cut: list[cuts.Cut], order: Sequence[int] | None, want: int, name: str
+    ) -> tuple[cuts.Run, ...]:
+        """What the rank holds of one dim, by the one rule that gives the extent of its memory."""
+        self._steps += prod(c.factor for c in cut)
+        if self._steps > self._size + (1 << 20):
+            raise ValueError(f"strided shards that take {self._steps} steps in {self._size} bytes")
+        found = cuts.held(n, cut, order)
+        fits = [runs for runs in found if sum(b - a for a, b in runs) == want]
+        if not fits:
+            expected = sum(b - a for a, b in found[0])
+            raise ValueError(
+                f"the placements give this rank {expected} of {n} elements of a dim, it has {want}"
+            )
+        if len(fits) > 1:
+            raise UnsupportedFormat(
+                f"{self._what}: {name} has an uneven strided shard, which releases of torch cut differently",
+                hint="save it through torch.distributed.checkpoint, or redistribute it first",
+            )
+        return fits[0]
+
+    def _count(self, pieces: int) -> None:
+        self._pieces += pieces
+        if self._pieces > self._size // _PIECE + 4096:
+            raise ValueError(f"{self._pieces} pieces of tensors in {self._size} bytes")
+
+    def _mesh(self, value: Any) -> _Mesh:
+        seen = self._meshes.get(id(value))
+        if seen is None:
+            seen = self._meshes[id(value)] = _mesh(fields(value, "DeviceMesh"), self._lists)
+            self.storages |= _mesh_storages(value)
+        return seen
+
+
+class _RankLists:
+    """Lists of ranks, each looked at once."""
+
+    def __init__(self, read_ints: ReadInts) -> None:
+        self._read_ints, self._total = read_ints, 0
+        self._known: dict[Any, tuple[int, ...]] = {}
+
+    def of(self, value: Any) -> tuple[int, ...]:
+        """The ranks of a tensor or list."""
+        key = value if type(value) is StoredView else id(value)
+        ranks = self._known.get(key)
+        if ranks is None:
+            self._total += prod(value.shape) if type(value) is StoredView else len(value)
+            if self._total > _MAX_LISTED:
+                raise ValueError(f"meshes of {self._total} ranks")
+            ranks = self._read_ints(value) if type(value) is StoredView else tuple(value)
+            if len(ranks) > _MAX_RANKS or any(type(r) is not int or not 0 <= r < _MAX_RANKS for r in ranks):
+                raise ValueError(f"a mesh of ranks {shown(ranks)}")
+            self._known[key] = ranks
+        return ranks
+
+
+def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
+    """torch <= 2.9 keeps the ranks as a tensor ``mesh``; later ones a layout over ``_rank_map``."""
+    tensor = state.get("mesh", state.get("_mesh"))
+    if type(tensor) is StoredView:
+        sizes = tensor.shape
+    else:
+        layout = fields(state.get("_layout"), "_MeshLayout")
+        axes = layout.get("axes")
+        shapes: Any = layout.get("shape")  # of torch 2.10 to 2.12; nested for axes that were joined
+        if axes is not None:
+            shapes = [fields(a, "_FlatLayout").get("shape") for a in axes]
+        shapes = (shapes,) if type(shapes) is int else shapes
+        if type(shapes) not in (list, tuple):
+            raise ValueError(f"a mesh layout of {shown(shapes)}")
+        sizes = tuple(prod(_flat(s)) for s in shapes)
+    if not 0 < prod(sizes) <= _MAX_RANKS or len(sizes) > 16:
+        raise ValueError(f"a mesh of {shown(sizes)}")
+    at = state.get("_coordinate_on_dim", ())
+    coordinate = None if at is None else tuple(at)
+    if coordinate is not None and (
+        len(coordinate) != len(sizes)
+        or any(type(c) is not int or not 0 <= c < n for c, n in zip(coordinate, sizes, strict=True))
+    ):
+        raise ValueError(f"coordinate {shown(coordinate)} on a mesh of {sizes}")
+    ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list"))
+    if ranks is None:
+        whole = tensor if type(tensor) is StoredView else state.get("_rank_map")
+        if type(whole) is not StoredView or prod(whole.shape) > _MAX_RANKS:
+            raise ValueError("a mesh without ranks")
+        ranks = whole
+    ranks = lists.of(ranks)
+    rank, root = state.get("_rank"), state.get("_root_mesh")
+    if type(rank) is not int:  # torch <= 2.10 does not note it; the root mesh lists its ranks in order
+        rank = None
+        if root is not None and depth:
+            rank = _mesh(fields(root, "DeviceMesh"), lists, depth - 1).rank
+        elif coordinate is not None and len(ranks) == prod(sizes):
+            rank = ranks[sum(c * s for c, s in zip(coordinate, row_major(sizes), strict=True))]
+    return _Mesh(sizes, coordinate, rank, ranks)
+
+
+def _mesh_storages(mesh: Any) -> set[str]:
+    """Keys of the storages that a mesh and the meshes that it refers to are pickled with."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    queue = [mesh]
+    while queue:
+        value = queue.pop()
+        if isinstance(value, StoredView):
+            found.add(value.key)
+        elif isinstance(value, (Record, dict, tuple, list)) and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, Record):
+                queue += [value.state, value.args]
+            else:
+                queue += value.values() if isinstance(value, dict) else value
+    return found
+
+
+def _whole(local: Refused, shape: tuple[int, ...], storages: tuple[str, ...] = ()) -> Refused:
+    """What was refused of one rank, as the whole tensor."""
+    if not isinstance(local, RefusedTensor):
+        return local
+    return replace(local, shape=shape, storages=storages or local.storages)
+
+
+def _narrowed(view: StoredView, at: tuple[int, ...], extent: tuple[int, ...]) -> StoredView:
+    if extent == view.shape:
+        return view
+    offset = view.offset + sum(a * s for a, s in zip(at, view.strides, strict=True))
+    return StoredView(view.key, view.storage_bytes, view.dtype, extent, offset, view.strides, view.flags)
+
+
+def _orders(value: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(tensor dim, mesh axes in the order they cut) of a spec's ``shard_order`` (torch >= 2.10)."""
+    if value is None:
+        return
+    if type(value) not in (tuple, list) or len(value) > 64:
+        raise ValueError(f"a shard order of {shown(value)}")
+    for entry in value:
+        if type(entry) is not Record or entry.kind != "ShardOrderEntry":
+            raise ValueError(f"a shard order with {shown(entry)}")
+        dim, axes = entry.args if len(entry.args) == 2 else _order_fields(entry)
+        if type(dim) is not int or type(axes) not in (tuple, list) or any(type(a) is not int for a in axes):
+            raise ValueError(f"a shard order of dim {shown(dim, 20)} by {shown(axes)}")
+        yield dim, tuple(axes)
+
+
+def _order_fields(entry: Record) -> tuple[Any, Any]:
+    told = fields(entry, "ShardOrderEntry")
+    return told.get("tensor_dim"), told.get("mesh_dims")
+
+
+def _dtype(value: Any) -> str:
+    if type(value) is Named and value.kind == "dtype" and value.value in BY_NAME:
+        return str(value.value)
+    raise ValueError(f"dtype {shown(value)}")
+
+
+def _dims(value: Any) -> tuple[int, ...]:
+    plain = value.value if type(value) is Named and value.kind == "size" else value
+    if (
+        type(plain) not in (tuple, list)
+        or len(plain) > 64
+        or any(type(n) is not int or not 0 <= n < 1 << 50 for n in plain)
+    ):
+        raise ValueError(f"size {shown(value)}")
+    return tuple(plain)
+
+
+def _flat(value: Any, depth: int = 4) -> Iterator[int]:
+    if type(value) is int:
+        yield value
+    elif type(value) in (tuple, list) and depth and len(value) <= 64:
+        for part in value:
+            yield from _flat(part, depth - 1)
+    else:
+        raise ValueError(f"a mesh axis of {shown(value)}")

@@ -1,0 +1,1 @@
+"""torch_save: a room of ckptcore."""

@@ -1,0 +1,126 @@
+"""One `torch.save` file that holds a full state dict: `.pt`, `.pth`, `.bin`, `.ckpt`.
+
+Dicts (and lists that hold tensors) are walked; a tensor's FQN is its path joined with dots, and
+every other leaf is an object. Written files are a flat dict of FQN -> tensor or value that
+``torch.load(weights_only=True, mmap=True)`` opens; numpy arrays among the objects (random states, say)
+need `torch.serialization.safe_globals` for that, as they do in any torch file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import TensorRef, decode
+from ckptcore.encodings.torchzip.reader import Objects, head_holds, is_zip, read_objects
+from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
+from ckptcore.formats.base import (
+    Abilities,
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Source,
+    natural,
+)
+from ckptcore.formats.common.rank_file_names import is_rank_file
+from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
+from ckptcore.formats.torch_save.tree import TorchTree
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+DEFAULT = "model.pt"
+# Globals that hold tensor data in ways this reader does not take apart.
+_TENSOR_CLASSES = ("torch._tensor.", "torch._utils.", "torch.distributed", "torch.nested",
+                   "torch.ao.", "torchao.", "torch.sparse")  # fmt: skip
+
+
+def detect(source: Source) -> Evidence | None:
+    """A torch zip that was named, or the only one of a folder."""
+    name = source.name or _only(source)
+    size = source.listing.get(name or "", 0)
+    if name is None or size < 4 or not is_zip(source.store.read(name, 0, 4)):
+        return None
+    # Another suffix proves nothing: an .npz is a zip, too.
+    if not name.endswith(SUFFIXES) and not head_holds(
+        lambda start, n: source.store.read(name, start, n), size, "", name
+    ):
+        return None
+    return Evidence("torch_save", (f"{name} is a torch zip",))
+
+
+def read(source: Source) -> Manifest:
+    """The manifest of a full state dict.
+
+    Raises `MalformedCheckpoint`, and `UnsupportedFormat` when the tensors inside are pieces of
+    distributed ones, or of a class whose bytes are not plain.
+    """
+    name = source.name or _only(source)
+    assert name is not None  # detect said so
+    size, store = source.listing[name], source.store
+    objects = read_objects(lambda start, n: store.read(name, start, n), size, name)
+    builder = Builder()
+    file = builder.file(name, size)
+    if source.name is not None and is_rank_file(name):
+        message = f"{name} is one rank's file by its name: name its folder to read those of all ranks"
+        builder.findings.append(finding("missing-part", "files", message, file=name))
+    if not isinstance(objects.tree, dict):
+        raise UnsupportedFormat(f"{name} holds a {type(objects.tree).__name__}, not a state dict")
+    tree = TorchTree(builder, file, objects, name)
+    for key, value in objects.tree.items():
+        tree.add(str(key), value)
+    if not builder.tensors:
+        _refuse_tensor_classes(objects, name)
+    tree.require_all()
+    total = sum(t.nbytes for t in builder.tensors)
+    if total > 1024 * size + (64 << 20):  # expanded views of one element, say
+        raise MalformedCheckpoint(f"{name}: {size} bytes stand for tensors of {total} bytes")
+    return builder.build("torch_save", store.url, {})
+
+
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """One file: data.pkl, byteorder, the storages in natural name order, version, directory."""
+    order = sorted(range(len(request.tensors)), key=lambda i: natural(request.tensors[i].fqn))
+    whole: dict[str, Any] = {request.tensors[i].fqn: TensorRef(request.tensors[i].fqn) for i in order}
+    for name in sorted(request.objects, key=natural):
+        value = decode(request.objects[name])
+        if value == TensorRef(name):
+            continue  # an object that is nothing but a tensor
+        if name in whole:
+            raise NameMismatch(f"an object and a tensor are both called {name}")
+        # An object with tensors inside is written leaf by leaf: its tensors have names of their own.
+        leaves = leaves_below(value, name, TensorRef)
+        whole |= {path: leaf for path, _, leaf in leaves if not isinstance(leaf, TensorRef)}
+    inline: dict[str, Inline] = {}
+    whole = arrays_as_tensors(whole, inline)
+    path = request.single or DEFAULT
+    return (torch_file(path, whole, request.tensors, order, commit=True, inline=inline),)
+
+
+def _only(source: Source) -> str | None:
+    found = [p for p in source.listing if p.endswith(SUFFIXES) and "/" not in p]
+    # Beside another format's own files (a DCP folder's meta.pt, say) it is not the checkpoint.
+    others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
+    return found[0] if len(found) == 1 and not others else None
+
+
+def _refuse_tensor_classes(objects: Objects, name: str) -> None:
+    held = [g for g in objects.refused if g.startswith(_TENSOR_CLASSES)]
+    if held:
+        raise UnsupportedFormat(
+            f"{name} is not a plain full state dict: its tensors are {', '.join(sorted(held)[:4])}",
+            hint="name its folder if it is one rank's part of a distributed save",
+            globals=held,
+        )
+
+
+FORMAT = Format(
+    name="torch_save",
+    title="torch.save file of a full state dict",
+    recognised_by="a torch zip named `.pt`, `.pth`, `.bin` or `.ckpt`",
+    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per record", objects=True),
+    detect=detect,
+    read=read,
+    arrange=arrange,
+)

@@ -1,0 +1,1 @@
+"""loading: a room of ckptcore."""

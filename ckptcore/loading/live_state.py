@@ -1,0 +1,120 @@
+"""Live state: which leaves does a caller's state dict have, and where does a new value of each go?
+
+Leaves and their names are those of `torch.distributed.checkpoint`, so that what it saved is found again:
+dicts are entered, and lists that hold tensors or dicts; what has ``state_dict`` and ``load_state_dict`` is
+entered through the first, and given its state through the second when everything is there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.utils.text import some
+
+Put = Callable[[Any], None]
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A tensor, or a value that is replaced as a whole.
+
+    put: stores another value in its place; None where the container takes none. owner: the object with
+    ``load_state_dict`` that it belongs to, if any.
+    """
+
+    fqn: str
+    value: Any
+    put: Put | None
+    owner: Any = None
+
+
+@dataclass(slots=True)
+class LiveState:
+    """The leaves of a state dict.
+
+    finish: what is to be called when all of them are filled, in order.
+    """
+
+    leaves: list[Leaf] = field(default_factory=list)
+    finish: list[Callable[[], None]] = field(default_factory=list)
+
+
+def live_state(state_dict: Mapping[str, Any]) -> LiveState:
+    """Every leaf of a state dict; objects are asked for their state, nothing is changed.
+
+    Raises `NameMismatch` where two leaves have one name.
+    """
+    state = LiveState()
+    _enter(state, state_dict, "", None)
+    twice = [n for n, count in Counter(leaf.fqn for leaf in state.leaves).items() if count > 1]
+    if twice:
+        raise NameMismatch(
+            f"cannot load into two leaves of one name: {some(twice)}",
+            hint="Try other keys: `{'a.b': ...}` and `{'a': {'b': ...}}` have one name in a checkpoint.",
+        )
+    return state
+
+
+def stateful(value: Any) -> bool:
+    """Whether a value gives and takes its state, as `torch.distributed.checkpoint.stateful.Stateful` does."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def _enter(state: LiveState, values: Mapping[Any, Any], path: str, owner: Any) -> None:
+    into = values if isinstance(values, MutableMapping) else None
+    # torch gives objects their state in the order of their names.
+    items = list(values.items())
+    for key, value in items if path else sorted(items, key=lambda item: str(item[0])):
+        put = None if into is None else _setter(into, key)
+        _visit(state, value, f"{path}.{key}" if path else str(key), put, owner)
+
+
+def _visit(state: LiveState, value: Any, path: str, put: Put | None, owner: Any) -> None:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        state.leaves.append(Leaf(path, value, put, owner))
+    elif stateful(value):
+        inside = value.state_dict()
+        if not isinstance(inside, Mapping):
+            raise UsageError(
+                f"cannot load into {path}: its state_dict() is no mapping (got {type(inside).__name__})",
+                hint="Try to return a dict of tensors and plain values.",
+            )
+        _enter(state, inside, path, value)
+        state.finish.append(lambda: value.load_state_dict(inside))
+    elif isinstance(value, Mapping):
+        _enter(state, value, path, owner)
+    elif isinstance(value, (list, tuple)) and _holds(value, (torch.Tensor, Mapping)):
+        _enter_sequence(state, value, path, put, owner)
+    else:
+        state.leaves.append(Leaf(path, value, put, owner))
+
+
+def _enter_sequence(state: LiveState, values: Sequence[Any], path: str, put: Put | None, owner: Any) -> None:
+    items = values if isinstance(values, list) else list(values)
+    takes = isinstance(values, list) or put is not None
+    for place, value in enumerate(list(items)):
+        _visit(state, value, f"{path}.{place}", _setter(items, place) if takes else None, owner)
+    if isinstance(values, tuple) and put is not None:  # built again, where something in it was replaced
+
+        def rebuild() -> None:
+            if any(a is not b for a, b in zip(items, values, strict=True)):
+                put(type(values)(*items) if hasattr(values, "_fields") else tuple(items))
+
+        state.finish.append(rebuild)
+
+
+def _holds(values: Sequence[Any], kinds: tuple[type, ...]) -> bool:
+    """Whether a sequence is entered: it holds such a value, at any depth of sequences."""
+    return any(isinstance(v, kinds) or (isinstance(v, (list, tuple)) and _holds(v, kinds)) for v in values)
+
+
+def _setter(container: Any, key: Any) -> Put:
+    return lambda value: container.__setitem__(key, value)

@@ -1,0 +1,150 @@
+"""Live tensors: which memory of this rank is to be filled, with which boxes of the stored tensor?
+
+Every kind of tensor is either known here or refused before anything is filled: what torch would write to in
+another way (sparse, quantised, fake, expanded), or what no memory stands for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.core.box import Box
+from ckptcore.errors import NameMismatch, UnsupportedDtype, UsageError
+from ckptcore.topology.layout import local_parts
+
+if TYPE_CHECKING:
+    import torch
+
+Piece = tuple["torch.Tensor", Box]
+
+
+def pieces(fqn: str, tensor: Any) -> list[Piece]:
+    """This rank's memory of a tensor, in pieces, each with its box of the whole one; empty for a rank that
+    holds nothing of it.
+
+    Raises `UsageError` for a kind of tensor that cannot be filled, `NameMismatch` for one that contradicts
+    itself.
+    """
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, ShardedTensor):
+        return _shards(fqn, tensor)
+    if isinstance(tensor, DTensor):
+        require_kind(fqn, tensor.to_local() if tensor.device_mesh.get_coordinate() is not None else None)
+    else:
+        require_kind(fqn, tensor)
+    try:
+        return local_parts(tensor)
+    except (UsageError, NameMismatch) as error:
+        raise type(error)(
+            f"cannot load into {fqn}: {error.message}",
+            hint="Try a tensor with memory of its own for what this rank holds.",
+        ) from error
+
+
+def require_cast(fqn: str, stored: str, tensor: Any) -> None:
+    """Raises `UnsupportedDtype` where torch does not copy values of a stored dtype into this tensor."""
+    import torch
+
+    source = getattr(torch, stored)
+    if source == tensor.dtype:
+        return
+    try:
+        torch.empty(1, dtype=tensor.dtype).copy_(torch.ones(1).to(source))
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedDtype(
+            f"cannot load {fqn}: torch does not cast {stored} to {tensor.dtype} ({error})",
+            hint=f"Try a tensor of {source} there.",
+        ) from error
+
+
+def on_meta(tensor: Any) -> bool:
+    """Whether a tensor has to be replaced; of a ShardedTensor, `pieces` looks at the shards."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    return not isinstance(tensor, ShardedTensor) and bool(tensor.is_meta)
+
+
+def on_memory(tensor: Any) -> Any:
+    """An empty tensor like a meta one, where `torch.distributed.checkpoint` would put it."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=_device())
+    local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _device() -> torch.device:
+    import torch
+    import torch.distributed as dist
+
+    accelerator = torch.accelerator.current_accelerator()
+    if dist.is_available() and dist.is_initialized():
+        backends = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
+        if "cpu:" in backends or accelerator is None:
+            return torch.device("cpu")
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    device = torch.get_default_device()
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _shards(fqn: str, tensor: Any) -> list[Piece]:
+    """One piece a local shard; the shard of a shard lies where both say."""
+    found: list[Piece] = []
+    for shard in tensor.local_shards():
+        offset, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
+        if tuple(shard.tensor.shape) != sizes or not Box.whole(tuple(tensor.size())).contains(
+            Box(offset, sizes)
+        ):
+            raise NameMismatch(
+                f"cannot load into {fqn}: its shard at {list(offset)} of {list(tensor.size())} is told to be "
+                f"{list(sizes)}, and is {list(shard.tensor.shape)}",
+                hint="Try a ShardedTensor whose shards are what its metadata says.",
+            )
+        found += [
+            (local, Box(_sum(offset, box.offset), box.shape)) for local, box in pieces(fqn, shard.tensor)
+        ]
+    return found
+
+
+def require_kind(fqn: str, tensor: Any) -> None:
+    """Raises `UsageError` for a tensor whose memory cannot be filled; None is none."""
+    import torch
+    from torch._subclasses import FakeTensor
+
+    if tensor is None:
+        return
+    reason = ""
+    if isinstance(tensor, FakeTensor):
+        reason = "it is a FakeTensor, which has no memory"
+    elif torch.nn.parameter.is_lazy(tensor):
+        reason = "its parameter has no shape yet"
+    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        reason = f"nothing is known of the memory of a {type(tensor).__name__}"
+    elif tensor.is_quantized:
+        reason = f"it is quantised ({tensor.dtype})"
+    elif tensor.is_nested or tensor.layout != torch.strided:
+        reason = f"its layout is {'nested' if tensor.is_nested else tensor.layout}"
+    elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        reason = "several of its elements share one place in memory (an expanded tensor)"
+    elif tensor.is_inference() and not torch.is_inference_mode_enabled():
+        reason = "it was made in inference mode, and is not to be changed outside"
+    if reason:
+        raise UsageError(
+            f"cannot load into {fqn}: {reason}",
+            hint="Try a tensor with memory of its own, or leave it out of the state dict.",
+        )
+
+
+def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))

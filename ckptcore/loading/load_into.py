@@ -1,0 +1,191 @@
+"""Loading: how does a live, possibly sharded, state dict get its values from a checkpoint, all or none?
+
+Three steps: name what every leaf is to get and prove that it is there and fits; fill memory; give objects the
+state that was filled. What can be refused is refused in the first, where nothing has changed yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ckptcore.core.box import Box
+from ckptcore.core.manifest import Blob, Manifest, TensorSpec
+from ckptcore.core.object_tree import references
+from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.loading.live_state import Leaf, LiveState, live_state
+from ckptcore.loading.live_tensors import on_memory, on_meta, pieces, require_cast
+from ckptcore.loading.plain_values import NotBuilt, built, find
+from ckptcore.reading.state_dict import Filler, require_cover, require_readable
+from ckptcore.store import open_store
+from ckptcore.utils.text import some
+
+_log = logging.getLogger("ckptcore")
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What each leaf gets. tensors: (leaf, row of its tensor). values: (leaf, JSON form of its value).
+    missing: names that the checkpoint lacks. unbuilt: name -> what its value holds that is not built."""
+
+    tensors: list[tuple[Leaf, int]] = field(default_factory=list)
+    values: list[tuple[Leaf, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unbuilt: dict[str, str] = field(default_factory=dict)
+
+
+def load_into(
+    manifest: Manifest, state_dict: Mapping[str, Any], *, prefix: str, strict: bool, verify: bool
+) -> list[str]:
+    """Fills a live state dict; see `ckptcore.load_into`."""
+    state = live_state(state_dict)
+    require_readable(manifest, [prefix + leaf.fqn for leaf in state.leaves])
+    plan = _plan(manifest, state, prefix)
+    _require_all(plan, len(state.leaves), strict)
+    _require_fit(manifest, plan)
+    fresh = {id(leaf): on_memory(leaf.value) for leaf, _ in plan.tensors if on_meta(leaf.value)}
+    parts = [(row, pieces(leaf.fqn, fresh.get(id(leaf), leaf.value))) for leaf, row in plan.tensors]
+    store = open_store(manifest.root)
+    filler = Filler(manifest, store, verify)
+    try:
+        # What is built anew comes first: until then, a checksum that fails has changed nothing.
+        values = [(leaf, built(form, partial(_whole, manifest, filler))) for leaf, form in plan.values]
+        for row, filled in parts:
+            for local, want in filled:
+                if want.numel:
+                    filler.fill(row, want, local)
+    finally:
+        store.close()
+    for leaf, value in [*values, *((x, fresh[id(x)]) for x, _ in plan.tensors if id(x) in fresh)]:
+        assert leaf.put is not None  # `_require_fit`
+        leaf.put(value)
+    for finish in state.finish:
+        finish()
+    _require_no_meta([leaf for leaf, _ in plan.tensors if id(leaf) in fresh])
+    used = {manifest.tensors[row].fqn for _, row in plan.tensors} | _inside(plan)
+    return sorted(t.fqn for t in manifest.tensors if t.fqn not in used)
+
+
+def _plan(manifest: Manifest, state: LiveState, prefix: str) -> _Plan:
+    import torch
+
+    plan = _Plan()
+    objects: dict[str, Blob] = {b.key: b for b in manifest.blobs}
+    for leaf in state.leaves:
+        name = prefix + leaf.fqn
+        row = manifest.index.get(name)
+        if isinstance(leaf.value, torch.Tensor) and row is not None:
+            plan.tensors.append((leaf, row))
+            continue
+        try:
+            found = find(objects, name)
+        except NotBuilt as error:
+            plan.unbuilt[leaf.fqn] = str(error)
+            continue
+        if row is None and found is None:
+            plan.missing.append(leaf.fqn)
+        elif isinstance(leaf.value, torch.Tensor) or row is not None:
+            here, there = ("a tensor", "a plain value") if row is None else ("a plain value", "a tensor")
+            raise NameMismatch(
+                f"cannot load {leaf.fqn}: it is {here} here and {there} in the checkpoint",
+                hint="Try the same kind here.",
+            )
+        elif found is not None:
+            plan.values.append((leaf, found[1]))
+    return plan
+
+
+def _require_all(plan: _Plan, count: int, strict: bool) -> None:
+    """That every leaf gets a value; what does not is logged where that is allowed."""
+    if plan.missing and strict:
+        raise NameMismatch(
+            f"cannot load {len(plan.missing)} of {count} values: not in the checkpoint: "
+            f"{some(plan.missing, 5)}",
+            hint="Try prefix= for names that have more in front, or strict=False to leave them as they are.",
+            missing=plan.missing,
+        )
+    for leaf, form in plan.values:
+        try:
+            built(form, lambda name: None)
+        except NotBuilt as error:
+            plan.unbuilt[leaf.fqn] = str(error)
+    plan.values = [(leaf, form) for leaf, form in plan.values if leaf.fqn not in plan.unbuilt]
+    if plan.unbuilt and strict:
+        refused = [f"{name} ({what})" for name, what in plan.unbuilt.items()]
+        raise NameMismatch(
+            f"cannot load {len(refused)} of {count} values: refused by the reader: {some(refused, 5)}",
+            hint="Try to take them out of the state dict, or strict=False to leave them as they are.",
+            missing=[*plan.unbuilt],
+        )
+    if plan.missing or plan.unbuilt:
+        left = [*plan.missing, *plan.unbuilt]
+        _log.warning("left as they are, because the checkpoint has no value for them: %s", ", ".join(left))
+
+
+def _require_fit(manifest: Manifest, plan: _Plan) -> None:
+    """That everything to be filled can be, and that every element of it is in the checkpoint."""
+    import torch
+
+    for leaf, row in plan.tensors:
+        spec: TensorSpec = manifest.tensors[row]
+        if not on_meta(leaf.value):
+            pieces(leaf.fqn, leaf.value)
+        elif leaf.put is None or isinstance(leaf.owner, torch.nn.Module):
+            raise UsageError(
+                f"cannot load into {leaf.fqn}: it is a meta tensor, and its holder takes no other",
+                hint="Try module.to_empty(device=...) first.",
+            )
+        here = list(leaf.value.size())
+        if here != list(spec.shape):
+            raise NameMismatch(
+                f"cannot load {leaf.fqn}: it is {here} here and {list(spec.shape)} in the checkpoint",
+                hint="Try a tensor of that shape.",
+            )
+        require_cast(leaf.fqn, spec.dtype, leaf.value)
+    fixed = [leaf.fqn for leaf, _ in plan.values if leaf.put is None]
+    if fixed:
+        raise UsageError(
+            f"cannot load {some(fixed)}: the container takes no new value",
+            hint="Try a dict or a list around it.",
+        )
+    inside = [manifest.index[n] for n in sorted(_inside(plan)) if n in manifest.index]
+    require_cover(manifest, [*(row for _, row in plan.tensors), *inside])
+
+
+def _require_no_meta(leaves: Sequence[Leaf]) -> None:
+    """That objects took the memory which they were given for their meta tensors."""
+    import torch
+
+    owners = {id(leaf.owner): leaf.owner for leaf in leaves if leaf.owner is not None}
+    still = [
+        leaf.fqn
+        for owner in owners.values()
+        for leaf in live_state(owner.state_dict()).leaves
+        if isinstance(leaf.value, torch.Tensor) and on_meta(leaf.value)
+    ]
+    if still:
+        raise UsageError(
+            f"cannot load {some(still)}: still on the meta device after load_state_dict()",
+            hint="Try module.to_empty(device=...) first, or load_state_dict(..., assign=True) inside.",
+        )
+
+
+def _inside(plan: _Plan) -> set[str]:
+    """Names of tensors that stand in plain values."""
+    return {name for _, form in plan.values for name in references(form)}
+
+
+def _whole(manifest: Manifest, filler: Filler, name: str) -> Any:
+    """A tensor that stands in a plain value, built anew."""
+    import torch
+
+    row = manifest.index[name]
+    spec = manifest.tensors[row]
+    out = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    want = Box.whole(spec.shape)
+    if want.numel:
+        filler.fill(row, want, out)
+    return out

@@ -1,0 +1,1 @@
+"""naming: a room of ckptcore."""

@@ -1,0 +1,233 @@
+"""Model part: where in a checkpoint is the model, and what says so?
+
+Trainers nest the model differently: ``model.*``, ``app.model.*``, ``state_dict.*``, or at the top
+beside the optimizer (torchtitan). Evidence is asked in this order, and the first that decides
+is told to the user:
+
+1. the prefix that the user names, or else where the format itself keeps the model;
+2. the optimizer: its states name the model's parameters (``...state.<fqn>.exp_avg``), and the
+   model is where those names are found;
+3. the container paths that the writer recorded, without those that hold optimizer state;
+4. known container names.
+
+Two candidates are an error that lists both: a wrong guess would export the wrong weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.tree_paths import Paths
+from ckptcore.errors import AmbiguousModel
+from ckptcore.naming.rename import LEADING_WRAPPERS, WRAPPERS, strip_wrappers
+
+_STATE = re.compile(r"^(?:(?P<root>.*?)\.)?state\.(?P<fqn>.+)\.(?P<key>[A-Za-z0-9_]+)$")
+_MOMENTS = {
+    "exp_avg",
+    "exp_avg_sq",
+    "momentum_buffer",
+    "max_exp_avg_sq",
+    "step",
+    "sum",
+    "square_avg",
+}
+# Containers beside a top-level model that are the trainer's own (torchtitan, OLMo, Lightning, Megatron's
+# ``rng_state/shard_...``).
+_TRAINER = re.compile(
+    r"^(optim|optimizer|optimizers|optimizer_\d+|lr_scheduler|scheduler|dataloader|train_state|rng"
+    r"|rng_state|trainer|extra|ema_state|param_groups|chained_\d+)(\.|/|$)"
+)
+_CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """Where the model is.
+
+    prefix: what its names start with in the checkpoint. because: the evidence, one sentence.
+    beside: first path elements of the trainer's own entries below that prefix, to be left out.
+    """
+
+    prefix: str
+    because: str
+    beside: tuple[str, ...] = ()
+
+    def foreign(self, name: str) -> str | None:
+        """The rule that drops a name below the prefix, or None for the model's own."""
+        for root in self.beside:
+            if name == root or name.startswith(root + "."):
+                return f"not part of the model ({root})"
+        return None
+
+
+def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
+    """The model part of a checkpoint; raises `AmbiguousModel` with the candidates."""
+    names = [t.fqn for t in manifest.tensors]
+    if prefix is not None:
+        return _named(names, prefix)
+    told = manifest.origin.get("model")
+    if told and any(n.startswith(told["prefix"]) for n in names):
+        return ModelPart(told["prefix"], told["because"])
+    _require_shapes(names)
+    states = _optimizer(names)
+    if states:
+        found = _by_optimizer(names, states)
+        if found:
+            return found
+    candidates = _containers(manifest, set(states))
+    if len(candidates) == 1:
+        root, count = candidates[0]
+        if root == "":
+            beside = _beside("", names, set(states))
+            return ModelPart("", f"{count} tensors lie at the top level", beside)
+        return ModelPart(root, f"{root[:-1]} is the only part that is not the trainer's ({count} tensors)")
+    known = [(r, n) for r, n in candidates if r[:-1] in _CONTAINERS]
+    if len(known) == 1:
+        return ModelPart(known[0][0], f"{known[0][0][:-1]} is what trainers call the model")
+    told = ", ".join(f"{r or 'top level'} ({n} tensors)" for r, n in candidates[:8]) or "none"
+    raise AmbiguousModel(
+        f"cannot tell which part of the checkpoint is the model; candidates: {told}",
+        hint="name it: --model-prefix " + (candidates[0][0] or "''" if candidates else "PREFIX"),
+        candidates=[r for r, _ in candidates],
+    )
+
+
+def in_model(manifest: Manifest, prefix: str | None) -> Callable[[str], str | None]:
+    """What a name is called inside the model, None for what is not the model's; the name itself where the
+    model cannot be told.
+
+    Objects that are no tensor are never the model's. The model is looked for when the first name is asked.
+    """
+    objects = {b.key for b in manifest.blobs if b.unread is None}
+    part: list[ModelPart | None] = []
+
+    def inside(name: str) -> str | None:
+        if not part:
+            try:
+                part.append(find_model(manifest, prefix))
+            except AmbiguousModel:
+                part.append(None)
+        found = part[0]
+        if found is None:
+            return None if name in objects else name
+        inner = name[len(found.prefix) :]
+        own = name.startswith(found.prefix) and name not in objects and found.foreign(inner) is None
+        return inner if own else None
+
+    return inside
+
+
+def _named(names: Sequence[str], prefix: str) -> ModelPart:
+    root = prefix if prefix == "" or prefix.endswith(".") else prefix + "."
+    count = sum(n.startswith(root) for n in names)
+    if not count:
+        tops = sorted({n.split(".")[0] for n in names})
+        raise AmbiguousModel(
+            f"no tensor's name starts with {root}",
+            hint=f"the top-level parts are: {', '.join(tops[:12])}",
+        )
+    states = _optimizer(names)
+    beside = _beside(root, names, set(states)) if root == "" else ()
+    return ModelPart(root, f"--model-prefix {prefix} ({count} tensors)", beside)
+
+
+def _require_shapes(names: Sequence[str]) -> None:
+    """OLMo-core's direct saves keep weights as the optimizer's flat ``<fqn>.main`` only."""
+    held = set(names)
+    flat = [n for n in names if n.endswith(".main") and n.removesuffix("main") + "exp_avg" in held]
+    if flat:
+        raise AmbiguousModel(
+            f"{len(flat)} weights are stored flat, as the optimizer's {flat[0]}: nothing tells their shapes",
+            hint="load it with OLMo-core and save the model's state dict; consolidate keeps them flat",
+        )
+
+
+def _optimizer(names: Sequence[str]) -> dict[str, set[str]]:
+    """Optimizer root -> the parameter FQNs that it has state for."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        m = _STATE.match(name)
+        if m and m["key"] in _MOMENTS and not m["fqn"].isdigit():
+            found.setdefault(m["root"] or "", set()).add(m["fqn"])
+    return found
+
+
+def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPart | None:
+    wanted: set[str] = set().union(*states.values())
+    bare = wanted | {strip_wrappers(w) for w in wanted}
+    votes: Counter[str] = Counter()
+    for name in names:
+        # Every way to read a name as prefix + parameter.
+        at, wrapped = -1, any(w in name for w in (*LEADING_WRAPPERS, *WRAPPERS))
+        while True:
+            if name[at + 1 :] in bare or (wrapped and strip_wrappers(name[at + 1 :]) in bare):
+                votes[name[: at + 1]] += 1
+            at = name.find(".", at + 1)
+            if at < 0:
+                break
+    roots = [
+        (root, count) for root, count in votes.items()
+        if not any(root == r + "." or root.startswith(f"{r}.state") or (r == "" and root.startswith("state."))
+                   for r in states)
+    ]  # fmt: skip
+    best = max((c for _, c in roots), default=0)
+    full = [(r, c) for r, c in roots if c == best]
+    # "model." and "model._orig_mod." are one place: what lies between them is only wrappers.
+    shorter = [r for r, _ in full]
+    full = [(r, c) for r, c in full if not any(_wraps(s, r) for s in shorter)]
+    if not full or best * 2 < len(wanted):
+        return None
+    if len(full) > 1:
+        told = ", ".join(f"{r or 'top level'} ({c} parameters)" for r, c in sorted(full))
+        raise AmbiguousModel(
+            f"the optimizer's parameters are found in more than one part: {told}",
+            hint=f"name one: --model-prefix {min(r for r, _ in full)}", candidates=[r for r, _ in full],
+        )  # fmt: skip
+    root = full[0][0]
+    optimizer = ", ".join(sorted(r or "the top level" for r in states))
+    place = f"under {root}" if root else "at the top level"
+    because = f"{best} of the {len(wanted)} parameters that {optimizer} has state for lie {place}"
+    return ModelPart(root, because, _beside(root, names, set(states)))
+
+
+def _wraps(shorter: str, longer: str) -> bool:
+    return longer != shorter and longer.startswith(shorter) and not strip_wrappers(longer[len(shorter) :])
+
+
+def _beside(root: str, names: Sequence[str], optimizers: set[str]) -> tuple[str, ...]:
+    """First elements below a root that are not the model's, when the model has no container."""
+    if root:
+        return ()
+    tops = {n.split(".")[0] for n in names}
+    own = {o.split(".")[0] for o in optimizers if o} | ({"state"} if "" in optimizers else set())
+    return tuple(sorted({t for t in tops if t in own or _TRAINER.match(t)}))
+
+
+def _containers(manifest: Manifest, optimizers: set[str]) -> list[tuple[str, int]]:
+    """(prefix, tensors) of each part that may be the model, most tensors first."""
+    recorded = Paths.of(manifest)
+    count: Counter[str] = Counter()
+    for spec in manifest.tensors:
+        path = recorded.get(spec.fqn, ("",))
+        root = spec.fqn.removesuffix(str(path[-1])) if len(path) > 1 else ""
+        own = any(root.startswith(f"{o}.") or root == o for o in optimizers if o)
+        if own or (root and _TRAINER.match(root)) or (not root and _TRAINER.match(spec.fqn)):
+            continue
+        count[root] += 1
+    if len(count) == 1 and "" in count:
+        return _by_name(manifest, count[""])
+    return sorted(count.items(), key=lambda row: (-row[1], row[0]))
+
+
+def _by_name(manifest: Manifest, total: int) -> list[tuple[str, int]]:
+    """No container was recorded: a known container name in front of every tensor, or the top."""
+    kept = [t.fqn for t in manifest.tensors if not _TRAINER.match(t.fqn)]
+    for name in ("state_dict", "model_state_dict"):
+        inside = sum(n.startswith(name + ".") for n in kept)
+        if inside:
+            return [(name + ".", inside)]
+    return [("", total)]

@@ -1,0 +1,81 @@
+"""Parameters: which tensors are the model's, and whose state is each other one?
+
+Optimizers name the state by the parameter: ``optim.state.<fqn>.exp_avg``, ``optimizer.state.exp_avg.<fqn>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import AmbiguousModel
+from ckptcore.naming.model_part import find_model
+from ckptcore.naming.rename import strip_wrappers
+
+Shape = tuple[int, ...]
+
+
+def parameters(manifest: Manifest, prefix: str | None) -> tuple[dict[str, Shape], dict[str, str]]:
+    """(shape by parameter, parameter by tensor of the manifest).
+
+    prefix: where the model is, or None to find it. Where nothing tells the model from its state, every tensor
+    is taken for a parameter, unless it has a parameter's shape and its name says that it is state.
+    Raises `AmbiguousModel` for a prefix that no name has.
+    """
+    try:
+        model = find_model(manifest, prefix)
+    except AmbiguousModel:
+        if prefix is not None:
+            raise
+        model = None
+    shapes: dict[str, Shape] = {}
+    owner: dict[str, str] = {}
+    for spec in manifest.tensors:
+        if model is None:
+            name = spec.fqn
+        elif not spec.fqn.startswith(model.prefix) or model.foreign(spec.fqn[len(model.prefix) :]):
+            continue
+        else:
+            name = spec.fqn[len(model.prefix) :]
+        owner[spec.fqn] = strip_wrappers(name)
+        shapes.setdefault(owner[spec.fqn], spec.shape)
+    index = _Index(shapes)
+    for spec in manifest.tensors:
+        if spec.fqn not in owner:
+            of = index.inside(strip_wrappers(spec.fqn))
+            if of is not None:
+                owner[spec.fqn] = of
+            continue
+        of = index.inside(owner[spec.fqn], state=True)
+        if of is not None and shapes[of] == spec.shape:
+            owner[spec.fqn] = of
+    own = set(owner.values())
+    return {n: s for n, s in shapes.items() if n in own}, owner
+
+
+class _Index:
+    """Finds the longest parameter name between dots of a longer one."""
+
+    def __init__(self, names: Mapping[str, object]) -> None:
+        self.names = names
+        self.lengths: dict[str, set[int]] = {}
+        for name in names:
+            parts = name.split(".")
+            self.lengths.setdefault(parts[0], set()).add(len(parts))
+
+    def inside(self, name: str, state: bool = False) -> str | None:
+        """The parameter in a name.
+
+        state: only when something follows it, or ``state`` stands before: ``norm.weight`` is not what
+        ``layers.0.norm.weight`` is the state of.
+        """
+        parts = name.split(".")
+        best: tuple[int, str] | None = None
+        for at, first in enumerate(parts):
+            for n in self.lengths.get(first, ()):
+                inner = ".".join(parts[at : at + n])
+                fits = at + n <= len(parts) and n < len(parts) and inner in self.names
+                fits = fits and (not state or at + n < len(parts) or "state" in parts[:at])
+                if fits and (best is None or n > best[0]):
+                    best = n, inner
+        return best[1] if best else None

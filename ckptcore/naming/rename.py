@@ -1,0 +1,171 @@
+"""Remapping: which tensors go on, under which names, and why does each other one not?
+
+Rules act on manifests and move no byte. Every source tensor is either kept or dropped by a rule
+that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckptcore.core.manifest import Blob, Manifest
+from ckptcore.core.subset import select
+from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.utils.globs import matches as matches
+
+# Wrappers put these into names: torch.compile, FSDP1, activation checkpointing, DDP.
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+LEADING_WRAPPERS = ("module.",)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A tensor or object that does not go on, and the rule that says so."""
+
+    fqn: str
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The result of remapping.
+
+    manifest: the kept tensors under their new names. renamed: (old, new) where they differ.
+    dropped: what does not go on. ties: (dropped name, kept name) that must hold equal bytes.
+    twins: source of each tie's dropped tensor, as a manifest with one tensor each.
+    """
+
+    manifest: Manifest
+    renamed: tuple[tuple[str, str], ...]
+    dropped: tuple[Dropped, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+    twins: Manifest | None = None
+
+
+def remap(manifest: Manifest, *, include: Sequence[str] = (), exclude: Sequence[str] = (),
+          prefix: str | None = None, also: Callable[[str], str | None] | None = None,
+          unwrap: bool = False, rename: Sequence[tuple[str, str]] = (),
+          tie: Sequence[tuple[str, str]] = ()) -> Mapped:  # fmt: skip
+    """Applies the rules in order: globs, model prefix, wrappers, renames, ties.
+
+    prefix: keep only names below it, and take it off; None keeps all. also: called with what is
+    below the prefix; a text it returns is the rule that drops the tensor.
+    unwrap: take wrapper parts out of names.
+    Raises `NameMismatch` when two tensors end up with one name, and `UsageError` for a glob or a
+    tie that matches nothing.
+    """
+    _used_globs([t.fqn for t in manifest.tensors] + [b.key for b in manifest.blobs], include, exclude)
+    kept: dict[str, int] = {}
+    origin: dict[str, str] = {}
+    dropped: list[Dropped] = []
+    for row, spec in enumerate(manifest.tensors):
+        name, rule = _new_name(spec.fqn, include, exclude, prefix, also, unwrap, rename)
+        if rule:
+            dropped.append(Dropped(spec.fqn, rule))
+            continue
+        if name in kept:
+            raise NameMismatch(
+                f"{origin[name]} and {spec.fqn} would both be called {name}",
+                hint="rename one with --rename, or leave one out with --exclude",
+            )
+        kept[name], origin[name] = row, spec.fqn
+    ties = tuple((a, b) for a, b in tie)
+    for gone, stays in ties:
+        for name in (gone, stays):
+            if name not in kept:
+                raise UsageError(f"--tie names {name}, which is not in the output")
+        if manifest.tensors[kept[gone]].shape != manifest.tensors[kept[stays]].shape:
+            raise NameMismatch(f"{gone} and {stays} are tied but differ in shape")
+        if manifest.tensors[kept[gone]].dtype != manifest.tensors[kept[stays]].dtype:
+            raise NameMismatch(f"{gone} and {stays} are tied but differ in dtype")
+        if manifest.derived.keys() & {kept[gone], kept[stays]}:
+            raise UsageError(
+                f"{gone} and {stays} cannot be tied: they are computed from quantised values",
+                hint="leave one out with --exclude, or carry the stored values with --keep-quantized",
+            )
+    gone_names = [a for a, _ in ties]
+    twins = select(manifest, [kept[n] for n in gone_names], gone_names) if ties else None
+    for gone, stays in ties:
+        dropped.append(Dropped(origin[gone], f"tied to {stays}: stored once, equality is checked"))
+        del kept[gone]
+    names = list(kept)
+    renamed = tuple((origin[n], n) for n in names if origin[n] != n)
+    return Mapped(select(manifest, [kept[n] for n in names], names), renamed, tuple(dropped), ties, twins)
+
+
+def is_kept(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether the globs keep a tensor or object of this name."""
+    return not _glob_rule(name, include, exclude)
+
+
+def keep_blobs(blobs: Sequence[Blob], include: Sequence[str], exclude: Sequence[str]) -> tuple[Blob, ...]:
+    """Objects that the globs keep."""
+    return tuple(b for b in blobs if is_kept(b.key, include, exclude))
+
+
+def strip_wrappers(name: str) -> str:
+    """
+    >>> strip_wrappers("module.layers.0._checkpoint_wrapped_module._orig_mod.w")
+    'layers.0.w'
+    """
+    for part in LEADING_WRAPPERS:
+        while name.startswith(part):
+            name = name[len(part) :]
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def apply_renames(name: str, rules: Sequence[tuple[str, str]]) -> str:
+    """The name after all rules, in order. A rule is a prefix, or a pattern with one ``*``.
+
+    >>> apply_renames("encoder.0.w", [("encoder.", "model.")])
+    'model.0.w'
+    >>> apply_renames("layers.3.attn.w", [("layers.*.attn.w", "h.*.self.w")])
+    'h.3.self.w'
+    """
+    for old, new in rules:
+        if "*" in old:
+            head, _, tail = old.partition("*")
+            if len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
+                name = new.replace("*", name[len(head) : len(name) - len(tail)])
+        elif name.startswith(old):
+            name = new + name[len(old) :]
+    return name
+
+
+def _new_name(fqn: str, include: Sequence[str], exclude: Sequence[str], prefix: str | None,
+              also: Callable[[str], str | None] | None, unwrap: bool,
+              rename: Sequence[tuple[str, str]]) -> tuple[str, str]:  # fmt: skip
+    rule = _glob_rule(fqn, include, exclude)
+    if rule:
+        return fqn, rule
+    name = fqn
+    if prefix is not None:
+        if not fqn.startswith(prefix):
+            return fqn, f"not part of the model (model prefix {prefix!r})"
+        name = fqn[len(prefix) :]
+        reason = also(name) if also else None
+        if reason:
+            return fqn, reason
+    if unwrap:
+        name = strip_wrappers(name)
+    name = apply_renames(name, rename)
+    return (name, "") if name else (fqn, "its name is empty after renaming")
+
+
+def _glob_rule(name: str, include: Sequence[str], exclude: Sequence[str]) -> str:
+    if include and not matches(name, include):
+        return "matches no --include"
+    hit = next((g for g in exclude if fnmatchcase(name, g)), None)
+    return f"matches --exclude {hit}" if hit else ""
+
+
+def _used_globs(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> None:
+    for option, globs in (("--include", include), ("--exclude", exclude)):
+        for glob in globs:
+            if not any(fnmatchcase(n, glob) for n in names):
+                raise UsageError(f"{option} {glob} matches nothing",
+                                 hint="`ckptcore inspect SRC` lists the names")  # fmt: skip

@@ -1,0 +1,1 @@
+"""operations: a room of ckptcore."""

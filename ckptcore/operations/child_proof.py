@@ -1,0 +1,93 @@
+"""Reproof: is a child still what proves its source, byte for byte and in its own place?
+
+Asked twice for every source that is deleted: before anything is touched, and while the source is away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptcore.catalog import CheckpointDetail
+from ckptcore.catalog.types import State
+from ckptcore.comparison.fingerprint import fingerprint
+from ckptcore.errors import SourceChanged, UsageError
+from ckptcore.operations.distinct import files_of
+from ckptcore.operations.proven_files import used_files
+from ckptcore.operations.registered_files import same_manifest
+from ckptcore.operations.replacement import Stand
+from ckptcore.operations.verify import Proof, Proven, prove
+from ckptcore.planning.request import Settings
+from ckptcore.store import join_url
+from ckptcore.store.contents import Thing, difference
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
+
+def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
+    """A child with its files, as the catalog has it now; raises `UsageError` unless it is there."""
+    detail = catalog.show(public, tensors=False)
+    assert isinstance(detail, CheckpointDetail)
+    if detail.checkpoint.state != State.PRESENT.value:
+        raise UsageError(f"{detail.checkpoint.uri} is {detail.checkpoint.state}")
+    return detail
+
+
+def require_proven(uri: str, proven: Proven, *, digests: bool = True) -> None:
+    """Raises `UsageError` unless every file of a child was found to be, byte for byte, what was written.
+
+    digests: nothing else speaks for it, so that a file without a digest is not proven.
+    """
+    if digests and any(f.code == "no-checksum" for f in proven.findings):
+        raise UsageError(f"{uri} has no digests: --fingerprint reads both")
+    # Unproven alone are files that hold no tensor and that nobody recorded: they are not what speaks for it.
+    if proven.proof not in (Proof.PROVEN, Proof.UNPROVEN):
+        raise UsageError(f"{uri}: {proven.message}")
+
+
+def require_holding(detail: CheckpointDetail, wanted: str | None, means: Settings) -> None:
+    """Reads a child as it is in its own place now. Raises `UsageError` unless it holds what it must.
+
+    wanted: the fingerprint of its tensors; None for a cast child, for which its digests must do.
+    """
+    uri = detail.checkpoint.uri
+    if wanted is None:
+        require_proven(uri, prove(detail))
+        return
+    manifest = same_manifest(uri, detail.checkpoint.manifest_digest)
+    if manifest is None or fingerprint(manifest, means).fingerprint != wanted:
+        raise UsageError(f"{uri} holds other tensors now")
+    used = used_files(manifest)
+    others = tuple(file for file in detail.files if file.digest and file.path not in used)
+    if others:
+        require_proven(uri, prove(replace(detail, files=others)))
+
+
+def files_now(detail: CheckpointDetail) -> dict[str, Thing]:
+    """The child's files as they are now, each with its identity."""
+    child = detail.checkpoint
+    manifest = same_manifest(child.uri, child.manifest_digest)
+    if manifest is None:
+        raise UsageError(f"another checkpoint stands at {child.uri} now")
+    known = {file.path for file in detail.files if file.digest}
+    name = manifest.origin.get("file")
+    missing = sorted(used_files(manifest) - known - {name}) if known else []
+    if missing:
+        raise UsageError(f"{child.uri}: the catalog has no digest of {missing[0]}")
+    return files_of(child.uri, manifest, [file.path for file in detail.files])
+
+
+def require_at_rest(stand: Stand, detail: CheckpointDetail) -> None:
+    """Raises `SourceChanged` unless a child's files are those that were seen before they were read."""
+    uri = detail.checkpoint.uri
+    name = difference(stand.files, files_now(detail))
+    if name is not None:
+        raise changed(uri, name)
+
+
+def changed(uri: str, name: str) -> SourceChanged:
+    return SourceChanged(
+        f"{join_url(uri, name) if name else uri} was written, moved or touched while this ran",
+        hint="run again when nobody writes there",
+    )

@@ -1,0 +1,122 @@
+"""Claiming: who converts this, while everybody else leaves it alone?
+
+Sweeps and webhooks' flows find the same checkpoint at the same time. Whoever takes the claim converts; the
+others see how it stands. A thread renews the claim while the work goes on, however long that takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from ckptcore.catalog import claims
+from ckptcore.catalog.claims import ClaimRow, Key
+from ckptcore.catalog.normalize import normal_uri
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import CkptError, UsageError, ended_by
+from ckptcore.execution.source_stamps import take as take_stamps
+from ckptcore.operations.export_target import options_digest
+from ckptcore.planning.request import Request
+from ckptcore.store import open_store
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
+_log = logging.getLogger("ckptcore")
+
+
+def source_digest(manifest: Manifest) -> str:
+    """Stands for what a source holds now: its manifest, and the stamps of its files.
+
+    The manifest alone does not: two steps of one run have equal ones. Second copies do not count.
+    """
+    manifest = manifest.without_copies()
+    with closing(open_store(manifest.root)) as store:
+        stamps = take_stamps(manifest, store)
+    whole = blake3(manifest.digest.encode())
+    for path, stamp in sorted(stamps.items()):
+        whole.update(f"{path}\0{stamp}\n".encode("utf-8", "surrogateescape"))
+    return whole.hexdigest()
+
+
+def key_of(request: Request, digest: str) -> Key:
+    """What is claimed. digest: `source_digest` of the request's source."""
+    return Key(digest, request.destination, options_digest(request))
+
+
+def owner() -> str:
+    """A name for this worker that no other has."""
+    return f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
+
+
+def made_from(catalog: Catalog, destination: str, source: str, digest: str) -> bool:
+    """Whether the catalog knows a destination as made from this source. digest: of the source's manifest."""
+    try:
+        origins = catalog.which(destination)
+    except UsageError:  # the catalog does not know it
+        return False
+    wanted = normal_uri(source)
+    return any(
+        row.uri == wanted and row.manifest_digest == digest for origin in origins for row in origin.sources
+    )
+
+
+def rewritten(catalog: Catalog, key: Key, source: str) -> bool:
+    """Whether the key's destination was made from this very source when other content lay there."""
+    with catalog.reading() as conn:
+        there = claims.of_destination(conn, key.destination)
+    return any(
+        c.state == claims.DONE and c.source == normal_uri(source) and c.key.source_digest != key.source_digest
+        for c in there
+    )
+
+
+@contextmanager
+def claimed(catalog: Catalog, key: Key, source: str, who: str, *, again: bool = False) -> Iterator[ClaimRow]:
+    """The claim; if it is `mine` held while the block runs, done when that ends, failed when it raises."""
+    with catalog.writing() as conn:
+        claim = claims.take(conn, datetime.now(UTC), key, source, who, again=again)
+    if not claim.mine:
+        yield claim
+        return
+    stop = threading.Event()
+    keeper = threading.Thread(target=_keep, args=(catalog, claim, stop), name="claim", daemon=True)
+    keeper.start()
+    try:
+        yield claim
+    except BaseException as error:
+        stop.set()
+        keeper.join()
+        ended = ended_by(error)
+        try:
+            with catalog.writing() as conn:
+                claims.failed(conn, datetime.now(UTC), claim, ended.code, ended.message)
+        except CkptError as second:  # must not hide the first error; the lease ends by itself
+            _log.warning("the claim could not be settled: %s", second.message)
+        raise
+    stop.set()
+    keeper.join()
+    with catalog.writing() as conn:
+        if not claims.done(conn, datetime.now(UTC), claim):
+            _log.warning("the claim on %s was taken by another worker meanwhile", claim.key.destination)
+
+
+def _keep(catalog: Catalog, claim: ClaimRow, stop: threading.Event) -> None:
+    while not stop.wait(claims.LEASE.total_seconds() / 3):
+        try:
+            with catalog.writing() as conn:
+                mine = claims.renew(conn, datetime.now(UTC), claim)
+        except CkptError as error:  # tried again: two more fit into the lease
+            _log.warning("the claim on %s could not be renewed: %s", claim.key.destination, error.message)
+            continue
+        if not mine:
+            return

@@ -1,0 +1,184 @@
+"""Discovering: which places below a root are checkpoints, told by the formats' own evidence?
+
+One listing of the root; after that a folder costs what the formats' detectors read. A folder that keeps
+steps in folders below it is no checkpoint itself; a part inside a checkpoint is none either. Folders whose
+names begin with a dot are left out: staging folders, caches, what is being deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckptcore.errors import AmbiguousModel, CkptError, UnknownFormat, UnsupportedFormat
+from ckptcore.formats import detect
+from ckptcore.formats.base import Source, natural
+from ckptcore.formats.step_roots import located
+from ckptcore.store import join_url, open_store
+from ckptcore.store.listing import Seen, stamp_of, survey
+from ckptcore.utils.step_names import says_step, step_of
+
+MAX_DEPTH = 12
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")  # of files that are one save each
+# What is refused by these names is a folder of several checkpoints.
+_SEVERAL = ("olmo-steps", "trainer-folder")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A place that may be a checkpoint.
+
+    path: below the root. run: the name of the folder that keeps its steps. format, because: what it was
+    recognised as and why; empty when only its name speaks for it. files: what lies there.
+    """
+
+    root: str
+    path: str
+    name: str
+    step: int | None
+    run: str
+    format: str
+    because: tuple[str, ...]
+    files: Mapping[str, Seen]
+
+    @property
+    def uri(self) -> str:
+        """Where it is."""
+        return join_url(self.root, self.path)
+
+    @property
+    def stamp(self) -> str:
+        """Changes when one of its files is written again."""
+        return stamp_of(self.files)
+
+
+def discover(root: str, *, include: Sequence[str] = (), skip: Collection[str] = ()) -> tuple[Candidate, ...]:
+    """The candidates below a root, the oldest step first; the root itself is none.
+
+    include: globs on paths below the root; empty means all. skip: URIs that are no sources, and nothing below
+    them is. Raises what `survey` raises.
+    """
+    looking = _Looking(root.rstrip("/") or root, frozenset(s.rstrip("/") for s in skip))
+    looking.into("", survey(looking.root), 0)
+    found = [c for c in looking.found if matches(c.path, include)]
+    return tuple(sorted(found, key=lambda c: (c.step is None, c.step or 0, natural(c.path))))
+
+
+def matches(path: str, include: Sequence[str]) -> bool:
+    """Whether a path below a root is meant by its globs; none means all."""
+    return not include or any(fnmatchcase(path, glob) for glob in include)
+
+
+def step_and_run(root: str, path: str) -> tuple[int | None, str]:
+    """The step that the nearest part of a path tells, and the folder that keeps the steps.
+
+    >>> step_and_run("/runs", "llama/step-300"), step_and_run("/runs/llama", "step-300/actor")
+    ((300, 'llama'), (300, 'llama'))
+    """
+    parts = path.split("/")
+    above = root.rstrip("/").rsplit("/", 1)[-1]
+    for at in range(len(parts) - 1, -1, -1):
+        step = step_of(parts[at])
+        if step is not None:
+            return step, parts[at - 1] if at else above
+    return None, parts[-2] if len(parts) > 1 else above
+
+
+class _Looking:
+    def __init__(self, root: str, skip: frozenset[str]) -> None:
+        self.root, self._skip = root, skip
+        self._store = open_store(root)
+        self.found: list[Candidate] = []
+
+    def into(self, folder: str, files: Mapping[str, Seen], depth: int) -> None:
+        """Looks for candidates among what a folder holds. files: paths relative to it."""
+        children, own = _split(files)
+        for name, seen in own.items():
+            if name.endswith(SUFFIXES) and says_step(name) and not self._skips(_below(folder, name)):
+                self._file(folder, name, seen)
+        for child in sorted(children, key=natural):
+            path = _below(folder, child)
+            if not child.startswith(".") and not self._skips(path) and depth < MAX_DEPTH:
+                self._folder(path, child, children[child], depth + 1)
+
+    def _folder(self, path: str, name: str, files: Mapping[str, Seen], depth: int) -> None:
+        kept = {p: f for p, f in files.items() if not any(part.startswith(".") for part in p.split("/")[:-1])}
+        children, own = _split(kept)
+        steps = any(step_of(c) is not None for c in children) and step_of(name) is None
+        saves = any(n.endswith(SUFFIXES) and says_step(n) for n in own) and step_of(name) is None
+        if steps or saves:
+            self.into(path, kept, depth)
+            return
+        recognised, several = self._detect(path, files)
+        loose = bool(children) and step_of(name) is None and _is_loose(own)
+        if recognised is not None and not loose:
+            self._add(path, name, *recognised, files)
+            return
+        before = len(self.found)
+        self.into(path, kept, depth)
+        if recognised is not None and not any(c.format for c in self.found[before:]):
+            self.found[before:] = []
+            self._add(path, name, *recognised, files)
+        elif len(self.found) == before and files and (several or step_of(name) is not None):
+            self._add(path, name, "", (), files)
+
+    def _detect(
+        self, path: str, files: Mapping[str, Seen]
+    ) -> tuple[tuple[str, tuple[str, ...]] | None, bool]:
+        """(format and evidence, or None), and whether formats see more than one checkpoint there."""
+        whole = Source(self._store, None, {f"{path}/{p}": f.nbytes for p, f in files.items()})
+        try:
+            source, way = located(whole.below(path))
+            found, evidence = detect(source)
+        except UnknownFormat:
+            return None, False
+        except AmbiguousModel:
+            return None, True
+        except UnsupportedFormat as error:
+            name = str(error.values.get("format", ""))
+            return (None, True) if name in _SEVERAL else ((name, (error.message,)), False)
+        except CkptError as error:
+            return ("", (error.message,)), False  # recognised enough to be looked at, and told
+        return (found.name, (*way, *evidence.because)), False
+
+    def _file(self, folder: str, name: str, seen: Seen) -> None:
+        path = _below(folder, name)
+        try:
+            found, evidence = detect(Source(self._store, path, {path: seen.nbytes}))
+        except UnknownFormat:
+            self._add(path, name, "", (), {name: seen})
+        except CkptError as error:
+            self._add(path, name, str(error.values.get("format", "")), (error.message,), {name: seen})
+        else:
+            self._add(path, name, found.name, evidence.because, {name: seen})
+
+    def _add(self, path: str, name: str, form: str, because: tuple[str, ...],
+             files: Mapping[str, Seen]) -> None:  # fmt: skip
+        step, run = step_and_run(self.root, path)
+        self.found.append(Candidate(self.root, path, name, step, run, form, because, files))
+
+    def _skips(self, path: str) -> bool:
+        return join_url(self.root, path) in self._skip
+
+
+def _split(files: Mapping[str, Seen]) -> tuple[dict[str, dict[str, Seen]], dict[str, Seen]]:
+    """What lies in the folders below, by folder, and what lies here."""
+    children: dict[str, dict[str, Seen]] = {}
+    own: dict[str, Seen] = {}
+    for path, seen in files.items():
+        top, slash, rest = path.partition("/")
+        if slash:
+            children.setdefault(top, {})[rest] = seen
+        else:
+            own[path] = seen
+    return children, own
+
+
+def _is_loose(own: Collection[str]) -> bool:
+    """Whether one file of tensors lies in a folder by itself, as an average beside the saves it is of."""
+    return "config.json" not in own and sum(n.endswith(SUFFIXES) for n in own) == 1
+
+
+def _below(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name

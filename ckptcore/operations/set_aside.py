@@ -1,0 +1,373 @@
+"""Aside: how does a folder leave its place so that it can come back, and how is exactly it removed, no more?
+
+A source that is deleted is moved out of sight first, into a new folder beside it:
+
+    .NAME.retiring-1a2b3c4d.ckptcore/
+        record.json     the checkpoint's id, and every name in it that was approved, with what it was
+        NAME            the source
+
+Whoever is killed leaves that folder, and nothing of it is removed that its record does not name. All steps
+work on descriptors of folders that were opened one below the other, so that no link leads any of them
+elsewhere. The record is locked as long as its process lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.errors import Busy, SourceChanged, UsageError
+from ckptcore.store.below import FOLDER, open_above, open_below, open_folder
+from ckptcore.store.contents import Thing, contents, difference, same, thing_of
+
+_NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")
+_OLDER = re.compile(r"\.(?P<name>.+)\.retired-[0-9a-f]{8}\.ckptcore")  # the source itself, and no record
+_RECORD = "record.json"
+_BEGINS = b'{"checkpoint":'  # of every record, also of one that was cut off
+_MOST = 1 << 30  # bytes of a record
+_NOREPLACE = 1  # a flag of renameat2
+
+
+@dataclass(frozen=True)
+class Record:
+    """What may be removed. checkpoint, child: ids in the catalog. things: by name, folders with a slash.
+
+    uri: where it was. fingerprint: of the child; None for one that is proven by its digests alone.
+    """
+
+    checkpoint: str
+    child: str
+    uri: str
+    fingerprint: str | None
+    things: Mapping[str, Thing]
+
+    def dump(self) -> bytes:
+        """The JSON form."""
+        form = {"checkpoint": self.checkpoint, "child": self.child, "uri": self.uri}
+        things = {name: thing.as_list() for name, thing in self.things.items()}
+        return canonical_json({"version": 1, **form, "fingerprint": self.fingerprint, "things": things})
+
+    @classmethod
+    def load(cls, data: bytes) -> Record:
+        """The record of `dump`'s form; raises `ValueError`."""
+        try:
+            form: dict[str, Any] = json.loads(data)
+            if form["version"] != 1:
+                raise ValueError(f"cannot read version {form['version']}")
+            things = {str(name): Thing.of_list(each) for name, each in form["things"].items()}
+            wanted = form["fingerprint"]
+            wanted = None if wanted is None else str(wanted)
+            return cls(str(form["checkpoint"]), str(form["child"]), str(form["uri"]), wanted, things)
+        except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise ValueError(f"it is no record: {error!r}") from error
+
+
+class Aside:
+    """One source while it is moved away, from `begin` or `leftover` to `close`.
+
+    home: the folder that it is moved into. path: where it belongs.
+    """
+
+    def __init__(self, above: int, parent: str, name: str, home: str, at: int, lock: int) -> None:
+        self.path, self.home = f"{parent.rstrip('/')}/{name}", f"{parent.rstrip('/')}/{home}"
+        self._above, self._at, self._lock, self._name, self._home = above, at, lock, name, home
+        self.record = Record("", "", "", None, {})
+        self._arrived: Thing | None = None  # a source that is one file: moving it changed its status
+
+    @classmethod
+    def begin(cls, root: str, record: Record) -> Aside:
+        """A new folder beside a source, with the record of what may be removed; nothing is moved yet."""
+        parent, name = os.path.split(record.uri)
+        above = open_above(root, record.uri)
+        home = f".{name}.retiring-{uuid.uuid4().hex[:8]}.ckptcore"
+        at = lock = -1
+        try:
+            os.mkdir(home, 0o700, dir_fd=above)
+            at = os.open(home, FOLDER, dir_fd=above)
+            lock = os.open(_RECORD, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with os.fdopen(os.dup(lock), "wb") as file:
+                file.write(record.dump())
+                file.flush()
+                os.fsync(file.fileno())
+            os.fsync(at)
+        except OSError as error:
+            _forget(home, at, above)
+            _close(lock, at, above)
+            raise UsageError(f"cannot move {record.uri} away: {error.strerror}") from error
+        found = cls(above, parent, name, home, at, lock)
+        found.record = record
+        return found
+
+    @classmethod
+    def leftover(cls, root: str, parent: str, home: str) -> Aside | None:
+        """What a killed process left in a folder below a watched root; ``home``: one of `leftovers`. None
+        where that was an empty folder, which is removed.
+
+        Raises `Busy` while its process lives, and `UsageError` for what is no such folder, or another user's.
+        """
+        matched = _NAME.fullmatch(home)
+        assert matched is not None
+        above = open_below(root, parent, parent)
+        at = lock = -1
+        try:
+            at = os.open(home, FOLDER, dir_fd=above)
+            lock = os.open(_RECORD, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = cls(above, parent, matched["name"], home, at, lock)
+            found.record = found._read_record()
+        except BlockingIOError as error:
+            _close(lock, at, above)
+            raise Busy(f"another process is deleting what lies in {parent}/{home}") from error
+        except (OSError, ValueError) as error:
+            empty = _removed_empty(home, above)
+            _close(lock, at, above)
+            if empty:
+                return None
+            raise UsageError(f"cannot go on with it: {_reason(error)}") from error
+        else:
+            return found
+
+    def _read_record(self) -> Record:
+        """The record of a leftover; raises `OSError`, and `ValueError` for one that is not our own."""
+        seen = os.fstat(self._at), os.fstat(self._lock)
+        if {each.st_uid for each in seen} != {os.geteuid()} or not stat.S_ISREG(seen[1].st_mode):
+            raise ValueError("it is another user's")
+        if seen[1].st_size > _MOST:
+            raise ValueError(f"its record has {seen[1].st_size} bytes")
+        data = os.pread(self._lock, seen[1].st_size, 0)
+        if not self.holds and data[: len(_BEGINS)] == _BEGINS[: len(data)]:
+            return self.record  # killed before it moved the source, or behind its last name
+        record = Record.load(data)
+        if record.uri != self.path:
+            raise ValueError(f"its record is of {record.uri}")
+        return record
+
+    @property
+    def holds(self) -> bool:
+        """Whether the source, or what is left of it, lies here."""
+        return _exists(self._name, self._at)
+
+    def take(self) -> None:
+        """Moves the source here: in one step, and by the folder that was opened, not by its path."""
+        try:
+            os.rename(self._name, self._name, src_dir_fd=self._above, dst_dir_fd=self._at)
+        except OSError as error:
+            raise UsageError(f"cannot move {self.path} away: {error.strerror}") from error
+
+    def put_back(self) -> None:
+        """Moves the source to its place; raises `UsageError` when something else is there now."""
+        if not self.holds:
+            self._leave()
+            return
+        try:
+            _rename_new(self._name, self._at, self._name, self._above)
+        except OSError as error:
+            why = "something else is there now" if _exists(self._name, self._above) else error.strerror
+            raise UsageError(
+                f"cannot move {self.path} back: {why}; it waits in {self.home}",
+                hint=f"move {self.home}/{self._name} to where you want it",
+            ) from error
+        self._leave()
+
+    def look(self) -> dict[str, Thing]:
+        """Everything that lies here, as `ckptcore.store.contents.contents` has it."""
+        return contents(f"{self.home}/{self._name}")
+
+    def require_approved(self) -> None:
+        """Raises `SourceChanged` unless what lies here is, name by name, what the record approves."""
+        now, approved = self.look(), self.record.things
+        if "" in approved and self._arrived is None:
+            found = difference(approved, now, status=False)
+            self._arrived = now.get("")
+        else:
+            found = difference({"": self._arrived} if self._arrived else approved, now)
+        if found is not None:
+            raise SourceChanged(
+                f"{self.path}{'/' if found else ''}{found} was written, moved or touched while this ran",
+                hint="run again when nobody writes there",
+            )
+
+    def remove(self) -> tuple[tuple[str, ...], str]:
+        """Removes what the record approves and is still that.
+
+        Gives the names that are not, and stay; and what the system said, where it would not remove one that
+        is: then the rest waits here for the next run.
+        """
+        left: list[str] = []
+        try:
+            if "" in self.record.things:
+                _unlink(self._name, self._at, "", {"": self._arrived or self.record.things[""]}, left)
+            else:
+                below = open_folder(self._name, self._at, self.path)
+                try:
+                    _empty(below, "", self.record.things, left)
+                    if not left:
+                        _remove_folder(self._name, self._at, below, "", left)
+                finally:
+                    os.close(below)
+        except (OSError, UsageError) as error:
+            return tuple(left), _reason(error)
+        if not left:
+            self._leave()
+        return tuple(left), ""
+
+    def close(self) -> None:
+        """Lets another process look at what is left."""
+        _close(self._lock, self._at, self._above)
+        self._lock = self._at = self._above = -1
+
+    def _leave(self) -> None:
+        _forget(self._home, self._at, self._above)
+
+
+def leftovers(root: str, parent: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the folders of `Aside` that lie in a folder below a watched root, what versions before it left).
+
+    Raises `UsageError` where the folder is not there, or only through a link.
+    """
+    at = open_below(root, parent, parent)
+    try:
+        names = sorted(os.listdir(at))
+    except OSError as error:
+        raise UsageError(f"cannot list {parent}: {error.strerror}") from error
+    finally:
+        os.close(at)
+    return tuple(n for n in names if _NAME.fullmatch(n)), tuple(n for n in names if _OLDER.fullmatch(n))
+
+
+def bring_back(root: str, parent: str, home: str) -> str:
+    """Moves what a version before this one had moved away to its place again, which it gives.
+
+    Raises `UsageError` where something else is there.
+    """
+    matched = _OLDER.fullmatch(home)
+    assert matched is not None
+    at = open_below(root, parent, parent)
+    try:
+        _rename_new(home, at, matched["name"], at)
+    except OSError as error:
+        raise UsageError(f"cannot move {parent}/{home} back: {error.strerror}") from error
+    finally:
+        os.close(at)
+    return f"{parent.rstrip('/')}/{matched['name']}"
+
+
+def place_of(parent: str, home: str) -> str:
+    """Where a leftover of an older version belongs."""
+    matched = _OLDER.fullmatch(home)
+    return f"{parent.rstrip('/')}/{matched['name']}" if matched is not None else home
+
+
+def partly_gone(record: Record, here: Mapping[str, Thing]) -> bool:
+    """Whether something that a record names is not here any more."""
+    return not record.things.keys() <= here.keys()
+
+
+def _empty(at: int, prefix: str, things: Mapping[str, Thing], left: list[str]) -> None:
+    """Removes approved names below a descriptor, depth first. No link is followed, no mount crossed."""
+    for name in os.listdir(at):
+        approved = things.get(f"{prefix}{name}/")
+        if approved is None:
+            _unlink(name, at, prefix + name, things, left)
+            continue
+        try:
+            below = open_folder(name, at, prefix + name)
+        except UsageError:  # no folder any more
+            left.append(prefix + name)
+            continue
+        try:
+            if not same(approved, thing_of(os.fstat(below))):
+                left.append(f"{prefix}{name}/")
+                continue
+            before = len(left)
+            _empty(below, f"{prefix}{name}/", things, left)
+            if len(left) == before:
+                _remove_folder(name, at, below, f"{prefix}{name}/", left)
+        finally:
+            os.close(below)
+
+
+def _remove_folder(name: str, at: int, below: int, prefix: str, left: list[str]) -> None:
+    """Removes a folder, unless something came into it meanwhile."""
+    try:
+        os.rmdir(name, dir_fd=at)
+    except OSError as error:
+        came = sorted(os.listdir(below))
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not came:
+            raise
+        left += [prefix + each for each in came]
+
+
+def _unlink(name: str, at: int, full: str, things: Mapping[str, Thing], left: list[str]) -> None:
+    seen = os.stat(name, dir_fd=at, follow_symlinks=False)
+    approved = things.get(full)
+    target = os.readlink(name, dir_fd=at) if stat.S_ISLNK(seen.st_mode) else ""
+    # The status of a file with several names changes when one of the others goes: here, a moment ago.
+    if approved is None or not same(approved, thing_of(seen, target), status=approved.links == 1):
+        left.append(full)
+        return
+    os.unlink(name, dir_fd=at)
+
+
+def _rename_new(name: str, source: int, new: str, target: int) -> None:
+    """Moves a name between folders, and never over another: `os.rename` would replace an empty folder."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        call = None
+    if call is not None:
+        if call(source, os.fsencode(name), target, os.fsencode(new), _NOREPLACE) == 0:
+            return
+        failed = ctypes.get_errno()
+        if failed not in (errno.ENOSYS, errno.EINVAL):
+            raise OSError(failed, os.strerror(failed))
+    if _exists(new, target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    os.rename(name, new, src_dir_fd=source, dst_dir_fd=target)
+
+
+def _removed_empty(name: str, at: int) -> bool:
+    try:
+        os.rmdir(name, dir_fd=at)
+    except OSError:
+        return False
+    return True
+
+
+def _exists(name: str, at: int) -> bool:
+    try:
+        os.stat(name, dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _forget(home: str, at: int, above: int) -> None:
+    """Removes the record and the folder that it lies in; a file of somebody else in it stays."""
+    with contextlib.suppress(OSError):
+        if at >= 0:
+            os.unlink(_RECORD, dir_fd=at)
+    with contextlib.suppress(OSError):
+        os.rmdir(home, dir_fd=above)
+
+
+def _close(*descriptors: int) -> None:
+    for fd in descriptors:
+        if fd >= 0:
+            os.close(fd)

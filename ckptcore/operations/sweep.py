@@ -1,0 +1,279 @@
+"""Sweeping: which checkpoints below the watched roots are complete and not yet converted? Convert them.
+
+1. `look` lists a root, finds its checkpoints, and says of each how it stands; nothing is converted.
+2. `work` converts one that is ready, under a claim, so that nobody else does.
+
+`sweep` is both for every root. What was seen is remembered: a place that has not changed since is not opened
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.catalog import claims, queues, sightings
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.claims import DONE, FAILED, ClaimRow
+from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.sightings import Seen, SightingRow
+from ckptcore.catalog.watched_roots import Root
+from ckptcore.conversion.pipeline import tidy
+from ckptcore.conversion.registration import facts
+from ckptcore.errors import Busy, CkptError, Finding, NotComplete
+from ckptcore.operations.claims import claimed, key_of, made_from, owner, rewritten
+from ckptcore.operations.discover import Candidate, discover
+from ckptcore.operations.export_target import Place, Target, colliding, target_of
+from ckptcore.operations.readiness import SETTLE_S, Look, look
+from ckptcore.planning.request import Request
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
+_log = logging.getLogger("ckptcore")
+_PATIENCE = (timedelta(minutes=5), timedelta(days=1))  # before a failure is tried again: first, and at most
+
+
+class Standing(StrEnum):
+    """How a checkpoint stands: towards its target, or in itself."""
+
+    READY = "ready"  # complete and not yet converted
+    MADE = "made"  # converted by this sweep
+    CONVERTED = "converted"  # had been converted before
+    CLAIMED = "claimed"  # somebody else converts it now
+    OUTDATED = "outdated"  # converted, and written again since
+    FAILED = "failed"  # the conversion failed; tried again later
+    WRITING = "writing"  # not yet complete
+    BROKEN = "broken"  # lies still, and is not complete
+    UNREAD = "unread"  # could not be looked at
+    REFUSED = "refused"  # the target cannot be used for it
+
+
+_WRONG = {Standing.FAILED, Standing.BROKEN, Standing.UNREAD, Standing.REFUSED, Standing.OUTDATED}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One checkpoint. why: the reason of its standing. request and the digests: of what is whole."""
+
+    root: str
+    source: str
+    step: int | None
+    standing: Standing
+    why: str = ""
+    destination: str = ""
+    findings: tuple[Finding, ...] = ()
+    request: Request | None = field(default=None, repr=False)
+    source_digest: str = ""
+    manifest_digest: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON face."""
+        return {"root": self.root, "source": self.source, "step": self.step, "standing": self.standing.value,
+                "why": self.why, "destination": self.destination,
+                "findings": [f.as_dict() for f in self.findings]}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep did. items: every checkpoint it saw, by root, the oldest step first."""
+
+    items: tuple[Item, ...]
+    dry_run: bool = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """standing -> how many."""
+        return dict(Counter(i.standing.value for i in self.items))
+
+    @property
+    def exit_code(self) -> int:
+        """1 where something is wrong, else 3 where something is not yet complete, else 0."""
+        if any(i.standing in _WRONG for i in self.items):
+            return 1
+        return NotComplete.exit_code if any(i.standing is Standing.WRITING for i in self.items) else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON face."""
+        return {"dry_run": self.dry_run, "counts": self.counts, "items": [i.as_dict() for i in self.items]}
+
+
+Convert = Callable[[Request], Any]
+Told = Callable[[Item], None]
+
+
+def sweep(catalog: Catalog, convert: Convert, names: Sequence[str] = (), *, dry_run: bool = False,
+          settle_s: float = SETTLE_S, again: bool = False, who: str | None = None,
+          told: Told | None = None) -> Swept:  # fmt: skip
+    """Looks through the watched roots, and converts what is ready.
+
+    convert: makes one request; a CkptError is told and stops nothing else. names: of roots, also paused ones;
+    none means all that are not paused. again: also what failed just now, or was broken. told: is called for
+    each item.
+    """
+    found: list[Item] = []
+    who = who or owner()
+    for root in watched(catalog, names):
+        here = []
+        for item in look_through(catalog, root, dry_run=dry_run, settle_s=settle_s, again=again):
+            done = (
+                item if dry_run or item.standing is not Standing.READY else work(catalog, item, convert, who)
+            )
+            here.append(done)
+            if told is not None:
+                told(done)
+        found += here
+        if not dry_run:
+            note_swept(catalog, root, here)
+    if not dry_run:
+        forget_events(catalog)
+    return Swept(tuple(found), dry_run)
+
+
+def watched(catalog: Catalog, names: Sequence[str] = ()) -> tuple[Root, ...]:
+    """The roots of these names, or all that are not paused. Raises `UsageError`."""
+    with catalog.reading() as conn:
+        return tuple(roots.get(conn, n) for n in names) if names else roots.every(conn, enabled=True)
+
+
+def forget_events(catalog: Catalog) -> None:
+    """Forgets events and messages that ended longer ago than `queues.KEEP`."""
+    with catalog.queueing() as conn:
+        gone = queues.forget(conn, datetime.now(UTC))
+    if gone:
+        _log.info("%d events and messages that ended %d days ago are forgotten", gone, queues.KEEP.days)
+
+
+def note_swept(catalog: Catalog, root: Root, items: Sequence[Item]) -> None:
+    """Notes that a root was looked through, and what came of it."""
+    counts = Counter(i.standing.value for i in items)
+    with catalog.writing() as conn:
+        if any(r.name == root.name for r in roots.every(conn)):  # it may have been removed meanwhile
+            note = ", ".join(f"{n} {s}" for s, n in sorted(counts.items())) or "nothing there"
+            roots.swept(conn, datetime.now(UTC), root.name, note)
+
+
+def look_through(catalog: Catalog, root: Root, *, dry_run: bool = False, settle_s: float = SETTLE_S,
+                 again: bool = False) -> tuple[Item, ...]:  # fmt: skip
+    """How every checkpoint below a root stands; what was seen is noted, unless this is a dry run."""
+    now = datetime.now(UTC)
+    try:
+        target = target_of(root.target)
+        with catalog.reading() as conn:
+            before, outputs = sightings.below(conn, root.uri), sightings.outputs_below(conn, root.uri)
+        candidates = discover(root.uri, include=root.include, skip=outputs)
+    except CkptError as error:
+        standing = Standing.UNREAD if error.transient or error.exit_code != 2 else Standing.REFUSED
+        return (Item(root.name, root.uri, None, standing, error.message),)
+    planned = [(c, *_planned(target, c)) for c in candidates]
+    destinations = {normal_uri(r.destination) for _, r, _ in planned if r is not None}
+    planned = [p for p in planned if normal_uri(p[0].uri) not in destinations]
+    doubled = colliding(r.destination for _, r, _ in planned if r is not None)
+    items = []
+    for candidate, request, why in planned:
+        if request is not None and request.destination in doubled:
+            why, request = f"two checkpoints would both go to {request.destination}", None
+        items.append(_item(catalog, root, candidate, request, why, before, now, dry_run, settle_s, again))
+    return tuple(items)
+
+
+def work(catalog: Catalog, item: Item, convert: Convert, who: str, *, again: bool = False) -> Item:
+    """Converts one that is ready, unless somebody else does or did."""
+    assert item.request is not None  # it is ready
+    request = item.request
+    try:
+        with claimed(catalog, key_of(request, item.source_digest), item.source, who, again=again) as claim:
+            if not claim.mine:
+                return _stands(item, claim)
+            if not _outdated(catalog, item) and made_from(
+                catalog, request.destination, item.source, item.manifest_digest
+            ):
+                tidy(request.destination)
+                return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
+            convert(request)
+    except CkptError as error:
+        standing = Standing.CLAIMED if isinstance(error, Busy) else Standing.FAILED
+        return replace(item, standing=standing, why=f"{error.code}: {error.message}")
+    return replace(item, standing=Standing.MADE, why="")
+
+
+def _planned(target: Target, candidate: Candidate) -> tuple[Request | None, str]:
+    place = Place(candidate.root, candidate.run, candidate.step, candidate.name, candidate.path)
+    try:
+        return target.request(candidate.uri, place), ""
+    except CkptError as error:
+        return None, error.message
+
+
+def _item(catalog: Catalog, root: Root, candidate: Candidate, request: Request | None, why: str,
+          before: dict[str, SightingRow], now: datetime, dry_run: bool, settle_s: float,
+          again: bool) -> Item:  # fmt: skip
+    uri = normal_uri(candidate.uri)
+    recover = request is not None and request.recover
+    seen = look(uri, candidate.files, before.get(uri), now, settle_s=settle_s, recover=recover,
+                again=again)  # fmt: skip
+    if not dry_run:
+        _note(catalog, root, uri, candidate, seen, now)
+    item = Item(root.name, uri, candidate.step, Standing.READY, "", request.destination if request else "",
+                seen.findings, request, seen.source_digest or "", seen.manifest_digest or "")  # fmt: skip
+    if seen.state is not Seen.WHOLE:
+        return replace(item, standing=Standing(seen.state.value), why=seen.message)
+    if request is None:
+        return replace(item, standing=Standing.REFUSED, why=why)
+    return _towards(catalog, item, request, now, again)
+
+
+def _towards(catalog: Catalog, item: Item, request: Request, now: datetime, again: bool) -> Item:
+    """How a whole checkpoint stands towards its target."""
+    with catalog.reading() as conn:
+        claim = claims.standing(conn, key_of(request, item.source_digest))
+    if claim is not None:
+        if claim.state == DONE or (claim.state != FAILED and claim.due_at > now):
+            return _stands(item, claim)
+        if claim.state == FAILED and not again and (due := _due(claim)) > now:
+            told = f"{claim.error_code}: {claim.error}; tried again after {due:%Y-%m-%d %H:%M} UTC"
+            return replace(item, standing=Standing.FAILED, why=told)
+        return item
+    if _outdated(catalog, item) and not request.overwrite:
+        return replace(item, standing=Standing.OUTDATED,
+                       why=f"{request.destination} was made from what lay here before; remove it, or set "
+                           '"overwrite": true in the target')  # fmt: skip
+    if not _outdated(catalog, item) and made_from(
+        catalog, request.destination, item.source, item.manifest_digest
+    ):
+        return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
+    return item
+
+
+def _outdated(catalog: Catalog, item: Item) -> bool:
+    assert item.request is not None
+    return rewritten(catalog, key_of(item.request, item.source_digest), item.source)
+
+
+def _stands(item: Item, claim: ClaimRow) -> Item:
+    if claim.state == DONE:
+        when = claim.ended_at or claim.taken_at
+        return replace(item, standing=Standing.CONVERTED, why=f"made on {when:%Y-%m-%d %H:%M} UTC")
+    return replace(item, standing=Standing.CLAIMED, why=f"{claim.owner} converts it")
+
+
+def _due(claim: ClaimRow) -> datetime:
+    first, most = _PATIENCE
+    return (claim.ended_at or claim.taken_at) + min(first * (1 << min(claim.attempts - 1, 20)), most)
+
+
+def _note(catalog: Catalog, root: Root, uri: str, candidate: Candidate, seen: Look, now: datetime) -> None:
+    with catalog.writing() as conn:
+        sightings.note(
+            conn, now, uri, root=root.uri, step=candidate.step, state=seen.state, stamp=seen.stamp,
+            changed_at=seen.changed_at, source_digest=seen.source_digest, findings=seen.findings,
+            manifest_digest=seen.manifest_digest,
+        )  # fmt: skip
+    if seen.manifest is not None and seen.state is Seen.BROKEN:
+        # Beside what conversions found, where people look for damaged checkpoints.
+        catalog.record_validation(facts(seen.manifest, uri), seen.findings, level="cover")

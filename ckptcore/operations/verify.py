@@ -1,0 +1,131 @@
+"""Proving: is what the catalog knows still there, byte for byte?
+
+Of what was written here every file has a BLAKE3, and is read once and compared. A source has what its format
+stores: its manifest must be the registered one, and its bytes must match their checksums. A file that neither
+proves is named, and the checkpoint is not called proven.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ckptcore.catalog import CheckpointDetail, CheckpointFacts
+from ckptcore.catalog.types import FileRow, Role
+from ckptcore.checking.check import unproven_finding
+from ckptcore.conversion.pipeline import inspect, validate
+from ckptcore.conversion.registration import facts
+from ckptcore.errors import CkptError, Finding, SourceUnreadable
+from ckptcore.operations.registered_files import NoTime, compare, folder_of, same_manifest, with_digests
+from ckptcore.store import local_path, open_store, split_url
+
+
+class Proof(StrEnum):
+    """How it stands.
+
+    proven: every byte is as it was. unproven: nothing is known to be wrong, but no checksum or digest covers
+    every byte. damaged: something is not as it was. changed: another checkpoint is there. gone: nothing is.
+    unread: it could not be looked at. stopped: there was no time.
+    """
+
+    PROVEN = "proven"
+    UNPROVEN = "unproven"
+    DAMAGED = "damaged"
+    CHANGED = "changed"
+    GONE = "gone"
+    UNREAD = "unread"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class Proven:
+    """What a look gave. nbytes: read. now: what is there, where that is another checkpoint. unproven: the
+    files whose bytes nothing proves."""
+
+    proof: Proof
+    findings: tuple[Finding, ...] = ()
+    message: str = ""
+    nbytes: int = 0
+    now: CheckpointFacts | None = None
+    unproven: tuple[str, ...] = ()
+
+
+def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -> Proven:
+    """Reads a registered checkpoint as a whole. in_time: asked often; the look stops when it says no."""
+    uri = known.checkpoint.uri
+    try:
+        if not _is_there(uri):
+            return Proven(Proof.GONE, message=f"there is nothing at {uri}")
+        data = [f for f in known.files if f.role == Role.DATA]
+        if data and all(f.digest for f in data):
+            return _by_digests(uri, known.files, in_time)
+        return _by_checksums(known, in_time)
+    except NoTime:
+        return Proven(Proof.STOPPED, message="the time was over")
+    except CkptError as error:
+        if error.exit_code in (1, 3):
+            found = tuple(error.values.get("findings", ())) or (_told(error),)
+            return Proven(Proof.DAMAGED, found, error.message)
+        return Proven(Proof.UNREAD, message=f"{error.code}: {error.message}")
+
+
+def _by_digests(uri: str, files: tuple[FileRow, ...], in_time: Callable[[], bool]) -> Proven:
+    compared = compare(uri, files, in_time)
+    recorded = {f.path for f in files}
+    folder = folder_of(uri, files)
+    listed = [] if recorded == {split_url(uri)[1]} else _listed(folder)
+    unproven = tuple(p for p in listed if p not in recorded) + tuple(
+        f.path for f in files if f.digest is None
+    )
+    return _proven(compared.findings, unproven, compared.read)
+
+
+def _by_checksums(known: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
+    def progress(_stage: str, _done: int, _total: int) -> None:
+        if not in_time():
+            raise NoTime
+
+    uri = known.checkpoint.uri
+    manifest = same_manifest(uri, known.checkpoint.manifest_digest)
+    if manifest is None:
+        now = inspect(uri)
+        return Proven(Proof.CHANGED, message=f"another checkpoint stands at {uri} now", now=facts(now, uri))
+    compared = compare(uri, known.files, in_time)
+    report = with_digests(validate(manifest, "bytes", progress=progress), compared)
+    told = tuple(f for f in report.findings if f.code != "unproven")
+    return _proven(told, report.unproven, report.nbytes + compared.read)
+
+
+def _proven(findings: tuple[Finding, ...], unproven: tuple[str, ...], nbytes: int) -> Proven:
+    errors = [f for f in findings if f.severity == "error"]
+    doubts = unproven_finding(unproven)
+    if errors:
+        return Proven(Proof.DAMAGED, (*findings, *doubts), errors[0].message, nbytes, unproven=unproven)
+    proof = Proof.UNPROVEN if unproven else Proof.PROVEN
+    message = doubts[0].message if doubts else ""
+    return Proven(proof, (*findings, *doubts), message, nbytes, unproven=unproven)
+
+
+def _listed(folder: str) -> list[str]:
+    with closing(open_store(folder)) as store:
+        return list(store.list())
+
+
+def _is_there(uri: str) -> bool:
+    path = local_path(uri)
+    if path is not None:
+        return os.path.lexists(path)
+    parent, name = split_url(uri)
+    if open_store(parent).size(name) is not None:
+        return True
+    try:
+        return bool(open_store(uri).list())
+    except SourceUnreadable:
+        return False
+
+
+def _told(error: CkptError) -> Finding:
+    return Finding(error.code, "files", error.message, hint=error.hint)

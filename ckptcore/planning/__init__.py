@@ -1,0 +1,1 @@
+"""planning: a room of ckptcore."""

@@ -1,0 +1,169 @@
+"""Planning files: from the layouts of a writer to one `FilePlan` each, one at a time.
+
+What files have in common is worked out once: the files of the ranks of a mesh hold the same tensors at the
+same places, with the same bytes around them, and differ in their boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.box import Box
+from ckptcore.core.manifest import Chunks, Ints, Manifest, TensorSpec
+from ckptcore.formats.base import FileLayout, Literal, Slot
+from ckptcore.planning.file_plan import COMPARE, FilePlan, whole
+from ckptcore.planning.plan_table import Literals, Tensors
+from ckptcore.planning.reads import (
+    Overlaps,
+    behind,
+    copies_in,
+    derived_in,
+    gather_rows,
+    held,
+    overlapping,
+    subset,
+    subset_files,
+)
+
+
+def file_plans(
+    layouts: Iterable[FileLayout],
+    manifest: Manifest,
+    wanted: Sequence[TensorSpec],
+    twins: Manifest | None,
+    followers: Mapping[int, Sequence[int]],
+) -> Iterator[FilePlan]:
+    """The plan of each layout.
+
+    wanted: the manifest's tensors as they are written. twins: tensors that are only compared.
+    followers: position of a tensor -> positions of its twins.
+    """
+    planner = _Planner(manifest, wanted, twins, followers)
+    for n, layout in enumerate(layouts):
+        yield planner.plan(n, layout)
+
+
+class _Planner:
+    """Plans files of one source. Peak memory: a file's plan, beside what the files have in common."""
+
+    def __init__(self, manifest: Manifest, wanted: Sequence[TensorSpec], twins: Manifest | None,
+                 followers: Mapping[int, Sequence[int]]) -> None:  # fmt: skip
+        self._manifest, self._twins, self._followers = manifest, twins, followers
+        self._copies = copies_in(manifest)
+        self._copied_inputs = None if manifest.inputs is None else copies_in(manifest.inputs)
+        self._overlaps = Overlaps(manifest.chunks)
+        self._rank = max((len(t.shape) for t in wanted), default=0)
+        self._fqns = [t.fqn for t in wanted]
+        self._full = np.ones((len(wanted), self._rank), np.int64)
+        self._ranks = np.array([len(t.shape) for t in wanted], np.int64)
+        for n, spec in enumerate(wanted):
+            self._full[n, : len(spec.shape)] = spec.shape
+        both = [t.dtype for t in (*wanted, *manifest.tensors)]
+        self._dtypes = tuple(sorted(set(both)))
+        code = {d: n for n, d in enumerate(self._dtypes)}
+        codes = np.array([code[d] for d in both], np.int8)
+        self._dtype, self._source_dtype = codes[: len(wanted)], codes[len(wanted) :]
+        # The last file's: names and literals and where the tensors stand are mostly those of the next.
+        self._names: tuple[tuple[int, ...], tuple[str, ...]] = (), ()
+        self._known: tuple[tuple[Literal, ...], Literals] = (), Literals.of(())
+        self._starts: tuple[tuple[Slot, ...], Ints] = (), np.zeros(0, np.int64)
+
+    def plan(self, index: int, layout: FileLayout) -> FilePlan:
+        """One file's plan."""
+        manifest, tensors = self._manifest, np.array(layout.tensors, np.int64)
+        boxes, box = _distinct(layout)
+        held, box = self._tensors(layout, tensors, boxes, box)
+        columns, first, op = self._reads(tensors, [*boxes, None], box)
+        nodes, specs, spans = derived_in(layout.tensors, manifest)
+        if manifest.inputs is not None and self._copied_inputs is not None and nodes:
+            columns = behind(columns, manifest.inputs.chunks, spans)
+            op = np.concatenate([op, *(self._copied_inputs[span].astype(np.int8) for span in spans)])
+            ends = first[-1] + np.cumsum([len(span) for span in spans])
+            first = np.concatenate([first, ends]).astype(np.int64)
+        lo, shape, item, view = columns
+        items, renumbered, number = subset(manifest.items, item)
+        files, items = subset_files(manifest.files, items)
+        inputs = tuple(whole(x.fqn, x.dtype, x.shape) for x in specs)
+        return FilePlan(
+            index, layout.path, layout.nbytes, layout.commit, manifest.root, held, self._literals(layout),
+            Chunks(first, lo, shape, renumbered, view), op, items, number, files, nodes, inputs,
+        )  # fmt: skip
+
+    def _tensors(self, layout: FileLayout, tensors: Ints, boxes: Sequence[Box], box: Ints
+                 ) -> tuple[Tensors, Ints]:  # fmt: skip
+        """The tensors' columns, and which box each has: ``len(boxes)`` for those that are whole."""
+        full = self._full[tensors]
+        offset = np.zeros((len(boxes) + 1, self._rank), np.int64)
+        shape = np.ones((len(boxes) + 1, self._rank), np.int64)
+        for n, b in enumerate(boxes):
+            offset[n, : len(b.offset)], shape[n, : len(b.shape)] = b.offset, b.shape
+        shape = np.where((box < len(boxes))[:, None], shape[box], full)
+        if self._names[0] != layout.tensors:
+            self._names = layout.tensors, tuple([self._fqns[t] for t in layout.tensors])
+        held = Tensors(
+            self._names[1], self._dtypes, self._dtype[tensors], self._source_dtype[tensors],
+            self._start(layout), self._ranks[tensors], offset[box], shape, full,
+        )  # fmt: skip
+        return held, np.where((shape == full).all(axis=1), len(boxes), box)
+
+    def _start(self, layout: FileLayout) -> Ints:
+        if self._starts[0] != layout.slots:
+            start = np.zeros(len(layout.slots), np.int64)
+            start[[slot.tensor for slot in layout.slots]] = [slot.start for slot in layout.slots]
+            self._starts = layout.slots, start
+        return self._starts[1]
+
+    def _literals(self, layout: FileLayout) -> Literals:
+        if self._known[0] != layout.literals:
+            self._known = layout.literals, Literals.of(layout.literals)
+        return self._known[1]
+
+    def _reads(self, tensors: Ints, boxes: Sequence[Box | None], box: Ints
+               ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:  # fmt: skip
+        """Chunk columns (lo, shape, item, view), the first row of each tensor, and what each row is for.
+
+        A chunk named twice in the metadata is read once.
+        """
+        rows, counts = self._overlaps.rows(tensors, boxes, box)
+        op = self._copies[rows].astype(np.int8)
+        if self._twins is not None and any(t in self._followers for t in tensors.tolist()):
+            each = np.split(rows, np.cumsum(counts)[:-1]) if len(counts) else []
+            return self._with_twins(tensors, [boxes[n] for n in box.tolist()], each, self._twins)
+        return gather_rows(self._manifest.chunks, [rows], None, []), _first(counts), op
+
+    def _with_twins(self, tensors: Ints, boxes: Sequence[Box | None], rows: list[Ints], twins: Manifest
+                    ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:  # fmt: skip
+        """As `_reads`, with the chunks of each tensor's twins behind its own."""
+        twin_rows: list[Ints] = []
+        ops: list[npt.NDArray[np.int8]] = []
+        for t, box, span in zip(tensors.tolist(), boxes, rows, strict=True):
+            extra = np.concatenate(
+                [np.zeros(0, np.int64), *(held(twins.chunks, f) for f in self._followers.get(t, ()))]
+            )
+            if box is not None:
+                extra = overlapping(twins.chunks, extra, box)
+            twin_rows.append(extra)
+            ops += [self._copies[span].astype(np.int8), np.full(len(extra), COMPARE, np.int8)]
+        columns = gather_rows(self._manifest.chunks, rows, twins.chunks, twin_rows)
+        counts = np.array([len(a) + len(b) for a, b in zip(rows, twin_rows, strict=True)], np.int64)
+        return columns, _first(counts), np.concatenate(ops)
+
+
+def _distinct(layout: FileLayout) -> tuple[list[Box], Ints]:
+    """The distinct boxes of a file, and which of them each tensor has; their number for those that are whole.
+
+    Boxes are shared between tensors of one shape, and told apart as objects.
+    """
+    if not layout.boxes:
+        return [], np.zeros(len(layout.tensors), np.int64)
+    ids = np.array(list(map(id, layout.boxes)), np.uint64)
+    _, first, box = np.unique(ids, return_index=True, return_inverse=True)
+    return [layout.boxes[n] for n in first.tolist()], box.reshape(-1).astype(np.int64)
+
+
+def _first(counts: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64)

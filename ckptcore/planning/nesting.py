@@ -1,0 +1,130 @@
+"""Nesting: where in a file's tree do the kept tensors and objects stand, and what are they called there?
+
+Writers that nest are given a path for every name; a format may move what it finds (Lightning's one file
+has the model under another key than its folders), and names follow their paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.object_tree import references
+from ckptcore.core.subset import select
+from ckptcore.core.tree_paths import Path, Paths, renamed
+from ckptcore.errors import NameMismatch
+from ckptcore.formats.base import Format
+from ckptcore.naming.rename import Mapped
+
+Objects = dict[str, Any]
+
+
+def nest(
+    writer: Format, source: Manifest, mapped: Mapped, objects: Objects
+) -> tuple[Mapped, Objects, Paths, Mapping[str, str]]:
+    """The tensors and objects as the writer names them, their paths, and old name -> new name.
+
+    mapped: the kept tensors. objects: key -> tree of those that are carried. Paths are in saved order.
+    Raises `NameMismatch` when two would stand in one place, and what the writer's ``place`` raises.
+    """
+    if not writer.nests:
+        return mapped, objects, Paths(), {}
+    rule = writer.place(source) if writer.place is not None else None
+    paths, moved = Paths(), dict[str, str]()
+    for name, path in _in_order(source, mapped, objects):
+        target = rule(path) if rule is not None else path
+        moved[name] = ".".join(map(str, target))
+        paths.add(moved[name], target)
+    for key, tree in objects.items():  # tensors inside an object go where it goes
+        for name in references(tree):
+            if name.startswith(f"{key}.") and name not in moved:
+                moved[name] = moved.get(key, key) + name[len(key) :]
+    if rule is None:
+        return mapped, objects, paths, {}
+    names = [moved.get(t.fqn, t.fqn) for t in mapped.manifest.tensors]
+    _require_distinct([*names, *(moved.get(k, k) for k in objects)])
+    return _moved(source, mapped, names, moved), _trees(objects, moved), paths, moved
+
+
+LEFT_OUT = object()
+
+
+def without(tree: Any, gone: set[str]) -> Any:
+    """An object's tree without the dict entries that are tensors left out; `LEFT_OUT` for nothing of it.
+
+    A sequence that loses an element goes as a whole, because positions have a meaning.
+    """
+    if isinstance(tree, list):
+        items = [without(v, gone) for v in tree]
+        return LEFT_OUT if any(v is LEFT_OUT for v in items) else items
+    if not isinstance(tree, dict):
+        return tree
+    kind = tree.get("$")
+    if kind == "tensor":
+        return LEFT_OUT if tree["fqn"] in gone else tree
+    if kind in ("dict", "odict"):
+        rows = [(k, without(v, gone)) for k, v in tree["items"]]
+        return {"$": kind, "items": [[k, v] for k, v in rows if v is not LEFT_OUT]}
+    entries = {k: without(v, gone) for k, v in tree.items()}
+    if kind is not None and any(v is LEFT_OUT for v in entries.values()):
+        return LEFT_OUT
+    return {k: v for k, v in entries.items() if v is not LEFT_OUT}
+
+
+def _in_order(source: Manifest, mapped: Mapped, objects: Objects) -> Iterator[tuple[str, Path]]:
+    """(name, its path) of what is kept and has a path of its own: as saved, then the others."""
+    saved = Paths.of(source)
+    new = dict(mapped.renamed)
+    kept = {t.fqn for t in mapped.manifest.tensors}
+    done: set[str] = set()
+    for old in saved:
+        name = new.get(old, old)
+        if name not in kept and name not in objects:
+            continue
+        path = saved[old] if name == old else renamed(saved[old], name)
+        done.add(name)
+        yield name, path or (name,)
+    inside = {r for tree in objects.values() for r in references(tree)}
+    for name in (*(t.fqn for t in mapped.manifest.tensors if t.fqn not in inside), *objects):
+        if name not in done:
+            yield name, (name,)
+
+
+def _moved(source: Manifest, mapped: Mapped, names: Sequence[str], moved: Mapping[str, str]) -> Mapped:
+    old_of = {b: a for a, b in mapped.renamed}
+    rows = [old_of.get(t.fqn, t.fqn) for t in mapped.manifest.tensors]
+    ties = tuple((moved.get(a, a), moved.get(b, b)) for a, b in mapped.ties)
+    twins = mapped.twins
+    if twins is not None:
+        twins = select(twins, range(len(ties)), [a for a, _ in ties])
+    return replace(
+        mapped,
+        manifest=select(mapped.manifest, range(len(names)), names),
+        renamed=tuple((old, name) for old, name in zip(rows, names, strict=True) if old != name),
+        ties=ties, twins=twins,
+    )  # fmt: skip
+
+
+def _trees(objects: Objects, moved: Mapping[str, str]) -> Objects:
+    return {moved.get(key, key): _renamed(tree, moved.get) for key, tree in objects.items()}
+
+
+def _renamed(tree: Any, name: Callable[[str, str], str | None]) -> Any:
+    if isinstance(tree, list):
+        return [_renamed(v, name) for v in tree]
+    if isinstance(tree, dict):
+        if tree.get("$") == "tensor":
+            return {"$": "tensor", "fqn": name(tree["fqn"], tree["fqn"])}
+        return {k: _renamed(v, name) for k, v in tree.items()}
+    return tree
+
+
+def _require_distinct(names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise NameMismatch(f"two parts of the output would both be called {name}",
+                               hint="leave one out with --exclude")  # fmt: skip
+        seen.add(name)

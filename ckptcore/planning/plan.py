@@ -1,0 +1,232 @@
+"""Planning: given what is stored and what is wanted, which bytes go where, in which file?
+
+1. The target format arranges the wanted tensors into file layouts (names, offsets, literal bytes).
+2. Per output file, the chunks that overlap its tensors become *reads* (`ckptcore.planning.file_plan`): a box, the
+   item that holds it, and whether it is placed or only compared (replicas, tied tensors).
+3. A plan is a folder: ``head.json`` and one frame per file, each readable alone on any worker.
+
+Plans are pure values: equal manifests and targets give equal bytes and one digest. A plan holds
+overlapping boxes, never byte runs, so its size is that of the manifest, not of the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from ckptcore.core import columnar_file as frame
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.subset import told_of
+from ckptcore.core.tree_paths import Path
+from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
+from ckptcore.formats.base import Arrangement, Format
+from ckptcore.planning.file_plan import FilePlan
+from ckptcore.planning.file_planner import file_plans
+from ckptcore.planning.reads import followers_of
+from ckptcore.store import Store
+from ckptcore.topology.layout import Topology
+
+HEAD = "head.json"
+_KEPT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is wanted.
+
+    format: writer's name. single: name of the one output file, or None for a folder.
+    max_file_bytes: tensor bytes per file of a folder. dtypes: name -> output dtype, where it
+    differs. objects: non-tensor values to carry, JSON form. mesh, sharding: for the ranks of a mesh, see
+    `Request`; empty for a mesh of one. serialization: of a DCP folder's items.
+    """
+
+    format: str
+    single: str | None = None
+    max_file_bytes: int = 5_000_000_000
+    dtypes: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    mesh: str = ""
+    sharding: str | None = None
+    serialization: str = "torch_save"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A row of the plan's table of files.
+
+    reads: source bytes it needs. requests: ranges of source files that these lie in, neighbours joined.
+    """
+
+    index: int
+    path: str
+    nbytes: int
+    tensors: int
+    reads: int
+    requests: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole plan's head: everything but the plans of its files.
+
+    digest covers everything that decides the output's bytes. items: stored items of the source.
+    map_digest: what was done to names, see `ckptcore.fingerprints.sums.map_digest`.
+    """
+
+    source: str
+    manifest_digest: str
+    target: Target
+    files: tuple[PlannedFile, ...]
+    renamed: tuple[tuple[str, str], ...]
+    cast: tuple[tuple[str, str, str], ...]
+    dropped: tuple[tuple[str, str], ...]
+    ties: tuple[tuple[str, str], ...]
+    bytes_in: int
+    bytes_out: int
+    digest: str = ""
+    extra: tuple[tuple[str, str], ...] = ()
+    derived: tuple[tuple[str, str], ...] = ()
+    items: int = 0
+    map_digest: str = ""
+
+    @property
+    def requests(self) -> int:
+        """Ranges of source files that are read, over all files."""
+        return sum(f.requests for f in self.files)
+
+    def head(self) -> dict[str, Any]:
+        """The JSON of ``head.json``."""
+        form = asdict(self)
+        form["target"].pop("objects")
+        return form
+
+
+def make_plan(
+    manifest: Manifest,
+    target: Target,
+    writer: Format,
+    *,
+    twins: Manifest | None = None,
+    ties: Sequence[tuple[str, str]] = (),
+    renamed: Sequence[tuple[str, str]] = (),
+    dropped: Sequence[tuple[str, str]] = (),
+    extra: Sequence[tuple[str, str]] = (),
+    source: Manifest | None = None,
+    paths: Mapping[str, Path] | None = None,
+    topology: Topology | None = None,
+    each: Callable[[FilePlan], None] | None = None,
+    order: Sequence[str] = (),
+) -> tuple[Plan, Iterable[FilePlan]]:
+    """The plan that writes every tensor of ``manifest`` as ``target`` wants it.
+
+    twins: tensors, one per tie, whose bytes must equal those of the tie's kept tensor.
+    extra: (path, text digest) of small files that go beside the output; they are part of the digest.
+    source: the manifest before remapping, when that differs; its digest goes into the plan.
+    paths: where names stand in the tree, for writers that nest. topology: which rank holds what, for
+    writers of a mesh; None for a mesh of one. each: called with every file's plan as it is made.
+    order: names as the saved state dict had them, where paths are in another order.
+    File plans that would take much memory are not kept, but made anew whenever they are gone through.
+    Raises `DamagedCheckpoint` for a chunk without a place, and what the writer's `arrange` raises.
+    """
+    stored = (manifest.chunks, *([manifest.inputs.chunks] if manifest.inputs is not None else []))
+    if any(bool((chunks.item < 0).any()) for chunks in stored):
+        raise DamagedCheckpoint("a chunk of the manifest has no place in any file",
+                                findings=manifest.findings)  # fmt: skip
+    wanted = [TensorSpec(t.fqn, target.dtypes.get(t.fqn, t.dtype), t.shape) for t in manifest.tensors]
+    assert writer.arrange is not None  # the caller asked for a format that writes
+    arrange = writer.arrange
+    request = Arrangement(wanted, target.objects, paths or {}, target.single, target.max_file_bytes, topology,
+                          target.serialization, order)  # fmt: skip
+    followers = followers_of(manifest, twins, ties)
+    plans = FilePlans(lambda: file_plans(arrange(request), manifest, wanted, twins, followers))
+    rows: list[PlannedFile] = []
+    whole = blake3()
+    for p in plans:
+        rows.append(PlannedFile(p.index, p.path, p.nbytes, len(p.held), p.bytes_in, p.requests))
+        whole.update(p.digest)
+        if each is not None:
+            each(p)
+    cast = tuple(
+        (t.fqn, t.dtype, w.dtype) for t, w in zip(manifest.tensors, wanted, strict=True) if t.dtype != w.dtype
+    )
+    origin = (source or manifest).digest
+    whole.update(frame.canonical_json([origin, target.format, target.single, list(map(list, extra))]))
+    plan = Plan(
+        manifest.root, origin, target, tuple(rows), tuple(renamed), cast, tuple(dropped),
+        tuple((a, b) for a, b in ties), sum(r.reads for r in rows), sum(r.nbytes for r in rows),
+        whole.hexdigest(), tuple(extra),
+        tuple((manifest.tensors[t].fqn, told_of(manifest, t)) for t in sorted(manifest.derived)),
+        len(manifest.items),
+    )  # fmt: skip
+    return plan, plans
+
+
+class FilePlans:
+    """The plans of a plan's files, one at a time. They are kept while they are small."""
+
+    def __init__(self, make: Callable[[], Iterator[FilePlan]]) -> None:
+        self._make = make
+        self._kept: list[FilePlan] | None = None
+
+    def __iter__(self) -> Iterator[FilePlan]:
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[FilePlan] | None = []
+        weight = 0
+        for p in self._make():
+            weight += p.weight
+            if weight > _KEPT_BYTES:
+                kept = None
+            if kept is not None:
+                kept.append(p)
+            yield p
+        self._kept = kept
+
+
+def save_plan(store: Store, plan: Plan, files: Iterable[FilePlan]) -> None:
+    """Writes a plan as a folder; the head comes last, so that a folder with a head is whole."""
+    for p in files:
+        store.put(file_name(p.index), p.dumped)
+    save_head(store, plan)
+
+
+def save_head(store: Store, plan: Plan) -> None:
+    """Writes the head of a plan, which makes its folder whole: when all file plans are there."""
+    store.put(HEAD, frame.canonical_json(plan.head()))
+
+
+def load_head(store: Store) -> Plan:
+    """The head of a saved plan; raises `MalformedCheckpoint`, `SourceUnreadable`."""
+    size = store.size(HEAD)
+    if size is None:
+        raise MalformedCheckpoint(f"{store.url} holds no plan", hint="make one: ckptcore plan --save")
+    try:
+        form = json.loads(store.read(HEAD, 0, size))
+        target = Target(**form.pop("target"))
+        rows = tuple(PlannedFile(**row) for row in form.pop("files"))
+        pairs: dict[str, Any] = {
+            k: tuple(tuple(r) for r in form.pop(k))
+            for k in ("renamed", "cast", "dropped", "ties", "extra", "derived")
+        }
+        return Plan(target=target, files=rows, **pairs, **form)
+    except (ValueError, TypeError, KeyError) as error:
+        raise MalformedCheckpoint(f"{store.url}/{HEAD} is damaged: {error}", hint="plan again") from error
+
+
+def load_file_plan(store: Store, index: int) -> FilePlan:
+    """One file's plan of a saved plan."""
+    name = file_name(index)
+    size = store.size(name)
+    if size is None:
+        raise SourceChanged(f"{store.url} lacks {name}")
+    return FilePlan.load(store.read(name, 0, size))
+
+
+def file_name(index: int) -> str:
+    """Name of a file plan in a plan folder."""
+    return f"file-{index:05d}.plan"

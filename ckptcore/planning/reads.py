@@ -1,0 +1,166 @@
+"""Rows: which chunks does an output file read, and which items and files of the source lie under them?
+
+Functions over chunk columns, for `ckptcore.planning.file_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from ckptcore.core.box import Box
+from ckptcore.core.coverage import equal_boxes
+from ckptcore.core.manifest import Chunks, Derived, Ints, Items, Manifest, StoredFile, TensorSpec
+
+
+def copies_in(manifest: Manifest) -> npt.NDArray[np.bool_]:
+    """Per chunk, whether an earlier one holds the same elements."""
+    copies = np.zeros(len(manifest.chunks), np.bool_)
+    copies[[row for _, row in equal_boxes(manifest)]] = True
+    return copies
+
+
+class Overlaps:
+    """Which chunks of a tensor share elements with a box of it?
+
+    Tensors that are cut alike, as nearly all of a model's are, share the answer.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._alike: dict[bytes, int] = {}
+        self._kind = np.full(len(chunks.first) - 1, -1, np.int64)  # how each tensor is cut, where asked
+        self._rows: dict[tuple[int, Box | None], Ints] = {}
+
+    def rows(self, tensor: Ints, boxes: Sequence[Box | None], box: Ints) -> tuple[Ints, Ints]:
+        """The chunk rows that hold something of the boxes, one tensor after the other, and their numbers.
+
+        boxes: distinct ones; None for all of a tensor. box: int64 [n], which of them each tensor has.
+        """
+        kinds = self._kinds(tensor)
+        pairs, first, pair = np.unique(kinds * len(boxes) + box, return_index=True, return_inverse=True)
+        found = [self._needed(int(tensor[n]), boxes[int(box[n])]) for n in first.tolist()]
+        count = np.array([len(f) for f in found], np.int64)
+        begin = np.cumsum(count) - count
+        counts = count[pair]
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        flat = np.concatenate(found) if len(pairs) else np.zeros(0, np.int64)
+        rows = np.repeat(self._chunks.first[tensor], counts) + flat[np.repeat(begin[pair], counts) + within]
+        return rows, counts
+
+    def _needed(self, tensor: int, box: Box | None) -> Ints:
+        """Rows that a box needs, counted from the tensor's first."""
+        key = int(self._kind[tensor]), box
+        if key not in self._rows:
+            rows = held(self._chunks, tensor)
+            if box is not None:
+                rows = overlapping(self._chunks, rows, box)
+            self._rows[key] = rows - self._chunks.first[tensor]
+        return self._rows[key]
+
+    def _kinds(self, tensor: Ints) -> Ints:
+        c = self._chunks
+        for t in tensor[self._kind[tensor] < 0].tolist():
+            a, b = int(c.first[t]), int(c.first[t + 1])
+            cut = blake3(c.lo[a:b].tobytes())
+            cut.update(c.shape[a:b].tobytes())
+            self._kind[t] = self._alike.setdefault(cut.digest(), len(self._alike))
+        return self._kind[tensor]
+
+
+def derived_in(tensors: Sequence[int], manifest: Manifest
+               ) -> tuple[dict[int, Derived], list[TensorSpec], list[Ints]]:  # fmt: skip
+    """A file's derived tensors by position, what they are computed from, and the chunks of that."""
+    if not manifest.derived or manifest.inputs is None:
+        return {}, [], []
+    here = {n: manifest.derived[t] for n, t in enumerate(tensors) if t in manifest.derived}
+    if not here:
+        return {}, [], []
+    used = list(dict.fromkeys(i for node in here.values() for i in node.inputs))
+    place = {i: n for n, i in enumerate(used)}
+    nodes = {n: replace(d, inputs=tuple(place[i] for i in d.inputs)) for n, d in here.items()}
+    chunks = manifest.inputs.chunks
+    return nodes, [manifest.inputs.tensors[i] for i in used], [held(chunks, i) for i in used]
+
+
+def held(chunks: Chunks, tensor: int) -> Ints:
+    """The chunk rows of a tensor that hold something; an empty chunk holds nothing."""
+    span = np.arange(chunks.first[tensor], chunks.first[tensor + 1])
+    return span[(chunks.shape[span] > 0).all(axis=1)]
+
+
+def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
+    """Those of the rows whose chunks share elements with a box of their tensor."""
+    rank = len(box.shape)
+    at = chunks.lo[rows, :rank]
+    common = (at < np.array(box.end)) & (at + chunks.shape[rows, :rank] > np.array(box.offset))
+    return rows[common.all(axis=1)]
+
+
+def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> tuple[Any, ...]:
+    """The columns (lo, shape, item, view), with rows of other chunks of the same source behind them."""
+    picked = np.concatenate(spans)
+    more = (chunks.lo[picked], chunks.shape[picked], chunks.item[picked],
+            None if chunks.view is None else chunks.view[picked])  # fmt: skip
+    return tuple(None if a is None else np.concatenate([a, b]) for a, b in zip(columns, more, strict=True))
+
+
+def gather_rows(
+    chunks: Chunks, rows: list[Ints], twins: Chunks | None, twin_rows: list[Ints]
+) -> tuple[Any, ...]:
+    """(lo, shape, item, view) of the rows of each tensor, its twin's rows behind its own."""
+    if twins is None:
+        picked = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+        view = None if chunks.view is None else chunks.view[picked]
+        return chunks.lo[picked], chunks.shape[picked], chunks.item[picked], view
+    parts: list[tuple[Chunks, Ints]] = [(chunks, np.zeros(0, np.int64))]
+    for own, twin in zip(rows, twin_rows, strict=True):
+        parts += [(chunks, own), (twins, twin)]
+    rank = chunks.lo.shape[1]
+    lo = np.concatenate([c.lo[r, :rank] for c, r in parts])
+    shape = np.concatenate([c.shape[r, :rank] for c, r in parts])
+    item = np.concatenate([c.item[r] for c, r in parts])
+    view = None
+    if chunks.view is not None and twins.view is not None:
+        view = np.concatenate([c.view[r] for c, r in parts if c.view is not None])
+    return lo, shape, item, view
+
+
+def subset(items: Items, used: Ints) -> tuple[Items, Ints, Ints]:
+    """The items that are used, each use in their numbering, and their numbers in ``items``."""
+    kept, renumbered = np.unique(used, return_inverse=True)
+    member = (
+        {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
+        if items.member
+        else {}
+    )
+    picked = Items(
+        items.file[kept], items.start[kept], items.length[kept], items.envelope[kept],
+        items.codec[kept], items.crc32[kept], items.codecs, member,
+    )  # fmt: skip
+    return picked, renumbered.reshape(-1).astype(np.int64), kept.astype(np.int64)
+
+
+def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[StoredFile, ...], Items]:
+    kept, renumbered = np.unique(items.file, return_inverse=True)
+    moved = Items(
+        renumbered.reshape(-1).astype(np.int64), items.start, items.length, items.envelope, items.codec,
+        items.crc32, items.codecs, items.member,
+    )  # fmt: skip
+    return tuple(files[i] for i in kept.tolist()), moved
+
+
+def followers_of(
+    manifest: Manifest, twins: Manifest | None, ties: Sequence[tuple[str, str]]
+) -> dict[int, list[int]]:
+    """Position of a kept tensor -> positions of its twins."""
+    found: dict[int, list[int]] = {}
+    if twins is not None:
+        for n, (_, stays) in enumerate(ties):
+            found.setdefault(manifest.index[stays], []).append(n)
+    return found

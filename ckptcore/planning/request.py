@@ -1,0 +1,188 @@
+"""Requests: what is wanted, and with what means? Small frozen values that travel as JSON."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from ckptcore.errors import UsageError
+from ckptcore.formats import FORMATS
+from ckptcore.store import split_url
+from ckptcore.topology.mesh_spec import parse_mesh
+
+VERBS = ("consolidate", "export", "reshard")
+SERIALIZATIONS = ("torch_save", "safetensors")
+# A destination with one of these suffixes is one file, of the first format unless another is asked
+# for; any other is a folder, unless its format is always one file.
+SUFFIX_FORMATS = {
+    ".safetensors": ("safetensors",),
+    ".pt": ("torch_save", "lightning"),
+    ".pth": ("torch_save", "lightning"),
+    ".bin": ("torch_save",),
+    ".ckpt": ("lightning", "torch_save"),
+}
+# Formats whose folders for a mesh have a suffix, too: a Trainer calls them step=4.ckpt, and looks for that.
+SUFFIX_FOLDERS = {".ckpt": ("lightning",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to make of a checkpoint. Everything here decides the output's bytes.
+
+    source, destination: paths or URLs. verb: ``consolidate`` keeps every tensor under its stored
+        name; ``export`` takes the model part; ``reshard`` keeps what ``consolidate`` keeps, cut for the
+        ranks of a mesh.
+    to: output format; empty takes it from the destination's suffix. include, exclude: globs on stored FQNs.
+    rename: (old, new) prefix pairs, or patterns with one ``*``, applied in order.
+    dtype: cast floating-point tensors to this, or None. dtype_for: (glob, dtype) exceptions, first
+        match wins; ``keep`` as dtype leaves a tensor as it is.
+    model_prefix: where the model is, for export; None finds it. config: folder with config.json,
+        tokenizer and so on. max_file_size: tensor bytes an output file may hold.
+    tie: (dropped, kept) names that must hold equal bytes. recover: take an unfinished or unproven save.
+    keep_quantized: carry quantised weights as they are stored, instead of their values.
+    mesh: for reshard, the ranks: ``fsdp=4,tp=2``. sharding: TOML text with rules of its own, or None for the
+        built-in ones. serialization: how a DCP folder's items are written, torch_save or safetensors.
+    overwrite: replace an existing destination. resume: reuse finished files of an earlier run.
+    overwrite_foreign: replace it also where files lie in it that nothing accounts for.
+    """
+
+    source: str
+    destination: str
+    verb: str = "consolidate"
+    to: str = ""
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+    dtype: str | None = None
+    dtype_for: tuple[tuple[str, str], ...] = ()
+    model_prefix: str | None = None
+    config: str | None = None
+    max_file_size: int = 5_000_000_000
+    tie: tuple[tuple[str, str], ...] = ()
+    recover: bool = False
+    overwrite: bool = False
+    resume: bool = True
+    keep_quantized: bool = False
+    mesh: str = ""
+    sharding: str | None = None
+    serialization: str = "torch_save"
+    overwrite_foreign: bool = False
+
+    def __post_init__(self) -> None:
+        if self.verb not in VERBS:
+            raise UsageError(f"no verb is called {self.verb!r}", hint=f"one of: {', '.join(VERBS)}")
+        if self.max_file_size < 1:
+            raise UsageError(f"--max-file-size {self.max_file_size} is not a size")
+        if (self.verb == "reshard") != bool(self.mesh):
+            raise UsageError("reshard takes a mesh, and nothing else does", hint="as in --mesh fsdp=4,tp=2")
+        if self.mesh:
+            parse_mesh(self.mesh)  # a mesh that is none is told before a source is read
+        elif self.sharding is not None:
+            raise UsageError("--sharding is for the ranks of a mesh, and there is none",
+                             hint="as in --mesh fsdp=4,tp=2")  # fmt: skip
+        if self.serialization not in SERIALIZATIONS:
+            raise UsageError(f"--serialization {self.serialization} is not known",
+                             hint=f"one of: {', '.join(SERIALIZATIONS)}")  # fmt: skip
+        suffix = _suffix(self.destination)
+        if self.verb == "reshard" and suffix and self.format not in SUFFIX_FOLDERS.get(suffix, ()):
+            raise UsageError(f"the ranks of a mesh do not write one file, {self.destination}",
+                             hint="name a folder")  # fmt: skip
+        if self.to and suffix and self.to not in SUFFIX_FORMATS[suffix]:
+            raise UsageError(
+                f"--to {self.to} does not fit the destination {self.destination}",
+                hint="change the suffix, or leave --to out",
+            )
+        if not self.source or not self.destination:
+            raise UsageError("a source and a destination are needed")
+
+    @property
+    def format(self) -> str:
+        """The output format's name."""
+        default = "dcp" if self.verb == "reshard" else "safetensors"
+        return self.to or SUFFIX_FORMATS.get(_suffix(self.destination), (default,))[0]
+
+    @property
+    def replaces(self) -> bool:
+        """Whether what lies at the destination may be replaced."""
+        return self.overwrite or self.overwrite_foreign
+
+    @property
+    def single(self) -> str | None:
+        """The output's file name when it is one file, else None."""
+        if self.verb == "reshard":
+            return None
+        alone = any(f.name == self.format and f.single_file for f in FORMATS)
+        return split_url(self.destination)[1] if alone or _suffix(self.destination) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {k: _plain(v) for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, form: dict[str, Any]) -> Request:
+        """The request of `as_dict`'s form; raises `UsageError` for unknown fields."""
+        unknown = set(form) - {f.name for f in fields(cls)}
+        if unknown:
+            raise UsageError(f"unknown request fields: {', '.join(sorted(unknown))}")
+        return cls(**{k: _frozen(v) for k, v in form.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """With what means to do it. Nothing here changes a byte of the output.
+
+    memory: budget for tensor buffers, bytes. workers: threads; None chooses by the machine.
+    device: torch device for casts. verify: check stored CRC-32 and copies while moving.
+    digest: BLAKE3 of every output file. fingerprint: of what the tensors hold, before any cast; None takes
+    one for a reshard only.
+    """
+
+    memory: int = 1 << 30
+    workers: int | None = None
+    device: str = "cpu"
+    verify: bool = True
+    digest: bool = True
+    fingerprint: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory < 1 << 20:
+            raise UsageError(f"--memory {self.memory} is less than 1 MiB")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise UsageError(f"--device {self.device} is no device", hint="cpu, cuda or cuda:N")
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"--workers {self.workers} is not a number of workers")
+
+    @property
+    def threads(self) -> int:
+        """How many threads to run."""
+        if self.workers is not None:
+            return self.workers
+        return min(4, max(2, len(os.sched_getaffinity(0))))
+
+    def of(self, mesh: str) -> Settings:
+        """With the fingerprint decided: what is cut for the ranks of a mesh looks least like its source."""
+        return self if self.fingerprint is not None else replace(self, fingerprint=bool(mesh))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, form: dict[str, Any]) -> Settings:
+        """The settings of `as_dict`'s form."""
+        return cls(**form)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+
+
+def _suffix(url: str) -> str:
+    name = url.rstrip("/")
+    return next((s for s in SUFFIX_FORMATS if name.endswith(s)), "")

@@ -1,0 +1,1 @@
+"""reading: a room of ckptcore."""

@@ -1,0 +1,116 @@
+"""Casting and deriving: how do a tile's elements change dtype, or come from others, on which device?
+
+Torch does it, with one exception: between float32 and bfloat16, the cast that nearly everybody asks for,
+numpy does the same to the bit. Importing torch takes about as long as casting 10 GB.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.box import Box
+from ckptcore.core.dequantize import FUNCTIONS
+from ckptcore.core.manifest import Derived
+from ckptcore.errors import DeviceUnavailable
+
+
+def cast_into(tile: npt.NDArray[Any], dtype: str, target: npt.NDArray[np.uint8], target_dtype: str,
+              device: str) -> None:  # fmt: skip
+    """Casts a row-major tile of ``dtype`` (as same-width integers) into the bytes ``target``.
+
+    Rounds as torch rounds (to nearest, ties to even). Raises `DeviceUnavailable`.
+    """
+    plain = PLAIN.get((dtype, target_dtype))
+    if plain is not None and device == "cpu" and "torch" not in sys.modules:
+        plain(tile.reshape(-1), target)
+        return
+    torch = torch_on(device)
+    source = torch.from_numpy(tile.reshape(-1).view(np.uint8)).view(getattr(torch, dtype))
+    into = torch.from_numpy(target).view(getattr(torch, target_dtype))
+    if device == "cpu":
+        into.copy_(source)
+    else:
+        into.copy_(source.to(device).to(into.dtype))
+
+
+def derive_into(node: Derived, box: Box, inputs: Sequence[tuple[npt.NDArray[Any], str]],
+                target: npt.NDArray[np.uint8], target_dtype: str, device: str,
+                spare: npt.NDArray[np.uint8]) -> None:  # fmt: skip
+    """Computes the elements ``box`` of a derived tensor from its inputs into the bytes ``target``.
+
+    inputs: row-major tiles over the boxes that `Function.needs` names, and their dtypes.
+    spare: room for the box in the function's own dtype, where ``target_dtype`` is another: it is left there.
+    Raises `DeviceUnavailable`.
+    """
+    torch = torch_on(device)
+    function = FUNCTIONS[node.fn]
+    held = [
+        torch.from_numpy(tile.reshape(-1).view(np.uint8)).view(getattr(torch, dtype)).reshape(tile.shape)
+        for tile, dtype in inputs
+    ]
+    kind = getattr(torch, function.dtype)
+    into = torch.from_numpy(target).view(getattr(torch, target_dtype)).reshape(box.shape)
+    if device != "cpu":
+        held = [t.to(device) for t in held]
+        out = torch.empty(box.shape, dtype=kind, device=device)
+    elif target_dtype == function.dtype:
+        out = into
+    else:
+        out = torch.from_numpy(spare).view(kind).reshape(box.shape)
+    function.fill(torch, box, held, node.params, out)
+    if device != "cpu" and target_dtype != function.dtype:
+        torch.from_numpy(spare).view(kind).reshape(box.shape).copy_(out)
+    if out is not into:
+        into.copy_(out.to(into.dtype) if device != "cpu" else out)
+
+
+def _round_to_bfloat16(source: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
+    """The upper halves, rounded to nearest, ties to even; a NaN becomes all ones, as torch's vector code has
+    it (aten/src/ATen/cpu/vec/vec512/vec512_bfloat16.h, `cvtfp32_bf16`)."""
+    halves = target.view(np.uint16)
+    room, odd = np.empty(_BLOCK, np.uint32), np.uint32(0x7FFF)
+    for at in range(0, len(source), _BLOCK):
+        bits = source[at : at + _BLOCK]
+        sums, out = room[: len(bits)], halves[at : at + _BLOCK]
+        np.right_shift(bits, 16, out=sums)
+        np.bitwise_and(sums, 1, out=sums)
+        np.add(sums, odd, out=sums)
+        np.add(sums, bits, out=sums)
+        np.right_shift(sums, 16, out=sums)
+        np.copyto(out, sums, casting="unsafe")  # narrowing is vectorised, taking every other half is not
+        values = bits.view(np.float32)
+        if np.isnan(values.max()):
+            out[np.isnan(values)] = 0xFFFF
+
+
+def _widen_bfloat16(source: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
+    halves = target.view(np.uint16)
+    halves[0::2] = 0
+    halves[1::2] = source
+
+
+_BLOCK = 1 << 16  # elements: what a core keeps near
+PLAIN: dict[tuple[str, str], Callable[[npt.NDArray[Any], npt.NDArray[np.uint8]], None]] = {
+    ("float32", "bfloat16"): _round_to_bfloat16,
+    ("bfloat16", "float32"): _widen_bfloat16,
+}
+
+
+@cache
+def torch_on(device: str) -> Any:
+    """torch, when it can use the device. One thread each: the workers are the parallelism."""
+    import torch
+
+    torch.set_num_threads(1)
+    if device != "cpu":
+        try:
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise DeviceUnavailable(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
+    return torch

@@ -1,0 +1,234 @@
+"""Gathering: how do the elements of a box get from a payload into a tile, within a buffer?
+
+One recursive rule serves every layout. The box's elements span a range of the payload. If that
+range is hardly larger than the elements in it and fits the buffer, it is read at once and copied
+with strides; otherwise the box is cut along its widest-strided dim. A row-major box that is one
+run needs no buffer at all: it is read straight into the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Ints, row_major
+from ckptcore.reading.payload import Payload
+from ckptcore.utils.crc32 import crc32
+
+Bytes = npt.NDArray[np.uint8]
+Seen = Callable[[int, int, int], None]  # (first byte, length, CRC-32) of every payload range read
+_OVERREAD = 4
+_SMALL = 4096  # bytes: one read of a page costs no less than one of an element
+# Element-wide integers: copies move bits, whatever they mean.
+UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+class Placed(Protocol):
+    """A tile that lies elsewhere, and takes what was read of it range by range."""
+
+    def __getitem__(self, index: Any) -> Placed: ...
+
+    def place(self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str,
+              flags: int) -> None: ...  # fmt: skip
+
+
+Tile = TypeVar("Tile", npt.NDArray[Any], Placed)
+
+
+def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+    """A row-major tile of ``shape`` over the buffer's first bytes, as integers of the same width."""
+    unit = UNITS[BY_NAME[dtype].itemsize]
+    count = int(np.prod(shape, dtype=np.int64))
+    return buffer[: count * np.dtype(unit).itemsize].view(unit).reshape(shape)
+
+
+def sub_tile(tile: Tile, box: Box, of: Box) -> Tile:
+    """The part of a tile over ``of`` that is ``box``."""
+    if box == of:  # also every rank 0 tile, which `[()]` would turn into a copy
+        return tile
+    inside = box.within(of)
+    return tile[tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))]
+
+
+def overlaps(lo: Ints, shape: Ints, first: int, last: int, want: Box) -> Iterator[tuple[int, Box, Box]]:
+    """(row, its box, what it shares with ``want``) of the rows [first, last) that share something.
+
+    lo, shape: int64 [n, R] boxes, as `Chunks` has them.
+    """
+    rank = len(want.shape)
+    rows: Any = range(first, last)
+    if last - first > 8 and rank:
+        at = lo[first:last, :rank]
+        hi = at + shape[first:last, :rank]
+        begin, end = np.array(want.offset), np.array(want.end)
+        rows = (first + np.flatnonzero(((at < end) & (hi > begin)).all(axis=1))).tolist()
+    for row in rows:
+        box = Box(tuple(lo[row, :rank].tolist()), tuple(shape[row, :rank].tolist()))
+        common = box.intersect(want)
+        if common is not None:
+            yield row, box, common
+
+
+def beside(lo: Ints, first: int, last: int, rank: int) -> int:
+    """How many chunks of the rows [first, last) lie beside each other; 0 when none do.
+
+    Each of them should give a tile a decent read. Chunks that start in one first row lie beside each other.
+    """
+    if last - first < 2:
+        return 0
+    across = int(np.unique(lo[first:last, 0], return_counts=True)[1].max()) if rank else last - first
+    return 0 if across == 1 else across
+
+
+def gather(payload: Payload, chunk: Box, want: Box, dtype: str, tile: npt.NDArray[Any] | Placed,
+           scratch: Bytes, seen: Seen | None) -> None:  # fmt: skip
+    """Copies the elements ``want`` of a chunk into ``tile``, a view of exactly that shape.
+
+    chunk, want: boxes of the tensor, want inside chunk. scratch: working memory.
+    seen: told the CRC-32 of every range read, for verification.
+    """
+    inside = want.within(chunk)
+    strides = payload.strides or row_major(chunk.shape)
+    itemsize = BY_NAME[dtype].itemsize
+    whole = payload.strides is None and not payload.flags
+    if whole and isinstance(tile, np.ndarray) and tile.flags.c_contiguous:
+        start, run = _run(inside, chunk.shape)
+        if run:
+            target = tile.reshape(-1).view(np.uint8).data
+            at = payload.start + start * itemsize
+            payload.read_into(at, target)
+            if seen is not None:
+                seen(at, len(target), crc32(target))
+            return
+    _descend(payload, inside.offset, inside.shape, strides, dtype, itemsize, tile, scratch, seen)
+
+
+def _run(inside: Box, shape: tuple[int, ...]) -> tuple[int, bool]:
+    """(first element, whether the box is one run) of a row-major chunk."""
+    at, partial = 0, False
+    for n, o, k in zip(shape, inside.offset, inside.shape, strict=True):
+        if partial and k != n:
+            return 0, False
+        partial = partial or k > 1
+        at = at * n + o
+    # `partial` is set by the first dim with extent over 1; that one may be cut.
+    return at, True
+
+
+def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...],
+             dtype: str, itemsize: int, tile: npt.NDArray[Any] | Placed, scratch: Bytes,
+             seen: Seen | None) -> None:  # fmt: skip
+    found = range_of(
+        offset, shape, strides, itemsize, len(scratch), seen is not None and payload.strides is None
+    )
+    if found is not None:
+        begin, end, first = found
+        buffer = scratch[: (end - begin) * itemsize]
+        at = payload.start + begin * itemsize
+        payload.read_into(at, buffer.data)
+        if seen is not None:
+            seen(at, len(buffer), crc32(buffer.data))
+        wanted = buffer[(first - begin) * itemsize :][: _span(shape, strides) * itemsize]
+        _assign(tile, wanted, shape, strides, dtype, payload.flags)
+        return
+    span, count = _span(shape, strides), prod(shape)
+    dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])
+    # As many steps along that dim as the buffer takes, or one by one where gaps are wide.
+    inner = span - (shape[dim] - 1) * strides[dim]
+    room = len(scratch) // itemsize
+    step = max(1, min(shape[dim] - 1, (room - inner) // max(strides[dim], 1)))
+    if step * strides[dim] + inner > _OVERREAD * (count // shape[dim]) * (step + 1):
+        step = 1
+    for at in range(0, shape[dim], step):
+        n = min(step, shape[dim] - at)
+        part_offset = (*offset[:dim], offset[dim] + at, *offset[dim + 1 :])
+        part_shape = (*shape[:dim], n, *shape[dim + 1 :])
+        index = (slice(None),) * dim + (slice(at, at + n),)
+        _descend(payload, part_offset, part_shape, strides, dtype, itemsize, tile[index], scratch, seen)
+
+
+def range_of(offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int,
+             room: int, rows: bool) -> tuple[int, int, int] | None:  # fmt: skip
+    """(begin, end, first): one read of the elements [begin, end) holds a box, whose first one is ``first``.
+
+    None where it would not fit ``room`` bytes, or read much more than the box. rows: whether whole rows of
+    a row-major chunk are preferred, where the elements wanted are not few: they add up to a checksum.
+    """
+    first = sum(o * s for o, s in zip(offset, strides, strict=True))
+    span, count = _span(shape, strides), prod(shape)
+    if span * itemsize > room or (span > _OVERREAD * count and span * itemsize > _SMALL):
+        return None
+    if rows and shape:
+        begin, end = _rows(offset, shape, strides)
+        if end - begin <= min(_OVERREAD * count, room // itemsize):
+            return begin, end, first
+    return first, first + span, first
+
+
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a box, both included."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def _rows(offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """The elements [begin, end) of the whole rows that a box lies in, of a row-major chunk."""
+    dim = next((d for d in range(len(shape)) if shape[d] > 1), len(shape) - 1)
+    lead = sum(offset[d] * strides[d] for d in range(dim + 1))
+    return lead, lead + shape[dim] * strides[dim]
+
+
+def _assign(tile: npt.NDArray[Any] | Placed, buffer: Bytes, shape: tuple[int, ...],
+            strides: tuple[int, ...], dtype: str, flags: int) -> None:  # fmt: skip
+    itemsize = BY_NAME[dtype].itemsize
+    if flags & SWAPPED:
+        part = itemsize // 2 if BY_NAME[dtype].kind == "c" else itemsize
+        buffer.view(UNITS[part]).byteswap(inplace=True)
+    if not isinstance(tile, np.ndarray):
+        tile.place(buffer, shape, strides, dtype, flags)
+        return
+    unit = UNITS[itemsize]
+    source: npt.NDArray[Any] = np.ndarray(
+        shape, unit, buffer=buffer.data, strides=tuple(s * itemsize for s in strides)
+    )
+    last = next((d for d in reversed(range(len(shape))) if shape[d] > 1), None)
+    if flags & (CONJ | NEG) or (last is not None and strides[last] != 1):
+        _assign_torch(tile, source, dtype, flags)
+    else:
+        tile[...] = source
+
+
+def _assign_torch(tile: npt.NDArray[Any], source: npt.NDArray[Any], dtype: str, flags: int) -> None:
+    """Transposes (numpy takes 17 times as long) and lazy conjugation or negation, by torch."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    if not flags & (CONJ | NEG):  # bits only: any type of the width will do
+        kind = {
+            1: torch.uint8,
+            2: torch.int16,
+            4: torch.int32,
+            8: torch.int64,
+            16: torch.complex128,
+        }[BY_NAME[dtype].itemsize]
+    target, values = _as_torch(torch, tile, kind), _as_torch(torch, source, kind)
+    if flags & CONJ:
+        values = values.conj()
+    if flags & NEG:
+        values = -values
+    target.copy_(values)
+
+
+def _as_torch(torch: Any, array: npt.NDArray[Any], kind: Any) -> Any:
+    """A tensor over the array's memory, with its strides."""
+    itemsize = array.dtype.itemsize
+    span = 1 + sum((n - 1) * s // itemsize for n, s in zip(array.shape, array.strides, strict=True))
+    flat = np.lib.stride_tricks.as_strided(array, (span,), (itemsize,)).view(np.uint8)
+    return (
+        torch.from_numpy(flat).view(kind).as_strided(array.shape, tuple(s // itemsize for s in array.strides))
+    )

@@ -1,0 +1,134 @@
+"""Interleaving: how do chunks that lie side by side get into a tile?
+
+One after another, each would touch every row of the tile for a few bytes, and memory moves whole cache
+lines and pages for them. So neighbours are read one by one into slots of the buffer, and copied together,
+row by row of the tile: five times as fast for runs of 64 bytes. All else goes to `ckptcore.reading.gather.gather`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import row_major
+from ckptcore.reading.gather import UNITS, Bytes, Placed, Seen, gather, range_of, sub_tile
+from ckptcore.reading.payload import Payload
+from ckptcore.utils.crc32 import crc32
+
+_RUN = 256  # bytes in a row of the tile; longer runs are as fast on their own
+_LINE = 64  # bytes of a cache line
+_SLOTS = 1 << 21  # bytes read before they are copied: they are still in a core's cache then
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """What slots that are copied together have in common.
+
+    shape, strides: elements. lead: elements of a slot before the first that is wanted. nbytes: of a slot.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    lead: int
+    nbytes: int
+
+
+class Interleaver:
+    """Fills one tile over the box ``of`` from the chunks that are put in; `flush` completes it.
+
+    scratch: working memory, in use until `flush`.
+    """
+
+    def __init__(self, tile: npt.NDArray[Any] | Placed, of: Box, dtype: str, scratch: Bytes) -> None:
+        self._tile: Any = tile
+        self._of, self._dtype, self._scratch = of, dtype, scratch
+        self._itemsize = BY_NAME[dtype].itemsize
+        self._like: _Like | None = None
+        self._first = of  # the box of the first slot
+        self._count, self._dim = 0, 0  # slots that are filled, and the dim along which they follow
+
+    def put(self, payload: Payload, chunk: Box, want: Box, seen: Seen | None) -> None:
+        """Reads the elements ``want`` of a chunk; they are in the tile when `flush` has been called.
+
+        chunk, want: boxes of the tensor. seen: told the CRC-32 of every range read.
+        """
+        found = self._range(payload, chunk, want, seen is not None)
+        if found is None:
+            self.flush()
+            tile = sub_tile(self._tile, want, self._of)
+            gather(payload, chunk, want, self._dtype, tile, self._scratch, seen)
+            return
+        begin, end, first = found
+        like = _Like(want.shape, row_major(chunk.shape), first - begin, (end - begin) * self._itemsize)
+        if not self._follows(like, want):
+            self.flush()
+            self._like, self._first = like, want
+        start = self._count * _pitch(like)
+        slot = self._scratch[start : start + like.nbytes]
+        at = payload.start + begin * self._itemsize
+        payload.read_into(at, slot.data)
+        if seen is not None:
+            seen(at, like.nbytes, crc32(slot.data))
+        self._count += 1
+
+    def flush(self) -> None:
+        """Copies what was read."""
+        like, count = self._like, self._count
+        if like is None:
+            return
+        self._like, self._count = None, 0
+        shape, d = like.shape, self._dim if count > 1 else 0
+        source: npt.NDArray[Any] = np.ndarray(
+            (count, *shape), UNITS[self._itemsize], self._scratch.data, like.lead * self._itemsize,
+            (_pitch(like), *(s * self._itemsize for s in like.strides)),
+        )  # fmt: skip
+        whole = Box(self._first.offset, (*shape[:d], count * shape[d], *shape[d + 1 :]))
+        target = sub_tile(self._tile, whole, self._of)
+        steps = target.strides
+        apart = np.lib.stride_tricks.as_strided(
+            target, (*shape[:d], count, *shape[d:]), (*steps[:d], steps[d] * shape[d], *steps[d:])
+        )
+        apart[...] = np.moveaxis(source, 0, d)
+
+    def _range(self, payload: Payload, chunk: Box, want: Box, rows: bool) -> tuple[int, int, int] | None:
+        """What to read into a slot, as `range_of` says it; None for what is no short runs, or too much."""
+        if payload.strides is not None or payload.flags or not self._narrow(want):
+            return None
+        inside = want.within(chunk)
+        room = min(len(self._scratch), _SLOTS) // 2 - 2 * _LINE  # of a slot that leaves room for another
+        return range_of(inside.offset, inside.shape, row_major(chunk.shape), self._itemsize, room, rows)
+
+    def _narrow(self, want: Box) -> bool:
+        """Whether elements lie in short runs of a tile in the host's memory."""
+        if not isinstance(self._tile, np.ndarray):
+            return False
+        run = self._itemsize
+        for mine, tiles in zip(reversed(want.shape), reversed(self._of.shape), strict=True):
+            run *= mine
+            if mine != tiles:
+                return run <= _RUN and run < want.numel * self._itemsize
+        return False
+
+    def _follows(self, like: _Like, want: Box) -> bool:
+        """Whether the next slot is beside the last one, and has its like and room."""
+        count = self._count
+        if like != self._like or (count + 1) * _pitch(like) > min(len(self._scratch), _SLOTS):
+            return False
+        steps = [
+            (d, b - a) for d, (a, b) in enumerate(zip(self._first.offset, want.offset, strict=True)) if a != b
+        ]
+        if len(steps) != 1 or (count > 1 and steps[0][0] != self._dim):
+            return False
+        self._dim = steps[0][0]
+        return steps[0][1] == count * like.shape[self._dim]
+
+
+def _pitch(like: _Like) -> int:
+    """Bytes from slot to slot: lines, and one more, so that slots do not compete for the same places of
+    a cache."""
+    return -(-like.nbytes // _LINE) * _LINE + _LINE

@@ -1,0 +1,109 @@
+"""Reading into torch: any box of a tensor, into memory that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptcore.core.box import Box
+from ckptcore.core.coverage import coverage
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.subset import select
+from ckptcore.errors import DamagedCheckpoint, UnreadablePart
+from ckptcore.reading.box_reader import BoxReader
+from ckptcore.reading.checksums import Records
+from ckptcore.reading.gather import tile_view
+from ckptcore.store import Store, open_store
+
+if TYPE_CHECKING:
+    import torch
+
+_SCRATCH = 16 << 20
+
+
+def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, verify: bool) -> torch.Tensor:
+    """A tensor, or a box of it; see `ckptcore.read`."""
+    import torch
+
+    require_readable(manifest, [fqn])
+    if fqn not in manifest.index:
+        raise KeyError(f"the checkpoint has no tensor {fqn!r}")
+    row = manifest.index[fqn]
+    spec = manifest.tensors[row]
+    want = box or Box.whole(spec.shape)
+    if len(want.shape) != len(spec.shape) or not Box.whole(spec.shape).contains(want):
+        raise ValueError(f"{want} is outside {fqn} {list(spec.shape)}")
+    require_cover(manifest, [row])
+    out = torch.empty(want.shape, dtype=getattr(torch, spec.dtype))
+    store = open_store(manifest.root)
+    try:
+        Filler(manifest, store, verify).fill(row, want, out)
+    finally:
+        store.close()
+    return out.to(device)
+
+
+def require_readable(manifest: Manifest, names: Iterable[str]) -> None:
+    """Raises `UnreadablePart` when one of the names is a tensor that cannot be read."""
+    lost = [n for n in names if n in manifest.unread]
+    if lost:
+        why = manifest.unread[lost[0]]
+        more = f" (and {len(lost) - 1} more tensors)" if lost[1:] else ""
+        raise UnreadablePart(
+            f"{lost[0]} cannot be read: {why.reason}{more}",
+            hint="take it out of what is asked for: everything else can be read",
+            names=lost,
+        )
+
+
+def require_cover(manifest: Manifest, rows: list[int]) -> None:
+    """Raises `DamagedCheckpoint` where elements of these tensors are in no file."""
+    holes = coverage(select(manifest, rows))
+    if holes:
+        raise DamagedCheckpoint(holes[0].message, findings=tuple(holes))
+
+
+class Filler:
+    """Fills boxes from one store with one scratch buffer."""
+
+    def __init__(self, manifest: Manifest, store: Store, verify: bool) -> None:
+        self._manifest, self._store = manifest, store
+        self._records = Records(store, len(manifest.items), verify)
+        self._scratch = np.empty(_SCRATCH, np.uint8)
+
+    def fill(self, row: int, want: Box, out: Any) -> None:
+        """Copies the elements ``want`` of tensor ``row`` into ``out``, casting and moving as needed."""
+        import torch
+
+        dtype = self._manifest.tensors[row].dtype
+        kind = getattr(torch, dtype)
+        direct = out.device.type == "cpu" and out.dtype == kind and out.is_contiguous() and _plain(out)
+        target = out if direct else torch.empty(want.shape, dtype=kind)
+        # What has copies is read from the first: `validate` compares them.
+        reader = BoxReader(self._manifest, row, self._store, self._records, once=False, copies=False)
+        try:
+            reader.read(want, _integers(target, dtype), self._scratch)
+        finally:
+            reader.close()
+        if not direct:
+            with torch.no_grad():
+                out.copy_(target)
+
+
+def _plain(tensor: Any) -> bool:
+    """Whether the bytes are the values: torch may keep a conjugation or a sign as a note."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def _integers(tensor: Any, dtype: str) -> Any:
+    """A numpy view of a contiguous CPU tensor's memory, as integers of the element's width."""
+    import torch
+
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), np.uint8)
+    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    assert BY_NAME[dtype].itemsize * tensor.numel() == flat.nbytes
+    return tile_view(flat, tuple(tensor.shape), dtype)

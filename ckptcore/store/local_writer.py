@@ -1,0 +1,248 @@
+"""Local writers: how does a file appear on this machine, whole or not at all?
+
+They preallocate, write at offsets from any thread, and fsync; a file appears under its name by rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import itertools
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptcore.errors import Busy
+from ckptcore.store import Buffer, Store
+from ckptcore.store.local_errors import FULL, short, unreadable, unwritable
+
+_SERIAL = itertools.count()
+_TMPFS_MAGIC = 0x01021994
+# One write makes page cache folios as large as itself; megabytes in one piece must be found by
+# compaction when memory is full of cache, which was measured to cost three times the copy.
+_WRITE, _MAX_WRITE = 256 << 10, 1 << 30
+_SYNC_EVERY = 64 << 20  # bytes after which writeback is started, so that fsync finds little to do
+
+
+class LocalWriter:
+    """A file being written under a temporary name beside its final one."""
+
+    sequential = False
+    _flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+    def __init__(self, folder: int, path: Path, nbytes: int, replaced: Callable[[], None]) -> None:
+        """folder: descriptor of the folder that it lies in, closed with the writer. path: for messages, and
+        with its name. replaced: called when the name stands for another file."""
+        self._folder, self._path, self._nbytes, self._replaced = folder, path, nbytes, replaced
+        self._name, self._fd = self._first_name(path.name), -1
+        self._unsynced, self._left = 0, False
+        try:
+            # 0o666: the file's mode follows the umask, as a plain open() would.
+            self._fd = os.open(self._name, self._flags, 0o666, dir_fd=folder)
+            self._left = True
+            self._in_memory = _is_tmpfs(self._fd)
+            self._piece = _MAX_WRITE if self._in_memory else _WRITE
+            self._preallocate()
+        except OSError as error:
+            self.abort()
+            raise unwritable(str(path), error, nbytes) from error
+
+    def _first_name(self, name: str) -> str:
+        # Unique per writer: two runs of one plan may meet, and both end with the same bytes. In containers
+        # every process has the same number, and a killed one may have left a file.
+        return f".{name}.{os.getpid()}-{next(_SERIAL)}-{secrets.token_hex(4)}.part"
+
+    def _preallocate(self) -> None:
+        if self._in_memory:
+            # tmpfs would clear every page now and take it again at the write.
+            seen = os.fstatvfs(self._fd)
+            if seen.f_blocks and self._nbytes > seen.f_bavail * seen.f_frsize:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.ftruncate(self._fd, self._nbytes)
+        elif self._nbytes:
+            try:
+                os.posix_fallocate(self._fd, 0, self._nbytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                os.ftruncate(self._fd, self._nbytes)
+
+    def write(self, at: int, data: Buffer | bytes) -> None:
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view):
+                done += os.pwrite(self._fd, view[done : done + self._piece], at + done)
+        except OSError as error:
+            raise unwritable(str(self._path), error, self._nbytes) from error
+        self._start_writeback(at, len(view))
+
+    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+        descriptor = getattr(source, "descriptor", None)
+        if descriptor is None:  # not a local store
+            return False
+        done = 0
+        fd, kept = descriptor(path)
+        try:
+            while done < length:
+                try:
+                    got = os.copy_file_range(fd, self._fd, length - done, start + done, at + done)
+                except OSError as error:
+                    if error.errno in FULL:
+                        raise unwritable(str(self._path), error, self._nbytes) from error
+                    if done == 0:  # another file system, or one without the call
+                        return False
+                    raise unreadable(f"{source.url}/{path}", error) from error
+                if not got:
+                    if done == 0:
+                        return False
+                    raise short(source.url, path, start, length, done)
+                done += got
+        finally:
+            if not kept:
+                os.close(fd)
+        self._start_writeback(at, length)
+        return True
+
+    def commit(self) -> None:
+        try:
+            self._sync()
+            os.close(self._taken())
+            self._rename(self._path.name)
+        except OSError as error:
+            self.abort()
+            raise unwritable(str(self._path), error, self._nbytes) from error
+        self._close()
+
+    def abort(self) -> None:
+        if self._left:
+            self._left = False
+            with contextlib.suppress(OSError):  # what is left is swept by the next run
+                os.unlink(self._name, dir_fd=self._folder)
+        self._close()
+
+    def _sync(self) -> None:
+        if not self._in_memory:
+            os.fsync(self._fd)
+
+    def _rename(self, name: str) -> None:
+        """Gives the file its name, durably."""
+        os.replace(self._name, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        self._left = False
+        self._replaced()
+        os.fsync(self._folder)
+
+    def _taken(self) -> int:
+        """The file's descriptor, for whoever closes it."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def _close(self) -> None:
+        """Closes what is open, once."""
+        folder, self._folder = self._folder, -1
+        for fd in (self._taken(), folder):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+    def _start_writeback(self, at: int, length: int) -> None:
+        if self._in_memory or _SYNC_FILE_RANGE is None:
+            return
+        self._unsynced += length
+        if self._unsynced >= _SYNC_EVERY:
+            self._unsynced = 0
+            _SYNC_FILE_RANGE(self._fd, ctypes.c_int64(0), ctypes.c_int64(0), 2)
+
+
+class JointWriter(LocalWriter):
+    """A file that several processes write ranges of, under its name. What is there already stays.
+
+    alone: while nobody else has it open; a writer that was given up for lost may still be at work.
+    """
+
+    _flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+    def __init__(
+        self, folder: int, path: Path, nbytes: int, replaced: Callable[[], None], *, alone: bool = False
+    ) -> None:
+        super().__init__(folder, path, nbytes, replaced)
+        try:
+            fcntl.flock(self._fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.abort()
+            raise Busy(f"another process is writing {path}") from error
+        if not self._is_named():
+            self.abort()
+            raise Busy(f"{path} was joined a moment ago")
+
+    def name(self, path: str) -> None:
+        """Names it; ``path`` lies in the same folder."""
+        try:
+            self._sync()
+            self._rename(path.rpartition("/")[2])
+        except OSError as error:
+            self._close()
+            raise unwritable(str(self._path.with_name(path)), error, self._nbytes) from error
+        self._close()  # only now: until it has its name, nobody else may write to it
+
+    def commit(self) -> None:
+        """Makes durable what was written; the name stays."""
+        try:
+            self._sync()
+            os.close(self._taken())
+            self._replaced()
+            os.fsync(self._folder)
+        except OSError as error:
+            self._close()
+            raise unwritable(str(self._path), error, self._nbytes) from error
+        self._close()
+
+    def abort(self) -> None:
+        """Closes it; what other processes wrote stays."""
+        self._close()
+
+    def _first_name(self, name: str) -> str:
+        return name
+
+    def _preallocate(self) -> None:
+        if os.fstat(self._fd).st_size != self._nbytes:
+            super()._preallocate()
+
+    def _is_named(self) -> bool:
+        try:
+            now = os.stat(self._path.name, dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(self._fd), now)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _libc_call(name: str) -> Callable[..., int] | None:
+    try:
+        call: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
+        return call  # noqa: TRY300  the pair reads better together
+    except (AttributeError, OSError):  # not Linux: writeback then starts at fsync
+        return None
+
+
+# SYNC_FILE_RANGE_WRITE (2) starts writeback of dirty pages without waiting for it.
+_SYNC_FILE_RANGE = _libc_call("sync_file_range")
+
+
+def _is_tmpfs(fd: int) -> bool:
+    buffer = ctypes.create_string_buffer(256)
+    call = _libc_call("fstatfs")
+    if call is None or call(fd, buffer) != 0:
+        return False
+    return int.from_bytes(buffer.raw[:8], "little") == _TMPFS_MAGIC

@@ -1,0 +1,1 @@
+"""topology: a room of ckptcore."""

@@ -1,0 +1,84 @@
+"""Placing: a rule, a shape and a mesh become the layout of one tensor, as FSDP2 over TP lays it.
+
+Axes cut in the order in which trainers apply them: pp, ep and tp first, then `fully_shard` what is left.
+Where fsdp cuts a dim that axes to its right have cut already, its placement is a strided one (torch:
+distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharding_spec_tp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckptcore.errors import UsageError
+from ckptcore.topology.layout import Layout, Mesh
+from ckptcore.topology.placement import Placement, Replicate, Shard, _StridedShard
+from ckptcore.utils.text import shown
+
+if TYPE_CHECKING:
+    from ckptcore.topology.rules_file import Rule
+
+At = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def place(fqn: str, shape: tuple[int, ...], mesh: Mesh, rule: Rule | None, at: At = (),
+          stacked: bool = False) -> Layout:  # fmt: skip
+    """The layout of a parameter.
+
+    rule: None for FSDP's default. at: where it is at all; axes named there do not cut it. stacked: whether
+    dim 0 counts layers, which pp cuts.
+    Raises `UsageError` for a rule that does not fit the shape, and for what FSDP2 cannot shard.
+    """
+    if not shape:  # fully_shard takes no scalars
+        return Layout(at=at)
+    sizes = dict(mesh.axes)
+    fixed = {axis for axis, _ in at}
+    cut: dict[str, int | None] = {}  # axis -> dim or None, without fsdp
+    for axis in ("pp", "ep", "tp"):
+        if axis in sizes and axis not in fixed and rule is not None and rule.names(axis):
+            cut[axis] = _dim(fqn, shape, axis, getattr(rule, axis))
+    if stacked and "pp" in sizes:
+        cut["pp"] = 0
+    pieces = [prod(sizes[a] for a, d in cut.items() if d == dim) for dim in range(len(shape))]
+    data = "+".join(a for a in ("fsdp", "ep") if a in sizes and a not in cut and a not in fixed)
+    placements: dict[str, Placement] = {}
+    for axis in ("pp", "dp_replicate", data, "ep", "tp"):
+        if axis == "dp_replicate" and axis in sizes and data:  # HSDP; plain DDP knows no mesh
+            placements[axis] = Replicate()
+        elif axis and axis == data:
+            parts = prod(sizes[a] for a in data.split("+"))
+            by = _fsdp_dim(fqn, shape, (0,) if rule is None else rule.fsdp, parts, pieces)
+            right = prod(sizes[a] for a, d in cut.items() if d == by and a != "pp")
+            strided = by is not None and right > 1
+            placements[axis] = (
+                Replicate() if by is None else _StridedShard(by, split_factor=right) if strided else Shard(by)
+            )
+        elif axis in cut:
+            to = cut[axis]
+            placements[axis] = Replicate() if to is None else Shard(to)
+    return Layout(tuple(placements), tuple(placements.values()), at)
+
+
+def _fsdp_dim(fqn: str, shape: tuple[int, ...], choices: Sequence[int | None], parts: int,
+              pieces: Sequence[int]) -> int | None:  # fmt: skip
+    """The first dim that is not too short for what cuts it already, else the last that there is."""
+    dims = [_dim(fqn, shape, "fsdp", c) for c in choices]
+    fits = (d for d in dims if d is None or pieces[d] == 1 or shape[d] >= pieces[d] * parts)
+    dim = next(fits, dims[-1])
+    if dim and parts > 1 and shape[dim] % (pieces[dim] * parts):
+        raise UsageError(
+            f"{shown(fqn)} {list(shape)}: FSDP cuts dim {dim} evenly or not at all, "
+            f"and {shape[dim]} does not divide by {pieces[dim] * parts}",
+            hint="let fsdp cut dim 0, or use sizes that divide",
+        )
+    return dim
+
+
+def _dim(fqn: str, shape: tuple[int, ...], axis: str, dim: int | None) -> int | None:
+    if dim is None:
+        return None
+    if not -len(shape) <= dim < len(shape):
+        raise UsageError(f"{shown(fqn)} {list(shape)} has no dim {dim}, along which {axis} would cut it",
+                         hint="put a rule for it before, with another dim or replicate")  # fmt: skip
+    return dim % len(shape)

@@ -1,0 +1,275 @@
+"""Sharding: which box of a tensor does each rank of a mesh hold?
+
+Placements are torch's own in name and meaning (`ckptcore.topology.placement`), and so is the arithmetic: uneven and
+strided shards are cut where torch cuts them (`ckptcore.topology.torch_chunk`), and refused where torch contradicts itself.
+torch's own function is not called: it makes an index of every element. A mesh without axes is a mesh of
+one: its only rank holds everything, which is what consolidating is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.core.box import Box
+from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.topology import torch_chunk as cuts
+from ckptcore.topology.placement import Placement
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks in a grid.
+
+    axes: (name, size) per axis, the slowest first; rank r has the row-major coordinate r. device: where the
+    ranks have their tensors, in torch's word; it decides no box.
+
+    >>> Mesh((("dp", 2), ("tp", 2))).size, MESH_OF_ONE.size
+    (4, 1)
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if any(n < 1 for _, n in self.axes) or len({a for a, _ in self.axes}) != len(self.axes):
+            raise UsageError(f"{self.axes} is no mesh: axes have different names and at least one rank")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(n for _, n in self.axes)
+
+    def coordinates(self) -> Iterator[tuple[int, ...]]:
+        """The coordinate of each rank, in rank order."""
+        return product(*(range(n) for _, n in self.axes))
+
+    def rank(self, coordinate: Sequence[int]) -> int:
+        """The rank at a coordinate.
+
+        >>> Mesh((("fsdp", 2), ("tp", 4))).rank((1, 2))
+        6
+        """
+        at = 0
+        for (_, n), c in zip(self.axes, coordinate, strict=True):
+            at = at * n + c
+        return at
+
+    def along(self, axes: Sequence[str]) -> Mesh:
+        """The mesh of some of its axes, in mesh order; ``fsdp+ep`` is neighbours as one axis, as torch
+        flattens them. Raises `UsageError` for axes that it does not have so.
+
+        >>> Mesh((("fsdp", 2), ("ep", 4), ("tp", 2))).along(["fsdp+ep", "tp"]).axes
+        (('fsdp+ep', 8), ('tp', 2))
+        """
+        sizes = [n for _, n in self.axes]
+        return Mesh(tuple((a, prod(sizes[k] for k in at)) for a, at in self._places(axes).items()))
+
+    def ranks_along(self, axes: Sequence[str]) -> list[int]:
+        """For each rank, in rank order, its rank in ``along(axes)``.
+
+        >>> Mesh((("fsdp", 2), ("tp", 2))).ranks_along(["tp"])
+        [0, 1, 0, 1]
+        """
+        used = [k for at in self._places(axes).values() for k in at]
+        # Neighbours as one axis, and apart, count the same.
+        sub = Mesh(tuple(self.axes[k] for k in used))
+        return [sub.rank([at[k] for k in used]) for at in self.coordinates()]
+
+    def _places(self, axes: Sequence[str]) -> dict[str, list[int]]:
+        number = {a: n for n, (a, _) in enumerate(self.axes)}
+        found = {a: [number.get(part, -1) for part in a.split("+")] for a in axes}
+        flat = [k for at in found.values() for k in at]
+        together = all(at[-1] - at[0] == len(at) - 1 for at in found.values())
+        if -1 in flat or flat != sorted(set(flat)) or not together:
+            raise UsageError(f"{list(axes)} are no axes of the mesh {self.axes}, in its order")
+        return found
+
+
+MESH_OF_ONE = Mesh()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one tensor lies on a mesh.
+
+    axes: the mesh axes it is distributed over, in mesh order; ``fsdp+ep`` is two neighbours that cut as
+    one (`Mesh.along`). Along the others every rank has the same. placements: torch's, one per axis.
+    at: (axis, coordinates): only ranks with such a coordinate have the tensor at all (pipeline stages,
+    experts by name).
+    """
+
+    axes: tuple[str, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    at: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+REPLICATED = Layout()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which rank holds what: a mesh, and how each tensor lies on it.
+
+    layouts: by FQN, as written; a tensor without one is replicated.
+    """
+
+    mesh: Mesh
+    layouts: Mapping[str, Layout]
+    _held: dict[tuple[tuple[int, ...], Layout], tuple[Box | None, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _owners: dict[tuple[tuple[int, ...], Layout], tuple[tuple[int, Box], ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _parts: dict[tuple[Any, ...], list[Box]] = field(default_factory=dict, compare=False, repr=False)
+
+    def layout(self, fqn: str) -> Layout:
+        """How a tensor lies on the mesh."""
+        return self.layouts.get(fqn, REPLICATED)
+
+    def held(self, fqn: str, shape: tuple[int, ...]) -> tuple[Box | None, ...]:
+        """The box of each rank, in rank order: empty for a rank whose part is empty, None for a rank that
+        does not have the tensor. Raises `UsageError` as `boxes` does."""
+        layout = self.layout(fqn)
+        key = shape, layout
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = tuple(self._boxes(shape, layout))
+        return found
+
+    def owners(self, fqn: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
+        """(rank, box) of the parts that have to be written once: of equal boxes the lowest rank's."""
+        key = shape, self.layout(fqn)
+        found = self._owners.get(key)
+        if found is None:
+            first: dict[Box, int] = {}
+            for rank, box in enumerate(self.held(fqn, shape)):
+                if box is not None and (box.numel or not prod(shape)):
+                    first.setdefault(box, rank)
+            found = self._owners[key] = tuple((rank, box) for box, rank in first.items())
+        return iter(found)
+
+    def _boxes(self, shape: tuple[int, ...], layout: Layout) -> Iterator[Box | None]:
+        key = shape, layout.axes, layout.placements  # stages differ in ``at`` alone
+        if key not in self._parts:
+            mine = boxes(shape, self.mesh.along(layout.axes), layout.placements)
+            self._parts[key] = [mine[r] for r in self.mesh.ranks_along(layout.axes)]
+        names = [a for a, _ in self.mesh.axes]
+        only = [(names.index(a), set(c)) for a, c in layout.at]
+        for box, at in zip(self._parts[key], self.mesh.coordinates(), strict=True):
+            yield box if all(at[n] in allowed for n, allowed in only) else None
+
+
+def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> list[Box]:
+    """The box of each rank, in rank order; a rank without elements has an empty box.
+
+    shape: global shape, elements. placements: one per mesh axis.
+    Raises `UsageError` when there is not one placement per axis, for a dim that the tensor does not have, and
+    for uneven strided shards that torch places elsewhere than in the memory that it makes for them.
+    """
+    if len(placements) != len(mesh.axes):
+        raise UsageError(f"{len(placements)} placements for a mesh of {len(mesh.axes)} axes")
+    if any(not 0 <= getattr(p, "dim", 0) < max(len(shape), 1) for p in placements):
+        raise UsageError(
+            f"{list(map(str, placements))} cut dims that a tensor of {list(shape)} does not have"
+        )
+    if not mesh.axes:
+        return [Box.whole(shape)]
+    sizes = [n for _, n in mesh.axes]
+    dims = []  # per dim: which axes cut it, and (first, count) by their coordinates
+    for dim, n in enumerate(shape):
+        cutting = [k for k, p in enumerate(placements) if getattr(p, "dim", None) == dim]
+        by = tuple((sizes[k], getattr(placements[k], "split_factor", 1)) for k in cutting)
+        dims.append((cutting, _parts_of(n, by)))
+    known: dict[tuple[int, ...], Box] = {}
+    apart = sorted({k for cutting, _ in dims for k in cutting})
+    found = []
+    for at in mesh.coordinates():
+        key = tuple(at[k] for k in apart)
+        if key not in known:
+            runs = [parts[tuple(at[k] for k in cutting)] for cutting, parts in dims]
+            known[key] = _box(tuple(n for _, n in runs), tuple(first for first, _ in runs))
+        found.append(known[key])
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _parts_of(n: int, by: tuple[tuple[int, int], ...]) -> dict[tuple[int, ...], tuple[int, int]]:
+    """(first, count) of one dim of n elements, by the coordinates on the axes that cut it.
+
+    by: (size, split factor) of each of those axes, left to right.
+    """
+    found = {}
+    for at in product(*(range(size) for size, _ in by)):
+        mine = [cuts.Cut(k, size, at[k], factor) for k, (size, factor) in enumerate(by)]
+        runs = cuts.held(n, mine)[0]
+        told = (runs[0][0], runs[0][1] - runs[0][0]) if runs else (n, 0)
+        if len(runs) > 1 or cuts.placed(n, mine) != told:
+            raise UsageError(
+                f"{n} elements of a dim cannot be cut for {' and '.join(str(size) for size, _ in by)} ranks, "
+                "the first axis within the pieces of the next: torch finds them elsewhere than it puts them",
+                hint="use sizes that divide the dim, or fewer ranks on one of the axes",
+            )
+        found[at] = told
+    return found
+
+
+def local_parts(tensor: torch.Tensor | DTensor) -> list[tuple[torch.Tensor, Box]]:
+    """The memory of this rank in pieces, each with the box of the global tensor that it holds.
+
+    A plain tensor and an ordinary shard are one piece; a strided shard is one per run of its dim.
+    Raises `NameMismatch` when a DTensor's memory is not the shard that its placements say, and
+    `UsageError` for memory that cannot be filled: meta tensors, partial sums.
+    """
+    from torch.distributed.tensor import DTensor
+
+    shape = tuple(tensor.shape)
+    if tensor.is_meta:
+        raise UsageError(f"a tensor of {list(shape)} is on the meta device: it has no memory to fill")
+    if not isinstance(tensor, DTensor):
+        return [(tensor.detach(), Box.whole(shape))]
+    places = [p for p in tensor.placements if not p.is_replicate()]
+    if any(p.is_partial() for p in places):
+        raise UsageError("a DTensor with a Partial placement holds a summand, not its values")
+    coordinate = tensor.device_mesh.get_coordinate()
+    local = tensor.to_local().detach()
+    if coordinate is None:  # this rank is outside the mesh
+        return []
+    runs = [_runs(n, d, tensor, coordinate) for d, n in enumerate(shape)]
+    held = [sum(b - a for a, b in dim) for dim in runs]
+    if held != list(local.shape):
+        raise NameMismatch(f"a DTensor of {list(shape)} holds {list(local.shape)}, not {held}")
+    return [(_narrowed(local, at, box), box) for box, at in cuts.boxes(runs)]
+
+
+def _runs(n: int, dim: int, tensor: DTensor, coordinate: Sequence[int]) -> tuple[cuts.Run, ...]:
+    """The ranges of one dim that this rank holds, in the order of its memory."""
+    sizes = tensor.device_mesh.shape
+    mine = [
+        cuts.Cut(axis, sizes[axis], coordinate[axis], getattr(p, "split_factor", 1))
+        for axis, p in enumerate(tensor.placements)
+        if getattr(p, "dim", None) == dim
+    ]
+    order: Any = getattr(tensor._spec, "shard_order", None) or ()
+    order = next((e.mesh_dims for e in order if e.tensor_dim == dim), None)
+    return cuts.held(n, mine, order)[0]
+
+
+def _narrowed(local: torch.Tensor, at: tuple[int, ...], box: Box) -> torch.Tensor:
+    for dim, (first, count) in enumerate(zip(at, box.shape, strict=True)):
+        local = local.narrow(dim, first, count)
+    return local
+
+
+def _box(extent: tuple[int, ...], offset: tuple[int, ...]) -> Box:
+    # torch places an empty shard behind the end, where a box of the tensor cannot begin.
+    return Box((0,) * len(extent) if 0 in extent else offset, extent)

@@ -1,0 +1,59 @@
+"""Mesh texts: ``fsdp=4,tp=2`` to a mesh.
+
+Whatever their order in the text, axes lie as trainers lay them, the slowest first: pp, dp_replicate, fsdp,
+cp, ep, tp (torchtitan: distributed/parallel_dims.py; Megatron-Core has tp fastest and pp slowest, too).
+The number of ranks is the product of all sizes. ``cuda:fsdp=4`` is a mesh of GPUs, which matters to formats
+that keep the mesh itself: torch puts nothing into a tensor from one of another mesh.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckptcore.errors import UsageError
+from ckptcore.topology.layout import Mesh
+
+AXES = ("pp", "dp_replicate", "fsdp", "cp", "ep", "tp")
+ALIASES = {"dp": "fsdp", "dp_shard": "fsdp", "hsdp": "dp_replicate", "ddp": "dp_replicate"}
+DEVICES = ("cpu", "cuda", "npu", "xpu", "hpu")
+MAX_RANKS = 1 << 17
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh of a text: ``axis=size`` with commas between, perhaps a device and a colon before.
+
+    The ranks of context parallelism (cp) hold parameters as further fsdp ranks do (torchtitan flattens
+    both to one mesh), so they are counted into that axis.
+    Raises `UsageError` for unknown or repeated axes and sizes that are none.
+
+    >>> parse_mesh("tp=2,dp_replicate=2,dp=4,cp=2").axes
+    (('dp_replicate', 2), ('fsdp', 8), ('tp', 2))
+    >>> parse_mesh("cuda:fsdp=8").device
+    'cuda'
+    """
+    sizes: dict[str, int] = {}
+    device, colon, axes = text.rpartition(":")
+    if colon and device.strip() not in DEVICES:
+        raise UsageError(f"--mesh {text}: no device is called {device}", hint=f"one of: {', '.join(DEVICES)}")
+    for part in axes.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,9})\s*", part)
+        if match is None:
+            raise UsageError(f"--mesh {text} is not understood at {part.strip()!r}", hint=HINT)
+        name, size = ALIASES.get(match[1], match[1]), int(match[2])
+        if name not in AXES:
+            raise UsageError(f"--mesh {text}: no axis is called {match[1]}", hint=HINT)
+        if name in sizes:
+            raise UsageError(f"--mesh {text}: the axis {name} is given twice", hint=HINT)
+        if size < 1:
+            raise UsageError(f"--mesh {text}: the axis {name} has no ranks", hint="a size is 1 or more")
+        sizes[name] = size
+    if "cp" in sizes:
+        sizes["fsdp"] = sizes.get("fsdp", 1) * sizes.pop("cp")
+    mesh = Mesh(tuple((a, sizes[a]) for a in AXES if a in sizes), device.strip() or "cpu")
+    if mesh.size > MAX_RANKS:
+        raise UsageError(f"--mesh {text} has {mesh.size} ranks, more than {MAX_RANKS}")
+    return mesh
+
+
+_ALSO = ", ".join(f"{a} for {b}" for a, b in ALIASES.items())
+HINT = f"as in --mesh fsdp=4,tp=2; axes: {', '.join(AXES)} (also {_ALSO})"

@@ -1,0 +1,114 @@
+"""Pipeline stages: which ranks of the pp axis have a parameter?
+
+Stage s lies on rank s % pp, as interleaved schedules have it (Megatron-Core:
+transformer/transformer_layer.py, `get_transformer_layer_offset`; torchtitan:
+distributed/pipeline_parallel.py). Layers are split evenly; where they do not divide, the first stages
+have one more. Embeddings and head may count as layers, as they do for torchtitan
+(`generate_llm_fqn_per_model_part`) and on request for Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from ckptcore.errors import UsageError
+from ckptcore.naming.rename import matches
+from ckptcore.topology.rules_file import Stages
+from ckptcore.utils.text import shown, some
+
+NUMBER = "{n}"
+
+
+def place_stages(shapes: Mapping[str, tuple[int, ...]], stages: Stages, pp: int
+                 ) -> dict[str, tuple[int, ...] | None]:  # fmt: skip
+    """For each parameter, the coordinates on the pp axis that have it; None for stacked layers: pp cuts
+    those. What all stages have is left out.
+
+    shapes: of the parameters, by name.
+    Raises `UsageError` for more stages than layers, stacked layers that do not divide, a split that is none,
+    and names without a stage.
+    """
+    last = pp * stages.virtual - 1
+    stacked = {n for n, shape in shapes.items() if shape and matches(n, stages.stacked)}
+    layer = number_of(shapes, stages.layers)
+    tied = stages.tied if not any(matches(n, stages.head) for n in shapes) else ()
+    count = max([0, *(n + 1 for n in layer.values()), *(shapes[n][0] for n in stacked)])
+    if stacked and (stages.split is not None or stages.virtual > 1):
+        raise UsageError(f"{some(sorted(stacked))}: layers in one tensor are cut evenly",
+                         hint="split and virtual are for layers by name")  # fmt: skip
+    at = _stage_of_layer(count, last + 1, stages, pp)
+    for name in sorted(stacked):  # torch's chunks would leave the last stages without a layer
+        n = shapes[name][0]
+        if n % pp:
+            raise UsageError(f"{shown(name)}: {n} layers in one tensor do not divide by pp={pp}",
+                             hint=f"a size that divides {n}")  # fmt: skip
+    found: dict[str, tuple[int, ...] | None] = {}
+    for name in shapes:
+        if matches(name, stages.first):
+            where = {0, last} if matches(name, tied) else {0}
+        elif matches(name, stages.last):
+            where = {last}
+        elif name in layer:
+            where = {at[layer[name]]}
+        elif name in stacked:
+            where = set()
+        else:
+            continue
+        found[name] = tuple(sorted({s % pp for s in where})) or None
+    lost = [n for n in shapes if n not in found and not matches(n, stages.every)]
+    if lost:
+        raise UsageError(f"no pipeline stage is told for {some(lost)}",
+                         hint="name them in [stages] of --sharding, under first, last or every")  # fmt: skip
+    return found
+
+
+def number_of(names: Iterable[str], templates: Sequence[str]) -> dict[str, int]:
+    """The number at ``{n}`` of each name that begins like one of the templates.
+
+    >>> number_of(["model.layers.12.mlp.w", "norm.w"], ["*layers.{n}."])
+    {'model.layers.12.mlp.w': 12}
+    """
+    patterns = [pattern(t) for t in templates]
+    found = {}
+    for name in names:
+        match = next((m for p in patterns if (m := p.match(name))), None)
+        if match:
+            found[name] = int(match["n"])
+    return found
+
+
+def pattern(template: str) -> re.Pattern[str]:
+    """How a name begins, as a regular expression; raises `UsageError` for a template without one ``{n}``."""
+    head, mark, tail = template.partition(NUMBER)
+    if not mark or NUMBER in tail:
+        raise UsageError(f"{template!r} tells no number", hint='as in "layers.{n}."')
+    return re.compile(_glob(head) + r"(?P<n>[0-9]{1,6})" + _glob(tail), re.DOTALL)
+
+
+def _glob(text: str) -> str:
+    # The shortest match: the outermost number.
+    return re.escape(text).replace(r"\*", ".*?").replace(r"\?", ".")
+
+
+def _stage_of_layer(layers: int, stages: int, given: Stages, pp: int) -> Mapping[int, int]:
+    if stages > layers:
+        asked = f"pp={pp}" + (f", virtual={given.virtual}" if given.virtual > 1 else "")
+        raise UsageError(f"{stages} pipeline stages ({asked}) for {layers} layers",
+                         hint="a stage has at least one layer")  # fmt: skip
+    if given.split is None:
+        least, more = divmod(layers + sum(given.weights), stages)
+        sizes = [least + (s < more) for s in range(stages)]
+        sizes[0] -= given.weights[0]
+        sizes[-1] -= given.weights[1]
+        if min(sizes) < 0:
+            told = f"weights {list(given.weights)} leave the ends of {layers} layers on {stages} stages"
+            raise UsageError(f"{told} less than nothing", hint="take smaller ones, or tell the split")
+        return dict(enumerate(s for s, n in enumerate(sizes) for _ in range(n)))
+    flat = [n for part in given.split for n in part]
+    if (len(given.split) != stages or flat[0] != 0 or flat[-1] != layers
+            or any(a >= b for a, b in given.split) or flat[1:-1:2] != flat[2::2]):  # fmt: skip
+        parts = [list(p) for p in given.split]
+        raise UsageError(f"split {parts} does not cut {layers} layers for {stages} stages",
+                         hint="one [first, behind the last] per stage, without gaps")  # fmt: skip
+    return {n: s for s, (a, b) in enumerate(given.split) for n in range(a, b)}

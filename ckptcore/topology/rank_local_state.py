@@ -1,0 +1,79 @@
+"""Bound state: what of a checkpoint means something only on the ranks that saved it?
+
+A reshard carries model, optimizer, schedules and counters. Random states belong to one rank each, and
+a data loader's positions to one data-parallel degree; on other ranks they would be wrong without a
+word. They are left out by a rule that names them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.subset import select
+from ckptcore.errors import UnreadablePart
+from ckptcore.topology.layout import Mesh
+from ckptcore.utils.globs import leave_out
+
+_RANDOM = re.compile(
+    r"(?:^|[./])(?:rng|rng_states?|random_states?|np_rng_state|random_rng_state|torch_rng_state"
+    r"|cuda_rng_states?|rng_tracker_states)(?:[./]|$)"
+)
+# torchtitan (components/dataloader.py) keeps ``dp_rank_N`` and ``world_size`` side by side, and refuses
+# another degree; OLMo and others name the rank alike.
+_LOADER = re.compile(r"^(?P<root>(?:.*[./])?)dp_rank_(?P<rank>\d+)(?:[./]|$)")
+# What rank files with a flat optimizer are read as: number, state, rank.
+_FLAT = re.compile(r"(?:^|\.)state\.\d+\.\w+\.rank\d+$")
+_DATA_AXES = ("dp_replicate", "fsdp")
+
+
+def without_bound(manifest: Manifest, mesh: Mesh) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
+    """The manifest without what is bound to the ranks that saved it, and (name, rule) of that."""
+    names = [t.fqn for t in manifest.tensors] + [b.key for b in manifest.blobs]
+    sizes = dict(mesh.axes)
+    degree = 1
+    for axis in _DATA_AXES:
+        degree *= sizes.get(axis, 1)
+    loaders = _loaders(names)
+    rules: dict[str, str] = {}
+    for name in names:
+        root = next((r for r in loaders if name.startswith(r)), None)
+        if _RANDOM.search(name):
+            rules[name] = "random state of a rank that saved it"
+        elif root is not None and loaders[root] != degree:
+            rules[name] = f"data loader of {loaders[root]} data-parallel ranks; the mesh has {degree}"
+    if not rules:
+        return manifest, ()
+    rows = [n for n, t in enumerate(manifest.tensors) if t.fqn not in rules]
+    kept = select(manifest, rows, [manifest.tensors[n].fqn for n in rows])
+    blobs = tuple(b for b in manifest.blobs if b.key not in rules)
+    return replace(kept, blobs=blobs), tuple(rules.items())
+
+
+def require_cut(manifest: Manifest, kept: Iterable[str]) -> None:
+    """Raises `UnreadablePart` where ``kept``, stored names, has state that only the ranks that saved it can
+    hold.
+
+    A flat run of FSDP1's parameters is one rank's own: other ranks hold others, and its parameters are not
+    told.
+    """
+    lost = [name for name in kept if _FLAT.search(name)]
+    if lost:
+        others = {*(t.fqn for t in manifest.tensors), *(b.key for b in manifest.blobs)} - set(lost)
+        more = f" and {len(lost) - 1} more tensors" if lost[1:] else ""
+        raise UnreadablePart(
+            f"cannot reshard {lost[0]}{more}: each is a flat run of the optimizer on one rank",
+            hint=f"{leave_out(lost, others)}; sharded state dicts of an optimizer can be resharded",
+        )
+
+
+def _loaders(names: list[str]) -> dict[str, int]:
+    """Container of per-rank loader states -> how many ranks it has."""
+    ranks: dict[str, set[int]] = {}
+    for name in names:
+        found = _LOADER.match(name)
+        if found:
+            ranks.setdefault(found["root"], set()).add(int(found["rank"]))
+    return {root: len(seen) for root, seen in ranks.items()}

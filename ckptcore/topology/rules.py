@@ -1,0 +1,94 @@
+"""Placement rules: which rule speaks for a parameter? One's own first, then those of a built-in family.
+
+Families are files of `ckptcore/rules/`; which one a checkpoint is of is told by its names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import cache, cached_property
+from importlib import resources
+
+from ckptcore.errors import UsageError
+from ckptcore.naming.rename import matches
+from ckptcore.topology.rules_file import Rule, ShardingFile, Stages, load
+from ckptcore.utils.text import some
+
+FAMILIES = ("hf", "torchtitan", "olmo", "megatron")
+_EVERYWHERE = "buffers"  # rules that come behind all others
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules for one model.
+
+    rules: in the order in which they are asked. stages: or None when nothing tells them. experts: how names
+    of single experts begin. origin: where the rules are from, for messages.
+    """
+
+    rules: tuple[Rule, ...]
+    stages: Stages | None
+    experts: tuple[str, ...]
+    origin: str
+
+    def find(self, fqn: str) -> Rule | None:
+        """The first rule that matches a parameter's name."""
+        return self._match(fqn)
+
+    @cached_property
+    def _match(self) -> Callable[[str], Rule | None]:
+        rows = [(re.compile("|".join(translate(g) for g in r.fqn)), r) for r in self.rules]
+        # Layers and experts differ in numbers, which no glob asks for unless it has digits itself.
+        plain = not any(re.search(r"[0-9\[?]", g) for r in self.rules for g in r.fqn)
+        known: dict[str, Rule | None] = {}
+
+        def find(fqn: str) -> Rule | None:
+            name = re.sub(r"[0-9]+", "0", fqn) if plain else fqn
+            if name not in known:
+                known[name] = next((r for p, r in rows if p.match(name)), None)
+            return known[name]
+
+        return find
+
+
+def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> Rules:
+    """The rules for a model of these parameters.
+
+    own: the user's file. needed: whether the mesh asks more of the rules than the default, which is FSDP's.
+    Raises `UsageError` for an unknown family, and, where rules are needed and the user gave none, when the
+    names fit no family or several.
+    """
+    family = own.family if own is not None else _told(names, needed)
+    if family is not None and family not in FAMILIES:
+        raise UsageError(f"no family is called {family!r}", hint=f"one of: {', '.join(FAMILIES)}")
+    files = [f for f in (own, family and builtin(family), builtin(_EVERYWHERE)) if f]
+    stages = next((f.stages for f in files if f.stages is not None), None)
+    experts = next((f.experts for f in files if f.experts), ())
+    origin = " and ".join(
+        ([] if own is None else ["--sharding"])
+        + ([] if family is None else [f"the rules for {family} names"])
+    )
+    return Rules(tuple(r for f in files for r in f.rule), stages, experts, origin or "the built-in rules")
+
+
+@cache
+def builtin(name: str) -> ShardingFile:
+    """A file of `ckptcore/rules/`."""
+    text = (resources.files("ckptcore") / "families" / f"{name}.toml").read_text()
+    return load(text, f"{name}.toml")
+
+
+def _told(names: Sequence[str], needed: bool) -> str | None:
+    kinds = {re.sub(r"[0-9]+", "0", n) for n in names}
+    found = [f for f in FAMILIES if any(matches(n, builtin(f).evidence) for n in kinds)]
+    if len(found) == 1 or not needed:
+        return found[0] if len(found) == 1 else None
+    told = f"fit several families: {', '.join(found)}" if found else f"fit none of: {', '.join(FAMILIES)}"
+    raise UsageError(
+        f"the names of the {len(names)} parameters {told}, so nothing tells how this mesh cuts them: "
+        f"{some(names)}",
+        hint='give rules: --sharding FILE with [[rule]] tables, or with family = "NAME" alone',
+    )

@@ -1,0 +1,1 @@
+"""utils: a room of ckptcore."""

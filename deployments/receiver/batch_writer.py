@@ -1,0 +1,107 @@
+"""Keeper: events go into the inbox together, as many as wait, and are answered when they are durable.
+
+A transaction costs the same for one event and for fifty. One is written at a time; what comes meanwhile
+waits for the next, so that the database is never asked faster than it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ckptcore.errors import CkptError
+from deployments.receiver.event import Event
+from deployments.receiver.http_errors import Refused
+from deployments.receiver.inbox import Box, Kept
+
+SECONDS = 5.0  # for the inbox to take an event; senders wait 10 to 30 s
+MAX_WAITING = 512  # events; more are refused at once, and sent again
+MAX_TOGETHER = 64
+FRESH = 1.0  # seconds that a check of the inbox tells how it is
+TOGETHER = 0.005  # seconds that an event waits for others to come along
+
+_log = logging.getLogger("deployments.receiver")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An event to keep. uri: as it was allowed. body: as it came. kept: is told its row."""
+
+    event: Event
+    uri: str
+    body: str
+    kept: asyncio.Future[Kept]
+
+
+class Keeper:
+    """Writes events for one event loop. clock: seconds since 1970."""
+
+    def __init__(self, box: Box, clock: Callable[[], float]) -> None:
+        self._box, self._clock = box, clock
+        self._thread = ThreadPoolExecutor(1, "inbox")
+        self._waiting: list[Entry] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._check: asyncio.Future[None] | None = None
+        self._checked = 0.0  # when it ended, by the event loop's clock
+
+    async def keep(self, event: Event, uri: str, body: bytes) -> Kept:
+        """The event's row; raises `Refused` when the inbox does not answer."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise Refused("unavailable", "too many events are waiting for the inbox")
+        kept: asyncio.Future[Kept] = asyncio.get_running_loop().create_future()
+        self._waiting.append(Entry(event, uri, body.decode(), kept))
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write())
+        try:
+            return await asyncio.wait_for(kept, SECONDS)
+        except TimeoutError as error:
+            # It may be written yet. Sent again, it is then a repeat.
+            raise Refused("unavailable", f"the inbox did not answer in {SECONDS:.0f} s") from error
+
+    async def check(self) -> None:
+        """Raise `CatalogError` or TimeoutError when the inbox does not answer.
+
+        Anybody may ask, as often as he likes: one check runs at a time, for all who wait for it, and its
+        answer holds for `FRESH` seconds. Events wait for the same thread.
+        """
+        loop = asyncio.get_running_loop()
+        if self._check is None or (self._check.done() and loop.time() >= self._checked + FRESH):
+            self._check = loop.run_in_executor(self._thread, self._box.check)
+            self._check.add_done_callback(lambda _: self._note_checked(loop.time()))
+        await asyncio.wait_for(asyncio.shield(self._check), SECONDS)
+
+    def _note_checked(self, at: float) -> None:
+        self._checked = at
+
+    def close(self) -> None:
+        """Finish what is being written, and give the connections back."""
+        self._thread.shutdown()
+        self._box.close()
+
+    async def _write(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(TOGETHER)
+            # Those whose sender was told to come again are not in a hurry any more.
+            batch = [entry for entry in self._waiting[:MAX_TOGETHER] if not entry.kept.done()]
+            del self._waiting[:MAX_TOGETHER]
+            if not batch:
+                continue
+            try:
+                now = datetime.fromtimestamp(self._clock(), UTC)
+                events = [(entry.event, entry.uri, entry.body) for entry in batch]
+                loop = asyncio.get_running_loop()
+                told: Sequence[Kept] = await loop.run_in_executor(self._thread, self._box.put, events, now)
+            except Exception as error:  # whatever it is, the senders must be told to come again
+                known = isinstance(error, CkptError)
+                _log.error("the inbox cannot be written: %s", error, exc_info=not known)
+                for entry in batch:
+                    if not entry.kept.done():
+                        entry.kept.set_exception(Refused("unavailable", str(error)))
+                continue
+            for entry, one in zip(batch, told, strict=True):
+                if not entry.kept.done():
+                    entry.kept.set_result(one)

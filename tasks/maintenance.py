@@ -1,0 +1,71 @@
+"""Tend: what do scrub and retire say of each checkpoint, where people look?"""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from ckptcore.catalog import open_catalog
+from ckptcore.operations.replacement import Allowed
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import Retired, Retirement
+from ckptcore.operations.retire import retire as run_retire
+from ckptcore.operations.scrub import Looked, Scrubbed
+from ckptcore.operations.scrub import scrub as run_scrub
+from ckptcore.planning.request import Settings
+from tasks.artifacts import shown
+from tasks.logs import log
+from tasks.markdown import count
+
+MAX_ROWS = 500
+
+
+@task(task_run_name="scrub", cache_policy=NO_CACHE, persist_result=False)
+def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
+    """A share of what the catalog knows, read again; a table of it is an artifact."""
+
+    def told(each: Looked) -> None:
+        tell = log.info if each.proven.proof in ("proven", "unproven", "stopped") else log.warning
+        tell("%s is %s: %s", each.checkpoint.uri, each.proven.proof.value, each.proven.message or "all of it")
+
+    with open_catalog(catalog, create=False) as known:
+        found = run_scrub(known, share, budget_s, told=told)
+    rows = [
+        {"proof": each.proven.proof.value, "checkpoint": each.checkpoint.uri, "why": each.proven.message}
+        for each in found.looked[:MAX_ROWS]
+    ]
+    if rows:
+        told_of = f"{count(len(found.looked), 'checkpoint')} of {found.known}"
+        shown(create_table_artifact, rows, key="scrub", description=told_of)
+    return found
+
+
+@task(task_run_name="retire", cache_policy=NO_CACHE, persist_result=False)
+def retire(
+    scope: str | None,
+    policy: Policy,
+    yes: bool,
+    allowed: Allowed,
+    take: Settings | None,
+    catalog: str | None,
+    means: Settings | None = None,
+) -> Retirement:
+    """The sources that the policy lets go; what becomes of each, and why, is an artifact."""
+
+    def told(each: Retired) -> None:
+        log.info("%s is %s: %s", each.source.uri, each.fate.value, "; ".join(each.why))
+        for name, kind in each.unproven[:MAX_ROWS]:
+            log.info("unproven in %s: %s (%s)", each.source.uri, name, kind)
+
+    with open_catalog(catalog, create=False) as known:
+        found = run_retire(known, policy, scope, yes=yes, allowed=allowed, take=take, means=means, told=told)
+    for kept in found.left:
+        log.warning("%s", kept)
+    rows = [
+        {"fate": i.fate.value, "step": i.source.step, "checkpoint": i.source.uri, "why": "; ".join(i.why)}
+        for i in found.items[:MAX_ROWS]
+    ]
+    if rows:
+        shown(create_table_artifact, rows, key="retire", description=count(len(found.items), "source"))
+    return found
