@@ -21,16 +21,32 @@ __version__ = "0.1.0"
 
 # name -> module; imported on first use, so that `import ckptcore` costs nothing.
 _WHERE = {
-    "open": "ckptcore.api", "read": "ckptcore.api", "load_into": "ckptcore.api", "check": "ckptcore.api",
-    "plan": "ckptcore.api", "prepare": "ckptcore.api", "execute": "ckptcore.api", "publish": "ckptcore.api",
-    "convert": "ckptcore.api", "diff": "ckptcore.api", "Difference": "ckptcore.comparison.result",
-    "fingerprint": "ckptcore.api", "Fingerprints": "ckptcore.comparison.fingerprint",
-    "Composed": "ckptcore.planning.compose", "Prepared": "ckptcore.conversion.pipeline",
+    "open": "ckptcore.api",
+    "read": "ckptcore.api",
+    "load_into": "ckptcore.api",
+    "check": "ckptcore.api",
+    "plan": "ckptcore.api",
+    "prepare": "ckptcore.api",
+    "execute": "ckptcore.api",
+    "publish": "ckptcore.api",
+    "convert": "ckptcore.api",
+    "diff": "ckptcore.api",
+    "Difference": "ckptcore.comparison.result",
+    "fingerprint": "ckptcore.api",
+    "Fingerprints": "ckptcore.comparison.fingerprint",
+    "Composed": "ckptcore.planning.compose",
+    "Prepared": "ckptcore.conversion.pipeline",
     "Receipt": "ckptcore.execution.receipts",
-    "Manifest": "ckptcore.core.manifest", "TensorSpec": "ckptcore.core.manifest", "Box": "ckptcore.core.box",
-    "Request": "ckptcore.planning.request", "Settings": "ckptcore.planning.request", "Report": "ckptcore.checking.check",
-    "CkptError": "ckptcore.errors", "Finding": "ckptcore.errors", "Result": "ckptcore.conversion.pipeline",
-}  # fmt: skip
+    "Manifest": "ckptcore.core.manifest",
+    "TensorSpec": "ckptcore.core.manifest",
+    "Box": "ckptcore.core.box",
+    "Request": "ckptcore.planning.request",
+    "Settings": "ckptcore.planning.request",
+    "Report": "ckptcore.checking.check",
+    "CkptError": "ckptcore.errors",
+    "Finding": "ckptcore.errors",
+    "Result": "ckptcore.conversion.pipeline",
+}
 
 if TYPE_CHECKING:
     from ckptcore.api import (
@@ -58,10 +74,32 @@ if TYPE_CHECKING:
     from ckptcore.planning.request import Request, Settings
 
 __all__ = [
-    "Box", "CkptError", "Composed", "Difference", "Finding", "Fingerprints", "Manifest", "Prepared",
-    "Receipt", "Report", "Request", "Result", "Settings", "TensorSpec", "check", "convert", "diff",
-    "execute", "fingerprint", "load_into", "open", "plan", "prepare", "publish", "read",
-]  # fmt: skip
+    "Box",
+    "CkptError",
+    "Composed",
+    "Difference",
+    "Finding",
+    "Fingerprints",
+    "Manifest",
+    "Prepared",
+    "Receipt",
+    "Report",
+    "Request",
+    "Result",
+    "Settings",
+    "TensorSpec",
+    "check",
+    "convert",
+    "diff",
+    "execute",
+    "fingerprint",
+    "load_into",
+    "open",
+    "plan",
+    "prepare",
+    "publish",
+    "read",
+]
 
 
 class _Package(ModuleType):

@@ -98,13 +98,21 @@ def fingerprint(
     from ckptcore.comparison.fingerprint import fingerprint as run
 
     manifest = open(source, keep_quantized=keep_quantized) if isinstance(source, str) else source
-    return run(manifest, settings or Settings(), progress, model=model or model_prefix is not None,
-               model_prefix=model_prefix, include=tuple(include), exclude=tuple(exclude),
-               rename=_frozen(rename))  # fmt: skip
+    return run(
+        manifest,
+        settings or Settings(),
+        progress,
+        model=model or model_prefix is not None,
+        model_prefix=model_prefix,
+        include=tuple(include),
+        exclude=tuple(exclude),
+        rename=_frozen(rename),
+    )
 
 
-def read(manifest: Manifest, fqn: str, box: Box | None = None, *, device: str = "cpu",
-         verify: bool = True) -> torch.Tensor:  # fmt: skip
+def read(
+    manifest: Manifest, fqn: str, box: Box | None = None, *, device: str = "cpu", verify: bool = True
+) -> torch.Tensor:
     """One tensor, or the part of it that ``box`` names, as a torch tensor of that shape.
 
     Raises KeyError for an unknown name, ValueError for a box outside the tensor, and
@@ -115,8 +123,14 @@ def read(manifest: Manifest, fqn: str, box: Box | None = None, *, device: str = 
     return read_box(manifest, fqn, box, device=device, verify=verify)
 
 
-def load_into(manifest: Manifest, state_dict: MutableMapping[str, Any], *, prefix: str = "",
-              strict: bool = True, verify: bool = True) -> list[str]:  # fmt: skip
+def load_into(
+    manifest: Manifest,
+    state_dict: MutableMapping[str, Any],
+    *,
+    prefix: str = "",
+    strict: bool = True,
+    verify: bool = True,
+) -> list[str]:
     """Fills a live state dict in place, as `torch.distributed.checkpoint.load` does, from any format.
 
     Tensors are filled where they are; of a DTensor or ShardedTensor only what this rank holds is read, with

@@ -102,8 +102,14 @@ def open(url: str, *, recover: bool = False) -> Checkpoint:
     return Checkpoint(manifest)
 
 
-def remove(source: str, destination: str, prefixes: Sequence[str], *, to: str = "torch_dist",
-           settings: Settings | None = None) -> Result:  # fmt: skip
+def remove(
+    source: str,
+    destination: str,
+    prefixes: Sequence[str],
+    *,
+    to: str = "torch_dist",
+    settings: Settings | None = None,
+) -> Result:
     """Writes the checkpoint anew without the tensors and objects whose keys start with a prefix.
 
     The source stays as it is. Raises `UsageError` when a prefix fits no key, and what `convert` does.

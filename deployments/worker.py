@@ -33,9 +33,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = terminal.Parser(prog="python -m deployments.worker", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pool", required=True, help="the work pool")
     parser.add_argument(
-        "--name", default=socket.gethostname(),
+        "--name",
+        default=socket.gethostname(),
         help="no other worker may have it, or its runs would be let go of, too; default: the machine's",
-    )  # fmt: skip
+    )
     given, more = parser.parse_known_args(words)
     worker = _Worker()
     code = worker.run(["--pool", given.pool, "--name", given.name, *more])

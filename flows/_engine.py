@@ -180,8 +180,10 @@ def _missing(name: str) -> MissingDependency:
 
 def _unreachable(name: str, address: str | None, error: Exception) -> UsageError:
     told = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return UsageError(f"no {name} cluster at {address or 'this machine'}: {told}",
-                      hint="start its scheduler, or name another engine")  # fmt: skip
+    return UsageError(
+        f"no {name} cluster at {address or 'this machine'}: {told}",
+        hint="start its scheduler, or name another engine",
+    )
 
 
 def is_lost(error: BaseException) -> bool:

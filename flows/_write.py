@@ -104,8 +104,9 @@ def _work(prepared: Prepared, settings: Settings, batch_bytes: int, *, large: bo
         name = first if len(batch) == 1 else f"{first} .. {last}"
         nbytes = sum(files[i].nbytes for i in batch)
         indices = [files[i].index for i in batch]
-        start = _starting(write, name=name, plan_uri=prepared.plan_uri, indices=indices, nbytes=nbytes,
-                          settings=settings)  # fmt: skip
+        start = _starting(
+            write, name=name, plan_uri=prepared.plan_uri, indices=indices, nbytes=nbytes, settings=settings
+        )
         found.append(Work(name, nbytes, start))
     return found
 

@@ -105,8 +105,9 @@ def arrived(
                 if not mine:
                     return already(request.destination)
                 try:
-                    return steps(request, settings, catalog=catalog, batch_bytes=BATCH, on=on,
-                                 told=Told(run, step))  # fmt: skip
+                    return steps(
+                        request, settings, catalog=catalog, batch_bytes=BATCH, on=on, told=Told(run, step)
+                    )
                 except (Busy, DestinationExists) as error:
                     # Somebody without a claim, at a terminal say, was faster.
                     for pause in (0.0, *here) if isinstance(error, Busy) else (0.0,):

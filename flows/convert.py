@@ -125,8 +125,7 @@ def convert(
         )
         settings = Settings(parse_size(memory), workers, device, verify, digest, fingerprint)
         where: str | Literal[False] | None = False if no_catalog else catalog
-        return steps(request, settings, catalog=where, batch_bytes=parse_size(batch),
-                     on=parse_engine(engine))  # fmt: skip
+        return steps(request, settings, catalog=where, batch_bytes=parse_size(batch), on=parse_engine(engine))
     except CkptError as error:
         # The message is what a person reads first: the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)

@@ -86,8 +86,9 @@ def reshard(
     try:
         targets = list(also or ())
         if destination:
-            one = Target(destination=destination, mesh=mesh, to=to, sharding=sharding,
-                         serialization=serialization)  # fmt: skip
+            one = Target(
+                destination=destination, mesh=mesh, to=to, sharding=sharding, serialization=serialization
+            )
             targets.insert(0, one)
         if not targets:
             raise UsageError("no target is named", hint="a destination and --mesh, or --also")
@@ -114,8 +115,9 @@ def reshard(
             for target in targets
         ]
         settings = Settings(parse_size(memory), workers, device)
-        return fan_out(requests, settings, catalog=catalog, batch_bytes=parse_size(batch),
-                       on=parse_engine(engine))  # fmt: skip
+        return fan_out(
+            requests, settings, catalog=catalog, batch_bytes=parse_size(batch), on=parse_engine(engine)
+        )
     except CkptError as error:
         # The message is what a person reads first: the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)

@@ -69,8 +69,10 @@ def sweep(
             for root in watched(known, roots or ()):
                 items = look(root.name, closed(root), catalog, dry_run, settle_s, again)
                 who = str(runtime.flow_run.id)
-                done = [i if dry_run or i.standing is not Standing.READY else work(known, i, convert, who)
-                        for i in items]  # fmt: skip
+                done = [
+                    i if dry_run or i.standing is not Standing.READY else work(known, i, convert, who)
+                    for i in items
+                ]
                 note(root.name, closed(root), closed(done), catalog, dry_run)
                 found += done
             if not dry_run:

@@ -51,10 +51,5 @@ ckptcore catalog sql "SELECT * FROM conversion WHERE uuid = '{id}'"
 
 # With the assets of a run: `record.with_options(assets=..., asset_deps=...)`.
 record = MaterializingTask(
-    fn=_record,
-    name="record",
-    assets=[],
-    materialized_by="ckptcore",
-    task_run_name="register",
-    **STEP,
+    fn=_record, name="record", assets=[], materialized_by="ckptcore", task_run_name="register", **STEP
 )

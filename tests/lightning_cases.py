@@ -66,14 +66,25 @@ def metadata() -> dict[str, Any]:
         "lr_schedulers": [OrderedDict(base_lrs=[0.1], last_epoch=1)],
         "hparams_name": "kwargs",
         "hyper_parameters": {
-            "root": Path("/data/run.1"), "args": Namespace(a=1, b=[Namespace(c=None)]),
-            "dtype": torch.bfloat16, "device": torch.device("cuda", 1), "size": torch.Size([2, 3]),
-            "set": {1, 2}, "frozen": frozenset({"x"}), "pair": (1, ("a", 2.5)), 7: "an int key",
-            "raw": b"\x00\xff", "z": 1 - 2j, "none": None, "rng": np.random.RandomState(1).get_state(),
-            "array": np.arange(6, dtype=np.int16).reshape(2, 3), "big": 1 << 80, "nan": float("-inf"),
+            "root": Path("/data/run.1"),
+            "args": Namespace(a=1, b=[Namespace(c=None)]),
+            "dtype": torch.bfloat16,
+            "device": torch.device("cuda", 1),
+            "size": torch.Size([2, 3]),
+            "set": {1, 2},
+            "frozen": frozenset({"x"}),
+            "pair": (1, ("a", 2.5)),
+            7: "an int key",
+            "raw": b"\x00\xff",
+            "z": 1 - 2j,
+            "none": None,
+            "rng": np.random.RandomState(1).get_state(),
+            "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+            "big": 1 << 80,
+            "nan": float("-inf"),
             "weights": (torch.ones(2), torch.zeros(3, dtype=torch.int8)),
         },
-    }  # fmt: skip
+    }
 
 
 def save(folder: Path, state: dict[str, Any], meta: dict[str, Any] | None) -> Path:

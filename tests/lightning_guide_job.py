@@ -52,9 +52,14 @@ def load(path: str) -> None:
     model = Guide()
     strategy = TrainerFSDP(state_dict_type="sharded")
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_steps=5, callbacks=[Started()],
-        enable_checkpointing=False, logger=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=5,
+        callbacks=[Started()],
+        enable_checkpointing=False,
+        logger=False,
+    )
     trainer.fit(model, ckpt_path=path, weights_only=False)
 
 

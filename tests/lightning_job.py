@@ -66,9 +66,15 @@ def fit(file: str) -> dict[str, Any]:
     names = {k: names[k] for k in (*trained, *(k for k in names if k not in trained))}
     watch = Watch()
     trainer = L.Trainer(
-        max_steps=100, max_epochs=5, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[watch],
-    )  # fmt: skip
+        max_steps=100,
+        max_epochs=5,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch],
+    )
     data = torch.utils.data.DataLoader(torch.zeros(2, 1), batch_size=1)
     module = Module(build(names, set(trained)))
     trainer.fit(module, data, ckpt_path=file, weights_only=False)

@@ -229,10 +229,17 @@ def trainer(kind: str, optimizers: str, steps: int, save: str, start: str | None
     ranks, strategy, _ = STRATEGIES[kind]
     seen = Start()
     run = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy(), max_steps=steps, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[seen],
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy(),
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[seen],
         use_distributed_sampler=False,
-    )  # fmt: skip
+    )
     module = Module(kind, optimizers)
     run.fit(module, batches(run.global_rank), ckpt_path=start, weights_only=False)
     run.save_checkpoint(save)

@@ -105,10 +105,27 @@ class Server:
         if self._as:
             os.chown(secret, self._as["user"], self._as["group"])
         subprocess.run(
-            [self._bin / "initdb", "-D", self.folder / "data", "-U", "postgres", "-A", "scram-sha-256",
-             "--pwfile", secret, "-E", "UTF8", "--locale=C.UTF-8", "--no-sync"],
-            check=True, capture_output=True, cwd=self.folder, env=_ENVIRONMENT, **self._as,
-        )  # fmt: skip
+            [
+                self._bin / "initdb",
+                "-D",
+                self.folder / "data",
+                "-U",
+                "postgres",
+                "-A",
+                "scram-sha-256",
+                "--pwfile",
+                secret,
+                "-E",
+                "UTF8",
+                "--locale=C.UTF-8",
+                "--no-sync",
+            ],
+            check=True,
+            capture_output=True,
+            cwd=self.folder,
+            env=_ENVIRONMENT,
+            **self._as,
+        )
 
     def _started(self) -> bool:
         settings = (*ALWAYS, f"port={self.port}", *self._settings)
@@ -116,9 +133,14 @@ class Server:
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [self._bin / "postgres", "-D", self.folder / "data", *arguments],
-                stdout=log, stderr=subprocess.STDOUT, cwd=self.folder, env=_ENVIRONMENT,
-                start_new_session=True, preexec_fn=_die_with_parent, **self._as,
-            )  # fmt: skip
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                env=_ENVIRONMENT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+                **self._as,
+            )
         state, end = self.folder / "data" / "postmaster.pid", time.monotonic() + PATIENCE
         while self._process.poll() is None and time.monotonic() < end:
             if state.exists() and state.read_text().rstrip().endswith("ready"):

@@ -57,10 +57,7 @@ class Catalog:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -89,22 +86,45 @@ class Catalog:
             yield connection
 
     def begin(
-        self, request: Mapping[str, Any], *, source_uri: str, destination_uri: str, verb: str,
-        tool_version: str, flow_run_id: str | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        request: Mapping[str, Any],
+        *,
+        source_uri: str,
+        destination_uri: str,
+        verb: str,
+        tool_version: str,
+        flow_run_id: str | None = None,
+    ) -> str:
         """Record that a conversion starts; its id."""
         with self.writing() as conn:
             return conversions.begin_conversion(
-                conn, _now(), request, source_uri=source_uri, destination_uri=destination_uri,
-                verb=verb, tool_version=tool_version, flow_run_id=flow_run_id,
-            )  # fmt: skip
+                conn,
+                _now(),
+                request,
+                source_uri=source_uri,
+                destination_uri=destination_uri,
+                verb=verb,
+                tool_version=tool_version,
+                flow_run_id=flow_run_id,
+            )
 
     def succeed(
-        self, conversion_id: str, *, source: CheckpointFacts, derived: CheckpointFacts,
-        plan_digest: str, bytes_in: int, bytes_out: int, peak_memory: int | None,
-        timings: Mapping[str, float], findings: Iterable[Finding] = (), map_digest: str | None = None,
-        fingerprint: str | None = None, source_stamp: str | None = None, source_ctime: str | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        conversion_id: str,
+        *,
+        source: CheckpointFacts,
+        derived: CheckpointFacts,
+        plan_digest: str,
+        bytes_in: int,
+        bytes_out: int,
+        peak_memory: int | None,
+        timings: Mapping[str, float],
+        findings: Iterable[Finding] = (),
+        map_digest: str | None = None,
+        fingerprint: str | None = None,
+        source_stamp: str | None = None,
+        source_ctime: str | None = None,
+    ) -> str:
         """Record that it published `derived`, made from `source`; the id of the derived one.
 
         findings: what was found on the source on the way (warnings, notes).
@@ -114,27 +134,46 @@ class Catalog:
         """
         with self.writing() as conn:
             return conversions.succeed(
-                conn, _now(), conversion_id, source=source, derived=derived,
-                plan_digest=plan_digest, bytes_in=bytes_in, bytes_out=bytes_out,
-                peak_memory=peak_memory, timings=timings, findings=findings, map_digest=map_digest,
-                fingerprint=fingerprint, source_stamp=source_stamp, source_ctime=source_ctime,
-            )  # fmt: skip
+                conn,
+                _now(),
+                conversion_id,
+                source=source,
+                derived=derived,
+                plan_digest=plan_digest,
+                bytes_in=bytes_in,
+                bytes_out=bytes_out,
+                peak_memory=peak_memory,
+                timings=timings,
+                findings=findings,
+                map_digest=map_digest,
+                fingerprint=fingerprint,
+                source_stamp=source_stamp,
+                source_ctime=source_ctime,
+            )
 
     def fail(
-        self, conversion_id: str, *, code: str, message: str, findings: Iterable[Finding] = (),
+        self,
+        conversion_id: str,
+        *,
+        code: str,
+        message: str,
+        findings: Iterable[Finding] = (),
         source: CheckpointFacts | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record that it failed. With `source`, its findings stand against that checkpoint."""
         with self.writing() as conn:
             conversions.fail(
-                conn, _now(), conversion_id, code=code, message=message, findings=findings,
-                source=source,
-            )  # fmt: skip
+                conn, _now(), conversion_id, code=code, message=message, findings=findings, source=source
+            )
 
     def record_validation(
-        self, facts: CheckpointFacts, findings: Iterable[Finding] = (), *, level: str = "cover",
+        self,
+        facts: CheckpointFacts,
+        findings: Iterable[Finding] = (),
+        *,
+        level: str = "cover",
         kind: Kind = Kind.SOURCE,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Record what a check of `level` found on a checkpoint; the checkpoint's id.
 
         Findings of earlier checks that were not deeper and are not repeated count as resolved. kind: what it
@@ -152,9 +191,13 @@ class Catalog:
             checkpoints.set_tag(conn, _now(), checkpoint, key, value)
 
     def list(
-        self, limit: int | None = 50, *, kind: str | None = None, state: str | None = None,
+        self,
+        limit: int | None = 50,
+        *,
+        kind: str | None = None,
+        state: str | None = None,
         run: str | None = None,
-    ) -> tuple[CheckpointRow, ...]:  # fmt: skip
+    ) -> tuple[CheckpointRow, ...]:
         """Checkpoints, the newest first."""
         with self.reading() as conn:
             return query.list_checkpoints(conn, limit, kind, state, run)
@@ -205,13 +248,16 @@ class Catalog:
         fingerprint: of a checkpoint or of a tensor, or a prefix of 8 digits and more.
         """
         if not lineage.is_digest(fingerprint):
-            raise UsageError(f"{fingerprint!r} is no fingerprint",
-                             hint="64 hex digits, or the first 8 and more")  # fmt: skip
+            raise UsageError(
+                f"{fingerprint!r} is no fingerprint", hint="64 hex digits, or the first 8 and more"
+            )
         with self.reading() as conn:
             found = lineage.with_fingerprint(conn, fingerprint)
         if not found:
-            raise UsageError(f"the catalog knows no checkpoint or tensor with the fingerprint {fingerprint}",
-                             hint="`ckptcore fingerprint SRC` takes one")  # fmt: skip
+            raise UsageError(
+                f"the catalog knows no checkpoint or tensor with the fingerprint {fingerprint}",
+                hint="`ckptcore fingerprint SRC` takes one",
+            )
         return tuple(found)
 
 

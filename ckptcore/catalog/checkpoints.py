@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import bindparam, delete, insert, select, update
 
-from ckptcore.catalog.models import (
-    Checkpoint,
-    CheckpointFile,
-    FindingRecord,
-    Tag,
-    Tensor,
-    TrainingRun,
-)
+from ckptcore.catalog.models import Checkpoint, CheckpointFile, FindingRecord, Tag, Tensor, TrainingRun
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, storable
 from ckptcore.catalog.types import LEVELS, CheckpointFacts, Kind, Role, State
 from ckptcore.errors import Finding, UsageError
@@ -42,9 +35,13 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     content = content_digest(files)
     extra = [(storable(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.extra]
     known = select(
-        Checkpoint.id, Checkpoint.uuid, Checkpoint.content_digest, Checkpoint.state,
-        Checkpoint.run_id, Checkpoint.step,
-    ).where(Checkpoint.uri == uri, Checkpoint.manifest_digest == manifest)  # fmt: skip
+        Checkpoint.id,
+        Checkpoint.uuid,
+        Checkpoint.content_digest,
+        Checkpoint.state,
+        Checkpoint.run_id,
+        Checkpoint.step,
+    ).where(Checkpoint.uri == uri, Checkpoint.manifest_digest == manifest)
     same = conn.execute(known.order_by(Checkpoint.replaced_at.is_not(None), Checkpoint.id.desc())).all()
     if content:
         # Known content fills the unknown; unknown content is taken for what is known to be there.
@@ -116,16 +113,22 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
 
 
 def note_findings(
-    conn: Connection, now: datetime, findings: Iterable[Finding], *, checkpoint: int | None,
-    conversion: int | None, level: str | None,
-) -> None:  # fmt: skip
+    conn: Connection,
+    now: datetime,
+    findings: Iterable[Finding],
+    *,
+    checkpoint: int | None,
+    conversion: int | None,
+    level: str | None,
+) -> None:
     """Write what was found, close what a check of `level` no longer finds, and settle the state.
 
     level: the deepest level that was checked in full; None closes nothing.
     A finding that a later check repeats stays one row; a conversion always gets rows of its own.
     """
-    told = {_identity(f.code, f.level, clean(f.message), _storable(f.fqn), _storable(f.file)): f
-            for f in findings}  # fmt: skip
+    told = {
+        _identity(f.code, f.level, clean(f.message), _storable(f.fqn), _storable(f.file)): f for f in findings
+    }
     if checkpoint is not None:
         closed = []
         for row in _open_findings(conn, checkpoint):
@@ -140,11 +143,20 @@ def note_findings(
                 closed,
             )
     rows = [
-        {"checkpoint_id": checkpoint, "conversion_id": conversion, "code": f.code,
-         "level": f.level, "severity": f.severity, "message": clean(f.message),
-         "fqn": _storable(f.fqn), "file": _storable(f.file), "hint": clean(f.hint), "found_at": now}
+        {
+            "checkpoint_id": checkpoint,
+            "conversion_id": conversion,
+            "code": f.code,
+            "level": f.level,
+            "severity": f.severity,
+            "message": clean(f.message),
+            "fqn": _storable(f.fqn),
+            "file": _storable(f.file),
+            "hint": clean(f.hint),
+            "found_at": now,
+        }
         for f in told.values()
-    ]  # fmt: skip
+    ]
     if rows:
         conn.execute(insert(FindingRecord), rows)
     if checkpoint is not None:
@@ -192,8 +204,9 @@ def _note_fingerprints(conn: Connection, checkpoint: int, fingerprints: Mapping[
     if not fingerprints:
         return
     here = Tensor.checkpoint_id == checkpoint
-    known = {row.fqn: row.fingerprint
-             for row in conn.execute(select(Tensor.fqn, Tensor.fingerprint).where(here))}  # fmt: skip
+    known = {
+        row.fqn: row.fingerprint for row in conn.execute(select(Tensor.fqn, Tensor.fingerprint).where(here))
+    }
     told = {storable(fqn): each for fqn, each in fingerprints.items()}
     rows = [{"name": k, "found": v} for k, v in told.items() if k in known and known[k] != v]
     if rows:
@@ -204,10 +217,16 @@ def _note_fingerprints(conn: Connection, checkpoint: int, fingerprints: Mapping[
 
 def _put_tensors(conn: Connection, checkpoint: int, facts: CheckpointFacts) -> None:
     rows = [
-        {"checkpoint_id": checkpoint, "fqn": storable(fqn), "dtype": dtype,
-         "shape": str([int(n) for n in shape]), "nbytes": nbytes, "fingerprint": facts.fingerprints.get(fqn)}
+        {
+            "checkpoint_id": checkpoint,
+            "fqn": storable(fqn),
+            "dtype": dtype,
+            "shape": str([int(n) for n in shape]),
+            "nbytes": nbytes,
+            "fingerprint": facts.fingerprints.get(fqn),
+        }
         for fqn, dtype, shape, nbytes in facts.tensors
-    ]  # fmt: skip
+    ]
     if rows:
         conn.execute(insert(Tensor), rows)
 

@@ -55,18 +55,30 @@ class ClaimRow:
 
 
 def take(
-    conn: Connection, now: datetime, key: Key, source: str, owner: str, *, lease: timedelta = LEASE,
+    conn: Connection,
+    now: datetime,
+    key: Key,
+    source: str,
+    owner: str,
+    *,
+    lease: timedelta = LEASE,
     again: bool = False,
-) -> ClaimRow:  # fmt: skip
+) -> ClaimRow:
     """The claim: the caller's from now on (`mine`), or how it stands: done, or in other hands.
 
     owner: who asks; the same owner takes his own claim again at once. again: take what is done, too.
     """
     values = {
-        "source_digest": key.source_digest, "destination_uri": normal_uri(key.destination),
-        "options_digest": key.options_digest, "source_uri": normal_uri(source), "state": TAKEN,
-        "owner": storable(owner), "attempts": 1, "taken_at": now, "due_at": now + lease,
-    }  # fmt: skip
+        "source_digest": key.source_digest,
+        "destination_uri": normal_uri(key.destination),
+        "options_digest": key.options_digest,
+        "source_uri": normal_uri(source),
+        "state": TAKEN,
+        "owner": storable(owner),
+        "attempts": 1,
+        "taken_at": now,
+        "due_at": now + lease,
+    }
     insert: Any = import_module(f"sqlalchemy.dialects.{conn.dialect.name}").insert
     columns = [Claim.source_digest, Claim.destination_uri, Claim.options_digest]
     made = conn.execute(
@@ -125,5 +137,17 @@ def _held(claim: ClaimRow) -> tuple[Any, ...]:
 
 def _row(row: Any, mine: bool = False) -> ClaimRow:
     key = Key(row.source_digest, row.destination_uri, row.options_digest)
-    return ClaimRow(row.id, key, row.source_uri, row.state, row.owner, row.attempts, row.taken_at, row.due_at,
-                    row.ended_at, row.error_code, row.error_message, mine)  # fmt: skip
+    return ClaimRow(
+        row.id,
+        key,
+        row.source_uri,
+        row.state,
+        row.owner,
+        row.attempts,
+        row.taken_at,
+        row.due_at,
+        row.ended_at,
+        row.error_code,
+        row.error_message,
+        mine,
+    )

@@ -26,9 +26,16 @@ if TYPE_CHECKING:
 
 
 def begin_conversion(
-    conn: Connection, now: datetime, request: Mapping[str, Any], *, source_uri: str,
-    destination_uri: str, verb: str, tool_version: str, flow_run_id: str | None,
-) -> str:  # fmt: skip
+    conn: Connection,
+    now: datetime,
+    request: Mapping[str, Any],
+    *,
+    source_uri: str,
+    destination_uri: str,
+    verb: str,
+    tool_version: str,
+    flow_run_id: str | None,
+) -> str:
     """A new running conversion; its id."""
     new = str(uuid.uuid4())
     conn.execute(
@@ -49,12 +56,23 @@ def begin_conversion(
 
 
 def succeed(
-    conn: Connection, now: datetime, conversion: str, *, source: CheckpointFacts,
-    derived: CheckpointFacts, plan_digest: str, bytes_in: int, bytes_out: int,
-    peak_memory: int | None, timings: Mapping[str, float], findings: Iterable[Finding],
-    map_digest: str | None = None, fingerprint: str | None = None, source_stamp: str | None = None,
+    conn: Connection,
+    now: datetime,
+    conversion: str,
+    *,
+    source: CheckpointFacts,
+    derived: CheckpointFacts,
+    plan_digest: str,
+    bytes_in: int,
+    bytes_out: int,
+    peak_memory: int | None,
+    timings: Mapping[str, float],
+    findings: Iterable[Finding],
+    map_digest: str | None = None,
+    fingerprint: str | None = None,
+    source_stamp: str | None = None,
     source_ctime: str | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Both checkpoints, the edge between them, and the end of the conversion; the derived's id.
 
     Told twice (a retried task), the second time changes nothing.
@@ -109,9 +127,15 @@ def succeed(
 
 
 def fail(
-    conn: Connection, now: datetime, conversion: str, *, code: str, message: str,
-    findings: Iterable[Finding], source: CheckpointFacts | None,
-) -> None:  # fmt: skip
+    conn: Connection,
+    now: datetime,
+    conversion: str,
+    *,
+    code: str,
+    message: str,
+    findings: Iterable[Finding],
+    source: CheckpointFacts | None,
+) -> None:
     """The end of a conversion that published nothing."""
     row = _conversion(conn, conversion)
     if row.state == Outcome.SUCCEEDED:
@@ -128,19 +152,18 @@ def fail(
     conn.execute(
         update(Conversion)
         .where(Conversion.id == row.id)
-        .values(
-            state=Outcome.FAILED.value,
-            ended_at=now,
-            error_code=code,
-            error_message=clean(message),
-        )
+        .values(state=Outcome.FAILED.value, ended_at=now, error_code=code, error_message=clean(message))
     )
 
 
 def record_validation(
-    conn: Connection, now: datetime, facts: CheckpointFacts, findings: Iterable[Finding], level: str,
+    conn: Connection,
+    now: datetime,
+    facts: CheckpointFacts,
+    findings: Iterable[Finding],
+    level: str,
     kind: Kind = Kind.SOURCE,
-) -> str:  # fmt: skip
+) -> str:
     """What a check of `level` found; the checkpoint's id. It closes what it no longer finds."""
     checkpoint, public = put_checkpoint(conn, now, facts, kind)
     note_findings(conn, now, findings, checkpoint=checkpoint, conversion=None, level=level)
@@ -187,9 +210,15 @@ def _adopted(conn: Connection, now: datetime, made: Any, source: Any, verb: str,
     if conn.execute(known).first() is not None:
         return None
     public = begin_conversion(
-        conn, now, {"rebuilt": True}, source_uri=source.uri, destination_uri=made.uri, verb=verb,
-        tool_version=version, flow_run_id=None,
-    )  # fmt: skip
+        conn,
+        now,
+        {"rebuilt": True},
+        source_uri=source.uri,
+        destination_uri=made.uri,
+        verb=verb,
+        tool_version=version,
+        flow_run_id=None,
+    )
     row = _conversion(conn, public)
     _link(conn, row.id, {(source.id, Direction.IN), (made.id, Direction.OUT)})
     ended = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
@@ -218,10 +247,7 @@ def _output_of(conn: Connection, conversion: int) -> str:
     return conn.execute(
         select(Checkpoint.uuid)
         .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
-        .where(
-            ConversionIO.conversion_id == conversion,
-            ConversionIO.direction == Direction.OUT.value,
-        )
+        .where(ConversionIO.conversion_id == conversion, ConversionIO.direction == Direction.OUT.value)
     ).scalar_one()
 
 

@@ -45,27 +45,38 @@ WRITER_BEGIN = {
     "postgresql": f"SELECT set_config('lock_timeout', '{WAIT_MS}', true), pg_advisory_xact_lock(7163384699)",
 }
 # What makes several statements see one moment.
-READER_BEGIN = {
-    "sqlite": "BEGIN",
-    "postgresql": "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY",
-}
+READER_BEGIN = {"sqlite": "BEGIN", "postgresql": "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"}
 # Queues are taken from by rows: on PostgreSQL nobody waits there for a conversion that is being recorded.
-QUEUE_BEGIN = {
-    "sqlite": "BEGIN IMMEDIATE",
-    "postgresql": f"SET LOCAL lock_timeout = {WAIT_MS}",
-}
+QUEUE_BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SET LOCAL lock_timeout = {WAIT_MS}"}
 BEGIN = "ckptcore_begin"  # execution option: one of the three tables; a writer's by default
 
 # https://www.postgresql.org/docs/current/errcodes-appendix.html: connections, too many of them, shutdown
 # and start, deadlocks and lost races, a lock that was waited for too long.
 PASSING_STATES = ("08", "53300", "57P", "40", "55P03")
-PASSING_WORDS = ("starting up", "shutting down", "recovery mode", "not yet accepting", "too many clients",
-                 "connection slots", "terminating connection")  # fmt: skip
+PASSING_WORDS = (
+    "starting up",
+    "shutting down",
+    "recovery mode",
+    "not yet accepting",
+    "too many clients",
+    "connection slots",
+    "terminating connection",
+)
 
 # Write-ahead logging needs memory shared by all users of the file: one machine only.
 SHARED_FILE_SYSTEMS = (
-    "nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs", "fuse",
-)  # fmt: skip
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "glusterfs",
+    "9p",
+    "afs",
+    "fuse",
+)
 
 _PLAIN_TEXT = "use text without NUL characters and lone surrogates, and numbers of at most 63 bits"
 _PLAIN_NUMBER = "use a number below 2**63"
@@ -296,9 +307,7 @@ def _ensure_head(engine: Engine, shown: str, create: bool) -> None:
         return
     if found is None:
         raise CatalogError(
-            "the catalog's database has no tables yet",
-            hint="run `ckptcore catalog upgrade` once",
-            url=shown,
+            "the catalog's database has no tables yet", hint="run `ckptcore catalog upgrade` once", url=shown
         )
     if found in REVISIONS:
         raise CatalogError(

@@ -45,9 +45,15 @@ def place(
         raise UsageError(f"the hold would be over already: {until.isoformat()}", hint="name a time to come")
     new = str(uuid.uuid4())
     conn.execute(
-        insert(Hold).values(uuid=new, checkpoint_id=require_kept(conn, ref), reason=clean(reason),
-                            owner=clean(owner), placed_at=now, until=until)
-    )  # fmt: skip
+        insert(Hold).values(
+            uuid=new,
+            checkpoint_id=require_kept(conn, ref),
+            reason=clean(reason),
+            owner=clean(owner),
+            placed_at=now,
+            until=until,
+        )
+    )
     return new
 
 
@@ -72,5 +78,6 @@ def in_force(now: datetime) -> tuple[ColumnElement[bool], ...]:
 
 
 def _row(row: Any) -> HoldRow:
-    return HoldRow(row.uuid, row.checkpoint, row.uri, row.reason, row.owner, row.placed_at, row.until,
-                   row.released_at)  # fmt: skip
+    return HoldRow(
+        row.uuid, row.checkpoint, row.uri, row.reason, row.owner, row.placed_at, row.until, row.released_at
+    )

@@ -65,23 +65,52 @@ class InboxEvent:
 
 
 def accept(
-    conn: Connection, now: datetime, source: str, event_id: str, *, type: str = "", uri: str = "",
-    run: str = "", step: int | None = None, body: str = "", due_at: datetime | None = None,
-) -> tuple[InboxEvent, bool]:  # fmt: skip
+    conn: Connection,
+    now: datetime,
+    source: str,
+    event_id: str,
+    *,
+    type: str = "",
+    uri: str = "",
+    run: str = "",
+    step: int | None = None,
+    body: str = "",
+    due_at: datetime | None = None,
+) -> tuple[InboxEvent, bool]:
     """The event's row, and whether it is new: sent again, the first one stands as it is.
 
     due_at: when it may be taken at the earliest; now by default.
     """
-    found, new = queues.put(conn, Inbox, ("source", "event_id"), {
-        "uuid": str(uuid.uuid4()), "source": storable(source), "event_id": storable(event_id),
-        "type": storable(type), "uri": clean(uri), "run": storable(run), "step": step, "body": clean(body),
-        "state": Stage.WAITING.value, "attempts": 0, "due_at": due_at or now, "received_at": now,
-    })  # fmt: skip
+    found, new = queues.put(
+        conn,
+        Inbox,
+        ("source", "event_id"),
+        {
+            "uuid": str(uuid.uuid4()),
+            "source": storable(source),
+            "event_id": storable(event_id),
+            "type": storable(type),
+            "uri": clean(uri),
+            "run": storable(run),
+            "step": step,
+            "body": clean(body),
+            "state": Stage.WAITING.value,
+            "attempts": 0,
+            "due_at": due_at or now,
+            "received_at": now,
+        },
+    )
     return _event(found), new
 
 
-def take(conn: Connection, now: datetime, *, limit: int = 1, lease: timedelta = LEASE,
-         sources: Collection[str] | None = None) -> list[InboxEvent]:  # fmt: skip
+def take(
+    conn: Connection,
+    now: datetime,
+    *,
+    limit: int = 1,
+    lease: timedelta = LEASE,
+    sources: Collection[str] | None = None,
+) -> list[InboxEvent]:
     """Events whose time has come, the longest due first; they are the caller's for `lease`.
 
     sources: only events of these; None means all.
@@ -98,8 +127,9 @@ def done(conn: Connection, now: datetime, event: InboxEvent, flow_run_id: str | 
 
 def later(conn: Connection, event: InboxEvent, due_at: datetime, why: str) -> bool:
     """The event is to be taken again at `due_at`; False as in `done`."""
-    return queues.settle(conn, Inbox, event.row, event.attempts, Stage.WAITING, ended_at=None,
-                         due_at=due_at, error=why)  # fmt: skip
+    return queues.settle(
+        conn, Inbox, event.row, event.attempts, Stage.WAITING, ended_at=None, due_at=due_at, error=why
+    )
 
 
 def failed(conn: Connection, now: datetime, event: InboxEvent, why: str) -> bool:
@@ -132,8 +162,21 @@ def depth(conn: Connection) -> dict[str, int]:
 
 def _event(row: Any) -> InboxEvent:
     return InboxEvent(
-        id=row.uuid, source=row.source, event_id=row.event_id, type=row.type, uri=row.uri, run=row.run,
-        step=row.step, body=row.body, state=row.state, attempts=row.attempts, due_at=row.due_at,
-        received_at=row.received_at, ended_at=row.ended_at, flow_run_id=row.flow_run_id,
-        error_message=row.error_message, attempts_before=row.attempts_before, row=row.id,
-    )  # fmt: skip
+        id=row.uuid,
+        source=row.source,
+        event_id=row.event_id,
+        type=row.type,
+        uri=row.uri,
+        run=row.run,
+        step=row.step,
+        body=row.body,
+        state=row.state,
+        attempts=row.attempts,
+        due_at=row.due_at,
+        received_at=row.received_at,
+        ended_at=row.ended_at,
+        flow_run_id=row.flow_run_id,
+        error_message=row.error_message,
+        attempts_before=row.attempts_before,
+        row=row.id,
+    )

@@ -95,11 +95,13 @@ def children(conn: Connection, public: str) -> tuple[tuple[ConversionRow, Checkp
         .add_columns(ConversionIO.conversion_id.label("made_by"))
         .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
         .where(
-            ConversionIO.conversion_id.in_(list(made)), ConversionIO.direction == Direction.OUT.value,
-            Checkpoint.state == State.PRESENT.value, Checkpoint.id != row,
+            ConversionIO.conversion_id.in_(list(made)),
+            ConversionIO.direction == Direction.OUT.value,
+            Checkpoint.state == State.PRESENT.value,
+            Checkpoint.id != row,
         )
         .order_by(Checkpoint.id.desc())
-    )  # fmt: skip
+    )
     return tuple((made[r.made_by], checkpoint_row(r)) for r in conn.execute(wrote))
 
 

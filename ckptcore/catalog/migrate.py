@@ -68,10 +68,7 @@ def migrating(url: str) -> Iterator[Connection]:
         make_folder(path.parent)
     engine = engine_for(parsed, foreign_keys=False)
     try:
-        with (
-            translated(parsed.render_as_string(hide_password=True)),
-            engine.begin() as connection,
-        ):
+        with translated(parsed.render_as_string(hide_password=True)), engine.begin() as connection:
             drop_views(connection)
             yield connection
             if revision(connection) == HEAD:

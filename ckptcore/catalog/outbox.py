@@ -57,16 +57,33 @@ def put(
     conn: Connection, now: datetime, endpoint: str, key: str, *, type: str, body: Mapping[str, Any]
 ) -> tuple[Message, bool]:
     """The message's row, and whether it is new: put again, the first one stands as it is."""
-    found, new = queues.put(conn, Outbox, ("endpoint", "key"), {
-        "uuid": str(uuid.uuid4()), "endpoint": storable(endpoint), "key": storable(key),
-        "type": storable(type), "body": clean_json(body), "state": Stage.WAITING.value, "attempts": 0,
-        "due_at": now, "created_at": now,
-    })  # fmt: skip
+    found, new = queues.put(
+        conn,
+        Outbox,
+        ("endpoint", "key"),
+        {
+            "uuid": str(uuid.uuid4()),
+            "endpoint": storable(endpoint),
+            "key": storable(key),
+            "type": storable(type),
+            "body": clean_json(body),
+            "state": Stage.WAITING.value,
+            "attempts": 0,
+            "due_at": now,
+            "created_at": now,
+        },
+    )
     return _message(found), new
 
 
-def take(conn: Connection, now: datetime, *, limit: int = 1, lease: timedelta = LEASE,
-         endpoints: Collection[str] | None = None) -> list[Message]:  # fmt: skip
+def take(
+    conn: Connection,
+    now: datetime,
+    *,
+    limit: int = 1,
+    lease: timedelta = LEASE,
+    endpoints: Collection[str] | None = None,
+) -> list[Message]:
     """Messages whose time has come, the longest due first; they are the caller's for `lease`.
 
     endpoints: only messages to these; None means all.
@@ -82,8 +99,9 @@ def sent(conn: Connection, now: datetime, message: Message) -> bool:
 
 def later(conn: Connection, message: Message, due_at: datetime, why: str) -> bool:
     """It is to be sent again at `due_at`; False as in `sent`."""
-    return queues.settle(conn, Outbox, message.row, message.attempts, Stage.WAITING, ended_at=None,
-                         due_at=due_at, error=why)  # fmt: skip
+    return queues.settle(
+        conn, Outbox, message.row, message.attempts, Stage.WAITING, ended_at=None, due_at=due_at, error=why
+    )
 
 
 def failed(conn: Connection, now: datetime, message: Message, why: str) -> bool:
@@ -108,8 +126,17 @@ def depth(conn: Connection) -> dict[str, int]:
 
 def _message(row: Any) -> Message:
     return Message(
-        id=row.uuid, endpoint=row.endpoint, key=row.key, type=row.type, body=json.loads(row.body),
-        state=row.state, attempts=row.attempts, due_at=row.due_at, created_at=row.created_at,
-        ended_at=row.ended_at, error_message=row.error_message,
-        attempts_before=row.attempts_before, row=row.id,
-    )  # fmt: skip
+        id=row.uuid,
+        endpoint=row.endpoint,
+        key=row.key,
+        type=row.type,
+        body=json.loads(row.body),
+        state=row.state,
+        attempts=row.attempts,
+        due_at=row.due_at,
+        created_at=row.created_at,
+        ended_at=row.ended_at,
+        error_message=row.error_message,
+        attempts_before=row.attempts_before,
+        row=row.id,
+    )

@@ -60,9 +60,13 @@ def put(
 
 
 def take(
-    conn: Connection, queue: Queue, now: datetime, *meant: ColumnElement[bool],
-    limit: int = 1, lease: timedelta = LEASE,
-) -> list[Row[Any]]:  # fmt: skip
+    conn: Connection,
+    queue: Queue,
+    now: datetime,
+    *meant: ColumnElement[bool],
+    limit: int = 1,
+    lease: timedelta = LEASE,
+) -> list[Row[Any]]:
     """Up to `limit` rows whose time has come, the longest due first; they are the caller's for `lease`.
 
     meant: what else must hold of a row. Those that it leaves out are not touched, nor counted as tried.
@@ -84,9 +88,17 @@ def take(
 
 
 def settle(
-    conn: Connection, queue: Queue, row: int, attempt: int, stage: Stage, *, ended_at: datetime | None,
-    due_at: datetime | None = None, error: str | None = None, **columns: Any,
-) -> bool:  # fmt: skip
+    conn: Connection,
+    queue: Queue,
+    row: int,
+    attempt: int,
+    stage: Stage,
+    *,
+    ended_at: datetime | None,
+    due_at: datetime | None = None,
+    error: str | None = None,
+    **columns: Any,
+) -> bool:
     """How a taken row stands now; False, and nothing changed, when it was taken again since.
 
     attempt: the row's number of attempts when it was taken. due_at: when it is to be taken again.
@@ -128,9 +140,8 @@ def again(conn: Connection, queue: Queue, now: datetime, ref: str | None, **colu
     values = {"state": Stage.WAITING.value, "due_at": now, "ended_at": None, **columns}
     for row in found:
         conn.execute(
-            update(queue).where(queue.id == row.id, failed)
-            .values(attempts_before=queue.attempts, **values)
-        )  # fmt: skip
+            update(queue).where(queue.id == row.id, failed).values(attempts_before=queue.attempts, **values)
+        )
     return tuple(row.uuid for row in found)
 
 

@@ -55,16 +55,31 @@ class SightingRow:
 
 
 def note(
-    conn: Connection, now: datetime, uri: str, *, root: str, step: int | None, state: Seen, stamp: str,
-    changed_at: datetime, source_digest: str | None = None, manifest_digest: str | None = None,
+    conn: Connection,
+    now: datetime,
+    uri: str,
+    *,
+    root: str,
+    step: int | None,
+    state: Seen,
+    stamp: str,
+    changed_at: datetime,
+    source_digest: str | None = None,
+    manifest_digest: str | None = None,
     findings: Sequence[Finding] = (),
-) -> None:  # fmt: skip
+) -> None:
     """What was seen at a place; the newest word counts."""
     values = {
-        "root": normal_uri(root), "step": step, "state": state.value, "stamp": stamp,
-        "source_digest": source_digest, "manifest_digest": manifest_digest,
-        "findings": clean_json([asdict(f) for f in findings]), "last_seen_at": now, "changed_at": changed_at,
-    }  # fmt: skip
+        "root": normal_uri(root),
+        "step": step,
+        "state": state.value,
+        "stamp": stamp,
+        "source_digest": source_digest,
+        "manifest_digest": manifest_digest,
+        "findings": clean_json([asdict(f) for f in findings]),
+        "last_seen_at": now,
+        "changed_at": changed_at,
+    }
     here = Sighting.uri == normal_uri(uri)
     if conn.execute(update(Sighting).where(here).values(values)).rowcount == 0:
         conn.execute(insert(Sighting).values(uri=normal_uri(uri), first_seen_at=now, **values))
@@ -91,6 +106,16 @@ def _inside(column: Any, root: str) -> ColumnElement[bool]:
 
 def _row(row: Any) -> SightingRow:
     findings = tuple(Finding(**form) for form in json.loads(row.findings))
-    return SightingRow(row.uri, row.root, row.step, row.state, row.stamp, row.source_digest,
-                       row.manifest_digest, findings, row.first_seen_at, row.last_seen_at,
-                       row.changed_at)  # fmt: skip
+    return SightingRow(
+        row.uri,
+        row.root,
+        row.step,
+        row.state,
+        row.stamp,
+        row.source_digest,
+        row.manifest_digest,
+        findings,
+        row.first_seen_at,
+        row.last_seen_at,
+        row.changed_at,
+    )

@@ -36,8 +36,14 @@ _BATCH = 100  # rows that are fetched at a time
 _MOST_ROWS = 1 << 31
 _LONGEST_S = 24 * 3600.0
 # Roles of PostgreSQL to whom a function that looks like reading can do more.
-_ADMINISTRATORS = ("pg_execute_server_program", "pg_write_server_files", "pg_read_server_files",
-                   "pg_signal_backend", "pg_checkpoint", "pg_maintain")  # fmt: skip
+_ADMINISTRATORS = (
+    "pg_execute_server_program",
+    "pg_write_server_files",
+    "pg_read_server_files",
+    "pg_signal_backend",
+    "pg_checkpoint",
+    "pg_maintain",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +62,9 @@ class Answer:
         return {"columns": list(self.columns), "rows": told, "more": self.more}
 
 
-def ask(url: str, statement: str, *, limit: int = 1000, seconds: float = 30.0,
-        explain: bool = False) -> Answer:  # fmt: skip
+def ask(
+    url: str, statement: str, *, limit: int = 1000, seconds: float = 30.0, explain: bool = False
+) -> Answer:
     """The first `limit` rows of one statement that reads. explain: of the database's plan for it.
 
     Raises `UsageError` for what is no such statement or takes longer, and `CatalogError` as `open_catalog`.
@@ -90,9 +97,13 @@ def _sqlite(uri: str, statement: str, limit: int, seconds: float) -> Answer:
     command = [sys.executable, "-I", "-S", sqliteworker.__file__]
     try:
         done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, check=False,
+            command,
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            check=False,
             timeout=seconds + sqliteworker.GRACE + _START,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired as error:
         raise _refused("", True, seconds) from error
     if done.returncode == -signal.SIGALRM:
@@ -160,8 +171,11 @@ def _require_plain_role(cursor: Any) -> None:
         (list(_ADMINISTRATORS),),
     )
     name, superuser, replication, member = cursor.fetchone()
-    found = [*(["a superuser"] if superuser else []), *(["a replication role"] if replication else []),
-             *(() if superuser else member)]  # fmt: skip
+    found = [
+        *(["a superuser"] if superuser else []),
+        *(["a replication role"] if replication else []),
+        *(() if superuser else member),
+    ]
     if found:
         raise UsageError(
             f"cannot ask as {name}: no transaction keeps {', '.join(found)} from changing anything",
@@ -188,8 +202,10 @@ def _no_query() -> UsageError:
 
 def _refused(said: str, timed_out: bool, seconds: float) -> UsageError:
     if timed_out:
-        return UsageError(f"the statement took more than {seconds:g} s and was stopped",
-                          hint="ask for less, or raise --timeout")  # fmt: skip
+        return UsageError(
+            f"the statement took more than {seconds:g} s and was stopped",
+            hint="ask for less, or raise --timeout",
+        )
     return UsageError(
         f"the database did not answer: {said.strip()}",
         hint="one SELECT at a time; nothing can be changed here. --explain shows its plan",

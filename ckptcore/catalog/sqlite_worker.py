@@ -23,8 +23,9 @@ import time
 from typing import Any
 
 # What a statement may do. Not: attach another file, change a setting, begin or end a transaction, write.
-ALLOWED = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION,
-                     sqlite3.SQLITE_RECURSIVE})  # fmt: skip
+ALLOWED = frozenset(
+    {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+)
 STEPS = 10_000  # of SQLite's machine between two looks at the clock
 LONGEST = 64 << 20  # bytes of one value
 PATTERN = (

@@ -40,9 +40,14 @@ class Root:
 
 
 def add(
-    conn: Connection, now: datetime, name: str, uri: str, *, include: Sequence[str] = (),
+    conn: Connection,
+    now: datetime,
+    name: str,
+    uri: str,
+    *,
+    include: Sequence[str] = (),
     target: Mapping[str, Any] | None = None,
-) -> Root:  # fmt: skip
+) -> Root:
     """Watches `uri` under a name of its own. Raises `UsageError` when the name is taken."""
     if not name.strip():
         raise UsageError("a watched root needs a name", hint="for example that of the training run")
@@ -50,10 +55,14 @@ def add(
         raise UsageError(f"there is a watched root {name} already", hint="remove it first, or name another")
     conn.execute(
         insert(WatchedRoot).values(
-            name=storable(name), uri=normal_uri(uri), include=clean_json(list(include)),
-            target=clean_json(target or {}), enabled=True, created_at=now,
+            name=storable(name),
+            uri=normal_uri(uri),
+            include=clean_json(list(include)),
+            target=clean_json(target or {}),
+            enabled=True,
+            created_at=now,
         )
-    )  # fmt: skip
+    )
     return get(conn, storable(name))
 
 
@@ -95,7 +104,15 @@ def _rows(conn: Connection, name: str | None) -> list[Root]:
     if name is not None:
         wanted = wanted.where(WatchedRoot.name == storable(name))
     return [
-        Root(r.name, r.uri, tuple(json.loads(r.include)), json.loads(r.target), r.enabled, r.created_at,
-             r.swept_at, r.swept_note)
+        Root(
+            r.name,
+            r.uri,
+            tuple(json.loads(r.include)),
+            json.loads(r.target),
+            r.enabled,
+            r.created_at,
+            r.swept_at,
+            r.swept_note,
+        )
         for r in conn.execute(wanted)
-    ]  # fmt: skip
+    ]

@@ -72,8 +72,14 @@ class Report:
         }
 
 
-def check(manifest: Manifest, store: Store | None = None, level: str = "cover", *,
-          workers: int = 2, progress: Progress | None = None) -> Report:  # fmt: skip
+def check(
+    manifest: Manifest,
+    store: Store | None = None,
+    level: str = "cover",
+    *,
+    workers: int = 2,
+    progress: Progress | None = None,
+) -> Report:
     """Checks a manifest up to ``level``; ``bytes`` and ``values`` read the files of ``store``.
 
     Peak memory: a few MiB a worker. Raises `UsageError` for an unknown level, or when the level
@@ -93,8 +99,9 @@ def check(manifest: Manifest, store: Store | None = None, level: str = "cover", 
         from ckptcore.checking.scan import scan
 
         broken = {f.file for f in found if f.severity == "error" and f.code in _UNREADABLE}
-        more, unverified, bare = scan(manifest, store, skip_files=broken, values=level == "values",
-                                      workers=workers, progress=progress)  # fmt: skip
+        more, unverified, bare = scan(
+            manifest, store, skip_files=broken, values=level == "values", workers=workers, progress=progress
+        )
         found += [*more, *mismatches(manifest, store)]
         summed = manifest.origin.get(SHA256) or {}
         unproven = tuple(sorted((bare | {f.path for f in manifest.beside}) - set(summed)))
@@ -196,17 +203,22 @@ def _files(manifest: Manifest) -> Iterable[Finding]:
             continue
         if file.size is None:
             yield finding(
-                "missing-file",
-                "files",
-                f"{file.path} is not there{_rank(file.path)}",
-                file=file.path,
+                "missing-file", "files", f"{file.path} is not there{_rank(file.path)}", file=file.path
             )
         elif file.size < need[i]:
-            yield finding("truncated-file", "files", f"{file.path} has {file.size} bytes, the metadata "
-                          f"places data up to {need[i]}", file=file.path)  # fmt: skip
+            yield finding(
+                "truncated-file",
+                "files",
+                f"{file.path} has {file.size} bytes, the metadata places data up to {need[i]}",
+                file=file.path,
+            )
         elif file.size > need[i] and exact[i]:
-            yield finding("oversized-file", "files", f"{file.path} has {file.size} bytes, the metadata "
-                          f"places data only up to {need[i]}", file=file.path)  # fmt: skip
+            yield finding(
+                "oversized-file",
+                "files",
+                f"{file.path} has {file.size} bytes, the metadata places data only up to {need[i]}",
+                file=file.path,
+            )
 
 
 def _something(manifest: Manifest) -> Iterable[Finding]:
@@ -234,8 +246,13 @@ def _lengths(manifest: Manifest) -> Iterable[Finding]:
         at = items[int(chunks.item[row])]
         fqn = manifest.tensors[int(chunks.tensor[row])].fqn
         path = manifest.files[at.file].path
-        yield finding("length-mismatch", "cover", f"{fqn}: a chunk of {int(nbytes[row])} bytes is placed in "
-                      f"{at.length} bytes of {path}", fqn=fqn, file=path)  # fmt: skip
+        yield finding(
+            "length-mismatch",
+            "cover",
+            f"{fqn}: a chunk of {int(nbytes[row])} bytes is placed in {at.length} bytes of {path}",
+            fqn=fqn,
+            file=path,
+        )
 
 
 def _item_overlaps(manifest: Manifest) -> Iterable[Finding]:
@@ -257,8 +274,12 @@ def _item_overlaps(manifest: Manifest) -> Iterable[Finding]:
     for row in np.flatnonzero(clash)[:100].tolist():
         one, two = items[int(a[row])], items[int(b[row])]
         path = manifest.files[one.file].path
-        yield finding("item-overlap", "cover", f"{path}: items at {one.start} ({one.length} bytes) and "
-                      f"{two.start} ({two.length} bytes) overlap", file=path)  # fmt: skip
+        yield finding(
+            "item-overlap",
+            "cover",
+            f"{path}: items at {one.start} ({one.length} bytes) and {two.start} ({two.length} bytes) overlap",
+            file=path,
+        )
 
 
 def _by_place(file: Any, start: Any, length: Any) -> Any:

@@ -26,5 +26,9 @@ def mismatches(manifest: Manifest, store: Store) -> Iterator[Finding]:
         for at in range(0, size, _BLOCK):
             total.update(store.read(path, at, min(_BLOCK, size - at)))
         if total.hexdigest() != wanted:
-            yield finding("digest-mismatch", "bytes", f"{path} has SHA-256 {total.hexdigest()[:16]}..., the "
-                          f"checkpoint tells {wanted[:16]}...", file=path)  # fmt: skip
+            yield finding(
+                "digest-mismatch",
+                "bytes",
+                f"{path} has SHA-256 {total.hexdigest()[:16]}..., the checkpoint tells {wanted[:16]}...",
+                file=path,
+            )

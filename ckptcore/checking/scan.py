@@ -34,9 +34,15 @@ from ckptcore.utils.crc32 import crc32
 _BLOCK = 4 << 20
 
 
-def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], values: bool, workers: int,
-         progress: Callable[[str, int, int], None] | None
-         ) -> tuple[list[Finding], int, set[str]]:  # fmt: skip
+def scan(
+    manifest: Manifest,
+    store: Store,
+    *,
+    skip_files: set[str | None],
+    values: bool,
+    workers: int,
+    progress: Callable[[str, int, int], None] | None,
+) -> tuple[list[Finding], int, set[str]]:
     """Findings of every chunk's bytes, how many items carry no checksum, and the files these lie in.
 
     Of a derived tensor, what it is computed from is looked at.
@@ -58,9 +64,13 @@ def scan(manifest: Manifest, store: Store, *, skip_files: set[str | None], value
             findings += state.value_findings()
     if unverified:
         findings.append(
-            finding("no-checksum", "bytes", f"{unverified} of {pieces} stored pieces carry no "
-                    "checksum: their layout is right, their bytes cannot be proven")
-        )  # fmt: skip
+            finding(
+                "no-checksum",
+                "bytes",
+                f"{unverified} of {pieces} stored pieces carry no "
+                "checksum: their layout is right, their bytes cannot be proven",
+            )
+        )
     return findings, unverified, bare
 
 
@@ -94,9 +104,16 @@ def _as_one(manifest: Manifest, found: Sequence[Differing]) -> list[Finding]:
 class _State:
     """What the workers of one scan share."""
 
-    def __init__(self, manifest: Manifest, store: Store, skip: set[str | None], values: bool,
-                 done: int, total: int,
-                 progress: Callable[[str, int, int], None] | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        manifest: Manifest,
+        store: Store,
+        skip: set[str | None],
+        values: bool,
+        done: int,
+        total: int,
+        progress: Callable[[str, int, int], None] | None,
+    ) -> None:
         self.manifest, self.store, self.skip, self.values = manifest, store, skip, values
         self.unverified = 0
         self.bare: set[str] = set()
@@ -138,8 +155,9 @@ class _State:
             for payload in payloads:
                 payload.close()
 
-    def _compare(self, payloads: tuple[Payload, Payload], rows: tuple[int, int],
-                 paths: tuple[str, str]) -> list[Differing]:  # fmt: skip
+    def _compare(
+        self, payloads: tuple[Payload, Payload], rows: tuple[int, int], paths: tuple[str, str]
+    ) -> list[Differing]:
         spec = self.manifest.tensors[int(self.manifest.chunks.tensor[rows[0]])]
         itemsize = BY_NAME[spec.dtype].itemsize
         first: tuple[int, tuple[int, ...]] | None = None
@@ -160,12 +178,7 @@ class _State:
     def value_findings(self) -> list[Finding]:
         """One finding a tensor that holds NaN or Inf."""
         return [
-            finding(
-                "not-finite",
-                "values",
-                f"{name}: {nan} NaN and {inf} Inf of {numel} elements",
-                fqn=name,
-            )
+            finding("not-finite", "values", f"{name}: {nan} NaN and {inf} Inf of {numel} elements", fqn=name)
             for name, (nan, inf, numel) in sorted(self._bad_values.items())
         ]
 
@@ -206,8 +219,15 @@ class _State:
             crc = crc32(block, crc) if payload.crc32 is not None else 0
             self._advance(count)
         if payload.crc32 is not None and crc != payload.crc32:
-            return [finding("crc-mismatch", "bytes", f"{name}: bytes in {path} have CRC-32 {crc:08x}, "
-                            f"{payload.crc32:08x} is stored", fqn=name, file=path)]  # fmt: skip
+            return [
+                finding(
+                    "crc-mismatch",
+                    "bytes",
+                    f"{name}: bytes in {path} have CRC-32 {crc:08x}, {payload.crc32:08x} is stored",
+                    fqn=name,
+                    file=path,
+                )
+            ]
         return []
 
     def _look(self, payload: Payload, row: int) -> None:

@@ -19,9 +19,20 @@ from ckptcore.errors import (
 
 # Codes about the one tensor or object that a finding names, which stop nothing that leaves it out.
 PART_CODES = frozenset(
-    {"unreadable-part", "refused-tensors", "unmerged-tensor", "hole", "no-place", "malformed-item",
-     "unsafe-item", "replica-mismatch", "lost-at-save", "unproven-shape", "unfit-quantization"}
-)  # fmt: skip
+    {
+        "unreadable-part",
+        "refused-tensors",
+        "unmerged-tensor",
+        "hole",
+        "no-place",
+        "malformed-item",
+        "unsafe-item",
+        "replica-mismatch",
+        "lost-at-save",
+        "unproven-shape",
+        "unfit-quantization",
+    }
+)
 # Of these, what says nothing against the checkpoint: it is whole, and a part of it is not understood.
 UNREADABLE_CODES = frozenset({"unreadable-part", "refused-tensors", "unmerged-tensor"})
 # The first row that has all codes of the errors: their class, and the same in a word.

@@ -128,8 +128,7 @@ def add_root(
         str | None, typer.Option("--config", metavar="DIR", help="For export: config.json.")
     ] = None,
     target: Annotated[
-        str,
-        typer.Option("--target", metavar="JSON", help="More of what to make: fields of a request."),
+        str, typer.Option("--target", metavar="JSON", help="More of what to make: fields of a request.")
     ] = "{}",
     catalog: Where = None,
     output: As = Output.TEXT,

@@ -22,8 +22,7 @@ def _verbs(app: typer.Typer, name: str) -> None:
     @app.command("list")
     def list_(
         state: Annotated[
-            str | None,
-            typer.Option("--state", help="waiting, taken, done or failed; default: all but done."),
+            str | None, typer.Option("--state", help="waiting, taken, done or failed; default: all but done.")
         ] = None,
         limit: Limit = 50,
         catalog: Where = None,
@@ -43,8 +42,10 @@ def _verbs(app: typer.Typer, name: str) -> None:
     ) -> None:
         """Put back what has failed: it is due now, and its tries are counted anew."""
         if (ref is None) is not failed:
-            raise UsageError("name one row, or all with --failed",
-                             hint=f"`ckptcore catalog {name} list --state failed` shows them")  # fmt: skip
+            raise UsageError(
+                "name one row, or all with --failed",
+                hint=f"`ckptcore catalog {name} list --state failed` shows them",
+            )
         with opened(catalog) as found, found.queueing() as conn:
             ids = _queue(name).again(conn, datetime.now(UTC), ref)
         if output is Output.JSON:

@@ -146,51 +146,61 @@ def _rows(answer: Answer) -> Iterable[RenderableType]:
 
 
 def _checkpoints(rows: Iterable[CheckpointRow]) -> Table:
-    return _table(rows, (
-        ("id", lambda r: r.id[:_ID]),
-        ("kind", lambda r: r.kind),
-        ("format", lambda r: tail(r.format, 12)),
-        ("step", lambda r: "-" if r.step is None else str(r.step)),
-        ("tensors", lambda r: str(r.num_tensors)),
-        ("size", lambda r: size(r.nbytes)),
-        ("state", lambda r: r.state),
-        ("uri", lambda r: tail(r.uri, 30)),
-    ), right=("step", "tensors", "size"))  # fmt: skip
+    return _table(
+        rows,
+        (
+            ("id", lambda r: r.id[:_ID]),
+            ("kind", lambda r: r.kind),
+            ("format", lambda r: tail(r.format, 12)),
+            ("step", lambda r: "-" if r.step is None else str(r.step)),
+            ("tensors", lambda r: str(r.num_tensors)),
+            ("size", lambda r: size(r.nbytes)),
+            ("state", lambda r: r.state),
+            ("uri", lambda r: tail(r.uri, 30)),
+        ),
+        right=("step", "tensors", "size"),
+    )
 
 
 def _conversions(rows: Iterable[ConversionRow]) -> Table:
-    return _table(rows, (
-        ("id", lambda r: r.id[:_ID]),
-        ("verb", lambda r: r.verb),
-        ("state", lambda r: r.state),
-        ("started", lambda r: _when(r.started_at)),
-        ("took", _took),
-        ("written", lambda r: size(r.bytes_out)),
-        ("error", lambda r: tail(r.error_code or "-", 18)),
-        ("destination", lambda r: tail(r.destination_uri, 20)),
-    ), right=("took", "written"))  # fmt: skip
+    return _table(
+        rows,
+        (
+            ("id", lambda r: r.id[:_ID]),
+            ("verb", lambda r: r.verb),
+            ("state", lambda r: r.state),
+            ("started", lambda r: _when(r.started_at)),
+            ("took", _took),
+            ("written", lambda r: size(r.bytes_out)),
+            ("error", lambda r: tail(r.error_code or "-", 18)),
+            ("destination", lambda r: tail(r.destination_uri, 20)),
+        ),
+        right=("took", "written"),
+    )
 
 
 def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
     row = detail.checkpoint
     proven = f"{row.verified_level}, {_when(row.verified_at)}" if row.verified_at else "-"
-    yield _facts({
-        "checkpoint": row.id,
-        "uri": row.uri,
-        "kind": row.kind,
-        "format": row.format,
-        "state": row.state + (f" since {_when(row.replaced_at)}" if row.replaced_at else ""),
-        "proven": proven,
-        "run": row.run or "-",
-        "step": "-" if row.step is None else str(row.step),
-        "tensors": f"{row.num_tensors} ({', '.join(row.dtypes) or 'none'}), {size(row.nbytes)}",
-        "manifest": row.manifest_digest,
-        "content": row.content_digest or "-",
-        "fingerprint": row.fingerprint or "-",
-        "origin": ", ".join(f"{k}={v}" for k, v in row.origin.items()) or "-",
-        "added": _when(row.created_at),
-        "tags": ", ".join(f"{k}={v}" for k, v in detail.tags.items()) or "-",
-    })  # fmt: skip
+    yield _facts(
+        {
+            "checkpoint": row.id,
+            "uri": row.uri,
+            "kind": row.kind,
+            "format": row.format,
+            "state": row.state + (f" since {_when(row.replaced_at)}" if row.replaced_at else ""),
+            "proven": proven,
+            "run": row.run or "-",
+            "step": "-" if row.step is None else str(row.step),
+            "tensors": f"{row.num_tensors} ({', '.join(row.dtypes) or 'none'}), {size(row.nbytes)}",
+            "manifest": row.manifest_digest,
+            "content": row.content_digest or "-",
+            "fingerprint": row.fingerprint or "-",
+            "origin": ", ".join(f"{k}={v}" for k, v in row.origin.items()) or "-",
+            "added": _when(row.created_at),
+            "tags": ", ".join(f"{k}={v}" for k, v in detail.tags.items()) or "-",
+        }
+    )
     if detail.written_by:
         yield Group("", Text("written by"), _conversions(detail.written_by))
     if detail.used_by:
@@ -198,43 +208,59 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
     yield from _found(detail.findings)
     if detail.files:
         left = len(detail.files) - _FILES
-        yield Group("", _table(detail.files[:_FILES], (
-            ("file", lambda f: tail(f.path, 44)),
-            ("size", lambda f: size(f.nbytes)),
-            ("role", lambda f: f.role),
-            ("blake3", lambda f: (f.digest or "-")[:32]),
-        ), right=("size",)))  # fmt: skip
+        yield Group(
+            "",
+            _table(
+                detail.files[:_FILES],
+                (
+                    ("file", lambda f: tail(f.path, 44)),
+                    ("size", lambda f: size(f.nbytes)),
+                    ("role", lambda f: f.role),
+                    ("blake3", lambda f: (f.digest or "-")[:32]),
+                ),
+                right=("size",),
+            ),
+        )
         if left > 0:
             yield Text(f"and {left} more files")
     if detail.tensors:
-        yield Group("", _table(detail.tensors, (
-            ("tensor", lambda t: tail(t.fqn, 54)),
-            ("dtype", lambda t: t.dtype),
-            ("shape", lambda t: "x".join(map(str, t.shape)) or "scalar"),
-            ("size", lambda t: size(t.nbytes)),
-        ), right=("size",)))  # fmt: skip
+        yield Group(
+            "",
+            _table(
+                detail.tensors,
+                (
+                    ("tensor", lambda t: tail(t.fqn, 54)),
+                    ("dtype", lambda t: t.dtype),
+                    ("shape", lambda t: "x".join(map(str, t.shape)) or "scalar"),
+                    ("size", lambda t: size(t.nbytes)),
+                ),
+                right=("size",),
+            ),
+        )
 
 
 def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
     row = detail.conversion
-    yield _facts({
-        "conversion": row.id,
-        "verb": row.made_for,
-        "state": row.state,
-        "error": f"{row.error_code}: {row.error_message}" if row.error_code else "-",
-        "source": row.source_uri,
-        "destination": row.destination_uri,
-        "started": _when(row.started_at),
-        "took": _took(row),
-        "bytes": f"{size(row.bytes_in)} in, {size(row.bytes_out)} out",
-        "peak memory": size(row.peak_memory),
-        "timings": ", ".join(f"{k} {v:.2f} s" for k, v in row.timings.items()) or "-",
-        "plan": row.plan_digest or "-",
-        "fingerprint": row.fingerprint or "-",
-        "map": row.map_digest or "-",
-        "flow run": row.flow_run_id or "-",
-        "version": row.tool_version,
-    })  # fmt: skip
+    yield _facts(
+        {
+            "conversion": row.id,
+            "verb": row.made_for,
+            "state": row.state,
+            "error": f"{row.error_code}: {row.error_message}" if row.error_code else "-",
+            "source": row.source_uri,
+            "destination": row.destination_uri,
+            "started": _when(row.started_at),
+            "took": _took(row),
+            "bytes": f"{size(row.bytes_in)} in, {size(row.bytes_out)} out",
+            "peak memory": size(row.peak_memory),
+            "timings": ", ".join(f"{k} {v:.2f} s" for k, v in row.timings.items()) or "-",
+            "plan": row.plan_digest or "-",
+            "fingerprint": row.fingerprint or "-",
+            "map": row.map_digest or "-",
+            "flow run": row.flow_run_id or "-",
+            "version": row.tool_version,
+        }
+    )
     both = detail.sources + detail.derived
     if both:
         yield Group("", _checkpoints(both))
@@ -283,12 +309,19 @@ def _found(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     if findings:
         counts = Counter(f.severity for f in findings)
         said = ", ".join(f"{n} {severity}" for severity, n in counts.items())
-        yield Group("", Text(f"findings: {said}"), _table(findings[:_FILES], (
-            ("code", lambda f: f.code),
-            ("level", lambda f: f.level),
-            ("where", lambda f: tail(f.fqn or f.file or "-", 28)),
-            ("message", lambda f: f.message),
-        )))  # fmt: skip
+        yield Group(
+            "",
+            Text(f"findings: {said}"),
+            _table(
+                findings[:_FILES],
+                (
+                    ("code", lambda f: f.code),
+                    ("level", lambda f: f.level),
+                    ("where", lambda f: tail(f.fqn or f.file or "-", 28)),
+                    ("message", lambda f: f.message),
+                ),
+            ),
+        )
         if len(findings) > _FILES:
             yield Text(f"and {len(findings) - _FILES} more")
 

@@ -57,9 +57,11 @@ from ckptcore.utils import terminal
 from ckptcore.utils.units import parse_size
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     help="Sharded training checkpoints made whole: validated, consolidated and exported in bounded memory.",
-)  # fmt: skip
+)
 catalog_app.command("rebuild")(catalog_rebuild)
 app.add_typer(catalog_app, name="catalog")
 
@@ -360,9 +362,13 @@ def _settings(given: dict[str, Any]) -> Any:
     from ckptcore.planning.request import Settings
 
     return Settings(
-        parse_size(given["memory"]), given["workers"], given.get("device", "cpu"), given.get("verify", True),
-        given.get("digest", True), given.get("fingerprint"),
-    )  # fmt: skip
+        parse_size(given["memory"]),
+        given["workers"],
+        given.get("device", "cpu"),
+        given.get("verify", True),
+        given.get("digest", True),
+        given.get("fingerprint"),
+    )
 
 
 def _convert(request: Any, given: dict[str, Any]) -> None:
@@ -388,9 +394,13 @@ def _once(request: Any, given: dict[str, Any], progress: Any, catalog: str | boo
     from ckptcore.utils.durations import parse_duration
 
     return convert_once(
-        request, _settings(given), progress, catalog, wait_s=parse_duration(given["wait"]),
+        request,
+        _settings(given),
+        progress,
+        catalog,
+        wait_s=parse_duration(given["wait"]),
         told=tendoutput.waits,
-    )  # fmt: skip
+    )
 
 
 def _pairs(given: list[str] | None, option: str) -> tuple[tuple[str, str], ...]:

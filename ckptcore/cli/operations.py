@@ -33,14 +33,20 @@ def sweep(
     from ckptcore.utils.units import parse_size
 
     url = given["catalog"] or default_url()
-    settings = Settings(parse_size(given["memory"]), given["workers"], given["device"],
-                        fingerprint=fingerprint or None)  # fmt: skip
+    settings = Settings(
+        parse_size(given["memory"]), given["workers"], given["device"], fingerprint=fingerprint or None
+    )
     as_json = given["output"] is Output.JSON
     with open_catalog(url) as catalog:
         found = run(
-            catalog, lambda request: convert(request, settings, None, url), names or (), dry_run=dry_run,
-            settle_s=parse_duration(settle), again=again, told=show.told(as_json),
-        )  # fmt: skip
+            catalog,
+            lambda request: convert(request, settings, None, url),
+            names or (),
+            dry_run=dry_run,
+            settle_s=parse_duration(settle),
+            again=again,
+            told=show.told(as_json),
+        )
     show.swept(found, as_json=as_json)
     raise typer.Exit(found.exit_code)
 
@@ -109,8 +115,13 @@ def retire(
     as_json = given["output"] is Output.JSON
     with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
         found = run(
-            catalog, Policy(keep_last, keep_every), scope, yes=yes,
-            take=settings if fingerprint else None, means=settings,
-            allowed=Allowed.of(accept_loss, cast=accept_cast), told=show.fate(as_json),
-        )  # fmt: skip
+            catalog,
+            Policy(keep_last, keep_every),
+            scope,
+            yes=yes,
+            take=settings if fingerprint else None,
+            means=settings,
+            allowed=Allowed.of(accept_loss, cast=accept_cast),
+            told=show.fate(as_json),
+        )
     show.retired(found, as_json=as_json)

@@ -67,12 +67,10 @@ Serialization = Annotated[
     str, typer.Option("--serialization", help="Items of a DCP folder: torch_save or safetensors.")
 ]
 Include = Annotated[
-    list[str] | None,
-    typer.Option("--include", metavar="GLOB", help="Only these names (repeatable)."),
+    list[str] | None, typer.Option("--include", metavar="GLOB", help="Only these names (repeatable).")
 ]
 Exclude = Annotated[
-    list[str] | None,
-    typer.Option("--exclude", metavar="GLOB", help="Not these names (repeatable)."),
+    list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these names (repeatable).")
 ]
 Rename = Annotated[
     list[str] | None,
@@ -86,26 +84,21 @@ Dtype = Annotated[
 DtypeFor = Annotated[
     list[str] | None,
     typer.Option(
-        "--dtype-for",
-        metavar="GLOB=DTYPE",
-        help="Exceptions to --dtype; DTYPE may be keep (repeatable).",
+        "--dtype-for", metavar="GLOB=DTYPE", help="Exceptions to --dtype; DTYPE may be keep (repeatable)."
     ),
 ]
 MaxFile = Annotated[
-    str,
-    typer.Option("--max-file-size", metavar="SIZE", help="Tensor bytes per output file of a folder."),
+    str, typer.Option("--max-file-size", metavar="SIZE", help="Tensor bytes per output file of a folder.")
 ]
 Tie = Annotated[
     list[str] | None,
     typer.Option("--tie", metavar="A=B", help="A equals B: store only B, check equality (repeatable)."),
 ]
 Prefix = Annotated[
-    str | None,
-    typer.Option("--model-prefix", metavar="PREFIX", help="Where the model is in the checkpoint."),
+    str | None, typer.Option("--model-prefix", metavar="PREFIX", help="Where the model is in the checkpoint.")
 ]
 Config = Annotated[
-    str | None,
-    typer.Option("--config", metavar="DIR", help="Folder with config.json, tokenizer files, ...."),
+    str | None, typer.Option("--config", metavar="DIR", help="Folder with config.json, tokenizer files, ....")
 ]
 Model = Annotated[
     bool, typer.Option("--model", help="The model parts alone, as export finds them, wrappers off.")
@@ -178,39 +171,59 @@ Save = Annotated[
 
 # Which tensors, under which names, in which dtypes and files.
 CONTENT: Table = {
-    "include": (Include, None), "exclude": (Exclude, None), "rename": (Rename, None),
-    "dtype": (Dtype, None), "dtype_for": (DtypeFor, None), "max_file_size": (MaxFile, "5GB"),
-    "tie": (Tie, None), "recover": (Recover, False), "keep_quantized": (Keep, False),
-}  # fmt: skip
+    "include": (Include, None),
+    "exclude": (Exclude, None),
+    "rename": (Rename, None),
+    "dtype": (Dtype, None),
+    "dtype_for": (DtypeFor, None),
+    "max_file_size": (MaxFile, "5GB"),
+    "tie": (Tie, None),
+    "recover": (Recover, False),
+    "keep_quantized": (Keep, False),
+}
 # Which names of two checkpoints, brought together how.
 NAMES: Table = {
-    "model": (Model, False), "model_prefix": (Prefixes, None), "include": (Include, None),
-    "exclude": (Exclude, None), "rename": (RenameA, None), "tie": (Alias, None),
+    "model": (Model, False),
+    "model_prefix": (Prefixes, None),
+    "include": (Include, None),
+    "exclude": (Exclude, None),
+    "rename": (RenameA, None),
+    "tie": (Alias, None),
     "keep_quantized": (Keep, False),
-}  # fmt: skip
+}
 # The names that a fingerprint is of.
 PART: Table = {
-    "model": (Model, False), "model_prefix": (Prefix, None), "include": (Include, None),
-    "exclude": (Exclude, None), "rename": (Rename, None), "keep_quantized": (Keep, False),
-}  # fmt: skip
+    "model": (Model, False),
+    "model_prefix": (Prefix, None),
+    "include": (Include, None),
+    "exclude": (Exclude, None),
+    "rename": (Rename, None),
+    "keep_quantized": (Keep, False),
+}
 RECORD: Table = {"catalog": (Catalog, None), "no_catalog": (NoCatalog, False)}
 # For an export: where the model is, and what goes beside it.
 PREFIX: Table = {"model_prefix": (Prefix, None)}
 MODEL: Table = {**PREFIX, "config": (Config, None)}
 # For a reshard: which rank gets what.
 SHARDS: Table = {
-    "mesh": (MeshOf, ""), "sharding": (Sharding, None), "serialization": (Serialization, "torch_save"),
-}  # fmt: skip
+    "mesh": (MeshOf, ""),
+    "sharding": (Sharding, None),
+    "serialization": (Serialization, "torch_save"),
+}
 MEANS: Table = {"memory": (Memory, "1GiB"), "workers": (Workers, None)}
 DEVICE: Table = {"device": (Device, "cpu")}
 PLACE: Table = {
-    "resume": (Resume, True), "overwrite": (Overwrite, False),
+    "resume": (Resume, True),
+    "overwrite": (Overwrite, False),
     "overwrite_foreign": (OverwriteForeign, False),
-}  # fmt: skip
+}
 PROOF: Table = {
-    "verify": (Verify, True), "digest": (Digest, True), "fingerprint": (Fingerprint, None),
-    "catalog": (Catalog, None), "no_catalog": (NoCatalog, False),
-}  # fmt: skip
+    "verify": (Verify, True),
+    "digest": (Digest, True),
+    "fingerprint": (Fingerprint, None),
+    "catalog": (Catalog, None),
+    "no_catalog": (NoCatalog, False),
+}
 WAIT: Table = {"wait": (Wait, None)}
 SAVE: Table = {"save": (Save, None)}
 # For what is done in the catalog's name, and needs one.

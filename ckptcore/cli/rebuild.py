@@ -20,8 +20,7 @@ def rebuild(
         typer.Option("--made", metavar="FOLDER", help="It holds what was made here; may be repeated."),
     ] = None,
     fingerprints: Annotated[
-        bool,
-        typer.Option("--fingerprints", help="Read every tensor, to know what was made from what."),
+        bool, typer.Option("--fingerprints", help="Read every tensor, to know what was made from what.")
     ] = False,
     catalog: Where = None,
     output: As = Output.TEXT,
@@ -33,8 +32,14 @@ def rebuild(
 
     take = Settings() if fingerprints else None
     with open_catalog(catalog or default_url()) as found:
-        done = run(found, roots, made=made or (), digests=digests, take=take,
-                   told=lambda line: terminal.line(line, err=True))  # fmt: skip
+        done = run(
+            found,
+            roots,
+            made=made or (),
+            digests=digests,
+            take=take,
+            told=lambda line: terminal.line(line, err=True),
+        )
     if output is Output.JSON:
         write_json(done.as_dict())
         return

@@ -73,9 +73,8 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
     out = terminal.console()
     out.print(
         terminal.text(
-            (value.root, "bold"),
-            f": {value.format} ({'; '.join(value.origin.get('evidence', []))})",
-        ),
+            (value.root, "bold"), f": {value.format} ({'; '.join(value.origin.get('evidence', []))})"
+        )
     )
     kinds = ", ".join(f"{show_size(n)} {d}" for d, n in dtypes.most_common())
     out.print(
@@ -114,13 +113,7 @@ def report_of(error: CkptError, source: str, level: str) -> Report:
     from ckptcore.checking.check import Report
 
     findings = tuple(error.values.get("findings", ())) or (
-        finding(
-            "malformed-metadata",
-            "files",
-            error.message,
-            file=error.values.get("file"),
-            hint=error.hint,
-        ),
+        finding("malformed-metadata", "files", error.message, file=error.values.get("file"), hint=error.hint),
     )
     return Report(level, "", 0, 0, findings)
 
@@ -157,8 +150,10 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
     out = terminal.console()
     if value.model:
         out.print(terminal.text(f"model: {value.model.because}"))
-    out.print(f"reads {show_size(p.bytes_in)} in {p.requests} requests, writes {show_size(p.bytes_out)} in "
-              f"{len(p.files)} files ({p.target.format}), peak memory about {show_size(peak)}")  # fmt: skip
+    out.print(
+        f"reads {show_size(p.bytes_in)} in {p.requests} requests, writes {show_size(p.bytes_out)} in "
+        f"{len(p.files)} files ({p.target.format}), peak memory about {show_size(peak)}"
+    )
     if value.ranks:
         low, high = min(value.ranks.held), max(value.ranks.held)
         held = f"hold {show_size(low)} to {show_size(high)} each"
@@ -253,10 +248,7 @@ def result(value: Result, *, as_json: bool) -> None:
         )
     )
     seconds = ", ".join(f"{k} {v:.2f} s" for k, v in value.timings.items())
-    out.print(
-        f"{seconds}{f'; catalog {value.conversion}' if value.conversion else ''}",
-        style="dim",
-    )
+    out.print(f"{seconds}{f'; catalog {value.conversion}' if value.conversion else ''}", style="dim")
     if value.fingerprint is not None:
         out.print(f"fingerprint {value.fingerprint}", style="dim", soft_wrap=True)
     for rule, count in Counter(rule for _, rule in value.dropped).items():
@@ -341,9 +333,15 @@ def progress() -> Iterator[Progress]:
         TransferSpeedColumn,
     )
 
-    with Progress(TextColumn("{task.description:9}"), BarColumn(), DownloadColumn(binary_units=True),
-                  TransferSpeedColumn(), TimeRemainingColumn(), console=terminal.console(err=True),
-                  transient=False) as bar:  # fmt: skip
+    with Progress(
+        TextColumn("{task.description:9}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=terminal.console(err=True),
+        transient=False,
+    ) as bar:
         tasks: dict[str, Any] = {}
 
         def advance(stage: str, done: int, total: int) -> None:

@@ -50,8 +50,14 @@ class Rules:
         return f"matches --exclude {hit}" if hit else ""
 
 
-def diff(a: Manifest, b: Manifest, rules: Rules, settings: Settings, progress: Progress | None = None,
-         urls: tuple[str, str] | None = None) -> Difference:  # fmt: skip
+def diff(
+    a: Manifest,
+    b: Manifest,
+    rules: Rules,
+    settings: Settings,
+    progress: Progress | None = None,
+    urls: tuple[str, str] | None = None,
+) -> Difference:
     """Compares two checkpoints; see `ckptcore.comparison.diff`. urls: what they are called."""
     urls = urls or (a.root, b.root)
     sides = (_prepare(a, "A", urls[0], rules, 0), _prepare(b, "B", urls[1], rules, 1))
@@ -106,9 +112,15 @@ class _Side:
         """The side as the answer has it."""
         specs = [self.named.tensors[row] for row in self.rows.values()]
         return Side(
-            self.url, self.source.format, len(specs), sum(s.nbytes for s in specs),
-            self.model.because if self.model else "", tuple(self.left_out), self.unverified, self.warnings,
-        )  # fmt: skip
+            self.url,
+            self.source.format,
+            len(specs),
+            sum(s.nbytes for s in specs),
+            self.model.because if self.model else "",
+            tuple(self.left_out),
+            self.unverified,
+            self.warnings,
+        )
 
 
 def _prepare(manifest: Manifest, label: str, url: str, rules: Rules, number: int) -> _Side:
@@ -132,19 +144,29 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: Rules, number: int
         report = require_whole(manifest, selected)
         model = find_model(manifest, prefix) if rules.model else None
         mapped = remap(
-            manifest, prefix=model.prefix if model else None, also=model.foreign if model else None,
-            unwrap=model is not None, rename=rename,
-        )  # fmt: skip
+            manifest,
+            prefix=model.prefix if model else None,
+            also=model.foreign if model else None,
+            unwrap=model is not None,
+            rename=rename,
+        )
     new = [t.fqn for t in mapped.manifest.tensors]
     old = dict(mapped.renamed)
     stored = {n: n for n in new} | {n: o for o, n in old.items()}
     warnings = tuple(f for f in report.findings if f.severity == "warning")
     return _Side(
-        f"{label} ({url})", url, manifest, mapped.manifest, stored, {n: i for i, n in enumerate(new)}, model,
-        [(d.fqn, d.rule) for d in mapped.dropped], warnings,
+        f"{label} ({url})",
+        url,
+        manifest,
+        mapped.manifest,
+        stored,
+        {n: i for i, n in enumerate(new)},
+        model,
+        [(d.fqn, d.rule) for d in mapped.dropped],
+        warnings,
         frozenset(n for name in manifest.unread if (n := compared(name)) is not None),
         {} if rules.model else leaves(manifest.blobs, lambda path: apply_renames(path, rename)),
-    )  # fmt: skip
+    )
 
 
 def _without_objects(sides: tuple[_Side, _Side], rules: Rules) -> list[tuple[str, str]]:
@@ -181,9 +203,11 @@ def _pick(sides: tuple[_Side, _Side], rules: Rules) -> None:
     for option, globs in (("--include", rules.include), ("--exclude", rules.exclude)):
         for glob in globs:
             if not any(matches(name, [glob]) for name in names):
-                raise UsageError(f"{option} {glob} matches nothing on either side",
-                                 hint="the globs are for the names that are compared, after --rename and "
-                                 "--model; `ckptcore inspect` lists the stored ones")  # fmt: skip
+                raise UsageError(
+                    f"{option} {glob} matches nothing on either side",
+                    hint="the globs are for the names that are compared, after --rename and "
+                    "--model; `ckptcore inspect` lists the stored ones",
+                )
     for side in sides:
         for name in list(side.rows):
             rule = rules.dropped(name)

@@ -62,14 +62,25 @@ class Fingerprints:
             {"fqn": fqn, "dtype": dtype, "shape": list(shape), "fingerprint": each}
             for fqn, dtype, shape, each in self.tensors
         ]
-        return {"fingerprint": self.fingerprint, "map_digest": self.map_digest,
-                "unverified": self.unverified, "tensors": rows}  # fmt: skip
+        return {
+            "fingerprint": self.fingerprint,
+            "map_digest": self.map_digest,
+            "unverified": self.unverified,
+            "tensors": rows,
+        }
 
 
-def fingerprint(manifest: Manifest, settings: Settings, progress: Progress | None = None, *,
-                model: bool = False, model_prefix: str | None = None, include: tuple[str, ...] = (),
-                exclude: tuple[str, ...] = (), rename: tuple[tuple[str, str], ...] = ()
-                ) -> Fingerprints:  # fmt: skip
+def fingerprint(
+    manifest: Manifest,
+    settings: Settings,
+    progress: Progress | None = None,
+    *,
+    model: bool = False,
+    model_prefix: str | None = None,
+    include: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
+    rename: tuple[tuple[str, str], ...] = (),
+) -> Fingerprints:
     """The fingerprint of a checkpoint; see `ckptcore.api.fingerprint`."""
     inside = in_model(manifest, model_prefix) if model else str
     require_whole(manifest, lambda name: is_kept(name, include, exclude) and inside(name) is not None)

@@ -86,8 +86,9 @@ class Opened:
         return beside(chunks.lo, first, last, len(self.manifest.tensors[row].shape))
 
 
-def walk(a: Opened, b: Opened, pairs: Sequence[Pair], settings: Settings,
-         progress: Progress | None = None) -> list[TensorDifference]:  # fmt: skip
+def walk(
+    a: Opened, b: Opened, pairs: Sequence[Pair], settings: Settings, progress: Progress | None = None
+) -> list[TensorDifference]:
     """The pairs of equal dtype and shape that are not equal bit for bit, in order.
 
     Raises the first error of any worker.
@@ -140,8 +141,9 @@ class _Open:
 class _Walk:
     """The workers and the shared state of one walk."""
 
-    def __init__(self, a: Opened, b: Opened, pairs: Sequence[Pair], settings: Settings,
-                 progress: Progress | None) -> None:  # fmt: skip
+    def __init__(
+        self, a: Opened, b: Opened, pairs: Sequence[Pair], settings: Settings, progress: Progress | None
+    ) -> None:
         self._sides, self._pairs, self._threads = (a, b), pairs, settings.threads
         self._tile = tile_bytes(settings)
         self._progress, self._done = progress, 0

@@ -60,8 +60,9 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
     return tuple(found)
 
 
-def held_by(manifest: Manifest, found: Iterable[Fingerprinted], names: Mapping[str, str]
-            ) -> tuple[str | None, dict[str, str]]:  # fmt: skip
+def held_by(
+    manifest: Manifest, found: Iterable[Fingerprinted], names: Mapping[str, str]
+) -> tuple[str | None, dict[str, str]]:
     """(fingerprint of a checkpoint, those of its tensors by FQN), as far as tensors of it were fingerprinted.
 
     names: FQN in the checkpoint -> name in ``found``, where they differ. A tensor of another dtype (a cast)
@@ -92,8 +93,9 @@ def _padded(columns: Ints, rank: int, value: int) -> Ints:
     return np.pad(columns, ((0, 0), (0, rank - columns.shape[1])), constant_values=value)
 
 
-def _distinct(boxes: Ints, sums: npt.NDArray[np.uint64], files: Ints, names: Sequence[str],
-              receipts: Sequence[Receipt]) -> Ints:  # fmt: skip
+def _distinct(
+    boxes: Ints, sums: npt.NDArray[np.uint64], files: Ints, names: Sequence[str], receipts: Sequence[Receipt]
+) -> Ints:
     """The rows of boxes that no earlier row has; equal boxes must have equal sums."""
     order = np.lexsort(boxes.T[::-1])  # stable: equal boxes stay in the order of the files
     again = np.zeros(len(order), np.bool_)

@@ -37,14 +37,7 @@ from ckptcore.conversion.staged_plan import renew, restore, save, saved_digest
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import (
-    CkptError,
-    DiskFull,
-    Finding,
-    Interrupted,
-    SourceChanged,
-    StagingForeign,
-)
+from ckptcore.errors import CkptError, DiskFull, Finding, Interrupted, SourceChanged, StagingForeign
 from ckptcore.execution.execute import execute_files, tile_bytes
 from ckptcore.execution.join_parts import join_parts
 from ckptcore.execution.parts import Part, cut
@@ -60,9 +53,25 @@ from ckptcore.reading.casting import torch_on
 from ckptcore.store import open_store
 
 __all__ = [
-    "Part", "Prepared", "Progress", "Receipt", "Result", "convert", "execute", "execute_part", "finish",
-    "inspect", "join", "parts", "peak_memory", "prepare", "register", "settle", "tidy", "validate",
-]  # fmt: skip
+    "Part",
+    "Prepared",
+    "Progress",
+    "Receipt",
+    "Result",
+    "convert",
+    "execute",
+    "execute_part",
+    "finish",
+    "inspect",
+    "join",
+    "parts",
+    "peak_memory",
+    "prepare",
+    "register",
+    "settle",
+    "tidy",
+    "validate",
+]
 Progress = Callable[[str, int, int], None]
 _log = logging.getLogger("ckptcore")
 # Resident before any buffer: without, and with torch (casts and computed tensors need it).
@@ -107,8 +116,9 @@ def inspect(source: str, recover: bool = False, keep_quantized: bool = False) ->
         return read_manifest(opened)
 
 
-def validate(manifest: Manifest, level: str = "cover", *, workers: int = 2,
-             progress: Progress | None = None) -> Report:  # fmt: skip
+def validate(
+    manifest: Manifest, level: str = "cover", *, workers: int = 2, progress: Progress | None = None
+) -> Report:
     """Checks a manifest; levels ``bytes`` and ``values`` read its files."""
     deep = level in LEVELS and LEVELS.index(level) >= LEVELS.index("bytes")
     if not deep:
@@ -117,8 +127,12 @@ def validate(manifest: Manifest, level: str = "cover", *, workers: int = 2,
         return check(manifest, store, level, workers=workers, progress=progress)
 
 
-def prepare(request: Request, settings: Settings | None = None, manifest: Manifest | None = None,
-            catalog_url: str | bool | None = False) -> Prepared:  # fmt: skip
+def prepare(
+    request: Request,
+    settings: Settings | None = None,
+    manifest: Manifest | None = None,
+    catalog_url: str | bool | None = False,
+) -> Prepared:
     """Checks the source, plans, and saves the plan beside the destination.
 
     catalog_url: whose rows account for files of a destination that is replaced; None for the default, False
@@ -133,8 +147,12 @@ def prepare(request: Request, settings: Settings | None = None, manifest: Manife
         return _prepare(request, settings, manifest, staging, catalog_url)
 
 
-def execute(plan_uri: str, indices: Sequence[int] | None = None, settings: Settings | None = None,
-            progress: Progress | None = None) -> tuple[Receipt, ...]:  # fmt: skip
+def execute(
+    plan_uri: str,
+    indices: Sequence[int] | None = None,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> tuple[Receipt, ...]:
     """Writes files of a saved plan; those that are finished and hash to their receipt are kept.
 
     indices: which files; None for all. Raises `DamagedCheckpoint` when bytes fail their checksum.
@@ -213,8 +231,13 @@ def tidy(destination: str) -> None:
         _log.warning("%s", error.message)
 
 
-def convert(request: Request, settings: Settings | None = None, progress: Progress | None = None,
-            catalog_url: str | bool | None = None, flow_run_id: str | None = None) -> Result:  # fmt: skip
+def convert(
+    request: Request,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+    catalog_url: str | bool | None = None,
+    flow_run_id: str | None = None,
+) -> Result:
     """All stages: the whole job in this process.
 
     catalog_url: where to register; None for the default, False for nowhere.
@@ -267,8 +290,13 @@ def register(
     return replace(result, conversion=registration.id)
 
 
-def _prepare(request: Request, settings: Settings, manifest: Manifest | None, staging: Staging,
-             catalog_url: str | bool | None) -> Prepared:  # fmt: skip
+def _prepare(
+    request: Request,
+    settings: Settings,
+    manifest: Manifest | None,
+    staging: Staging,
+    catalog_url: str | bool | None,
+) -> Prepared:
     staging.sweep_gone()
     conclude(staging)
     begun = noted(staging)
@@ -313,10 +341,21 @@ def _prepare(request: Request, settings: Settings, manifest: Manifest | None, st
         raise
     _log.info("planned %s: %d files, %d bytes", request.destination, len(plan.files), plan.bytes_out)
     return Prepared(
-        staging.plan_uri, plan.files, plan.bytes_in, plan.bytes_out, peak_memory(plan, settings),
-        plan.renamed, plan.cast, plan.dropped, plan.ties, composed.warnings,
-        composed.model.because if composed.model else "", plan.manifest_digest, plan.digest, composed.timings,
-    )  # fmt: skip
+        staging.plan_uri,
+        plan.files,
+        plan.bytes_in,
+        plan.bytes_out,
+        peak_memory(plan, settings),
+        plan.renamed,
+        plan.cast,
+        plan.dropped,
+        plan.ties,
+        composed.warnings,
+        composed.model.because if composed.model else "",
+        plan.manifest_digest,
+        plan.digest,
+        composed.timings,
+    )
 
 
 def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -334,9 +373,7 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
     """Expected peak, bytes: the process and its buffers, whatever the checkpoint's size."""
     largest = max((f.nbytes for f in plan.files), default=0)
     buffers = min(
-        settings.memory,
-        4 * settings.threads * tile_bytes(settings),
-        4 * settings.threads * max(largest, 1),
+        settings.memory, 4 * settings.threads * tile_bytes(settings), 4 * settings.threads * max(largest, 1)
     )
     return _BASE_MEMORY[bool(plan.cast or plan.derived)] + buffers
 
@@ -357,8 +394,13 @@ def _noted(request: Request, manifest: Manifest) -> tuple[dict[str, int | None],
     return ctimes, stamps
 
 
-def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings,
-             progress: Progress | None, part: Part | None = None) -> tuple[Receipt, ...]:  # fmt: skip
+def _execute(
+    staging: Staging,
+    indices: Sequence[int] | None,
+    settings: Settings,
+    progress: Progress | None,
+    part: Part | None = None,
+) -> tuple[Receipt, ...]:
     plan = load_head(staging.plan)
     wanted = [f.index for f in plan.files] if indices is None else list(indices)
     if published_plan(staging) == plan.digest:
@@ -369,11 +411,20 @@ def _execute(staging: Staging, indices: Sequence[int] | None, settings: Settings
     with closing(open_store(plan.source)) as source, closing(staging.files):
         require_same(noted, source)
         return execute_files(
-            lambda i: load_file_plan(staging.plan, i), wanted, plan_digest=plan.digest, source=source,
-            files=staging.files, receipts=staging.receipts, settings=settings, scratch=scratch,
-            items=plan.items, progress=progress, total=plan.bytes_out,
-            unchanged=lambda paths: require_same(noted, source, paths), part=part,
-        )  # fmt: skip
+            lambda i: load_file_plan(staging.plan, i),
+            wanted,
+            plan_digest=plan.digest,
+            source=source,
+            files=staging.files,
+            receipts=staging.receipts,
+            settings=settings,
+            scratch=scratch,
+            items=plan.items,
+            progress=progress,
+            total=plan.bytes_out,
+            unchanged=lambda paths: require_same(noted, source, paths),
+            part=part,
+        )
 
 
 def _require_room(staging: Staging, plan: Plan) -> None:
@@ -385,8 +436,9 @@ def _require_room(staging: Staging, plan: Plan) -> None:
     if free is not None and plan.bytes_out - have > free:
         raise DiskFull(
             f"{plan.bytes_out - have} bytes are to be written beside {staging.destination}, {free} are free",
-            needed=plan.bytes_out - have, free=free,
-        )  # fmt: skip
+            needed=plan.bytes_out - have,
+            free=free,
+        )
 
 
 def _remove_if_unused(staging: Staging) -> None:

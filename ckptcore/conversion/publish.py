@@ -80,8 +80,18 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
-        plain = ("destination", "format", "nbytes", "manifest_digest", "plan_digest", "bytes_in", "timings",
-                 "conversion", "map_digest", "fingerprint")  # fmt: skip
+        plain = (
+            "destination",
+            "format",
+            "nbytes",
+            "manifest_digest",
+            "plan_digest",
+            "bytes_in",
+            "timings",
+            "conversion",
+            "map_digest",
+            "fingerprint",
+        )
         form: dict[str, Any] = {name: getattr(self, name) for name in plain}
         form["files"] = [r.as_dict() for r in self.files]
         form["tensors"] = len(self.tensors)
@@ -125,13 +135,26 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         "publish": time.perf_counter() - verified,
     }
     return Result(
-        staging.destination, plan.target.format, plan.bytes_out, receipts, written.tensors,
-        written.digest, plan.digest, plan.bytes_in, timings, written, staging.plan_uri,
-        fingerprint=checkpoint_fingerprint(found) if found is not None else None, fingerprints=found or (),
-        renamed=plan.renamed, map_digest=plan.map_digest, dropped=plan.dropped,
+        staging.destination,
+        plan.target.format,
+        plan.bytes_out,
+        receipts,
+        written.tensors,
+        written.digest,
+        plan.digest,
+        plan.bytes_in,
+        timings,
+        written,
+        staging.plan_uri,
+        fingerprint=checkpoint_fingerprint(found) if found is not None else None,
+        fingerprints=found or (),
+        renamed=plan.renamed,
+        map_digest=plan.map_digest,
+        dropped=plan.dropped,
         source_stamp=stamps_digest(load_stamps(staging.plan)),
-        source_ctime=stamps_digest(load_ctimes(staging.plan)), published=published,
-    )  # fmt: skip
+        source_ctime=stamps_digest(load_ctimes(staging.plan)),
+        published=published,
+    )
 
 
 def _require_proven(receipts: Sequence[Receipt]) -> None:
@@ -163,8 +186,9 @@ def publishing_plan(staging: Staging) -> str | None:
     return begun.plan
 
 
-def _published_files(store: Readable, plan: Plan, receipts: Sequence[Receipt], written: Manifest
-                     ) -> tuple[tuple[str, int, str | None], ...]:  # fmt: skip
+def _published_files(
+    store: Readable, plan: Plan, receipts: Sequence[Receipt], written: Manifest
+) -> tuple[tuple[str, int, str | None], ...]:
     """(path, bytes, digest) of every file of the output, which lies in ``store``.
 
     Files that hold no tensor are digested where receipts have no digests: they are small. Raises
@@ -196,8 +220,9 @@ def receipt_of(staging: Staging, plan: Plan, index: int) -> Receipt:
     return found
 
 
-def _published_output(staging: Staging, plan: Plan, receipts: Sequence[Receipt]
-                      ) -> tuple[Manifest, tuple[tuple[str, int, str | None], ...]]:  # fmt: skip
+def _published_output(
+    staging: Staging, plan: Plan, receipts: Sequence[Receipt]
+) -> tuple[Manifest, tuple[tuple[str, int, str | None], ...]]:
     """The manifest and the files of what is at the destination, when it still is what was published."""
     source = open_source(staging.destination, keep_quantized=True)  # what counts is what was written
     with closing(source.store):
@@ -300,7 +325,7 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     if not report.ok or found != wanted:
         raise OutputMismatch(
             f"the output does not read back as planned ({len(found)} of {len(wanted)} tensors): "
-            f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}",
+            f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}"
         )
     # config.json makes a folder loadable, too: with the index it comes last.
     commit = [path for path, _ in plan.extra if path == "config.json"]

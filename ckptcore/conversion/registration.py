@@ -62,9 +62,13 @@ def start(
 
     catalog = open_catalog(catalog_url if isinstance(catalog_url, str) else None)
     found = catalog.begin(
-        request.as_dict(), source_uri=request.source, destination_uri=request.destination, verb=request.verb,
-        tool_version=__version__, flow_run_id=flow_run_id,
-    )  # fmt: skip
+        request.as_dict(),
+        source_uri=request.source,
+        destination_uri=request.destination,
+        verb=request.verb,
+        tool_version=__version__,
+        flow_run_id=flow_run_id,
+    )
     catalog.close()  # connections are not held while files are written; the next use opens one
     return Registration(catalog, found, request, told)
 
@@ -76,20 +80,37 @@ def succeed(
     digests = {r.path: r.digest for r in result.files}
     numbers = result.fingerprints
     old = dict(result.renamed)
-    read = facts(source, registration.request.source, verified="cover", told=registration.told,
-                 prints=held_by(source, numbers, old))  # fmt: skip
-    made = facts(derived, result.destination, digests, verified="cover", prints=held_by(derived, numbers, {}),
-                 published=result.published)  # fmt: skip
+    read = facts(
+        source,
+        registration.request.source,
+        verified="cover",
+        told=registration.told,
+        prints=held_by(source, numbers, old),
+    )
+    made = facts(
+        derived,
+        result.destination,
+        digests,
+        verified="cover",
+        prints=held_by(derived, numbers, {}),
+        published=result.published,
+    )
     try:
         registration.catalog.succeed(
             registration.id,
             source=read,
             derived=made,
-            map_digest=result.map_digest or None, fingerprint=result.fingerprint,
-            source_stamp=result.source_stamp, source_ctime=result.source_ctime,
-            plan_digest=result.plan_digest, bytes_in=result.bytes_in, bytes_out=result.nbytes,
-            peak_memory=peak_memory, timings=result.timings, findings=result.warnings,
-        )  # fmt: skip
+            map_digest=result.map_digest or None,
+            fingerprint=result.fingerprint,
+            source_stamp=result.source_stamp,
+            source_ctime=result.source_ctime,
+            plan_digest=result.plan_digest,
+            bytes_in=result.bytes_in,
+            bytes_out=result.nbytes,
+            peak_memory=peak_memory,
+            timings=result.timings,
+            findings=result.warnings,
+        )
     except CkptError as error:
         kind = CatalogAway if isinstance(error, CatalogAway) else CatalogError
         raise kind(f"{result.destination} is published, but not registered: {error.message}") from error
@@ -105,8 +126,9 @@ def fail(registration: Registration | None, error: BaseException, source: Manife
     findings = ended.values.get("findings", ())
     known = facts(source, registration.request.source, told=registration.told) if source is not None else None
     try:
-        registration.catalog.fail(registration.id, code=ended.code, message=ended.message,
-                                  findings=tuple(findings), source=known)  # fmt: skip
+        registration.catalog.fail(
+            registration.id, code=ended.code, message=ended.message, findings=tuple(findings), source=known
+        )
     except CkptError as second:
         _log.warning("the failure could not be registered: %s", second.message)
     finally:
@@ -124,8 +146,13 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
         )
 
 
-def record_fingerprint(manifest: Manifest, uri: str, found: Sequence[Fingerprinted], names: Mapping[str, str],
-                       catalog_url: str | None) -> None:  # fmt: skip
+def record_fingerprint(
+    manifest: Manifest,
+    uri: str,
+    found: Sequence[Fingerprinted],
+    names: Mapping[str, str],
+    catalog_url: str | None,
+) -> None:
     """Records the fingerprints of tensors that were read. names: FQN -> what it was called meanwhile."""
     from ckptcore.catalog import open_catalog
 
@@ -136,9 +163,16 @@ def record_fingerprint(manifest: Manifest, uri: str, found: Sequence[Fingerprint
         catalog.record_validation(known, warnings, level="cover")
 
 
-def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = None, *,
-          verified: str | None = None, prints: Prints = (None, {}),
-          told: Told = UNTOLD, published: Sequence[Published] = ()) -> CheckpointFacts:  # fmt: skip
+def facts(
+    manifest: Manifest,
+    uri: str,
+    digests: dict[str, str | None] | None = None,
+    *,
+    verified: str | None = None,
+    prints: Prints = (None, {}),
+    told: Told = UNTOLD,
+    published: Sequence[Published] = (),
+) -> CheckpointFacts:
     """What the catalog stores of a manifest. prints: its fingerprint and those of its tensors. told: where
     the name of its place tells no step. published: (path, size, digest) of every file there, as far as known:
     those that the manifest does not name are recorded beside those that it does."""
@@ -157,10 +191,19 @@ def facts(manifest: Manifest, uri: str, digests: dict[str, str | None] | None = 
     ]
     named = {path for path, _, _ in files}
     return CheckpointFacts(
-        uri, manifest.format, manifest.digest, min(manifest.nbytes, _MOST),
+        uri,
+        manifest.format,
+        manifest.digest,
+        min(manifest.nbytes, _MOST),
         [(t.fqn, t.dtype, t.shape, min(t.nbytes, _MOST)) for t in manifest.tensors],
-        files, step, run, origin, verified, *prints, [row for row in published if row[0] not in named],
-    )  # fmt: skip
+        files,
+        step,
+        run,
+        origin,
+        verified,
+        *prints,
+        [row for row in published if row[0] not in named],
+    )
 
 
 def _step_and_run(uri: str) -> tuple[int | None, str | None]:

@@ -74,9 +74,14 @@ def require_source(
 
 
 def _compare(
-    staging: Staging, plan: Plan, request: Request, settings: Settings, source: Store,
-    noted: Mapping[str, str | None], progress: Progress | None,
-) -> None:  # fmt: skip
+    staging: Staging,
+    plan: Plan,
+    request: Request,
+    settings: Settings,
+    source: Store,
+    noted: Mapping[str, str | None],
+    progress: Progress | None,
+) -> None:
     """Reads the manifest again, which the literals of plans come from, and computes every file anew."""
     opened = open_source(request.source, recover=request.recover, keep_quantized=request.keep_quantized)
     with closing(opened.store):
@@ -89,12 +94,19 @@ def _compare(
     scratch = str(staging.root.local) if staging.root.local is not None else None
     try:
         execute_files(
-            lambda i: load_file_plan(staging.plan, i), [f.index for f in plan.files], plan_digest=plan.digest,
-            source=source, files=held, receipts=kept, scratch=scratch, items=plan.items,
-            settings=replace(settings, digest=False, fingerprint=False), total=plan.bytes_out,
+            lambda i: load_file_plan(staging.plan, i),
+            [f.index for f in plan.files],
+            plan_digest=plan.digest,
+            source=source,
+            files=held,
+            receipts=kept,
+            scratch=scratch,
+            items=plan.items,
+            settings=replace(settings, digest=False, fingerprint=False),
+            total=plan.bytes_out,
             unchanged=lambda paths: require_same(dict(noted), source, paths),
             progress=None if progress is None else lambda _, done, total: progress("verify", done, total),
-        )  # fmt: skip
+        )
     except OutputMismatch as error:
         staging.clear()
         raise SourceChanged(

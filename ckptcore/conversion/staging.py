@@ -20,14 +20,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ckptcore.errors import (
-    Busy,
-    CkptError,
-    DestinationUnwritable,
-    OutputMismatch,
-    StagingForeign,
-    UsageError,
-)
+from ckptcore.errors import Busy, CkptError, DestinationUnwritable, OutputMismatch, StagingForeign, UsageError
 from ckptcore.store import Store, join_url, local_path, open_store, split_url
 from ckptcore.store.folder_tree import closing_fd, look, remove_tree
 from ckptcore.store.local_errors import unwritable

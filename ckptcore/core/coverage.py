@@ -208,24 +208,32 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
     spec = manifest.tensors[tensor]
     rank = len(spec.shape)
     whole = Box.whole(spec.shape)
-    boxes = sorted({
-        Box(tuple(a[:rank]), tuple(n[:rank]))
-        for a, n in zip(lo.tolist(), shape.tolist(), strict=True)
-    }, key=lambda b: (b.offset, b.shape))  # fmt: skip
+    boxes = sorted(
+        {Box(tuple(a[:rank]), tuple(n[:rank])) for a, n in zip(lo.tolist(), shape.tolist(), strict=True)},
+        key=lambda b: (b.offset, b.shape),
+    )
     found: list[Finding] = []
     outside = [b for b in boxes if not whole.contains(b)]
     found += [
-        finding("out-of-bounds", "cover", f"{spec.fqn}: a chunk holds {_show(b)}, the tensor is "
-                f"{list(spec.shape)}", fqn=spec.fqn)
+        finding(
+            "out-of-bounds",
+            "cover",
+            f"{spec.fqn}: a chunk holds {_show(b)}, the tensor is {list(spec.shape)}",
+            fqn=spec.fqn,
+        )
         for b in outside[:_MAX_TOLD]
-    ]  # fmt: skip
+    ]
     inside = [b for b in boxes if b.numel and whole.contains(b)]
     shared = _overlaps(inside)
     found += [
-        finding("overlap", "cover", f"{spec.fqn}: chunks {_show(a)} and {_show(b)} both hold the "
-                "same elements", fqn=spec.fqn)
+        finding(
+            "overlap",
+            "cover",
+            f"{spec.fqn}: chunks {_show(a)} and {_show(b)} both hold the same elements",
+            fqn=spec.fqn,
+        )
         for a, b in shared[:_MAX_TOLD]
-    ]  # fmt: skip
+    ]
     holes = _holes(whole, inside)
     missing = sum(h.numel for h in holes)
     if missing:

@@ -115,13 +115,21 @@ def _fill_fp4(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: A
 
 FUNCTIONS: dict[str, Function] = {
     "fp8_block": Function(
-        "weights times the scale of their block", "float32", _block_shape, _block_needs,
+        "weights times the scale of their block",
+        "float32",
+        _block_shape,
+        _block_needs,
         # A box has at most as many scales as elements.
-        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes), _fill_block,
+        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
+        _fill_block,
     ),
     "mxfp4": Function(
-        "4-bit floats times the power of two of their group", "float32", _fp4_shape, _fp4_needs,
+        "4-bit floats times the power of two of their group",
+        "float32",
+        _fp4_shape,
+        _fp4_needs,
         # One element takes its whole group.
-        lambda dtypes: GROUP // 2 + 1, _fill_fp4,
+        lambda dtypes: GROUP // 2 + 1,
+        _fill_fp4,
     ),
-}  # fmt: skip
+}

@@ -68,10 +68,27 @@ BY_ZARR = {d.zarr: d for d in DTYPES if d.zarr}
 # torch's dtypes that no row holds: several elements in a byte, or numbers whose scale is kept elsewhere.
 # Storage classes are those of torch/storage.py.
 UNHELD = frozenset(
-    {"qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16",
-     "float4_e2m1fn_x2", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "bcomplex32",
-     *(f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)), "int128", "uint128"}
-)  # fmt: skip
+    {
+        "qint8",
+        "quint8",
+        "qint32",
+        "quint4x2",
+        "quint2x4",
+        "bits1x8",
+        "bits2x4",
+        "bits4x2",
+        "bits8",
+        "bits16",
+        "float4_e2m1fn_x2",
+        "float4_e2m1fn",
+        "float6_e2m3fn",
+        "float6_e3m2fn",
+        "bcomplex32",
+        *(f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)),
+        "int128",
+        "uint128",
+    }
+)
 UNHELD_STORAGE = {
     "QInt8Storage": ("qint8", 1),
     "QUInt8Storage": ("quint8", 1),
@@ -80,8 +97,16 @@ UNHELD_STORAGE = {
     "QUInt2x4Storage": ("quint2x4", 1),
 }
 
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
-          "half": "float16", "float": "float32", "double": "float64", "long": "int64"}  # fmt: skip
+_SHORT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "long": "int64",
+}
 
 
 def get(name: str) -> DType:

@@ -284,20 +284,30 @@ class Manifest:
         """The compact file form; equal manifests give equal bytes."""
         c, i = self.chunks, self.items
         arrays: dict[str, frame.Array] = {
-            "chunk.first": c.first, "chunk.lo": c.lo, "chunk.shape": c.shape, "chunk.item": c.item,
-            "item.file": i.file, "item.start": i.start, "item.length": i.length,
-            "item.envelope": i.envelope, "item.codec": i.codec, "item.crc32": i.crc32,
-        }  # fmt: skip
+            "chunk.first": c.first,
+            "chunk.lo": c.lo,
+            "chunk.shape": c.shape,
+            "chunk.item": c.item,
+            "item.file": i.file,
+            "item.start": i.start,
+            "item.length": i.length,
+            "item.envelope": i.envelope,
+            "item.codec": i.codec,
+            "item.crc32": i.crc32,
+        }
         if c.view is not None:
             arrays["chunk.view"] = c.view
         head = {
-            "format": self.format, "root": self.root,
+            "format": self.format,
+            "root": self.root,
             "tensors": [[t.fqn, t.dtype, list(t.shape)] for t in self.tensors],
             "files": [[f.path, f.size] for f in self.files],
             "blobs": [[b.key, b.item, b.tree, list(b.refused), b.known] for b in self.blobs],
-            "origin": dict(self.origin), "findings": [f.as_dict() for f in self.findings],
-            "codecs": list(i.codecs), "member": [[k, v] for k, v in sorted(i.member.items())],
-        }  # fmt: skip
+            "origin": dict(self.origin),
+            "findings": [f.as_dict() for f in self.findings],
+            "codecs": list(i.codecs),
+            "member": [[k, v] for k, v in sorted(i.member.items())],
+        }
         # Left out where there is none: digests of other manifests stay what they were.
         if unread := [[n, *astuple(b.unread)] for n, b in enumerate(self.blobs) if b.unread is not None]:
             head["unread"] = unread
@@ -317,26 +327,37 @@ class Manifest:
         """The manifest of `dump`'s bytes; raises `MalformedCheckpoint`."""
         h, a = frame.load(data)
         whole = cls(
-            h["format"], h["root"],
+            h["format"],
+            h["root"],
             tuple(TensorSpec(f, d, tuple(s)) for f, d, s in h["tensors"]),
-            Chunks(a["chunk.first"], a["chunk.lo"], a["chunk.shape"], a["chunk.item"],
-                   a.get("chunk.view")),
-            Items(a["item.file"], a["item.start"], a["item.length"], a["item.envelope"],
-                  a["item.codec"], a["item.crc32"], tuple(h["codecs"]), dict(h["member"])),
+            Chunks(a["chunk.first"], a["chunk.lo"], a["chunk.shape"], a["chunk.item"], a.get("chunk.view")),
+            Items(
+                a["item.file"],
+                a["item.start"],
+                a["item.length"],
+                a["item.envelope"],
+                a["item.codec"],
+                a["item.crc32"],
+                tuple(h["codecs"]),
+                dict(h["member"]),
+            ),
             tuple(StoredFile(p, s) for p, s in h["files"]),
             _load_blobs(h["blobs"], h.get("unread", [])),
-            h["origin"], tuple(Finding(**f) for f in h["findings"]),
+            h["origin"],
+            tuple(Finding(**f) for f in h["findings"]),
             own=(h["own"][0], h["own"][1]) if "own" in h else None,
-        )  # fmt: skip
+        )
         if "inputs" not in h:
             return whole
-        chunks = Chunks(a["input.first"], a["input.lo"], a["input.shape"], a["input.item"],
-                        a.get("input.view"))  # fmt: skip
+        chunks = Chunks(
+            a["input.first"], a["input.lo"], a["input.shape"], a["input.item"], a.get("input.view")
+        )
         tensors = tuple(TensorSpec(f, d, tuple(s)) for f, d, s in h["inputs"])
         return whole.deriving(load_derived(h["derived"]), tensors, chunks)
 
-    def deriving(self, derived: Mapping[int, Derived], inputs: tuple[TensorSpec, ...],
-                 chunks: Chunks) -> Manifest:  # fmt: skip
+    def deriving(
+        self, derived: Mapping[int, Derived], inputs: tuple[TensorSpec, ...], chunks: Chunks
+    ) -> Manifest:
         """This manifest with tensors that are computed from ``inputs``, which lie in its items."""
         stored = replace(self, tensors=inputs, chunks=chunks, blobs=(), findings=(), derived={}, inputs=None)
         return replace(self, derived=dict(derived), inputs=stored)
@@ -348,9 +369,13 @@ class Manifest:
         items, files = self.own
         below = None if self.inputs is None else self.inputs.without_copies()
         return replace(
-            self, chunks=_below(self.chunks, items), items=_first(self.items, items),
-            files=self.files[:files], own=None, inputs=below,
-        )  # fmt: skip
+            self,
+            chunks=_below(self.chunks, items),
+            items=_first(self.items, items),
+            files=self.files[:files],
+            own=None,
+            inputs=below,
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -368,10 +393,15 @@ def _below(chunks: Chunks, items: int) -> Chunks:
 
 def _first(items: Items, count: int) -> Items:
     return Items(
-        items.file[:count], items.start[:count], items.length[:count], items.envelope[:count],
-        items.codec[:count], items.crc32[:count], items.codecs,
+        items.file[:count],
+        items.start[:count],
+        items.length[:count],
+        items.envelope[:count],
+        items.codec[:count],
+        items.crc32[:count],
+        items.codecs,
         {k: v for k, v in items.member.items() if k < count},
-    )  # fmt: skip
+    )
 
 
 def _load_blobs(rows: list[Any], unread: list[Any]) -> tuple[Blob, ...]:
@@ -382,8 +412,11 @@ def _load_blobs(rows: list[Any], unread: list[Any]) -> tuple[Blob, ...]:
     return tuple(Blob(k, i, t, tuple(r), known, why.get(n)) for n, (k, i, t, r, known) in enumerate(rows))
 
 
-def items_table(rows: Ints | Sequence[tuple[int, ...]], codecs: Sequence[str] = ("",),
-                member: Mapping[int, str] | None = None) -> Items:  # fmt: skip
+def items_table(
+    rows: Ints | Sequence[tuple[int, ...]],
+    codecs: Sequence[str] = ("",),
+    member: Mapping[int, str] | None = None,
+) -> Items:
     """The columnar form of rows (file, start, length, envelope, codec, crc32)."""
     table = np.asarray(rows, np.int64).reshape(-1, 6)
     f, s, n, e, c, crc = (np.ascontiguousarray(table[:, k]) for k in range(6))

@@ -120,8 +120,15 @@ class Builder:
             raise _too_large(length) from error
         return len(self._items) // 6 - 1
 
-    def items(self, places: Ints, envelope: Ints, codec: Ints, codecs: Sequence[str],
-              member: Mapping[int, str], kept: npt.NDArray[np.bool_]) -> Ints:  # fmt: skip
+    def items(
+        self,
+        places: Ints,
+        envelope: Ints,
+        codec: Ints,
+        codecs: Sequence[str],
+        member: Mapping[int, str],
+        kept: npt.NDArray[np.bool_],
+    ) -> Ints:
         """Adds an item per row that is kept; gives their indices, -1 for the other rows.
 
         places: int64 [n, 3], file, start, length. envelope, codec: int64 [n], the latter into ``codecs``.
@@ -212,9 +219,16 @@ class Builder:
         chunks = Chunks(first, lo[order], shape[order], item, None if view is None else view[order])
         files = tuple(StoredFile(p, self._sizes[i]) for p, i in self._files.items())
         return Manifest(
-            format, root, tuple(self.tensors), chunks, self._item_columns(), files,
-            tuple(self.blobs), dict(origin), tuple(self.findings),
-        )  # fmt: skip
+            format,
+            root,
+            tuple(self.tensors),
+            chunks,
+            self._item_columns(),
+            files,
+            tuple(self.blobs),
+            dict(origin),
+            tuple(self.findings),
+        )
 
     def _boxes(self, rank: int) -> tuple[Ints, Ints]:
         n = len(self._owner)

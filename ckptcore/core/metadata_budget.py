@@ -53,8 +53,9 @@ class Meter:
                 f"cannot read {what}: metadata would take more than its budget of {show_size(self.limit)} "
                 f"(got {show_size(got)} so far)",
                 hint=f"is it what you expect? Try {VARIABLE}={_larger(got)} if it is",
-                budget=self.limit, needed=got,
-            )  # fmt: skip
+                budget=self.limit,
+                needed=got,
+            )
 
 
 def meter() -> Meter:

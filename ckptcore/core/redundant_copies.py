@@ -53,8 +53,9 @@ def with_copies(manifest: Manifest, wholes: Mapping[str, Whole], sizes: Mapping[
     )
 
 
-def _rows(own: Chunks, tensors: Sequence[TensorSpec], copied: Sequence[int], items: int
-          ) -> tuple[Ints, Ints, Ints]:  # fmt: skip
+def _rows(
+    own: Chunks, tensors: Sequence[TensorSpec], copied: Sequence[int], items: int
+) -> tuple[Ints, Ints, Ints]:
     """(row, item, view) of the copies. row: the chunk that is copied; item: of its whole tensor."""
     rank = own.lo.shape[1]
     item = np.full(len(tensors), -1, np.int64)

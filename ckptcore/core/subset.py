@@ -13,10 +13,11 @@ from ckptcore.core.manifest import Chunks, Derived, Ints, Manifest, TensorSpec
 def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None = None) -> Manifest:
     """The manifest of some tensors, in the given order, under new names; items stay shared."""
     tensors = tuple(
-        manifest.tensors[t] if names is None
+        manifest.tensors[t]
+        if names is None
         else TensorSpec(names[i], manifest.tensors[t].dtype, manifest.tensors[t].shape)
         for i, t in enumerate(rows)
-    )  # fmt: skip
+    )
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}  # told of all tensors, in their order
     kept = replace(
         manifest,
@@ -36,8 +37,9 @@ def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None 
     return kept.deriving(nodes, specs, _chunks(manifest.inputs.chunks, used))
 
 
-def derive(manifest: Manifest, made: Mapping[str, tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]]
-           ) -> Manifest:  # fmt: skip
+def derive(
+    manifest: Manifest, made: Mapping[str, tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]]
+) -> Manifest:
     """The manifest with tensors computed from others, which are then no tensors of it any more.
 
     made: name of the tensor whose place the computed one takes -> (its spec, function, names of its

@@ -94,8 +94,9 @@ class Paths(Mapping[str, Path]):
         form = manifest.origin.get("paths")
         # A manifest whose tensors were regrouped is no longer the one that was told of.
         if not form or (len(form["tensors"]), len(form["objects"])) != (
-            len(manifest.tensors), len(manifest.blobs),
-        ):  # fmt: skip
+            len(manifest.tensors),
+            len(manifest.blobs),
+        ):
             return found
         cuts = [tuple(c) for c in form["cuts"]]
         known = sorted(

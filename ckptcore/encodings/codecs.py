@@ -27,8 +27,9 @@ def decode_small(codec: str, data: bytes, max_bytes: int, what: str) -> bytes:
     return b"".join(_decoded(codec, io.BytesIO(data), max_bytes, what))
 
 
-def decode_to_file(codec: str, store: Readable, path: str, start: int, length: int, max_bytes: int,
-                   folder: str | None) -> tuple[BinaryIO, int]:  # fmt: skip
+def decode_to_file(
+    codec: str, store: Readable, path: str, start: int, length: int, max_bytes: int, folder: str | None
+) -> tuple[BinaryIO, int]:
     """The plain bytes in an unlinked temporary file below ``folder``, and their number."""
     out = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  the caller closes it
     total = 0

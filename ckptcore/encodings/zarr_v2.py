@@ -140,13 +140,17 @@ def parse(raw: bytes, what: str) -> Array:
             raise UnreadablePart(
                 f"{what}: chunks pass through {field} {_named(form[field])}",
                 hint="rewrite the array uncompressed with zarr or tensorstore; Megatron-Core writes it so",
-                shape=shape, dtype=shown(form.get("dtype"), 40),
-            )  # fmt: skip
+                shape=shape,
+                dtype=shown(form.get("dtype"), 40),
+            )
     found = _dtype(form.get("dtype"))
     if found is None:
-        raise UnreadablePart(f"{what}: elements of dtype {shown(form.get('dtype'))}",
-                             hint=f"known: {', '.join(BY_ZARR)}", shape=shape,
-                             dtype=shown(form.get("dtype"), 40))  # fmt: skip
+        raise UnreadablePart(
+            f"{what}: elements of dtype {shown(form.get('dtype'))}",
+            hint=f"known: {', '.join(BY_ZARR)}",
+            shape=shape,
+            dtype=shown(form.get("dtype"), 40),
+        )
     dtype, swapped = found
     return Array(dtype, shape, tuple(max(c, 1) for c in chunks), order, separator, swapped)
 
@@ -155,9 +159,15 @@ def dump(dtype: DType, shape: tuple[int, ...], chunks: tuple[int, ...]) -> bytes
     """The ``.zarray`` of an uncompressed array, as zarr 2.18 spells it."""
     assert dtype.zarr is not None  # the writer has refused others
     form: dict[str, Any] = {
-        "chunks": list(chunks), "compressor": None, "dtype": dtype.zarr, "fill_value": None,
-        "filters": None, "order": "C", "shape": list(shape), "zarr_format": 2,
-    }  # fmt: skip
+        "chunks": list(chunks),
+        "compressor": None,
+        "dtype": dtype.zarr,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(shape),
+        "zarr_format": 2,
+    }
     return json.dumps(form, indent=4, sort_keys=True, ensure_ascii=True).encode()
 
 

@@ -73,8 +73,10 @@ class Lane:
                 torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(3)
             )
         except RuntimeError as error:
-            raise BudgetTooSmall(f"{device} has no room for 3 tiles of {nbytes} bytes: {_first_line(error)}",
-                                 hint="a smaller --memory or fewer --workers") from error  # fmt: skip
+            raise BudgetTooSmall(
+                f"{device} has no room for 3 tiles of {nbytes} bytes: {_first_line(error)}",
+                hint="a smaller --memory or fewer --workers",
+            ) from error
         self._stream = torch.cuda.Stream(device) if device != "cpu" else None
         self._copied = torch.cuda.Event() if device != "cpu" else None
         self._sums: DeviceSums | None = None
@@ -119,15 +121,24 @@ class Lane:
                     self._sums = DeviceSums(self._torch, self.device)
                 return self._sums.box_sum(dtype, shape, box, elements)
         except self._torch.OutOfMemoryError as error:
-            raise BudgetTooSmall(f"{self.device} has no room for sums: {_first_line(error)}",
-                                 hint="a smaller --memory or fewer --workers") from error  # fmt: skip
+            raise BudgetTooSmall(
+                f"{self.device} has no room for sums: {_first_line(error)}",
+                hint="a smaller --memory or fewer --workers",
+            ) from error
 
     def values(self, tile: DeviceTile, dtype: str) -> Any:
         """The tile as a torch tensor of its dtype, on the device."""
         return tile.bits.reshape(-1).view(self._torch.uint8).view(getattr(self._torch, dtype))
 
-    def place(self, target: Any, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...],
-              dtype: str, flags: int) -> None:  # fmt: skip
+    def place(
+        self,
+        target: Any,
+        buffer: Bytes,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: str,
+        flags: int,
+    ) -> None:
         """Scatters a range that was read: the elements at ``strides`` of it go to ``target``.
 
         The buffer may be overwritten when this returns.
@@ -164,8 +175,9 @@ def lane_on(device: str, nbytes: int) -> Lane | None:
     return None if device == "cpu" else Lane(device, nbytes)
 
 
-def sum_held(lane: Lane | None, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes,
-             room: Bytes) -> Sum:  # fmt: skip
+def sum_held(
+    lane: Lane | None, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes, room: Bytes
+) -> Sum:
     """`ckptcore.fingerprints.sums.box_sum` of elements on the host: through a lane, where that is worth the way."""
     if lane is not None and len(elements) >= _WORTH:
         return lane.sum_held(dtype, shape, box, elements)
@@ -183,8 +195,9 @@ class DeviceTile:
     def __getitem__(self, index: Any) -> DeviceTile:
         return DeviceTile(self._lane, self.bits[index])
 
-    def place(self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str,
-              flags: int) -> None:  # fmt: skip
+    def place(
+        self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, flags: int
+    ) -> None:
         """See `Lane.place`."""
         self._lane.place(self.bits, buffer, shape, strides, dtype, flags)
 

@@ -43,10 +43,22 @@ _MIN_TILE = 64 << 10
 _MAX_TILE = 256 << 20
 
 
-def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, plan_digest: str, source: Store,
-                  files: Store, receipts: Store, settings: Settings, unchanged: Unchanged,
-                  items: int, scratch: str | None = None, progress: Progress | None = None,
-                  total: int = 0, part: Part | None = None) -> tuple[Receipt, ...]:  # fmt: skip
+def execute_files(
+    load: Callable[[int], FilePlan],
+    indices: Sequence[int],
+    *,
+    plan_digest: str,
+    source: Store,
+    files: Store,
+    receipts: Store,
+    settings: Settings,
+    unchanged: Unchanged,
+    items: int,
+    scratch: str | None = None,
+    progress: Progress | None = None,
+    total: int = 0,
+    part: Part | None = None,
+) -> tuple[Receipt, ...]:
     """Writes the output files ``indices`` of a plan into ``files``; gives their receipts in order.
 
     load: gives the plan of a file by index. receipts: where finished files are recorded.
@@ -100,8 +112,13 @@ def execute_files(load: Callable[[int], FilePlan], indices: Sequence[int], *, pl
         if receipt.pending:  # what other files had to be waited for is proven now
             more = sum(map(records.verified, receipt.pending))
             bits = receipt.proven if part is None else proven(load(index), records)
-            done[index] = replace(receipt, verified=receipt.verified + more, pending=(),
-                                  unverified=receipt.unverified - more, proven=bits)  # fmt: skip
+            done[index] = replace(
+                receipt,
+                verified=receipt.verified + more,
+                pending=(),
+                unverified=receipt.unverified - more,
+                proven=bits,
+            )
             write_receipt(receipts, plan_digest, done[index])
     return tuple(done[i] for i in indices)
 
@@ -140,12 +157,7 @@ class _Run:
         dry: bool,
     ) -> None:
         self._part, self._dry = part, dry
-        self._settings, self._source, self._files, self._receipts = (
-            settings,
-            source,
-            files,
-            receipts,
-        )
+        self._settings, self._source, self._files, self._receipts = (settings, source, files, receipts)
         self._plan_digest, self._scratch, self._unchanged = plan_digest, scratch, unchanged
         self._records = records
         self._tile = tile_bytes(settings)

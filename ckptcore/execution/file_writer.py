@@ -44,8 +44,15 @@ _KEEP = 1 << 20  # bytes: chunks above this are resolved once and remembered whi
 class FileWork:
     """The state of one file while it is written."""
 
-    def __init__(self, plan: FilePlan, source: Store, files: Store, settings: Settings,
-                 records: Records, scratch: str | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        plan: FilePlan,
+        source: Store,
+        files: Store,
+        settings: Settings,
+        records: Records,
+        scratch: str | None,
+    ) -> None:
         self.plan = plan
         self._source, self._settings, self._scratch = source, settings, scratch
         self._records = records
@@ -127,17 +134,23 @@ class FileWork:
         numbers = self.plan.number.tolist()
         verified = sum(map(self._records.verified, numbers))
         return Receipt(
-            self.plan.index, self.plan.path, self.plan.nbytes,
+            self.plan.index,
+            self.plan.path,
+            self.plan.nbytes,
             self._digest.hexdigest() if self._digest is not None else None,
-            round(time.perf_counter() - self._began, 6), verified, len(numbers) - verified,
+            round(time.perf_counter() - self._began, 6),
+            verified,
+            len(numbers) - verified,
             pending=tuple(filter(self._records.pending, numbers)),
             sums=pack(self._sums) if self._sums is not None else None,
-        )  # fmt: skip
+        )
 
     def told(self, receipt: Receipt) -> str:
         """What was written, for people."""
-        return (f"wrote {receipt.path}: {receipt.nbytes} bytes, {len(self.plan.tensors)} tensors, "
-                f"{receipt.seconds:.2f} s, BLAKE3 {receipt.digest}")  # fmt: skip
+        return (
+            f"wrote {receipt.path}: {receipt.nbytes} bytes, {len(self.plan.tensors)} tensors, "
+            f"{receipt.seconds:.2f} s, BLAKE3 {receipt.digest}"
+        )
 
     def abort(self) -> None:
         """Drops the file."""
@@ -179,8 +192,9 @@ class FileWork:
                     payload.close()
         return True
 
-    def _tensor(self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes,
-                lane: Lane | None) -> None:  # fmt: skip
+    def _tensor(
+        self, part: TensorPart, target: Bytes, scratch: Bytes, cast: Bytes, lane: Lane | None
+    ) -> None:
         tensor = self.plan.tensors[part.tensor]
         changes, summed = tensor.dtype != tensor.source_dtype, False
         if part.tensor in self.plan.derived:
@@ -261,8 +275,9 @@ class FileWork:
             for row, chunk, common in compared:
                 self._compare(row, part, chunk, common, sub_tile(tile, common, part.box), scratch)
 
-    def _fill(self, part: TensorPart, tile: npt.NDArray[Any] | Placed, scratch: Bytes
-              ) -> list[tuple[int, Box, Box]]:  # fmt: skip
+    def _fill(
+        self, part: TensorPart, tile: npt.NDArray[Any] | Placed, scratch: Bytes
+    ) -> list[tuple[int, Box, Box]]:
         """Reads a part into its tile; gives the reads that are copies, to be compared."""
         compared: list[tuple[int, Box, Box]] = []
         into = Interleaver(tile, part.box, self._specs[part.tensor].source_dtype, scratch)
@@ -289,8 +304,9 @@ class FileWork:
             if not kept:
                 payload.close()
 
-    def _compare(self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any],
-                 scratch: Bytes) -> None:  # fmt: skip
+    def _compare(
+        self, row: int, part: TensorPart, chunk: Box, common: Box, tile: npt.NDArray[Any], scratch: Bytes
+    ) -> None:
         """Reads a copy in halves of the scratch buffer and holds it against the tile."""
         tensor = self._specs[part.tensor]
         half = len(scratch) // 2

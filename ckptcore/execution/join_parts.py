@@ -41,8 +41,9 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     parts = _parts(plan, plan_digest, receipts)
     path = joint_name(plan.path)
     if files.size(path) != plan.nbytes:
-        raise OutputMismatch(f"{path} has {files.size(path)} bytes, {plan.nbytes} were planned",
-                             hint="write its parts again")  # fmt: skip
+        raise OutputMismatch(
+            f"{path} has {files.size(path)} bytes, {plan.nbytes} were planned", hint="write its parts again"
+        )
     # Before it is read: a worker that was given up for lost may still write its part.
     writer = files.joint(path, plan.nbytes, alone=True)
     assert writer is not None  # its parts were written so
@@ -57,9 +58,15 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     writer.name(plan.path)
     verified = _verified(parts)
     found = Receipt(
-        plan.index, plan.path, plan.nbytes, digest, round(sum(p.seconds for p in parts), 6),
-        verified, len(plan.number) - verified, sums=_sums(parts),
-    )  # fmt: skip
+        plan.index,
+        plan.path,
+        plan.nbytes,
+        digest,
+        round(sum(p.seconds for p in parts), 6),
+        verified,
+        len(plan.number) - verified,
+        sums=_sums(parts),
+    )
     found = replace(found, stamp=seen_as(files, found))
     write_receipt(receipts, plan_digest, found)
     for part in parts:
@@ -88,8 +95,10 @@ def _tiling(plan: FilePlan, known: dict[int, list[Receipt]]) -> list[Receipt]:
     while at < plan.nbytes:
         here = known.get(at)
         if not here:
-            raise UsageError(f"no part of {plan.path} that begins at byte {at} has been written",
-                             hint="write every part, then join them")  # fmt: skip
+            raise UsageError(
+                f"no part of {plan.path} that begins at byte {at} has been written",
+                hint="write every part, then join them",
+            )
         part = max(here, key=lambda p: p.nbytes)
         if part.pending:
             told = f"bytes {at} to {at + part.nbytes} of {plan.path} were written"
@@ -138,8 +147,7 @@ def _digest(files: Store, path: str, parts: Sequence[Receipt], patches: dict[int
         if own.hexdigest() != part.digest:
             told = f"bytes {part.begin} to {end} of {path} have BLAKE3 {own.hexdigest()}"
             raise OutputMismatch(
-                f"{told}, {part.digest} was written",
-                hint="run the command again: the part is written anew",
+                f"{told}, {part.digest} was written", hint="run the command again: the part is written anew"
             )
     return whole.hexdigest()
 

@@ -21,8 +21,16 @@ class PartWork(FileWork):
     """The state of one part while it is written. Checksums that stand in the file are filled in when its
     parts are joined."""
 
-    def __init__(self, plan: FilePlan, source: Store, files: Store, settings: Settings,
-                 records: Records, scratch: str | None, part: Part) -> None:  # fmt: skip
+    def __init__(
+        self,
+        plan: FilePlan,
+        source: Store,
+        files: Store,
+        settings: Settings,
+        records: Records,
+        scratch: str | None,
+        part: Part,
+    ) -> None:
         self._part = part
         # What lies in the shared file is proven by digests, also where nobody wants that of the whole.
         super().__init__(plan, source, files, replace(settings, digest=True), records, scratch)
@@ -30,8 +38,10 @@ class PartWork(FileWork):
     def _open(self, files: Store) -> Joint:
         found = files.joint(joint_name(self.plan.path), self.plan.nbytes)
         if found is None:
-            raise UsageError(f"{files.url} does not let several processes write {self.plan.path}",
-                             hint="write the file as a whole")  # fmt: skip
+            raise UsageError(
+                f"{files.url} does not let several processes write {self.plan.path}",
+                hint="write the file as a whole",
+            )
         return found
 
     def _patch_all(self, job: Job, buffer: Bytes) -> None:
@@ -43,14 +53,21 @@ class PartWork(FileWork):
         if found is None:
             return None
         crcs = [(tensor, *piece) for tensor, runs in self._slots.items() for piece in runs]
-        return replace(found, begin=self._part.begin, nbytes=self._part.nbytes, crcs=tuple(sorted(crcs)),
-                       proven=proven(self.plan, self._records))  # fmt: skip
+        return replace(
+            found,
+            begin=self._part.begin,
+            nbytes=self._part.nbytes,
+            crcs=tuple(sorted(crcs)),
+            proven=proven(self.plan, self._records),
+        )
 
     def told(self, receipt: Receipt) -> str:
         """Which part of the file was written, for people."""
         part = self._part
-        return (f"wrote part {part.number} of {part.of} of {receipt.path}: bytes {part.begin} to {part.end} "
-                f"of {self.plan.nbytes}, {receipt.seconds:.2f} s, BLAKE3 {receipt.digest}")  # fmt: skip
+        return (
+            f"wrote part {part.number} of {part.of} of {receipt.path}: bytes {part.begin} to {part.end} "
+            f"of {self.plan.nbytes}, {receipt.seconds:.2f} s, BLAKE3 {receipt.digest}"
+        )
 
 
 def proven(plan: FilePlan, records: Records) -> str:

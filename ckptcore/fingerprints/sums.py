@@ -104,8 +104,9 @@ def checkpoint_fingerprint(tensors: Iterable[Fingerprinted]) -> str:
     return _digest("checkpoint", rows)
 
 
-def map_digest(renamed: Iterable[tuple[str, str]], dropped: Iterable[str],
-               ties: Iterable[tuple[str, str]]) -> str:  # fmt: skip
+def map_digest(
+    renamed: Iterable[tuple[str, str]], dropped: Iterable[str], ties: Iterable[tuple[str, str]]
+) -> str:
     """What was done to names on the way from a source to what a fingerprint is of, hex.
 
     renamed: (old, new). dropped: tensors that do not go on. ties: (dropped, kept).

@@ -7,13 +7,7 @@ from functools import cache
 
 from ckptcore.core.manifest import Manifest, StoredFile
 from ckptcore.core.metadata_budget import metered, passing
-from ckptcore.errors import (
-    AmbiguousModel,
-    SourceUnreadable,
-    UnknownFormat,
-    UnsupportedFormat,
-    finding,
-)
+from ckptcore.errors import AmbiguousModel, SourceUnreadable, UnknownFormat, UnsupportedFormat, finding
 from ckptcore.formats.accelerate import format as accelerate
 from ckptcore.formats.base import (
     Abilities,
@@ -70,10 +64,24 @@ FORMATS: tuple[Format, ...] = (
 )
 
 __all__ = [
-    "FORMATS", "KNOWN", "Abilities", "Arrangement", "Evidence", "FileLayout", "Format",
-    "KnownFormat", "Literal", "Slot", "Source", "by_name", "detect", "located", "open_source",
-    "read_manifest", "registry",
-]  # fmt: skip
+    "FORMATS",
+    "KNOWN",
+    "Abilities",
+    "Arrangement",
+    "Evidence",
+    "FileLayout",
+    "Format",
+    "KnownFormat",
+    "Literal",
+    "Slot",
+    "Source",
+    "by_name",
+    "detect",
+    "located",
+    "open_source",
+    "read_manifest",
+    "registry",
+]
 
 
 @cache
@@ -126,9 +134,8 @@ def detect(source: Source) -> tuple[Format, Evidence]:
         because = known.detect(source)
         if because:
             raise UnsupportedFormat(
-                f"{_shown(source)} is {known.title}: {'; '.join(because)}", hint=known.hint,
-                format=known.name,
-            )  # fmt: skip
+                f"{_shown(source)} is {known.title}: {'; '.join(because)}", hint=known.hint, format=known.name
+            )
     found = _recognised(source)
     if len(found) > 1:
         told = "; ".join(f"{f.name} ({', '.join(e.because)})" for f, e in found)

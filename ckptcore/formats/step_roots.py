@@ -65,8 +65,11 @@ def _megatron(source: Source) -> tuple[str, str] | None:
     size = source.listing[TRACKER]
     text = source.store.read(TRACKER, 0, size).decode("ascii", "replace").strip() if size <= 64 else ""
     if text != "release" and not (text.isdecimal() and text.isascii()):
-        raise MalformedCheckpoint(f"{TRACKER} holds {text[:40]!r}, no iteration", file=TRACKER,
-                                  hint="name the folder of one iteration")  # fmt: skip
+        raise MalformedCheckpoint(
+            f"{TRACKER} holds {text[:40]!r}, no iteration",
+            file=TRACKER,
+            hint="name the folder of one iteration",
+        )
     steps = _steps(source)
     wanted = text if text == "release" else next((s for s in steps if _number(s) == int(text)), None)
     if wanted in steps and (source.recover or finished(source.below(wanted))):
@@ -112,15 +115,21 @@ def _nemo(source: Source) -> tuple[str, str] | None:
 
 def _verl(source: Source) -> tuple[str, str] | None:
     """verl: ``global_step_N/actor/dist_ckpt`` (verl/utils/checkpoint/megatron_checkpoint_manager.py)."""
-    found = sorted({p.removesuffix("/metadata.json") for p in source.listing
-                    if re.match(r"^(?:[^/]+/)?dist_ckpt/metadata\.json$", p)})  # fmt: skip
+    found = sorted(
+        {
+            p.removesuffix("/metadata.json")
+            for p in source.listing
+            if re.match(r"^(?:[^/]+/)?dist_ckpt/metadata\.json$", p)
+        }
+    )
     if not found or "metadata.json" in source.listing:
         return None
     if len(found) > 1:
         raise AmbiguousModel(
             f"{source.store.url} holds more than one model: {', '.join(found)}",
-            hint=f"name one: {source.store.url}/{found[0]}", candidates=found,
-        )  # fmt: skip
+            hint=f"name one: {source.store.url}/{found[0]}",
+            candidates=found,
+        )
     return found[0], f"found {found[0]}"
 
 

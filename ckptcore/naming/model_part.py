@@ -26,15 +26,7 @@ from ckptcore.errors import AmbiguousModel
 from ckptcore.naming.rename import LEADING_WRAPPERS, WRAPPERS, strip_wrappers
 
 _STATE = re.compile(r"^(?:(?P<root>.*?)\.)?state\.(?P<fqn>.+)\.(?P<key>[A-Za-z0-9_]+)$")
-_MOMENTS = {
-    "exp_avg",
-    "exp_avg_sq",
-    "momentum_buffer",
-    "max_exp_avg_sq",
-    "step",
-    "sum",
-    "square_avg",
-}
+_MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "step", "sum", "square_avg"}
 # Containers beside a top-level model that are the trainer's own (torchtitan, OLMo, Lightning, Megatron's
 # ``rng_state/shard_...``).
 _TRAINER = re.compile(
@@ -127,8 +119,7 @@ def _named(names: Sequence[str], prefix: str) -> ModelPart:
     if not count:
         tops = sorted({n.split(".")[0] for n in names})
         raise AmbiguousModel(
-            f"no tensor's name starts with {root}",
-            hint=f"the top-level parts are: {', '.join(tops[:12])}",
+            f"no tensor's name starts with {root}", hint=f"the top-level parts are: {', '.join(tops[:12])}"
         )
     states = _optimizer(names)
     beside = _beside(root, names, set(states)) if root == "" else ()
@@ -170,10 +161,13 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
             if at < 0:
                 break
     roots = [
-        (root, count) for root, count in votes.items()
-        if not any(root == r + "." or root.startswith(f"{r}.state") or (r == "" and root.startswith("state."))
-                   for r in states)
-    ]  # fmt: skip
+        (root, count)
+        for root, count in votes.items()
+        if not any(
+            root == r + "." or root.startswith(f"{r}.state") or (r == "" and root.startswith("state."))
+            for r in states
+        )
+    ]
     best = max((c for _, c in roots), default=0)
     full = [(r, c) for r, c in roots if c == best]
     # "model." and "model._orig_mod." are one place: what lies between them is only wrappers.
@@ -185,8 +179,9 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
         told = ", ".join(f"{r or 'top level'} ({c} parameters)" for r, c in sorted(full))
         raise AmbiguousModel(
             f"the optimizer's parameters are found in more than one part: {told}",
-            hint=f"name one: --model-prefix {min(r for r, _ in full)}", candidates=[r for r, _ in full],
-        )  # fmt: skip
+            hint=f"name one: --model-prefix {min(r for r, _ in full)}",
+            candidates=[r for r, _ in full],
+        )
     root = full[0][0]
     optimizer = ", ".join(sorted(r or "the top level" for r in states))
     place = f"under {root}" if root else "at the top level"

@@ -44,10 +44,17 @@ class Mapped:
     twins: Manifest | None = None
 
 
-def remap(manifest: Manifest, *, include: Sequence[str] = (), exclude: Sequence[str] = (),
-          prefix: str | None = None, also: Callable[[str], str | None] | None = None,
-          unwrap: bool = False, rename: Sequence[tuple[str, str]] = (),
-          tie: Sequence[tuple[str, str]] = ()) -> Mapped:  # fmt: skip
+def remap(
+    manifest: Manifest,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    prefix: str | None = None,
+    also: Callable[[str], str | None] | None = None,
+    unwrap: bool = False,
+    rename: Sequence[tuple[str, str]] = (),
+    tie: Sequence[tuple[str, str]] = (),
+) -> Mapped:
     """Applies the rules in order: globs, model prefix, wrappers, renames, ties.
 
     prefix: keep only names below it, and take it off; None keeps all. also: called with what is
@@ -136,9 +143,15 @@ def apply_renames(name: str, rules: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def _new_name(fqn: str, include: Sequence[str], exclude: Sequence[str], prefix: str | None,
-              also: Callable[[str], str | None] | None, unwrap: bool,
-              rename: Sequence[tuple[str, str]]) -> tuple[str, str]:  # fmt: skip
+def _new_name(
+    fqn: str,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    prefix: str | None,
+    also: Callable[[str], str | None] | None,
+    unwrap: bool,
+    rename: Sequence[tuple[str, str]],
+) -> tuple[str, str]:
     rule = _glob_rule(fqn, include, exclude)
     if rule:
         return fqn, rule
@@ -167,5 +180,6 @@ def _used_globs(names: Sequence[str], include: Sequence[str], exclude: Sequence[
     for option, globs in (("--include", include), ("--exclude", exclude)):
         for glob in globs:
             if not any(fnmatchcase(n, glob) for n in names):
-                raise UsageError(f"{option} {glob} matches nothing",
-                                 hint="`ckptcore inspect SRC` lists the names")  # fmt: skip
+                raise UsageError(
+                    f"{option} {glob} matches nothing", hint="`ckptcore inspect SRC` lists the names"
+                )

@@ -153,8 +153,9 @@ class _Looking:
         else:
             self._add(path, name, found.name, evidence.because, {name: seen})
 
-    def _add(self, path: str, name: str, form: str, because: tuple[str, ...],
-             files: Mapping[str, Seen]) -> None:  # fmt: skip
+    def _add(
+        self, path: str, name: str, form: str, because: tuple[str, ...], files: Mapping[str, Seen]
+    ) -> None:
         step, run = step_and_run(self.root, path)
         self.found.append(Candidate(self.root, path, name, step, run, form, because, files))
 

@@ -57,11 +57,18 @@ class Target:
 
     def fill(self, place: Place) -> str:
         """The destination of one checkpoint; raises `UsageError` when it has no step and one is needed."""
-        given: dict[str, Any] = {"root": place.root.rstrip("/"), "run": place.run, "step": place.step,
-                                 "name": _stem(place.name), "path": place.path}  # fmt: skip
+        given: dict[str, Any] = {
+            "root": place.root.rstrip("/"),
+            "run": place.run,
+            "step": place.step,
+            "name": _stem(place.name),
+            "path": place.path,
+        }
         if place.step is None and "step" in _fields(self.destination):
-            raise UsageError(f"no name in {place.path} tells a step, and the destination needs one",
-                             hint="use {name} or {path} in the template")  # fmt: skip
+            raise UsageError(
+                f"no name in {place.path} tells a step, and the destination needs one",
+                hint="use {name} or {path} in the template",
+            )
         return _normal(self.destination.format_map(given))
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,8 +84,10 @@ def target_of(form: Mapping[str, Any]) -> Target:
     options = {k: v for k, v in form.items() if k != "destination"}
     unknown = sorted(set(options) - _OF_REQUEST)
     if unknown:
-        raise UsageError(f"a target has no field {', '.join(unknown)}",
-                         hint=f"destination, {', '.join(sorted(_OF_REQUEST))}")  # fmt: skip
+        raise UsageError(
+            f"a target has no field {', '.join(unknown)}",
+            hint=f"destination, {', '.join(sorted(_OF_REQUEST))}",
+        )
     _require_types(options)
     target = Target(_checked(str(form.get("destination") or DESTINATION)), options)
     try:
@@ -100,8 +109,10 @@ def _require_types(options: Mapping[str, Any]) -> None:
             TypeAdapter(types[name]).validate_json(json.dumps(value), strict=True)
         except (ValidationError, TypeError, ValueError) as error:
             why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            raise UsageError(f"the target cannot be used: {name} cannot be {quoted(value)}: {why}",
-                             hint=f"{name} is of the type {types[name]}") from error  # fmt: skip
+            raise UsageError(
+                f"the target cannot be used: {name} cannot be {quoted(value)}: {why}",
+                hint=f"{name} is of the type {types[name]}",
+            ) from error
 
 
 def options_digest(request: Request) -> str:
@@ -138,14 +149,20 @@ def _checked(template: str) -> str:
         if name is None:
             continue
         if name not in FIELDS or conversion:
-            raise UsageError(f"the destination {template!r} has a field {{{name}}}",
-                             hint=f"fields are {', '.join('{' + f + '}' for f in FIELDS)}")  # fmt: skip
+            raise UsageError(
+                f"the destination {template!r} has a field {{{name}}}",
+                hint=f"fields are {', '.join('{' + f + '}' for f in FIELDS)}",
+            )
         if spec and not (name == "step" and re.fullmatch(r"0?\d{1,2}d?", spec)):
-            raise UsageError(f"the destination {template!r} formats {{{name}}} as {spec!r}",
-                             hint="only {step:08d} and the like")  # fmt: skip
+            raise UsageError(
+                f"the destination {template!r} formats {{{name}}} as {spec!r}",
+                hint="only {step:08d} and the like",
+            )
     if not any(name in _DISTINGUISH for name in _fields(template)):
-        raise UsageError(f"the destination {template!r} is the same for every checkpoint",
-                         hint="use {step}, {name} or {path}")  # fmt: skip
+        raise UsageError(
+            f"the destination {template!r} is the same for every checkpoint",
+            hint="use {step}, {name} or {path}",
+        )
     return template
 
 

@@ -33,9 +33,7 @@ from ckptcore.store.listing import newest, stamp_of
 
 SETTLE_S = 120.0
 # What is wrong with the checkpoint itself; anything else is wrong with the way to it.
-_ITS_OWN = (
-    DamagedCheckpoint, NotComplete, UnknownFormat, UnsupportedFormat, UnsafeContent, UnsupportedDtype,
-)  # fmt: skip
+_ITS_OWN = (DamagedCheckpoint, NotComplete, UnknownFormat, UnsupportedFormat, UnsafeContent, UnsupportedDtype)
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,16 @@ class Look:
     manifest: Manifest | None = None
 
 
-def look(uri: str, files: Mapping[str, File], before: SightingRow | None, now: datetime, *,
-         settle_s: float = SETTLE_S, recover: bool = False, again: bool = False) -> Look:  # fmt: skip
+def look(
+    uri: str,
+    files: Mapping[str, File],
+    before: SightingRow | None,
+    now: datetime,
+    *,
+    settle_s: float = SETTLE_S,
+    recover: bool = False,
+    again: bool = False,
+) -> Look:
     """What is at a place now.
 
     files: what a survey found there. before: what was seen there last. settle_s: seconds in which nothing
@@ -68,8 +74,15 @@ def look(uri: str, files: Mapping[str, File], before: SightingRow | None, now: d
     changed = _changed_at(files, own, before, now)
     if before is not None and _remembered(before, stamp) and not (again and before.state == Seen.BROKEN):
         told = before.findings[0].message if before.findings else ""
-        return Look(Seen(before.state), stamp, changed, told, before.findings, before.source_digest,
-                    before.manifest_digest)  # fmt: skip
+        return Look(
+            Seen(before.state),
+            stamp,
+            changed,
+            told,
+            before.findings,
+            before.source_digest,
+            before.manifest_digest,
+        )
     quiet = now - changed
     if quiet < timedelta(seconds=settle_s):
         told = (

@@ -67,9 +67,14 @@ class Rebuilt:
 
 
 def rebuild(
-    catalog: Catalog, roots: Sequence[str], *, made: Sequence[str] = (), digests: bool = False,
-    take: Settings | None = None, told: Told = lambda line: None,
-) -> Rebuilt:  # fmt: skip
+    catalog: Catalog,
+    roots: Sequence[str],
+    *,
+    made: Sequence[str] = (),
+    digests: bool = False,
+    take: Settings | None = None,
+    told: Told = lambda line: None,
+) -> Rebuilt:
     """Records what lies at or below `roots` and `made`: folders to look through, or checkpoints.
 
     made: those that hold what was made here. digests: read every byte, so that each file that is there is
@@ -94,8 +99,14 @@ def rebuild(
             left_out.append((uri, error.code, error.message))
             told(f"left out  {uri}: {error.message}")
             continue
-        known = facts(manifest, uri, {path: digest for path, _, digest in files}, prints=prints,
-                      verified="cover" if report.ok else None, published=files)  # fmt: skip
+        known = facts(
+            manifest,
+            uri,
+            {path: digest for path, _, digest in files},
+            prints=prints,
+            verified="cover" if report.ok else None,
+            published=files,
+        )
         public = catalog.record_validation(known, report.findings, level="cover", kind=kind)
         found[public] = uri, manifest.format
         told(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
@@ -105,10 +116,15 @@ def rebuild(
         if kinds[uri] is Kind.DERIVED and origins[public] is None:
             origins[public] = _of_equal_numbers(catalog, began, public)
     recorded = [
-        Recorded(public, uri, form, catalog.show(public, tensors=False).checkpoint.state,  # type: ignore[union-attr]
-                 origins[public])
+        Recorded(
+            public,
+            uri,
+            form,
+            catalog.show(public, tensors=False).checkpoint.state,  # type: ignore[union-attr]
+            origins[public],
+        )
         for public, (uri, form) in found.items()
-    ]  # fmt: skip
+    ]
     return Rebuilt(tuple(recorded), tuple(left_out))
 
 
@@ -164,8 +180,7 @@ def _adopted(catalog: Catalog, began: datetime, public: str, uri: str) -> str | 
         return None
     source, digest, version = told
     with catalog.writing() as conn:
-        return adopt(conn, began, public, source_uri=source, source_digest=digest,
-                     tool_version=version)  # fmt: skip
+        return adopt(conn, began, public, source_uri=source, source_digest=digest, tool_version=version)
 
 
 def _of_equal_numbers(catalog: Catalog, began: datetime, public: str) -> str | None:

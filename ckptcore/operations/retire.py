@@ -111,13 +111,26 @@ class Retirement:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
-        return {"deleted": self.done, "counts": self.counts, "bytes": self.nbytes, "left": list(self.left),
-                "checkpoints": [i.as_dict() for i in self.items]}  # fmt: skip
+        return {
+            "deleted": self.done,
+            "counts": self.counts,
+            "bytes": self.nbytes,
+            "left": list(self.left),
+            "checkpoints": [i.as_dict() for i in self.items],
+        }
 
 
-def retire(catalog: Catalog, policy: Policy, scope: str | None = None, *, yes: bool = False,
-           allowed: Allowed | None = None, take: Settings | None = None, means: Settings | None = None,
-           told: Callable[[Retired], None] | None = None) -> Retirement:  # fmt: skip
+def retire(
+    catalog: Catalog,
+    policy: Policy,
+    scope: str | None = None,
+    *,
+    yes: bool = False,
+    allowed: Allowed | None = None,
+    take: Settings | None = None,
+    means: Settings | None = None,
+    told: Callable[[Retired], None] | None = None,
+) -> Retirement:
     """Deletes sources as the policy says. scope: a watched root or a run by name, or None for all roots.
 
     yes: delete; otherwise nothing is changed. take: take fingerprints anew, with these means. means: those
@@ -133,8 +146,14 @@ def retire(catalog: Catalog, policy: Policy, scope: str | None = None, *, yes: b
     return Retirement(tuple(items), yes, left)
 
 
-def plan(catalog: Catalog, policy: Policy, scope: str | None = None, *, allowed: Allowed | None = None,
-         take: Settings | None = None) -> Iterable[Retired]:  # fmt: skip
+def plan(
+    catalog: Catalog,
+    policy: Policy,
+    scope: str | None = None,
+    *,
+    allowed: Allowed | None = None,
+    take: Settings | None = None,
+) -> Iterable[Retired]:
     """What the policy says of each source, and whether something stands for those that it lets go."""
     now = datetime.now(UTC)
     with catalog.reading() as conn:
@@ -182,8 +201,10 @@ def _in_scope(conn: Any, scope: str | None) -> list[CheckpointRow]:
         for row in tending.sources(conn, root.uri, None if named or scope is None else scope):
             found[row.id] = row
     if scope is not None and not named and not found:
-        raise UsageError(f"there is no watched root or run {scope} with checkpoints below a watched root",
-                         hint="only what lies below a watched root is ever deleted")  # fmt: skip
+        raise UsageError(
+            f"there is no watched root or run {scope} with checkpoints below a watched root",
+            hint="only what lies below a watched root is ever deleted",
+        )
     return list(found.values())
 
 

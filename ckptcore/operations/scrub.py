@@ -36,10 +36,15 @@ class Looked:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
-        return {"checkpoint": self.checkpoint.id, "uri": self.checkpoint.uri,
-                "proof": self.proven.proof.value, "why": self.proven.message, "bytes": self.proven.nbytes,
-                "unproven": list(self.proven.unproven),
-                "findings": [f.as_dict() for f in self.proven.findings]}  # fmt: skip
+        return {
+            "checkpoint": self.checkpoint.id,
+            "uri": self.checkpoint.uri,
+            "proof": self.proven.proof.value,
+            "why": self.proven.message,
+            "bytes": self.proven.nbytes,
+            "unproven": list(self.proven.unproven),
+            "findings": [f.as_dict() for f in self.proven.findings],
+        }
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,22 @@ class Scrubbed:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
-        return {"known": self.known, "due": self.due, "counts": self.counts,
-                "checkpoints": [each.as_dict() for each in self.looked]}  # fmt: skip
+        return {
+            "known": self.known,
+            "due": self.due,
+            "counts": self.counts,
+            "checkpoints": [each.as_dict() for each in self.looked],
+        }
 
 
-def scrub(catalog: Catalog, share: float = SHARE, budget_s: float = BUDGET_S, *,
-          told: Callable[[Looked], None] | None = None,
-          clock: Callable[[], float] = time.monotonic) -> Scrubbed:  # fmt: skip
+def scrub(
+    catalog: Catalog,
+    share: float = SHARE,
+    budget_s: float = BUDGET_S,
+    *,
+    told: Callable[[Looked], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Scrubbed:
     """Looks at a share of what the catalog says exists, and records what it finds.
 
     share: of the checkpoints, above 0 and up to 1. budget_s: seconds; a look under way then is given up, but

@@ -74,9 +74,15 @@ class Item:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
-        return {"root": self.root, "source": self.source, "step": self.step, "standing": self.standing.value,
-                "why": self.why, "destination": self.destination,
-                "findings": [f.as_dict() for f in self.findings]}  # fmt: skip
+        return {
+            "root": self.root,
+            "source": self.source,
+            "step": self.step,
+            "standing": self.standing.value,
+            "why": self.why,
+            "destination": self.destination,
+            "findings": [f.as_dict() for f in self.findings],
+        }
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,17 @@ Convert = Callable[[Request], Any]
 Told = Callable[[Item], None]
 
 
-def sweep(catalog: Catalog, convert: Convert, names: Sequence[str] = (), *, dry_run: bool = False,
-          settle_s: float = SETTLE_S, again: bool = False, who: str | None = None,
-          told: Told | None = None) -> Swept:  # fmt: skip
+def sweep(
+    catalog: Catalog,
+    convert: Convert,
+    names: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    settle_s: float = SETTLE_S,
+    again: bool = False,
+    who: str | None = None,
+    told: Told | None = None,
+) -> Swept:
     """Looks through the watched roots, and converts what is ready.
 
     convert: makes one request; a CkptError is told and stops nothing else. names: of roots, also paused ones;
@@ -158,8 +172,9 @@ def note_swept(catalog: Catalog, root: Root, items: Sequence[Item]) -> None:
             roots.swept(conn, datetime.now(UTC), root.name, note)
 
 
-def look_through(catalog: Catalog, root: Root, *, dry_run: bool = False, settle_s: float = SETTLE_S,
-                 again: bool = False) -> tuple[Item, ...]:  # fmt: skip
+def look_through(
+    catalog: Catalog, root: Root, *, dry_run: bool = False, settle_s: float = SETTLE_S, again: bool = False
+) -> tuple[Item, ...]:
     """How every checkpoint below a root stands; what was seen is noted, unless this is a dry run."""
     now = datetime.now(UTC)
     try:
@@ -210,17 +225,35 @@ def _planned(target: Target, candidate: Candidate) -> tuple[Request | None, str]
         return None, error.message
 
 
-def _item(catalog: Catalog, root: Root, candidate: Candidate, request: Request | None, why: str,
-          before: dict[str, SightingRow], now: datetime, dry_run: bool, settle_s: float,
-          again: bool) -> Item:  # fmt: skip
+def _item(
+    catalog: Catalog,
+    root: Root,
+    candidate: Candidate,
+    request: Request | None,
+    why: str,
+    before: dict[str, SightingRow],
+    now: datetime,
+    dry_run: bool,
+    settle_s: float,
+    again: bool,
+) -> Item:
     uri = normal_uri(candidate.uri)
     recover = request is not None and request.recover
-    seen = look(uri, candidate.files, before.get(uri), now, settle_s=settle_s, recover=recover,
-                again=again)  # fmt: skip
+    seen = look(uri, candidate.files, before.get(uri), now, settle_s=settle_s, recover=recover, again=again)
     if not dry_run:
         _note(catalog, root, uri, candidate, seen, now)
-    item = Item(root.name, uri, candidate.step, Standing.READY, "", request.destination if request else "",
-                seen.findings, request, seen.source_digest or "", seen.manifest_digest or "")  # fmt: skip
+    item = Item(
+        root.name,
+        uri,
+        candidate.step,
+        Standing.READY,
+        "",
+        request.destination if request else "",
+        seen.findings,
+        request,
+        seen.source_digest or "",
+        seen.manifest_digest or "",
+    )
     if seen.state is not Seen.WHOLE:
         return replace(item, standing=Standing(seen.state.value), why=seen.message)
     if request is None:
@@ -240,9 +273,12 @@ def _towards(catalog: Catalog, item: Item, request: Request, now: datetime, agai
             return replace(item, standing=Standing.FAILED, why=told)
         return item
     if _outdated(catalog, item) and not request.overwrite:
-        return replace(item, standing=Standing.OUTDATED,
-                       why=f"{request.destination} was made from what lay here before; remove it, or set "
-                           '"overwrite": true in the target')  # fmt: skip
+        return replace(
+            item,
+            standing=Standing.OUTDATED,
+            why=f"{request.destination} was made from what lay here before; remove it, or set "
+            '"overwrite": true in the target',
+        )
     if not _outdated(catalog, item) and made_from(
         catalog, request.destination, item.source, item.manifest_digest
     ):
@@ -270,10 +306,18 @@ def _due(claim: ClaimRow) -> datetime:
 def _note(catalog: Catalog, root: Root, uri: str, candidate: Candidate, seen: Look, now: datetime) -> None:
     with catalog.writing() as conn:
         sightings.note(
-            conn, now, uri, root=root.uri, step=candidate.step, state=seen.state, stamp=seen.stamp,
-            changed_at=seen.changed_at, source_digest=seen.source_digest, findings=seen.findings,
+            conn,
+            now,
+            uri,
+            root=root.uri,
+            step=candidate.step,
+            state=seen.state,
+            stamp=seen.stamp,
+            changed_at=seen.changed_at,
+            source_digest=seen.source_digest,
+            findings=seen.findings,
             manifest_digest=seen.manifest_digest,
-        )  # fmt: skip
+        )
     if seen.manifest is not None and seen.state is Seen.BROKEN:
         # Beside what conversions found, where people look for damaged checkpoints.
         catalog.record_validation(facts(seen.manifest, uri), seen.findings, level="cover")

@@ -10,13 +10,7 @@ from ckptcore.checking.check import Report
 from ckptcore.checking.verdicts import UNREADABLE_CODES, called
 from ckptcore.conversion.pipeline import inspect, validate
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import (
-    CkptError,
-    DamagedCheckpoint,
-    NotComplete,
-    SourceUnreadable,
-    UnknownFormat,
-)
+from ckptcore.errors import CkptError, DamagedCheckpoint, NotComplete, SourceUnreadable, UnknownFormat
 from ckptcore.store import open_store
 
 # Seconds between looks. Savers that copy in the background, and object stores, lag by minutes.

@@ -56,8 +56,7 @@ class Composed:
     ranks: Balance | None = None
 
 
-def compose(request: Request, manifest: Manifest,
-            each: Callable[[FilePlan], None] | None = None) -> Composed:  # fmt: skip
+def compose(request: Request, manifest: Manifest, each: Callable[[FilePlan], None] | None = None) -> Composed:
     """The plan of a request.
 
     each: called with every file's plan as it is made.
@@ -76,8 +75,10 @@ def compose(request: Request, manifest: Manifest,
     warnings = [f for f in report.findings if f.severity == "warning"]
     export = request.verb == "export"
     if request.verb == "reshard" and not writer.shards:
-        raise UsageError(f"{writer.name} is not written for the ranks of a mesh",
-                         hint=f"one of: {', '.join(f.name for f in FORMATS if f.shards)}")  # fmt: skip
+        raise UsageError(
+            f"{writer.name} is not written for the ranks of a mesh",
+            hint=f"one of: {', '.join(f.name for f in FORMATS if f.shards)}",
+        )
     if request.serialization not in writer.serializations:
         able = ", ".join(f.name for f in FORMATS if request.serialization in f.serializations)
         read = ", ".join(writer.serializations)
@@ -86,8 +87,10 @@ def compose(request: Request, manifest: Manifest,
             hint=f"leave it out, or write {able}",
         )
     if export and writer.place is not None:
-        raise UsageError(f"an export holds the model only, which is no {writer.name} checkpoint",
-                         hint="consolidate writes it; export writes safetensors or torch_save")  # fmt: skip
+        raise UsageError(
+            f"an export holds the model only, which is no {writer.name} checkpoint",
+            hint="consolidate writes it; export writes safetensors or torch_save",
+        )
     config = read_config(request.config) if request.config else None
     model = find_model(manifest, request.model_prefix) if export else None
     reshard = request.verb == "reshard"
@@ -101,8 +104,16 @@ def compose(request: Request, manifest: Manifest,
     carried = set(objects)
     mapped, objects, paths, moved = nest(writer, manifest, mapped, objects)
     casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
-    target = Target(request.format, request.single, request.max_file_size, casts, objects, request.mesh,
-                    request.sharding, request.serialization)  # fmt: skip
+    target = Target(
+        request.format,
+        request.single,
+        request.max_file_size,
+        casts,
+        objects,
+        request.mesh,
+        request.sharding,
+        request.serialization,
+    )
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
     topology = None
@@ -118,12 +129,22 @@ def compose(request: Request, manifest: Manifest,
             warnings += unused_rules(mapped.manifest, request.sharding, request.model_prefix)
     extra = _extra(request, mapped, target, config, manifest)
     plan, files = make_plan(
-        mapped.manifest, target, writer, twins=mapped.twins, ties=mapped.ties, renamed=mapped.renamed,
-        dropped=[(d.fqn, d.rule) for d in mapped.dropped] + _dropped_objects(request, free, carried)
+        mapped.manifest,
+        target,
+        writer,
+        twins=mapped.twins,
+        ties=mapped.ties,
+        renamed=mapped.renamed,
+        dropped=[(d.fqn, d.rule) for d in mapped.dropped]
+        + _dropped_objects(request, free, carried)
         + list(bound),
         extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
-        source=manifest, paths=paths, topology=topology, each=each, order=_order(manifest, mapped),
-    )  # fmt: skip
+        source=manifest,
+        paths=paths,
+        topology=topology,
+        each=each,
+        order=_order(manifest, mapped),
+    )
     plan = replace(plan, map_digest=_map_digest(manifest, mapped))
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     ranks = None if topology is None else balance(topology, mapped.manifest.tensors)
@@ -153,11 +174,14 @@ def _selected(request: Request, manifest: Manifest) -> Callable[[str], bool]:
     return selected
 
 
-def _names(request: Request, manifest: Manifest, model: ModelPart | None,
-           config: ConfigFolder | None) -> tuple[Mapped, list[Finding]]:  # fmt: skip
+def _names(
+    request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
+) -> tuple[Mapped, list[Finding]]:
     options: dict[str, Any] = {
-        "include": request.include, "exclude": request.exclude, "rename": request.rename,
-    }  # fmt: skip
+        "include": request.include,
+        "exclude": request.exclude,
+        "rename": request.rename,
+    }
     if model is not None:
         options |= {"prefix": model.prefix, "also": model.foreign, "unwrap": True}
     mapped = remap(manifest, **options, tie=request.tie)
@@ -189,8 +213,10 @@ def _dtypes(request: Request, manifest: Manifest) -> dict[str, str]:
             continue
         if not dtypes.get(spec.dtype).is_float or not wanted.is_float:
             if hit[0]:
-                raise UsageError(f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {wanted.name}; "
-                                 "only floating-point dtypes are cast")  # fmt: skip
+                raise UsageError(
+                    f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {wanted.name}; "
+                    "only floating-point dtypes are cast"
+                )
             continue
         found[spec.fqn] = wanted.name
     return found
@@ -242,8 +268,9 @@ def _beside(config: ConfigFolder, floats: set[str], mapped: Mapped) -> dict[str,
     return config.files(one, plain=bool(mapped.manifest.derived))
 
 
-def _extra(request: Request, mapped: Mapped, target: Target, config: ConfigFolder | None,
-           manifest: Manifest) -> dict[str, bytes]:  # fmt: skip
+def _extra(
+    request: Request, mapped: Mapped, target: Target, config: ConfigFolder | None, manifest: Manifest
+) -> dict[str, bytes]:
     if request.verb != "export" or request.single is not None:
         return {}
     written = {target.dtypes.get(t.fqn, t.dtype) for t in mapped.manifest.tensors}

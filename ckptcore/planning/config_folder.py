@@ -146,9 +146,11 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
     if parts:
         raise NameMismatch(
             f"the checkpoint does not fit {answer['class']}: {'; '.join(parts)}",
-            missing=answer["missing"], unexpected=answer["unexpected"],
-            shapes=[n for n, _, _ in answer["shapes"]], broken=answer["broken"],
-        )  # fmt: skip
+            missing=answer["missing"],
+            unexpected=answer["unexpected"],
+            shapes=[n for n, _, _ in answer["shapes"]],
+            broken=answer["broken"],
+        )
     warnings = []
     if answer["fused"]:
         message = f"{_few(answer['fused'])}: the live model's form of what files on the hub hold in pieces"
@@ -161,9 +163,7 @@ def model_card(request: Request, mapped: Mapped, manifest: Manifest, *, has_conf
     from ckptcore import __version__
 
     count, tensors = sum(t.numel for t in mapped.manifest.tensors), len(mapped.manifest.tensors)
-    opening = [
-        "---", "library_name: transformers", "---", "",
-    ] if has_config else []  # fmt: skip
+    opening = ["---", "library_name: transformers", "---", ""] if has_config else []
     lines = [
         *opening,
         f"# {split_url(request.destination)[1]}",

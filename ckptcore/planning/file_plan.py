@@ -115,19 +115,34 @@ class FilePlan:
         r, i = self.reads, self.items
         told, arrays = self.held.parts()
         head = {
-            "index": self.index, "path": self.path, "nbytes": self.nbytes, "commit": self.commit,
-            "source": self.source, "tensors": told, "files": [[f.path, f.size] for f in self.files],
-            "codecs": list(i.codecs), "member": [[k, v] for k, v in sorted(i.member.items())],
-        }  # fmt: skip
+            "index": self.index,
+            "path": self.path,
+            "nbytes": self.nbytes,
+            "commit": self.commit,
+            "source": self.source,
+            "tensors": told,
+            "files": [[f.path, f.size] for f in self.files],
+            "codecs": list(i.codecs),
+            "member": [[k, v] for k, v in sorted(i.member.items())],
+        }
         if self.derived:
             head["derived"] = dump_derived(self.derived)
             head["inputs"] = [[t.name, t.dtype, list(t.shape)] for t in self.inputs]
         arrays |= self.known.parts()
         arrays |= {
-            "first": r.first, "lo": r.lo, "shape": r.shape, "item": r.item, "op": self.op,
-            "i.file": i.file, "i.start": i.start, "i.length": i.length, "i.envelope": i.envelope,
-            "i.codec": i.codec, "i.crc32": i.crc32, "number": self.number,
-        }  # fmt: skip
+            "first": r.first,
+            "lo": r.lo,
+            "shape": r.shape,
+            "item": r.item,
+            "op": self.op,
+            "i.file": i.file,
+            "i.start": i.start,
+            "i.length": i.length,
+            "i.envelope": i.envelope,
+            "i.codec": i.codec,
+            "i.crc32": i.crc32,
+            "number": self.number,
+        }
         if r.view is not None:
             arrays["view"] = r.view
         return head, arrays
@@ -137,14 +152,30 @@ class FilePlan:
         """The plan of a frame; raises `MalformedCheckpoint`."""
         h, a = frame.load(data)
         return cls(
-            h["index"], h["path"], h["nbytes"], h["commit"], h["source"],
-            Tensors.load(h["tensors"], a), Literals.load(a),
-            Chunks(a["first"], a["lo"], a["shape"], a["item"], a.get("view")), a["op"],
-            Items(a["i.file"], a["i.start"], a["i.length"], a["i.envelope"], a["i.codec"],
-                  a["i.crc32"], tuple(h["codecs"]), dict(h["member"])), a["number"],
-            tuple(StoredFile(p, s) for p, s in h["files"]), load_derived(h.get("derived", [])),
+            h["index"],
+            h["path"],
+            h["nbytes"],
+            h["commit"],
+            h["source"],
+            Tensors.load(h["tensors"], a),
+            Literals.load(a),
+            Chunks(a["first"], a["lo"], a["shape"], a["item"], a.get("view")),
+            a["op"],
+            Items(
+                a["i.file"],
+                a["i.start"],
+                a["i.length"],
+                a["i.envelope"],
+                a["i.codec"],
+                a["i.crc32"],
+                tuple(h["codecs"]),
+                dict(h["member"]),
+            ),
+            a["number"],
+            tuple(StoredFile(p, s) for p, s in h["files"]),
+            load_derived(h.get("derived", [])),
             tuple(whole(*row) for row in h.get("inputs", [])),
-        )  # fmt: skip
+        )
 
 
 def whole(name: str, dtype: str, shape: tuple[int, ...]) -> PlannedTensor:

@@ -50,8 +50,13 @@ def file_plans(
 class _Planner:
     """Plans files of one source. Peak memory: a file's plan, beside what the files have in common."""
 
-    def __init__(self, manifest: Manifest, wanted: Sequence[TensorSpec], twins: Manifest | None,
-                 followers: Mapping[int, Sequence[int]]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        manifest: Manifest,
+        wanted: Sequence[TensorSpec],
+        twins: Manifest | None,
+        followers: Mapping[int, Sequence[int]],
+    ) -> None:
         self._manifest, self._twins, self._followers = manifest, twins, followers
         self._copies = copies_in(manifest)
         self._copied_inputs = None if manifest.inputs is None else copies_in(manifest.inputs)
@@ -89,12 +94,25 @@ class _Planner:
         files, items = subset_files(manifest.files, items)
         inputs = tuple(whole(x.fqn, x.dtype, x.shape) for x in specs)
         return FilePlan(
-            index, layout.path, layout.nbytes, layout.commit, manifest.root, held, self._literals(layout),
-            Chunks(first, lo, shape, renumbered, view), op, items, number, files, nodes, inputs,
-        )  # fmt: skip
+            index,
+            layout.path,
+            layout.nbytes,
+            layout.commit,
+            manifest.root,
+            held,
+            self._literals(layout),
+            Chunks(first, lo, shape, renumbered, view),
+            op,
+            items,
+            number,
+            files,
+            nodes,
+            inputs,
+        )
 
-    def _tensors(self, layout: FileLayout, tensors: Ints, boxes: Sequence[Box], box: Ints
-                 ) -> tuple[Tensors, Ints]:  # fmt: skip
+    def _tensors(
+        self, layout: FileLayout, tensors: Ints, boxes: Sequence[Box], box: Ints
+    ) -> tuple[Tensors, Ints]:
         """The tensors' columns, and which box each has: ``len(boxes)`` for those that are whole."""
         full = self._full[tensors]
         offset = np.zeros((len(boxes) + 1, self._rank), np.int64)
@@ -105,9 +123,16 @@ class _Planner:
         if self._names[0] != layout.tensors:
             self._names = layout.tensors, tuple([self._fqns[t] for t in layout.tensors])
         held = Tensors(
-            self._names[1], self._dtypes, self._dtype[tensors], self._source_dtype[tensors],
-            self._start(layout), self._ranks[tensors], offset[box], shape, full,
-        )  # fmt: skip
+            self._names[1],
+            self._dtypes,
+            self._dtype[tensors],
+            self._source_dtype[tensors],
+            self._start(layout),
+            self._ranks[tensors],
+            offset[box],
+            shape,
+            full,
+        )
         return held, np.where((shape == full).all(axis=1), len(boxes), box)
 
     def _start(self, layout: FileLayout) -> Ints:
@@ -122,8 +147,9 @@ class _Planner:
             self._known = layout.literals, Literals.of(layout.literals)
         return self._known[1]
 
-    def _reads(self, tensors: Ints, boxes: Sequence[Box | None], box: Ints
-               ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:  # fmt: skip
+    def _reads(
+        self, tensors: Ints, boxes: Sequence[Box | None], box: Ints
+    ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:
         """Chunk columns (lo, shape, item, view), the first row of each tensor, and what each row is for.
 
         A chunk named twice in the metadata is read once.
@@ -135,8 +161,9 @@ class _Planner:
             return self._with_twins(tensors, [boxes[n] for n in box.tolist()], each, self._twins)
         return gather_rows(self._manifest.chunks, [rows], None, []), _first(counts), op
 
-    def _with_twins(self, tensors: Ints, boxes: Sequence[Box | None], rows: list[Ints], twins: Manifest
-                    ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:  # fmt: skip
+    def _with_twins(
+        self, tensors: Ints, boxes: Sequence[Box | None], rows: list[Ints], twins: Manifest
+    ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:
         """As `_reads`, with the chunks of each tensor's twins behind its own."""
         twin_rows: list[Ints] = []
         ops: list[npt.NDArray[np.int8]] = []

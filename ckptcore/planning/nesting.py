@@ -103,8 +103,9 @@ def _moved(source: Manifest, mapped: Mapped, names: Sequence[str], moved: Mappin
         mapped,
         manifest=select(mapped.manifest, range(len(names)), names),
         renamed=tuple((old, name) for old, name in zip(rows, names, strict=True) if old != name),
-        ties=ties, twins=twins,
-    )  # fmt: skip
+        ties=ties,
+        twins=twins,
+    )
 
 
 def _trees(objects: Objects, moved: Mapping[str, str]) -> Objects:
@@ -125,6 +126,7 @@ def _require_distinct(names: Sequence[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise NameMismatch(f"two parts of the output would both be called {name}",
-                               hint="leave one out with --exclude")  # fmt: skip
+            raise NameMismatch(
+                f"two parts of the output would both be called {name}", hint="leave one out with --exclude"
+            )
         seen.add(name)

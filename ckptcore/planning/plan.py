@@ -134,13 +134,22 @@ def make_plan(
     """
     stored = (manifest.chunks, *([manifest.inputs.chunks] if manifest.inputs is not None else []))
     if any(bool((chunks.item < 0).any()) for chunks in stored):
-        raise DamagedCheckpoint("a chunk of the manifest has no place in any file",
-                                findings=manifest.findings)  # fmt: skip
+        raise DamagedCheckpoint(
+            "a chunk of the manifest has no place in any file", findings=manifest.findings
+        )
     wanted = [TensorSpec(t.fqn, target.dtypes.get(t.fqn, t.dtype), t.shape) for t in manifest.tensors]
     assert writer.arrange is not None  # the caller asked for a format that writes
     arrange = writer.arrange
-    request = Arrangement(wanted, target.objects, paths or {}, target.single, target.max_file_bytes, topology,
-                          target.serialization, order)  # fmt: skip
+    request = Arrangement(
+        wanted,
+        target.objects,
+        paths or {},
+        target.single,
+        target.max_file_bytes,
+        topology,
+        target.serialization,
+        order,
+    )
     followers = followers_of(manifest, twins, ties)
     plans = FilePlans(lambda: file_plans(arrange(request), manifest, wanted, twins, followers))
     rows: list[PlannedFile] = []
@@ -156,12 +165,21 @@ def make_plan(
     origin = (source or manifest).digest
     whole.update(frame.canonical_json([origin, target.format, target.single, list(map(list, extra))]))
     plan = Plan(
-        manifest.root, origin, target, tuple(rows), tuple(renamed), cast, tuple(dropped),
-        tuple((a, b) for a, b in ties), sum(r.reads for r in rows), sum(r.nbytes for r in rows),
-        whole.hexdigest(), tuple(extra),
+        manifest.root,
+        origin,
+        target,
+        tuple(rows),
+        tuple(renamed),
+        cast,
+        tuple(dropped),
+        tuple((a, b) for a, b in ties),
+        sum(r.reads for r in rows),
+        sum(r.nbytes for r in rows),
+        whole.hexdigest(),
+        tuple(extra),
         tuple((manifest.tensors[t].fqn, told_of(manifest, t)) for t in sorted(manifest.derived)),
         len(manifest.items),
-    )  # fmt: skip
+    )
     return plan, plans
 
 

@@ -75,9 +75,14 @@ class Tensors:
         told = zip(self.names, *(c.tolist() for c in columns), strict=True)
         for name, dtype, source, start, rank, offset, shape, full in told:
             yield PlannedTensor(
-                name, self.dtypes[dtype], tuple(shape[:rank]), start, self.dtypes[source],
-                tuple(offset[:rank]), tuple(full[:rank]),
-            )  # fmt: skip
+                name,
+                self.dtypes[dtype],
+                tuple(shape[:rank]),
+                start,
+                self.dtypes[source],
+                tuple(offset[:rank]),
+                tuple(full[:rank]),
+            )
 
     def told(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, whole shape) of each tensor."""
@@ -88,9 +93,14 @@ class Tensors:
     def parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Head and arrays of a frame that holds these columns."""
         arrays: dict[str, Array] = {
-            "dtype": self.dtype, "source": self.source_dtype, "start": self.start, "rank": self.rank,
-            "offset": self.offset, "shape": self.shape, "full": self.full,
-        }  # fmt: skip
+            "dtype": self.dtype,
+            "source": self.source_dtype,
+            "start": self.start,
+            "rank": self.rank,
+            "offset": self.offset,
+            "shape": self.shape,
+            "full": self.full,
+        }
         return {"names": list(self.names), "dtypes": list(self.dtypes)}, _under(_TENSORS, arrays)
 
     @classmethod
@@ -136,9 +146,12 @@ class Literals:
         """Arrays of a frame that holds these columns."""
         data = self.texts[0] if len(self.texts) == 1 else b"".join(self.texts)
         arrays: dict[str, Array] = {
-            "data": np.frombuffer(data, np.uint8), "start": self.start, "text": self.text,
-            "length": np.array([len(t) for t in self.texts], np.int64), "patches": self.patches,
-        }  # fmt: skip
+            "data": np.frombuffer(data, np.uint8),
+            "start": self.start,
+            "text": self.text,
+            "length": np.array([len(t) for t in self.texts], np.int64),
+            "patches": self.patches,
+        }
         return _under(_LITERALS, arrays)
 
     @classmethod

@@ -73,8 +73,9 @@ class Overlaps:
         return self._kind[tensor]
 
 
-def derived_in(tensors: Sequence[int], manifest: Manifest
-               ) -> tuple[dict[int, Derived], list[TensorSpec], list[Ints]]:  # fmt: skip
+def derived_in(
+    tensors: Sequence[int], manifest: Manifest
+) -> tuple[dict[int, Derived], list[TensorSpec], list[Ints]]:
     """A file's derived tensors by position, what they are computed from, and the chunks of that."""
     if not manifest.derived or manifest.inputs is None:
         return {}, [], []
@@ -105,8 +106,12 @@ def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
 def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> tuple[Any, ...]:
     """The columns (lo, shape, item, view), with rows of other chunks of the same source behind them."""
     picked = np.concatenate(spans)
-    more = (chunks.lo[picked], chunks.shape[picked], chunks.item[picked],
-            None if chunks.view is None else chunks.view[picked])  # fmt: skip
+    more = (
+        chunks.lo[picked],
+        chunks.shape[picked],
+        chunks.item[picked],
+        None if chunks.view is None else chunks.view[picked],
+    )
     return tuple(None if a is None else np.concatenate([a, b]) for a, b in zip(columns, more, strict=True))
 
 
@@ -140,18 +145,30 @@ def subset(items: Items, used: Ints) -> tuple[Items, Ints, Ints]:
         else {}
     )
     picked = Items(
-        items.file[kept], items.start[kept], items.length[kept], items.envelope[kept],
-        items.codec[kept], items.crc32[kept], items.codecs, member,
-    )  # fmt: skip
+        items.file[kept],
+        items.start[kept],
+        items.length[kept],
+        items.envelope[kept],
+        items.codec[kept],
+        items.crc32[kept],
+        items.codecs,
+        member,
+    )
     return picked, renumbered.reshape(-1).astype(np.int64), kept.astype(np.int64)
 
 
 def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[StoredFile, ...], Items]:
     kept, renumbered = np.unique(items.file, return_inverse=True)
     moved = Items(
-        renumbered.reshape(-1).astype(np.int64), items.start, items.length, items.envelope, items.codec,
-        items.crc32, items.codecs, items.member,
-    )  # fmt: skip
+        renumbered.reshape(-1).astype(np.int64),
+        items.start,
+        items.length,
+        items.envelope,
+        items.codec,
+        items.crc32,
+        items.codecs,
+        items.member,
+    )
     return tuple(files[i] for i in kept.tolist()), moved
 
 

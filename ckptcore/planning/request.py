@@ -80,15 +80,19 @@ class Request:
         if self.mesh:
             parse_mesh(self.mesh)  # a mesh that is none is told before a source is read
         elif self.sharding is not None:
-            raise UsageError("--sharding is for the ranks of a mesh, and there is none",
-                             hint="as in --mesh fsdp=4,tp=2")  # fmt: skip
+            raise UsageError(
+                "--sharding is for the ranks of a mesh, and there is none", hint="as in --mesh fsdp=4,tp=2"
+            )
         if self.serialization not in SERIALIZATIONS:
-            raise UsageError(f"--serialization {self.serialization} is not known",
-                             hint=f"one of: {', '.join(SERIALIZATIONS)}")  # fmt: skip
+            raise UsageError(
+                f"--serialization {self.serialization} is not known",
+                hint=f"one of: {', '.join(SERIALIZATIONS)}",
+            )
         suffix = _suffix(self.destination)
         if self.verb == "reshard" and suffix and self.format not in SUFFIX_FOLDERS.get(suffix, ()):
-            raise UsageError(f"the ranks of a mesh do not write one file, {self.destination}",
-                             hint="name a folder")  # fmt: skip
+            raise UsageError(
+                f"the ranks of a mesh do not write one file, {self.destination}", hint="name a folder"
+            )
         if self.to and suffix and self.to not in SUFFIX_FORMATS[suffix]:
             raise UsageError(
                 f"--to {self.to} does not fit the destination {self.destination}",

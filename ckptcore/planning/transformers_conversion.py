@@ -94,8 +94,9 @@ class _Comparison:
         for name in sorted(n for n in lacking if not may_lack(n)):
             bad.setdefault(self._group_of.get(name, name), f"{name} gets no value")
         for name, got, right in sorted(info.mismatched_keys, key=lambda m: str(m[0])):
-            bad.setdefault(self._group_of.get(name, name),
-                           f"{name} would be {list(got)} (config says {list(right)})")  # fmt: skip
+            bad.setdefault(
+                self._group_of.get(name, name), f"{name} would be {list(got)} (config says {list(right)})"
+            )
         for group, reason in info.conversion_errors.items():
             bad[group] = _last_line(reason)
         for group, names in self._given.items():
@@ -202,10 +203,13 @@ def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, 
     return Outcome(
         missing=sorted(n for n in lacking if not may_lack(n)),
         unexpected=[n for k, ns in stored.items() for n in (ns[1:] if k in wanted else ns) if not skipped(k)],
-        shapes=[(ns[0], found[ns[0]], wanted[k]) for k, ns in stored.items()
-                if k in wanted and found[ns[0]] != wanted[k]],
+        shapes=[
+            (ns[0], found[ns[0]], wanted[k])
+            for k, ns in stored.items()
+            if k in wanted and found[ns[0]] != wanted[k]
+        ],
         ties=[(stored[a][0], stored[b][0]) for a, b in ties if a in stored and b in stored],
-    )  # fmt: skip
+    )
 
 
 def _ties(model: Any, wanted: Mapping[str, Shape]) -> list[tuple[str, str]]:

@@ -37,8 +37,16 @@ class BoxReader:
     it was read; otherwise chunks are kept until `close`. copies: whether copies are compared.
     """
 
-    def __init__(self, manifest: Manifest, row: int, store: Store, records: Records, *,
-                 once: bool = True, copies: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self,
+        manifest: Manifest,
+        row: int,
+        store: Store,
+        records: Records,
+        *,
+        once: bool = True,
+        copies: bool = True,
+    ) -> None:
         self._manifest, self._row, self._store, self._records = manifest, row, store, records
         self._spec = manifest.tensors[row]
         self._node: Derived | None = manifest.derived.get(row)
@@ -78,9 +86,9 @@ class BoxReader:
         into.flush()
         if held != want.numel:
             message = f"{self._spec.fqn}: {want.numel - held} of {want.numel} elements are in no file"
-            raise DamagedCheckpoint(message, findings=(
-                finding("hole", "cover", message, fqn=self._spec.fqn),
-            ))  # fmt: skip
+            raise DamagedCheckpoint(
+                message, findings=(finding("hole", "cover", message, fqn=self._spec.fqn),)
+            )
         for row, chunk, common in copies:
             self._compare(row, chunk, common, sub_tile(tile, common, want), scratch)
 

@@ -20,8 +20,9 @@ from ckptcore.core.manifest import Derived
 from ckptcore.errors import DeviceUnavailable
 
 
-def cast_into(tile: npt.NDArray[Any], dtype: str, target: npt.NDArray[np.uint8], target_dtype: str,
-              device: str) -> None:  # fmt: skip
+def cast_into(
+    tile: npt.NDArray[Any], dtype: str, target: npt.NDArray[np.uint8], target_dtype: str, device: str
+) -> None:
     """Casts a row-major tile of ``dtype`` (as same-width integers) into the bytes ``target``.
 
     Rounds as torch rounds (to nearest, ties to even). Raises `DeviceUnavailable`.
@@ -39,9 +40,15 @@ def cast_into(tile: npt.NDArray[Any], dtype: str, target: npt.NDArray[np.uint8],
         into.copy_(source.to(device).to(into.dtype))
 
 
-def derive_into(node: Derived, box: Box, inputs: Sequence[tuple[npt.NDArray[Any], str]],
-                target: npt.NDArray[np.uint8], target_dtype: str, device: str,
-                spare: npt.NDArray[np.uint8]) -> None:  # fmt: skip
+def derive_into(
+    node: Derived,
+    box: Box,
+    inputs: Sequence[tuple[npt.NDArray[Any], str]],
+    target: npt.NDArray[np.uint8],
+    target_dtype: str,
+    device: str,
+    spare: npt.NDArray[np.uint8],
+) -> None:
     """Computes the elements ``box`` of a derived tensor from its inputs into the bytes ``target``.
 
     inputs: row-major tiles over the boxes that `Function.needs` names, and their dtypes.

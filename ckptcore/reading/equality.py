@@ -33,8 +33,7 @@ def differing(one: Bytes, two: Bytes, itemsize: int) -> tuple[int, int] | None:
     return int(mask.argmax()), int(np.count_nonzero(mask))
 
 
-def mismatch(fqn: str, paths: tuple[str, str], index: tuple[int, ...], count: int, of: int
-             ) -> Finding:  # fmt: skip
+def mismatch(fqn: str, paths: tuple[str, str], index: tuple[int, ...], count: int, of: int) -> Finding:
     """The finding of copies that are not equal.
 
     paths: the files they lie in, the one that is read first. index: of the first element that differs.

@@ -34,8 +34,9 @@ class Placed(Protocol):
 
     def __getitem__(self, index: Any) -> Placed: ...
 
-    def place(self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str,
-              flags: int) -> None: ...  # fmt: skip
+    def place(
+        self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, flags: int
+    ) -> None: ...
 
 
 Tile = TypeVar("Tile", npt.NDArray[Any], Placed)
@@ -86,8 +87,15 @@ def beside(lo: Ints, first: int, last: int, rank: int) -> int:
     return 0 if across == 1 else across
 
 
-def gather(payload: Payload, chunk: Box, want: Box, dtype: str, tile: npt.NDArray[Any] | Placed,
-           scratch: Bytes, seen: Seen | None) -> None:  # fmt: skip
+def gather(
+    payload: Payload,
+    chunk: Box,
+    want: Box,
+    dtype: str,
+    tile: npt.NDArray[Any] | Placed,
+    scratch: Bytes,
+    seen: Seen | None,
+) -> None:
     """Copies the elements ``want`` of a chunk into ``tile``, a view of exactly that shape.
 
     chunk, want: boxes of the tensor, want inside chunk. scratch: working memory.
@@ -121,9 +129,17 @@ def _run(inside: Box, shape: tuple[int, ...]) -> tuple[int, bool]:
     return at, True
 
 
-def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...],
-             dtype: str, itemsize: int, tile: npt.NDArray[Any] | Placed, scratch: Bytes,
-             seen: Seen | None) -> None:  # fmt: skip
+def _descend(
+    payload: Payload,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: str,
+    itemsize: int,
+    tile: npt.NDArray[Any] | Placed,
+    scratch: Bytes,
+    seen: Seen | None,
+) -> None:
     found = range_of(
         offset, shape, strides, itemsize, len(scratch), seen is not None and payload.strides is None
     )
@@ -153,8 +169,14 @@ def _descend(payload: Payload, offset: tuple[int, ...], shape: tuple[int, ...], 
         _descend(payload, part_offset, part_shape, strides, dtype, itemsize, tile[index], scratch, seen)
 
 
-def range_of(offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int,
-             room: int, rows: bool) -> tuple[int, int, int] | None:  # fmt: skip
+def range_of(
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    itemsize: int,
+    room: int,
+    rows: bool,
+) -> tuple[int, int, int] | None:
     """(begin, end, first): one read of the elements [begin, end) holds a box, whose first one is ``first``.
 
     None where it would not fit ``room`` bytes, or read much more than the box. rows: whether whole rows of
@@ -183,8 +205,14 @@ def _rows(offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, .
     return lead, lead + shape[dim] * strides[dim]
 
 
-def _assign(tile: npt.NDArray[Any] | Placed, buffer: Bytes, shape: tuple[int, ...],
-            strides: tuple[int, ...], dtype: str, flags: int) -> None:  # fmt: skip
+def _assign(
+    tile: npt.NDArray[Any] | Placed,
+    buffer: Bytes,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: str,
+    flags: int,
+) -> None:
     itemsize = BY_NAME[dtype].itemsize
     if flags & SWAPPED:
         part = itemsize // 2 if BY_NAME[dtype].kind == "c" else itemsize
@@ -209,13 +237,9 @@ def _assign_torch(tile: npt.NDArray[Any], source: npt.NDArray[Any], dtype: str, 
 
     kind = getattr(torch, dtype)
     if not flags & (CONJ | NEG):  # bits only: any type of the width will do
-        kind = {
-            1: torch.uint8,
-            2: torch.int16,
-            4: torch.int32,
-            8: torch.int64,
-            16: torch.complex128,
-        }[BY_NAME[dtype].itemsize]
+        kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[
+            BY_NAME[dtype].itemsize
+        ]
     target, values = _as_torch(torch, tile, kind), _as_torch(torch, source, kind)
     if flags & CONJ:
         values = values.conj()

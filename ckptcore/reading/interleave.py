@@ -84,9 +84,12 @@ class Interleaver:
         self._like, self._count = None, 0
         shape, d = like.shape, self._dim if count > 1 else 0
         source: npt.NDArray[Any] = np.ndarray(
-            (count, *shape), UNITS[self._itemsize], self._scratch.data, like.lead * self._itemsize,
+            (count, *shape),
+            UNITS[self._itemsize],
+            self._scratch.data,
+            like.lead * self._itemsize,
             (_pitch(like), *(s * self._itemsize for s in like.strides)),
-        )  # fmt: skip
+        )
         whole = Box(self._first.offset, (*shape[:d], count * shape[d], *shape[d + 1 :]))
         target = sub_tile(self._tile, whole, self._of)
         steps = target.strides

@@ -61,8 +61,16 @@ class Payload:
             close()
 
 
-def resolve(store: Readable, path: str, item: Item, dtype: str, shape: tuple[int, ...],
-            view: View | None, name: str, scratch: str | None = None) -> Payload:  # fmt: skip
+def resolve(
+    store: Readable,
+    path: str,
+    item: Item,
+    dtype: str,
+    shape: tuple[int, ...],
+    view: View | None,
+    name: str,
+    scratch: str | None = None,
+) -> Payload:
     """The payload of one chunk.
 
     name: the tensor's FQN, for messages. scratch: folder for decoded items, None for the default.
@@ -82,8 +90,16 @@ def resolve(store: Readable, path: str, item: Item, dtype: str, shape: tuple[int
     return found
 
 
-def _resolve(store: Readable, path: str, item: Item, dtype: str, shape: tuple[int, ...],
-             view: View | None, what: str, scratch: str | None) -> Payload:  # fmt: skip
+def _resolve(
+    store: Readable,
+    path: str,
+    item: Item,
+    dtype: str,
+    shape: tuple[int, ...],
+    view: View | None,
+    what: str,
+    scratch: str | None,
+) -> Payload:
     read_into, base, length = _opened(store, path, item, dtype, shape, scratch)
     where: str | None = None if item.codec else path
 
@@ -111,10 +127,13 @@ def _resolve(store: Readable, path: str, item: Item, dtype: str, shape: tuple[in
             tensor = _inside(tensor, view, dtype, shape, what, path)
         elif (tensor.dtype, tensor.shape) != (dtype, shape):
             raise _damaged(
-                "item-mismatch", "bytes",
+                "item-mismatch",
+                "bytes",
                 f"{what}: the metadata says {dtype} {list(shape)}, the file holds "
-                f"{tensor.dtype} {list(tensor.shape)}", what.split(" in ")[0], path,
-            )  # fmt: skip
+                f"{tensor.dtype} {list(tensor.shape)}",
+                what.split(" in ")[0],
+                path,
+            )
         whole = window.whole
         return Payload(
             read_into if whole is None or item.codec else _from_memory(whole, base),
@@ -132,21 +151,29 @@ def _resolve(store: Readable, path: str, item: Item, dtype: str, shape: tuple[in
     raise UnsupportedFormat(f"{what}: items in a {item.envelope.name.lower()} envelope are not read")
 
 
-def _inside(tensor: Resolved, view: View, dtype: str, shape: tuple[int, ...], what: str,
-            path: str) -> Resolved:  # fmt: skip
+def _inside(
+    tensor: Resolved, view: View, dtype: str, shape: tuple[int, ...], what: str, path: str
+) -> Resolved:
     """A chunk that is a view into the elements of an item's tensor, in their row-major order."""
     itemsize = BY_NAME[dtype].itemsize
     held = prod(tensor.shape) * itemsize
     end = view.start + _extent(shape, view.strides, itemsize)
     if tensor.dtype != dtype or tensor.view.strides is not None or end > held:
         raise _damaged(
-            "item-mismatch", "bytes",
+            "item-mismatch",
+            "bytes",
             f"{what}: {dtype} {list(shape)} is to be taken from byte {view.start} of an item, which holds "
-            f"{tensor.dtype} {list(tensor.shape)}", what.split(" in ")[0], path,
-        )  # fmt: skip
+            f"{tensor.dtype} {list(tensor.shape)}",
+            what.split(" in ")[0],
+            path,
+        )
     strides = None if is_row_major(shape, view.strides) else view.strides
-    return replace(tensor, dtype=dtype, shape=shape,
-                   view=View(tensor.view.start + view.start, strides, tensor.view.flags))  # fmt: skip
+    return replace(
+        tensor,
+        dtype=dtype,
+        shape=shape,
+        view=View(tensor.view.start + view.start, strides, tensor.view.flags),
+    )
 
 
 def _from_memory(whole: bytes, base: int) -> ReadInto:
@@ -194,8 +221,9 @@ class _Decoded:
                 self._file.close()
 
 
-def _opened(store: Readable, path: str, item: Item, dtype: str, shape: tuple[int, ...],
-            scratch: str | None) -> tuple[ReadInto, int, int]:  # fmt: skip
+def _opened(
+    store: Readable, path: str, item: Item, dtype: str, shape: tuple[int, ...], scratch: str | None
+) -> tuple[ReadInto, int, int]:
     """(reader, where the item starts for it, the item's plain length)."""
     if not item.codec:
         return (lambda start, into: store.read_into(path, start, into)), item.start, item.length
@@ -207,8 +235,9 @@ def _opened(store: Readable, path: str, item: Item, dtype: str, shape: tuple[int
     return decoded, 0, decoded.length
 
 
-def _member(read: Callable[[int, int], bytes], item: Item, length: int, dtype: str,
-            shape: tuple[int, ...], what: str) -> int:  # fmt: skip
+def _member(
+    read: Callable[[int, int], bytes], item: Item, length: int, dtype: str, shape: tuple[int, ...], what: str
+) -> int:
     """Where a named tensor starts in a safetensors blob that fills the rest of the file."""
     if length < 8:
         raise MalformedCheckpoint(f"{what}: no safetensors blob where the metadata says")
@@ -217,15 +246,19 @@ def _member(read: Callable[[int, int], bytes], item: Item, length: int, dtype: s
         raise MalformedCheckpoint(f"{what}: safetensors header claims {header} bytes of {length}")
     tensors, _ = _headers(read(8, header), length - 8 - header, what)
     if item.member not in tensors:
-        raise _damaged("item-mismatch", "bytes", f"{what}: the file holds no tensor {item.member}",
-                       item.member, what)  # fmt: skip
+        raise _damaged(
+            "item-mismatch", "bytes", f"{what}: the file holds no tensor {item.member}", item.member, what
+        )
     seen_dtype, seen_shape, start, _ = tensors[item.member]
     if (seen_dtype, seen_shape) != (dtype, shape):
         raise _damaged(
-            "item-mismatch", "bytes",
+            "item-mismatch",
+            "bytes",
             f"{what}: the metadata says {dtype} {list(shape)}, the file holds {seen_dtype} "
-            f"{list(seen_shape)}", item.member, None,
-        )  # fmt: skip
+            f"{list(seen_shape)}",
+            item.member,
+            None,
+        )
     return 8 + header + int(start)
 
 
@@ -259,8 +292,9 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: i
 
 
 def _damaged(code: str, level: str, message: str, fqn: str, file: str | None) -> DamagedCheckpoint:
-    return DamagedCheckpoint(message, findings=(finding(code, level, message, fqn=fqn, file=file),),
-                             fqn=fqn, file=file)  # fmt: skip
+    return DamagedCheckpoint(
+        message, findings=(finding(code, level, message, fqn=fqn, file=file),), fqn=fqn, file=file
+    )
 
 
 __all__ = ["Payload", "ReadInto", "resolve"]

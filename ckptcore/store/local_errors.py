@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from ckptcore.errors import (
-    CkptError,
-    DestinationUnwritable,
-    DiskFull,
-    SourceUnreadable,
-    StorageTrouble,
-)
+from ckptcore.errors import CkptError, DestinationUnwritable, DiskFull, SourceUnreadable, StorageTrouble
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -14,13 +14,7 @@ from typing import Any
 import fsspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from ckptcore.errors import (
-    CkptError,
-    DestinationUnwritable,
-    SourceUnreadable,
-    StorageTrouble,
-    UsageError,
-)
+from ckptcore.errors import CkptError, DestinationUnwritable, SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.redaction import redacted_of
 from ckptcore.store import Buffer, Joint, Stamped, Store, Writer
 

@@ -41,6 +41,7 @@ def place_experts(shapes: Mapping[str, tuple[int, ...]], rules: Rules, ep: int) 
         raise UsageError(f"ep={ep}, but no parameter is one of experts", hint="leave ep out of --mesh")
     for name, n in count.items():
         if n % ep:
-            raise UsageError(f"{shown(name)}: {n} experts do not divide by ep={ep}",
-                             hint=f"a size that divides {n}")  # fmt: skip
+            raise UsageError(
+                f"{shown(name)}: {n} experts do not divide by ep={ep}", hint=f"a size that divides {n}"
+            )
     return {name: n * ep // count[group] for name, (group, n) in number.items()}

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 At = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def place(fqn: str, shape: tuple[int, ...], mesh: Mesh, rule: Rule | None, at: At = (),
-          stacked: bool = False) -> Layout:  # fmt: skip
+def place(
+    fqn: str, shape: tuple[int, ...], mesh: Mesh, rule: Rule | None, at: At = (), stacked: bool = False
+) -> Layout:
     """The layout of a parameter.
 
     rule: None for FSDP's default. at: where it is at all; axes named there do not cut it. stacked: whether
@@ -60,8 +61,9 @@ def place(fqn: str, shape: tuple[int, ...], mesh: Mesh, rule: Rule | None, at: A
     return Layout(tuple(placements), tuple(placements.values()), at)
 
 
-def _fsdp_dim(fqn: str, shape: tuple[int, ...], choices: Sequence[int | None], parts: int,
-              pieces: Sequence[int]) -> int | None:  # fmt: skip
+def _fsdp_dim(
+    fqn: str, shape: tuple[int, ...], choices: Sequence[int | None], parts: int, pieces: Sequence[int]
+) -> int | None:
     """The first dim that is not too short for what cuts it already, else the last that there is."""
     dims = [_dim(fqn, shape, "fsdp", c) for c in choices]
     fits = (d for d in dims if d is None or pieces[d] == 1 or shape[d] >= pieces[d] * parts)
@@ -79,6 +81,8 @@ def _dim(fqn: str, shape: tuple[int, ...], axis: str, dim: int | None) -> int | 
     if dim is None:
         return None
     if not -len(shape) <= dim < len(shape):
-        raise UsageError(f"{shown(fqn)} {list(shape)} has no dim {dim}, along which {axis} would cut it",
-                         hint="put a rule for it before, with another dim or replicate")  # fmt: skip
+        raise UsageError(
+            f"{shown(fqn)} {list(shape)} has no dim {dim}, along which {axis} would cut it",
+            hint="put a rule for it before, with another dim or replicate",
+        )
     return dim % len(shape)

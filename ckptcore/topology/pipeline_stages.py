@@ -20,8 +20,9 @@ from ckptcore.utils.text import shown, some
 NUMBER = "{n}"
 
 
-def place_stages(shapes: Mapping[str, tuple[int, ...]], stages: Stages, pp: int
-                 ) -> dict[str, tuple[int, ...] | None]:  # fmt: skip
+def place_stages(
+    shapes: Mapping[str, tuple[int, ...]], stages: Stages, pp: int
+) -> dict[str, tuple[int, ...] | None]:
     """For each parameter, the coordinates on the pp axis that have it; None for stacked layers: pp cuts
     those. What all stages have is left out.
 
@@ -35,14 +36,18 @@ def place_stages(shapes: Mapping[str, tuple[int, ...]], stages: Stages, pp: int
     tied = stages.tied if not any(matches(n, stages.head) for n in shapes) else ()
     count = max([0, *(n + 1 for n in layer.values()), *(shapes[n][0] for n in stacked)])
     if stacked and (stages.split is not None or stages.virtual > 1):
-        raise UsageError(f"{some(sorted(stacked))}: layers in one tensor are cut evenly",
-                         hint="split and virtual are for layers by name")  # fmt: skip
+        raise UsageError(
+            f"{some(sorted(stacked))}: layers in one tensor are cut evenly",
+            hint="split and virtual are for layers by name",
+        )
     at = _stage_of_layer(count, last + 1, stages, pp)
     for name in sorted(stacked):  # torch's chunks would leave the last stages without a layer
         n = shapes[name][0]
         if n % pp:
-            raise UsageError(f"{shown(name)}: {n} layers in one tensor do not divide by pp={pp}",
-                             hint=f"a size that divides {n}")  # fmt: skip
+            raise UsageError(
+                f"{shown(name)}: {n} layers in one tensor do not divide by pp={pp}",
+                hint=f"a size that divides {n}",
+            )
     found: dict[str, tuple[int, ...] | None] = {}
     for name in shapes:
         if matches(name, stages.first):
@@ -58,8 +63,10 @@ def place_stages(shapes: Mapping[str, tuple[int, ...]], stages: Stages, pp: int
         found[name] = tuple(sorted({s % pp for s in where})) or None
     lost = [n for n in shapes if n not in found and not matches(n, stages.every)]
     if lost:
-        raise UsageError(f"no pipeline stage is told for {some(lost)}",
-                         hint="name them in [stages] of --sharding, under first, last or every")  # fmt: skip
+        raise UsageError(
+            f"no pipeline stage is told for {some(lost)}",
+            hint="name them in [stages] of --sharding, under first, last or every",
+        )
     return found
 
 
@@ -94,8 +101,9 @@ def _glob(text: str) -> str:
 def _stage_of_layer(layers: int, stages: int, given: Stages, pp: int) -> Mapping[int, int]:
     if stages > layers:
         asked = f"pp={pp}" + (f", virtual={given.virtual}" if given.virtual > 1 else "")
-        raise UsageError(f"{stages} pipeline stages ({asked}) for {layers} layers",
-                         hint="a stage has at least one layer")  # fmt: skip
+        raise UsageError(
+            f"{stages} pipeline stages ({asked}) for {layers} layers", hint="a stage has at least one layer"
+        )
     if given.split is None:
         least, more = divmod(layers + sum(given.weights), stages)
         sizes = [least + (s < more) for s in range(stages)]
@@ -106,9 +114,16 @@ def _stage_of_layer(layers: int, stages: int, given: Stages, pp: int) -> Mapping
             raise UsageError(f"{told} less than nothing", hint="take smaller ones, or tell the split")
         return dict(enumerate(s for s, n in enumerate(sizes) for _ in range(n)))
     flat = [n for part in given.split for n in part]
-    if (len(given.split) != stages or flat[0] != 0 or flat[-1] != layers
-            or any(a >= b for a, b in given.split) or flat[1:-1:2] != flat[2::2]):  # fmt: skip
+    if (
+        len(given.split) != stages
+        or flat[0] != 0
+        or flat[-1] != layers
+        or any(a >= b for a, b in given.split)
+        or flat[1:-1:2] != flat[2::2]
+    ):
         parts = [list(p) for p in given.split]
-        raise UsageError(f"split {parts} does not cut {layers} layers for {stages} stages",
-                         hint="one [first, behind the last] per stage, without gaps")  # fmt: skip
+        raise UsageError(
+            f"split {parts} does not cut {layers} layers for {stages} stages",
+            hint="one [first, behind the last] per stage, without gaps",
+        )
     return {n: s for s, (a, b) in enumerate(given.split) for n in range(a, b)}

@@ -48,8 +48,10 @@ def lay_out(
     if own is not None and own.mesh is not None:
         told = parse_mesh(",".join(f"{a}={n}" for a, n in own.mesh.items()))
         if told.axes != whole.axes:
-            raise UsageError(f"--mesh {mesh} is not the [mesh] of --sharding: {dict(told.axes)}",
-                             hint="take it out of the file, or ask for that mesh")  # fmt: skip
+            raise UsageError(
+                f"--mesh {mesh} is not the [mesh] of --sharding: {dict(told.axes)}",
+                hint="take it out of the file, or ask for that mesh",
+            )
     shapes, owner = parameters(manifest, model_prefix)
     rules = placementrules.rules_for(list(shapes), own, _needs_rules(whole))
     layouts = _placed(shapes, whole, rules)
@@ -82,9 +84,13 @@ class Balance:
     def as_dict(self) -> dict[str, object]:
         """The JSON form."""
         return {
-            "ranks": len(self.held), "bytes_total": self.total, "bytes_per_rank": list(self.held),
-            "bytes_max": max(self.held), "bytes_min": min(self.held), "balance": round(self.ratio, 4),
-        }  # fmt: skip
+            "ranks": len(self.held),
+            "bytes_total": self.total,
+            "bytes_per_rank": list(self.held),
+            "bytes_max": max(self.held),
+            "bytes_min": min(self.held),
+            "balance": round(self.ratio, 4),
+        }
 
 
 def balance(topology: Topology, tensors: Iterable[TensorSpec]) -> Balance:
@@ -134,8 +140,10 @@ def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: Rules) -> dict[str, 
     stage: dict[str, tuple[int, ...] | None] = {}
     if sizes.get("pp", 1) > 1:
         if rules.stages is None:
-            raise UsageError(f"no pipeline stages for pp={sizes['pp']} in {rules.origin}",
-                             hint="add [stages] to --sharding")  # fmt: skip
+            raise UsageError(
+                f"no pipeline stages for pp={sizes['pp']} in {rules.origin}",
+                hint="add [stages] to --sharding",
+            )
         stage = place_stages(shapes, rules.stages, sizes["pp"])
     expert = place_experts(shapes, rules, sizes["ep"]) if sizes.get("ep", 1) > 1 else {}
     found: dict[str, Layout] = {}

@@ -151,8 +151,14 @@ def report(error: BaseException) -> None:
     block("".join(traceback.format_exception(error)).rstrip("\n"), err=True, indent="")
 
 
-def _warning(message: Warning | str, category: type[Warning], filename: str, lineno: int,
-             file: TextIO | None = None, line: str | None = None) -> None:  # fmt: skip
+def _warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     block(f"{category.__name__}: {message}", err=True)
 
 

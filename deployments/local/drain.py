@@ -45,8 +45,9 @@ def requeue(ids: Iterable[UUID]) -> None:
     with get_client(sync_client=True) as client:
         stopped = {id: client.read_flow_run(id) for id in ids} | {run.id: run for run in active(client, POOL)}
         states = {id: run.state for id, run in stopped.items()}
-        left = [id for id, state in states.items()
-                if state is None or state.is_crashed() or not state.is_final()]  # fmt: skip
+        left = [
+            id for id, state in states.items() if state is None or state.is_crashed() or not state.is_final()
+        ]
         due_again(client, (stopped[id] for id in left))
 
 

@@ -60,8 +60,20 @@ def prepare(state: State) -> Path:
         file.write(state.secrets["POSTGRES_PASSWORD"])
     if run_as:
         os.chown(password, run_as["user"], run_as["group"])
-    command: list[str | Path] = [programs() / "initdb", "-D", new, "-U", "postgres", "-A", "scram-sha-256",
-               "--pwfile", password, "-E", "UTF8", "--locale=C.UTF-8"]  # fmt: skip
+    command: list[str | Path] = [
+        programs() / "initdb",
+        "-D",
+        new,
+        "-U",
+        "postgres",
+        "-A",
+        "scram-sha-256",
+        "--pwfile",
+        password,
+        "-E",
+        "UTF8",
+        "--locale=C.UTF-8",
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd="/", env=ENVIRONMENT, check=False, **run_as
     )
@@ -78,9 +90,12 @@ def prepare(state: State) -> Path:
 def command(state: State, data: Path) -> list[str]:
     """How the server is started: it listens on the loopback address alone."""
     settings = (
-        "listen_addresses=127.0.0.1", f"port={state.choices.ports.postgres}", "unix_socket_directories=",
-        "max_connections=100", "shared_buffers=64MB",
-    )  # fmt: skip
+        "listen_addresses=127.0.0.1",
+        f"port={state.choices.ports.postgres}",
+        "unix_socket_directories=",
+        "max_connections=100",
+        "shared_buffers=64MB",
+    )
     return [str(programs() / "postgres"), "-D", str(data), *(w for s in settings for w in ("-c", s))]
 
 
@@ -128,9 +143,14 @@ def _as_administrator(state: State, database: str) -> psycopg.Connection[tuple[A
     import psycopg
 
     return psycopg.connect(
-        host="127.0.0.1", port=state.choices.ports.postgres, dbname=database, user="postgres",
-        password=state.secrets["POSTGRES_PASSWORD"], connect_timeout=2, autocommit=True,
-    )  # fmt: skip
+        host="127.0.0.1",
+        port=state.choices.ports.postgres,
+        dbname=database,
+        user="postgres",
+        password=state.secrets["POSTGRES_PASSWORD"],
+        connect_timeout=2,
+        autocommit=True,
+    )
 
 
 def unprivileged() -> dict[str, Any]:

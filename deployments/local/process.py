@@ -41,9 +41,15 @@ def start(
     own = dict(env) | {MARK: _mark(name, folder)}
     with (folder / "log" / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
-            command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True, cwd=how.pop("cwd", folder), **how,
-        )  # fmt: skip
+            command,
+            env=own,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=how.pop("cwd", folder),
+            **how,
+        )
     record = {"pid": process.pid, "started": _stat(process.pid)[1], "made": made_of(command, env)}
     _pid_file(name, folder).write_text(json.dumps(record))
     return process

@@ -137,13 +137,33 @@ def _prefect(state: State) -> list[str]:
 
 
 def _worker(state: State) -> list[str]:
-    return [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process",
-            "--name", WORKER, "--limit", str(state.choices.limit), "--with-healthcheck"]  # fmt: skip
+    return [
+        sys.executable,
+        "-m",
+        "prefect",
+        "worker",
+        "start",
+        "--pool",
+        POOL,
+        "--type",
+        "process",
+        "--name",
+        WORKER,
+        "--limit",
+        str(state.choices.limit),
+        "--with-healthcheck",
+    ]
 
 
 def _receiver(state: State) -> list[str]:
-    return [sys.executable, "-m", "deployments.receiver", str(state.folder / "receiver.toml"),
-            "--port", str(state.choices.ports.receiver)]  # fmt: skip
+    return [
+        sys.executable,
+        "-m",
+        "deployments.receiver",
+        str(state.folder / "receiver.toml"),
+        "--port",
+        str(state.choices.ports.receiver),
+    ]
 
 
 def _works(state: State) -> bool:
@@ -153,9 +173,11 @@ def _works(state: State) -> bool:
     try:
         since = datetime.fromtimestamp((state.folder / "run" / "worker.json").stat().st_mtime, UTC)
         answer = httpx.post(
-            f"{state.api}/work_pools/{POOL}/workers/filter", json={},
-            auth=("admin", state.secrets["PREFECT_PASSWORD"]), timeout=5,
-        )  # fmt: skip
+            f"{state.api}/work_pools/{POOL}/workers/filter",
+            json={},
+            auth=("admin", state.secrets["PREFECT_PASSWORD"]),
+            timeout=5,
+        )
         known = answer.json() if answer.status_code == 200 else []
     except (OSError, httpx.HTTPError):
         return False

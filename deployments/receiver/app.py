@@ -200,12 +200,19 @@ def _refusal(status: int) -> dict[str, Any]:
 _STATUS = {"enum": ["accepted", "duplicate", "ignored"]}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     202: _answer(
-        "accepted, repeated or left", ["status"], status=_STATUS, id=_TEXT,
-        state={"enum": list(Stage)}, hint=_TEXT,
+        "accepted, repeated or left",
+        ["status"],
+        status=_STATUS,
+        id=_TEXT,
+        state={"enum": list(Stage)},
+        hint=_TEXT,
     ),
     **{status: _refusal(status) for status in sorted({status for status, _ in REFUSALS.values()})},
-}  # fmt: skip
+}
 _EVENT = {"schema": {"type": "object"}}
-BODY = {"requestBody": {"required": True, "content": {
-    "application/json": _EVENT, "application/cloudevents+json": _EVENT,
-}}}  # fmt: skip
+BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": _EVENT, "application/cloudevents+json": _EVENT},
+    }
+}

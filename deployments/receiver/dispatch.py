@@ -204,9 +204,14 @@ class _Round:
         """The event is done or has failed, and those who want to know are told."""
         type = f"conversion.{outcome}"
         data = {
-            "uri": row.uri, "run": row.run, "step": row.step, "flow_run_id": row.flow_run_id,
-            "event": row.id, "sender": row.source, "message": why[:2000],
-        }  # fmt: skip
+            "uri": row.uri,
+            "run": row.run,
+            "step": row.step,
+            "flow_run_id": row.flow_run_id,
+            "event": row.id,
+            "sender": row.source,
+            "message": why[:2000],
+        }
         body = {"type": type, "timestamp": self.now.isoformat(), "data": data}
         news = [
             News(target=name, key=f"{row.key}:{outcome}", type=type, body=body)

@@ -69,9 +69,16 @@ class Box:
         with self._transaction() as conn:
             for event, uri, body in events:
                 row, new = inbox.accept(
-                    conn, now, event.source, event.event_id,
-                    type=event.type, uri=uri, run=event.run, step=event.step, body=body,
-                )  # fmt: skip
+                    conn,
+                    now,
+                    event.source,
+                    event.event_id,
+                    type=event.type,
+                    uri=uri,
+                    run=event.run,
+                    step=event.step,
+                    body=body,
+                )
                 found.append(Kept(row.id, new, row.state))
         return found
 
@@ -89,9 +96,15 @@ class Box:
         """A run works on the event; look at it at a time."""
         with self._transaction() as conn:
             queues.settle(
-                conn, Inbox, row.row, row.attempts, Stage.WAITING,
-                ended_at=None, due_at=look_at, flow_run_id=flow_run_id,
-            )  # fmt: skip
+                conn,
+                Inbox,
+                row.row,
+                row.attempts,
+                Stage.WAITING,
+                ended_at=None,
+                due_at=look_at,
+                flow_run_id=flow_run_id,
+            )
 
     def end(self, row: InboxEvent, now: datetime, failure: str | None, news: Sequence[News]) -> bool:
         """The event is done, or has failed; with it, in the same transaction, what others are told.

@@ -29,8 +29,7 @@ class PrefectRuns:
     def __init__(self) -> None:
         if get_current_settings().api.url is None:
             raise UsageError(
-                "no Prefect server is configured",
-                hint="set PREFECT_API_URL, as in http://127.0.0.1:4200/api",
+                "no Prefect server is configured", hint="set PREFECT_API_URL, as in http://127.0.0.1:4200/api"
             )
         self._client, self._beats = get_client(sync_client=True), dict[UUID, timedelta]()
         self._client.__enter__()

@@ -104,8 +104,12 @@ class Protocol(H11Protocol):
         body = json.dumps(refused.told).encode()
         lines = (
             f"HTTP/1.1 {refused.status} {STATUS_PHRASES.get(refused.status, b'').decode()}",
-            "content-type: application/json", f"content-length: {len(body)}", "connection: close", "", "",
-        )  # fmt: skip
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            "connection: close",
+            "",
+            "",
+        )
         self.transport.write("\r\n".join(lines).encode() + body)
         self.transport.close()
 

@@ -130,10 +130,6 @@ DIALECTS: dict[str, Dialect] = {
     ),
     # Ours, for scripts: an epilog, curl, a shell at the end of a job.
     "bearer": Dialect(
-        proof="authorization",
-        id=("@idempotency-key",),
-        uri=("uri",),
-        run=("run",),
-        step=("step",),
+        proof="authorization", id=("@idempotency-key",), uri=("uri",), run=("run",), step=("step",)
     ),
-}  # fmt: skip
+}

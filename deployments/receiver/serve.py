@@ -46,19 +46,23 @@ def serve(config: Path, host: str, port: int) -> None:
         watched = Watched(rows, senders)
         watched.refresh()
         loop = Loop(
-            {
-                "roots": watched.refresh,
-                "start": lambda: work(rows, runs, senders, settings.notify),
-            },
+            {"roots": watched.refresh, "start": lambda: work(rows, runs, senders, settings.notify)},
             beside=Loop({"notify": lambda: send_due(news, settings.notify, client)}),
         )
         server = uvicorn.Server(
             uvicorn.Config(
-                make_app(senders, box, loop), log_level="warning", access_log=False, server_header=False,
-                timeout_graceful_shutdown=GRACE, limit_concurrency=CONNECTIONS,
-                h11_max_incomplete_event_size=MAX_HEAD, http=Protocol, ws="none", log_config=None,
+                make_app(senders, box, loop),
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=GRACE,
+                limit_concurrency=CONNECTIONS,
+                h11_max_incomplete_event_size=MAX_HEAD,
+                http=Protocol,
+                ws="none",
+                log_config=None,
             )
-        )  # fmt: skip
+        )
         terminal.line(f"listening at http://{host}:{listener.getsockname()[1]}")
         for number in (signal.SIGTERM, signal.SIGINT):
             # uvicorn raises the signal again when it has ended in order; that is no reason to die of it.

@@ -30,8 +30,11 @@ def test_alembic_folder_does_not_shadow_the_library() -> None:
     assert not (ROOT / "alembic" / "__init__.py").exists()
     done = subprocess.run(
         [sys.executable, "-c", "import alembic; print(alembic.__file__)"],
-        capture_output=True, text=True, cwd=ROOT, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
     assert Path(done.stdout.strip()).is_relative_to(sysconfig.get_path("purelib"))
 
 
@@ -67,8 +70,11 @@ def test_modules_say_what_they_are_for() -> None:
 def test_wheel_holds_library_flows_and_migrations(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -95,15 +101,23 @@ def test_secrets_get_neither_into_the_image_nor_into_git(tmp_path: Path) -> None
         shutil.copy(ROOT / name, source)
     for name in ("alembic", *TOP):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    secret = ("deployments/compose.env", "deployments/kubernetes/server.env", "deployments/.env",
-              "deployments/exports/model.safetensors", "deployments/checkpoints/step-1/a.distcp")  # fmt: skip
+    secret = (
+        "deployments/compose.env",
+        "deployments/kubernetes/server.env",
+        "deployments/.env",
+        "deployments/exports/model.safetensors",
+        "deployments/checkpoints/step-1/a.distcp",
+    )
     for name in secret:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(planted)
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        capture_output=True, text=True, cwd=source, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=source,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -27,8 +27,10 @@ HERE = Path(__file__).parent
 # Peers that cannot live in this project's environment: word of a command -> the environment variable
 # that names the Python interpreter they are installed for.
 INTERPRETERS = {
-    "LIGHTNING": "CKPTCORE_PEER_LIGHTNING", "OLMO": "CKPTCORE_PEER_OLMO", "VERL": "CKPTCORE_PEER_VERL",
-}  # fmt: skip
+    "LIGHTNING": "CKPTCORE_PEER_LIGHTNING",
+    "OLMO": "CKPTCORE_PEER_OLMO",
+    "VERL": "CKPTCORE_PEER_VERL",
+}
 
 
 class CommandError(Exception):

@@ -259,9 +259,15 @@ def write_lightning(source: Source, folder: Path) -> None:
 
     write_dcp(source, folder)
     meta = {
-        "epoch": 1, "global_step": 100, "pytorch-lightning_version": "2.6.6", "loops": {}, "callbacks": {},
-        "lr_schedulers": [], "hparams_name": "kwargs", "hyper_parameters": {"lr": 1e-4},
-    }  # fmt: skip
+        "epoch": 1,
+        "global_step": 100,
+        "pytorch-lightning_version": "2.6.6",
+        "loops": {},
+        "callbacks": {},
+        "lr_schedulers": [],
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"lr": 1e-4},
+    }
     torch.save(meta, folder / "meta.pt")
 
 

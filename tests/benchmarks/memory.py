@@ -66,10 +66,7 @@ def measure(command: Sequence[str], env: Mapping[str, str] | None = None) -> Usa
 
 @contextmanager
 def started(
-    command: Sequence[str],
-    env: Mapping[str, str] | None,
-    stderr: Any,
-    stdout: Any = subprocess.DEVNULL,
+    command: Sequence[str], env: Mapping[str, str] | None, stderr: Any, stdout: Any = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[str]]:
     """A process group of its own that does not outlive the block: a run that is interrupted must not
     leave children behind that go on writing. Stdout is thrown away unless it is asked for."""

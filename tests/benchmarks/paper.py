@@ -206,10 +206,25 @@ def _storage(p: _Emitter, job: Job) -> None:
         if i and path in p.known:
             k = p.known
             parts = (
-                k[_META, "MetadataIndex"], _BEGIN, k["fqn"], names[n], k["index"], number(index), k["offset"],
-                p.sized(offset), b"ub", k[_FILES, "_StorageInfo"], _BEGIN, k["relative_path"], k[path],
-                k["offset"], number(start), k["length"], number(length), b"ub",
-            )  # fmt: skip
+                k[_META, "MetadataIndex"],
+                _BEGIN,
+                k["fqn"],
+                names[n],
+                k["index"],
+                number(index),
+                k["offset"],
+                p.sized(offset),
+                b"ub",
+                k[_FILES, "_StorageInfo"],
+                _BEGIN,
+                k["relative_path"],
+                k[path],
+                k["offset"],
+                number(start),
+                k["length"],
+                number(length),
+                b"ub",
+            )
             p.spelled(b"".join(parts), 5 + (3 if offset else 2))
             return
         p.begin(_META, "MetadataIndex")
@@ -375,8 +390,7 @@ class _Emitter:
         """A dict."""
         self.write(b"}\x94", 1)
 
-    def batched(self, count: int, item: Callable[[int], None], one: bytes = b"s",
-                many: bytes = b"u") -> None:  # fmt: skip
+    def batched(self, count: int, item: Callable[[int], None], one: bytes = b"s", many: bytes = b"u") -> None:
         """Items between marks; a batch of one has none."""
         for begin in range(0, count, _BATCH):
             size = min(_BATCH, count - begin)

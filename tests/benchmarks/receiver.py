@@ -38,10 +38,14 @@ def request(number: int) -> bytes:
     id, now = f"msg_{number}_{time.time_ns()}", datetime.now(UTC)
     signature = Webhook(webhooks.WHSEC).sign(id, now, hook.body.decode())
     lines = [
-        f"POST {hook.path} HTTP/1.1", "host: receiver", "content-type: application/json",
-        f"content-length: {len(hook.body)}", f"webhook-id: {id}",
-        f"webhook-timestamp: {int(now.timestamp())}", f"webhook-signature: {signature}",
-    ]  # fmt: skip
+        f"POST {hook.path} HTTP/1.1",
+        "host: receiver",
+        "content-type: application/json",
+        f"content-length: {len(hook.body)}",
+        f"webhook-id: {id}",
+        f"webhook-timestamp: {int(now.timestamp())}",
+        f"webhook-signature: {signature}",
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + hook.body
 
 
@@ -94,13 +98,19 @@ def verdict(waits: Sequence[float], statuses: Mapping[int, int], rate: float, cp
     p50, p95, p99 = (ordered[min(int(len(ordered) * q / 100), len(ordered) - 1)] for q in (50, 95, 99))
     each = 1000 * cpu / len(ordered)
     return {
-        "figure": p99, "p50_ms": p50, "p95_ms": p95, "p99_ms": p99, "max_ms": ordered[-1],
-        "requests": len(ordered), "statuses": dict(statuses), "cpu_ms_each": each,
+        "figure": p99,
+        "p50_ms": p50,
+        "p95_ms": p95,
+        "p99_ms": p99,
+        "max_ms": ordered[-1],
+        "requests": len(ordered),
+        "statuses": dict(statuses),
+        "cpu_ms_each": each,
         "measured": f"p99 {p99:.1f} ms (p50 {p50:.1f}, p95 {p95:.1f}, most {ordered[-1]:.1f}),"
-                    f" {each:.2f} ms of processor each, {dict(statuses)}",
+        f" {each:.2f} ms of processor each, {dict(statuses)}",
         "bound": f"p99 ≤ {BOUND_MS:.0f} ms at {rate:g} requests/s, all 202",
         "ok": p99 <= BOUND_MS and set(statuses) == {202},
-    }  # fmt: skip
+    }
 
 
 def main() -> int:

@@ -99,12 +99,22 @@ def job(source: Path, out: Path, times: int, address: str) -> None:
     @flow(name="bench")
     def bench() -> dict[str, float]:
         requests = [
-            Request(source=str(source), destination=str(_place(out, number)), verb="consolidate",
-                    dtype="bf16", max_file_size=parse_size(BATCH))
+            Request(
+                source=str(source),
+                destination=str(_place(out, number)),
+                verb="consolidate",
+                dtype="bf16",
+                max_file_size=parse_size(BATCH),
+            )
             for number in range(times)
-        ]  # fmt: skip
-        results = fan_out(requests, Settings(workers=1), catalog=False, batch_bytes=parse_size(BATCH),
-                          on=Engine("dask", address))  # fmt: skip
+        ]
+        results = fan_out(
+            requests,
+            Settings(workers=1),
+            catalog=False,
+            batch_bytes=parse_size(BATCH),
+            on=Engine("dask", address),
+        )
         steps: dict[str, float] = {}
         for result in results:
             for name, seconds in result.timings.items():
@@ -148,11 +158,11 @@ def verdict(one: Mapping[str, Any], two: Mapping[str, Any], seconds: float) -> d
     return {
         "figure": figure,
         "measured": f"{figure:.2f} x: {one['wall']:.1f} s ({work:.0f} s of work) with one,"
-                    f" {two['wall']:.1f} s with two",
+        f" {two['wall']:.1f} s with two",
         "bound": f"≥ {BOUND:g} x with two worker processes, ≥ {seconds:g} s of work",
         "ok": figure >= BOUND and work >= seconds,
         "dtype": "bf16",
-    }  # fmt: skip
+    }
 
 
 def main() -> int:

@@ -43,41 +43,134 @@ def rows(full, tensors, bare):
     numbers = range(1, count + 1)
     with_tensors = [n for n in numbers if n % every == 0][:full]
     yield "training_run", ("id", "name", "created_at"), ((n + 1, f"run-{n}", START) for n in range(RUNS))
-    yield "checkpoint", (
-        "id", "uuid", "run_id", "kind", "format", "uri", "state", "step", "total_bytes", "num_tensors",
-        "num_files", "dtypes", "manifest_digest", "content_digest", "origin", "created_at", "verified_at",
-        "verified_level", "fingerprint",
-    ), ((n, uuid_of("c", n), n % RUNS + 1, "source" if n % 2 else "derived",
-         "dcp" if n % 2 else "safetensors", uri(n), states[n], n // RUNS, 10**9 + n, held(n), 2, "bfloat16",
-         digest_of("m", n),
-         "" if n % 2 else digest_of("d", n), "{}", at[n], None if states[n] == "damaged" else at[n],
-         None if states[n] == "damaged" else "cover", digest_of("f", (n + 1) // 2) if n % 3 else None)
-        for n in numbers)  # fmt: skip
-    yield "checkpoint_file", ("checkpoint_id", "path", "nbytes", "digest"), (
-        (n, f"part-{k}.bin", 10**9, None if n % 2 else digest_of("file", 2 * n + k))
-        for n in numbers for k in range(2))  # fmt: skip
-    yield "tensor", ("checkpoint_id", "fqn", "dtype", "shape", "nbytes", "fingerprint"), (
-        (n, f"layers.{k}.mlp.weight", "bfloat16", "[64, 64]", 8192, digest_of("t", n * tensors + k))
-        for n in with_tensors for k in range(tensors))  # fmt: skip
+    yield (
+        "checkpoint",
+        (
+            "id",
+            "uuid",
+            "run_id",
+            "kind",
+            "format",
+            "uri",
+            "state",
+            "step",
+            "total_bytes",
+            "num_tensors",
+            "num_files",
+            "dtypes",
+            "manifest_digest",
+            "content_digest",
+            "origin",
+            "created_at",
+            "verified_at",
+            "verified_level",
+            "fingerprint",
+        ),
+        (
+            (
+                n,
+                uuid_of("c", n),
+                n % RUNS + 1,
+                "source" if n % 2 else "derived",
+                "dcp" if n % 2 else "safetensors",
+                uri(n),
+                states[n],
+                n // RUNS,
+                10**9 + n,
+                held(n),
+                2,
+                "bfloat16",
+                digest_of("m", n),
+                "" if n % 2 else digest_of("d", n),
+                "{}",
+                at[n],
+                None if states[n] == "damaged" else at[n],
+                None if states[n] == "damaged" else "cover",
+                digest_of("f", (n + 1) // 2) if n % 3 else None,
+            )
+            for n in numbers
+        ),
+    )
+    yield (
+        "checkpoint_file",
+        ("checkpoint_id", "path", "nbytes", "digest"),
+        (
+            (n, f"part-{k}.bin", 10**9, None if n % 2 else digest_of("file", 2 * n + k))
+            for n in numbers
+            for k in range(2)
+        ),
+    )
+    yield (
+        "tensor",
+        ("checkpoint_id", "fqn", "dtype", "shape", "nbytes", "fingerprint"),
+        (
+            (n, f"layers.{k}.mlp.weight", "bfloat16", "[64, 64]", 8192, digest_of("t", n * tensors + k))
+            for n in with_tensors
+            for k in range(tensors)
+        ),
+    )
     made = range(1, count // 2 + 1)
-    yield "conversion", (
-        "id", "uuid", "verb", "state", "source_uri", "destination_uri", "request", "tool_version",
-        "started_at", "ended_at", "bytes_in", "bytes_out", "error_code", "timings",
-    ), ((n, uuid_of("v", n), "export", "failed" if n % 100 == 0 else "succeeded", uri(2 * n - 1), uri(2 * n),
-         "{}", "0.1.0", at[2 * n], at[2 * n] + timedelta(seconds=30), 10**9, 10**9,
-         "damaged" if n % 100 == 0 else None, '{"plan": 1.5, "write": 20.0}') for n in made)  # fmt: skip
+    yield (
+        "conversion",
+        (
+            "id",
+            "uuid",
+            "verb",
+            "state",
+            "source_uri",
+            "destination_uri",
+            "request",
+            "tool_version",
+            "started_at",
+            "ended_at",
+            "bytes_in",
+            "bytes_out",
+            "error_code",
+            "timings",
+        ),
+        (
+            (
+                n,
+                uuid_of("v", n),
+                "export",
+                "failed" if n % 100 == 0 else "succeeded",
+                uri(2 * n - 1),
+                uri(2 * n),
+                "{}",
+                "0.1.0",
+                at[2 * n],
+                at[2 * n] + timedelta(seconds=30),
+                10**9,
+                10**9,
+                "damaged" if n % 100 == 0 else None,
+                '{"plan": 1.5, "write": 20.0}',
+            )
+            for n in made
+        ),
+    )
     yield (
         "conversion_io",
         ("conversion_id", "checkpoint_id", "direction"),
         itertools.chain(((n, 2 * n - 1, "in") for n in made), ((n, 2 * n, "out") for n in made if n % 100)),
     )
-    yield "finding", ("id", "checkpoint_id", "code", "level", "severity", "message", "hint", "found_at"), (
-        (i + 1, n, "hole", "cover", "error", "rows are missing", "", at[n])
-        for i, n in enumerate(n for n in numbers if states[n] == "damaged"))  # fmt: skip
-    yield "tag", ("checkpoint_id", "key", "value", "updated_at"), (
-        (n, "eval.mmlu", str(n % 100), at[n]) for n in numbers if n % 10 == 0)  # fmt: skip
-    yield "aliases", ("id", "name", "checkpoint_id", "version", "updated_at"), (
-        (n, f"run-{n}/best", 2 * n, 1, START) for n in range(1, min(RUNS, count // 2) + 1))  # fmt: skip
+    yield (
+        "finding",
+        ("id", "checkpoint_id", "code", "level", "severity", "message", "hint", "found_at"),
+        (
+            (i + 1, n, "hole", "cover", "error", "rows are missing", "", at[n])
+            for i, n in enumerate(n for n in numbers if states[n] == "damaged")
+        ),
+    )
+    yield (
+        "tag",
+        ("checkpoint_id", "key", "value", "updated_at"),
+        ((n, "eval.mmlu", str(n % 100), at[n]) for n in numbers if n % 10 == 0),
+    )
+    yield (
+        "aliases",
+        ("id", "name", "checkpoint_id", "version", "updated_at"),
+        ((n, f"run-{n}/best", 2 * n, 1, START) for n in range(1, min(RUNS, count // 2) + 1)),
+    )
 
 
 def fill(url, full, tensors, bare):

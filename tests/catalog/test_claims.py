@@ -100,8 +100,9 @@ def test_sightings_are_one_per_place_and_keep_when_it_was_first_seen(catalog):
 
 def test_outputs_below_a_root_are_those_of_its_conversions(catalog, convert, facts):
     convert(facts("/runs/step-1"), facts("/runs/exports/step-1", content="c"))
-    catalog.begin({}, source_uri="/runs/step-2", destination_uri="/runs/exports/step-2", verb="export",
-                  tool_version="1")  # fmt: skip
+    catalog.begin(
+        {}, source_uri="/runs/step-2", destination_uri="/runs/exports/step-2", verb="export", tool_version="1"
+    )
     with catalog.reading() as conn:
         assert sightings.outputs_below(conn, "/runs") == {"/runs/exports/step-1", "/runs/exports/step-2"}
         assert sightings.outputs_below(conn, "/runs/exp") == frozenset()

@@ -38,22 +38,42 @@ def ask(path):
 def filled(path, facts):
     """One conversion that worked, one that did not; (conversion, derived, failed)."""
     source = facts(LONG + "step-1000", step=1000, run="llama", origin={"ranks": 8})
-    derived = facts(LONG + "model", content="c1", num_tensors=30, verified="bytes",
-                    files=[(f"model-{i:05}-of-00025.safetensors", 10**10, f"{i:064x}")
-                           for i in range(1, 26)])  # fmt: skip
+    derived = facts(
+        LONG + "model",
+        content="c1",
+        num_tensors=30,
+        verified="bytes",
+        files=[(f"model-{i:05}-of-00025.safetensors", 10**10, f"{i:064x}") for i in range(1, 26)],
+    )
     with open_catalog(path) as catalog:
-        conversion = catalog.begin({"dtype": "bfloat16"}, source_uri=source.uri,
-                                   destination_uri=derived.uri, verb="export",
-                                   tool_version="0.1.0")  # fmt: skip
+        conversion = catalog.begin(
+            {"dtype": "bfloat16"},
+            source_uri=source.uri,
+            destination_uri=derived.uri,
+            verb="export",
+            tool_version="0.1.0",
+        )
         public = catalog.succeed(
-            conversion, source=source, derived=derived, plan_digest="p" * 64, bytes_in=196,
-            bytes_out=196, peak_memory=10**9, timings={"write": 1.25},
-        )  # fmt: skip
-        failed = catalog.begin({}, source_uri=source.uri, destination_uri=LONG + "again",
-                               verb="consolidate", tool_version="0.1.0")  # fmt: skip
+            conversion,
+            source=source,
+            derived=derived,
+            plan_digest="p" * 64,
+            bytes_in=196,
+            bytes_out=196,
+            peak_memory=10**9,
+            timings={"write": 1.25},
+        )
+        failed = catalog.begin(
+            {},
+            source_uri=source.uri,
+            destination_uri=LONG + "again",
+            verb="consolidate",
+            tool_version="0.1.0",
+        )
         message = "rows of a tensor " + "are missing " * 12
-        holes = [finding("hole", "cover", message, fqn=f"model.layers.{i}.mlp.experts.weight")
-                 for i in range(25)]  # fmt: skip
+        holes = [
+            finding("hole", "cover", message, fqn=f"model.layers.{i}.mlp.experts.weight") for i in range(25)
+        ]
         catalog.fail(failed, code="damaged", message="25 findings", findings=holes, source=source)
     return conversion, public, failed
 
@@ -187,8 +207,21 @@ def test_alias(ask, filled):
 
 
 def test_hold(ask, filled):
-    [row] = json.loads(ask("hold", "place", filled[1], "--reason", "paper", "--owner", "ana",
-                           "--until", "2999-01-01", "--output", "json"))  # fmt: skip
+    [row] = json.loads(
+        ask(
+            "hold",
+            "place",
+            filled[1],
+            "--reason",
+            "paper",
+            "--owner",
+            "ana",
+            "--until",
+            "2999-01-01",
+            "--output",
+            "json",
+        )
+    )
     assert (row["checkpoint"], row["until"]) == (filled[1], "2999-01-01T00:00:00+00:00")
     said = ask("hold", "list").splitlines()
     assert said[1].split()[:2] == [row["id"], filled[1][:8]]
@@ -198,13 +231,24 @@ def test_hold(ask, filled):
 
 
 def test_root(ask, filled):
-    ask("root", "add", "llama", "/runs/llama", "--include", "step-*", "--include", "*/iter_*",
-        "--target", '{"verb": "export"}')  # fmt: skip
+    ask(
+        "root",
+        "add",
+        "llama",
+        "/runs/llama",
+        "--include",
+        "step-*",
+        "--include",
+        "*/iter_*",
+        "--target",
+        '{"verb": "export"}',
+    )
     [row] = json.loads(ask("root", "list", "--output", "json"))
     assert (row["uri"], row["include"], row["target"]) == (
-        "/runs/llama", ["step-*", "*/iter_*"],
+        "/runs/llama",
+        ["step-*", "*/iter_*"],
         {"verb": "export", "destination": "{root}/../exports/{run}/{name}"},
-    )  # fmt: skip
+    )
     assert ask("root", "list").splitlines()[1].split()[:2] == ["llama", "yes"]
     for target in ("[]", "{"):
         with pytest.raises(UsageError, match="--target is no JSON"):

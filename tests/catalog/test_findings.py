@@ -50,9 +50,8 @@ def test_a_conversion_has_rows_of_its_own(catalog, facts):
     for _ in range(2):
         conversion = begin(catalog)
         catalog.fail(
-            conversion, code="damaged", message="hole", findings=[HOLE],
-            source=facts("/runs/step-1"),
-        )  # fmt: skip
+            conversion, code="damaged", message="hole", findings=[HOLE], source=facts("/runs/step-1")
+        )
         assert catalog.show(conversion).findings == (HOLE,)
     assert catalog.show(public).findings == (HOLE,)
     catalog.record_validation(facts("/runs/step-1"), [], level="cover")

@@ -100,15 +100,19 @@ def test_holds(write, two):
     hold = write(holds.place, NOW, two[0], "paper, table 3", owner="ana")
     short = write(holds.place, NOW, two[1], "until the evaluation", until=NOW + DAY)
     assert [(h.id, h.checkpoint, h.reason, h.owner) for h in write(holds.held, NOW)] == [
-        (hold, two[0], "paper, table 3", "ana"), (short, two[1], "until the evaluation", ""),
-    ]  # fmt: skip
+        (hold, two[0], "paper, table 3", "ana"),
+        (short, two[1], "until the evaluation", ""),
+    ]
     assert [h.id for h in write(holds.held, NOW + DAY)] == [hold]
     assert [h.id for h in write(holds.held, NOW, two[1])] == [short]
     write(holds.release, NOW, hold)
     write(holds.release, NOW + DAY, hold)
     assert write(holds.held, NOW, "/runs/step-1") == ()
-    for wrong in (lambda: write(holds.release, NOW, "nobody"), lambda: write(holds.place, NOW, two[0], " "),
-                  lambda: write(holds.place, NOW, two[0], "x", until=NOW)):  # fmt: skip
+    for wrong in (
+        lambda: write(holds.release, NOW, "nobody"),
+        lambda: write(holds.place, NOW, two[0], " "),
+        lambda: write(holds.place, NOW, two[0], "x", until=NOW),
+    ):
         with pytest.raises(UsageError, match=r"no hold nobody|needs a reason|over already"):
             wrong()
 

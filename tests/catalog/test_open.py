@@ -132,12 +132,7 @@ def test_habits_of_every_connection(path):
         for name in ("journal_mode", "synchronous", "busy_timeout", "foreign_keys"):
             found[name] = connection.exec_driver_sql(f"PRAGMA {name}").scalar()
     engine.dispose()
-    assert found == {
-        "journal_mode": "wal",
-        "synchronous": 1,
-        "busy_timeout": 30_000,
-        "foreign_keys": 1,
-    }
+    assert found == {"journal_mode": "wal", "synchronous": 1, "busy_timeout": 30_000, "foreign_keys": 1}
 
 
 def test_a_transaction_takes_its_tables_back(path):

@@ -34,9 +34,13 @@ def uris(rows):
 
 def test_list_newest_first_and_filtered(catalog, chain):
     assert uris(catalog.list()) == [
-        "/out/other", "/runs/b/step-2", "/out/half", "/out/model.pt", "/out/model",
+        "/out/other",
+        "/runs/b/step-2",
+        "/out/half",
+        "/out/model.pt",
+        "/out/model",
         "/runs/a/step-1",
-    ]  # fmt: skip
+    ]
     assert uris(catalog.list(limit=2)) == ["/out/other", "/runs/b/step-2"]
     assert uris(catalog.list(kind="source")) == ["/runs/b/step-2", "/runs/a/step-1"]
     assert uris(catalog.list(kind="derived", run="b")) == ["/out/other"]
@@ -52,8 +56,9 @@ def test_conversions_newest_first_and_filtered(catalog, chain):
     failed = catalog.begin({}, source_uri="/x", destination_uri="/y", verb="export", tool_version="1")
     catalog.fail(failed, code="usage", message="no")
     assert [row.id for row in catalog.conversions()] == [
-        failed, *(chain[name][0] for name in ("other", "half", "pt", "model")),
-    ]  # fmt: skip
+        failed,
+        *(chain[name][0] for name in ("other", "half", "pt", "model")),
+    ]
     assert [row.id for row in catalog.conversions(state="failed")] == [failed]
     assert len(catalog.conversions(limit=2, state="succeeded")) == 2
     with pytest.raises(UsageError, match="none of running, succeeded, failed"):
@@ -63,13 +68,7 @@ def test_conversions_newest_first_and_filtered(catalog, chain):
 def test_show_by_id_prefix_and_uri(catalog, chain):
     conversion, public = chain["model"]
     by_id = catalog.show(public)
-    for ref in (
-        public.upper(),
-        public[:13],
-        "/out/model",
-        "file:///out/model/",
-        "/out/../out/model",
-    ):
+    for ref in (public.upper(), public[:13], "/out/model", "file:///out/model/", "/out/../out/model"):
         assert catalog.show(ref) == by_id
     assert catalog.show(conversion[:13]).conversion.id == conversion
     assert catalog.show(public, tensors=False).tensors == ()
@@ -189,8 +188,10 @@ def test_which_by_digest(catalog, chain, facts, convert):
     for digest in ("ab" * 32, "blake3:" + "AB" * 32, "ab" * 4):
         [origin] = catalog.which(digest)
         assert origin.checkpoint.uri == "/out/model.pt"
-    convert(facts("/out/model", content="c1"),
-            facts("/out/copy.pt", manifest="m9", files=[("copy.pt", 260, "ab" * 32)]))  # fmt: skip
+    convert(
+        facts("/out/model", content="c1"),
+        facts("/out/copy.pt", manifest="m9", files=[("copy.pt", 260, "ab" * 32)]),
+    )
     assert uris(o.checkpoint for o in catalog.which("ab" * 32)) == ["/out/copy.pt", "/out/model.pt"]
 
 
@@ -265,16 +266,24 @@ def test_point_queries_use_an_index(plans, statement):
 def test_two_thousand_checkpoints_of_five_hundred_tensors(tmp_path, facts):
     with open_catalog(str(tmp_path / "big.sqlite")) as catalog:
         for i in range(1000):
-            source = facts(f"/runs/r{i % 50}/step-{i}", manifest=f"s{i}", num_tensors=499,
-                           step=i, run=f"r{i % 50}")  # fmt: skip
+            source = facts(
+                f"/runs/r{i % 50}/step-{i}", manifest=f"s{i}", num_tensors=499, step=i, run=f"r{i % 50}"
+            )
             derived = facts(f"/out/{i}", manifest=f"d{i}", content=f"c{i}", num_tensors=499)
-            conversion = catalog.begin({}, source_uri=source.uri, destination_uri=derived.uri,
-                                       verb="export", tool_version="1")  # fmt: skip
+            conversion = catalog.begin(
+                {}, source_uri=source.uri, destination_uri=derived.uri, verb="export", tool_version="1"
+            )
             catalog.succeed(
-                conversion, source=source, derived=derived, plan_digest="p", bytes_in=1,
-                bytes_out=1, peak_memory=None, timings={},
+                conversion,
+                source=source,
+                derived=derived,
+                plan_digest="p",
+                bytes_in=1,
+                bytes_out=1,
+                peak_memory=None,
+                timings={},
                 findings=[finding("stray-file", "files", "left over")],
-            )  # fmt: skip
+            )
         questions = {
             "list": lambda: catalog.list(),
             "list run": lambda: catalog.list(run="r7", kind="derived"),

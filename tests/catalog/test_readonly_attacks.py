@@ -74,8 +74,14 @@ def test_a_call_that_never_looks_at_the_clock_is_ended(catalog_file):
         ask(catalog_file, ONE_CALL, seconds=1)
 
 
-ODD = ["SELECT '\udc80'", "SELECT 1\0", "\0", "SELECT char(0, 55296)", "SELECT CAST(x'ff00fe' AS TEXT)",
-       "SELECT 9e999, -9e999, x'00'"]  # fmt: skip
+ODD = [
+    "SELECT '\udc80'",
+    "SELECT 1\0",
+    "\0",
+    "SELECT char(0, 55296)",
+    "SELECT CAST(x'ff00fe' AS TEXT)",
+    "SELECT 9e999, -9e999, x'00'",
+]
 
 
 @pytest.mark.parametrize("statement", ODD)

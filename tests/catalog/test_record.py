@@ -27,15 +27,15 @@ def test_a_running_conversion_is_visible(catalog):
     request = {"verb": "export", "rename": [["a", "b"]], "dtype": None}
     before = datetime.now(UTC)
     conversion = catalog.begin(
-        request, source_uri="/runs/step-1/", destination_uri="s3://bucket/out/", verb="export",
-        tool_version="0.1.0", flow_run_id="f-1",
-    )  # fmt: skip
-    [row] = catalog.conversions(state="running")
-    assert (row.id, row.source_uri, row.destination_uri) == (
-        conversion,
-        "/runs/step-1",
-        "s3://bucket/out",
+        request,
+        source_uri="/runs/step-1/",
+        destination_uri="s3://bucket/out/",
+        verb="export",
+        tool_version="0.1.0",
+        flow_run_id="f-1",
     )
+    [row] = catalog.conversions(state="running")
+    assert (row.id, row.source_uri, row.destination_uri) == (conversion, "/runs/step-1", "s3://bucket/out")
     assert row.request == request
     assert (row.verb, row.tool_version, row.flow_run_id) == ("export", "0.1.0", "f-1")
     assert before <= row.started_at <= datetime.now(UTC)
@@ -60,12 +60,7 @@ def test_success_links_source_and_derived(catalog, facts, convert):
     made = catalog.show(public)
     [from_row], [made_row] = shown.sources, shown.derived
     assert made.checkpoint == made_row
-    assert (from_row.kind, from_row.uri, from_row.step, from_row.run) == (
-        "source",
-        "/runs/a/step-7",
-        7,
-        "a",
-    )
+    assert (from_row.kind, from_row.uri, from_row.step, from_row.run) == ("source", "/runs/a/step-7", 7, "a")
     assert (from_row.origin, from_row.verified_level) == ({"ranks": 8}, "cover")
     assert (made_row.kind, made_row.format, made_row.state) == ("derived", "safetensors", "present")
     assert made_row.verified_level == "bytes"
@@ -107,10 +102,15 @@ def test_a_conversion_keeps_what_its_source_was_read_as(catalog, facts):
 def test_success_told_twice_changes_nothing(catalog, facts):
     conversion = begin(catalog)
     given = {
-        "source": facts("/runs/step-1"), "derived": facts("/out/model", content="c1"),
-        "plan_digest": "p", "bytes_in": 1, "bytes_out": 1, "peak_memory": None, "timings": {},
+        "source": facts("/runs/step-1"),
+        "derived": facts("/out/model", content="c1"),
+        "plan_digest": "p",
+        "bytes_in": 1,
+        "bytes_out": 1,
+        "peak_memory": None,
+        "timings": {},
         "findings": [finding("stray-file", "files", "left over")],
-    }  # fmt: skip
+    }
     first = catalog.succeed(conversion, **given)
     before = catalog.show(conversion)
     assert catalog.succeed(conversion, **given) == first
@@ -122,9 +122,8 @@ def test_failure_keeps_its_error_and_stands_against_the_source(catalog, facts):
     conversion = begin(catalog)
     torn = finding("truncated-file", "files", "500 of 900 bytes", file="__0_0.distcp")
     catalog.fail(
-        conversion, code="damaged", message="1 finding", findings=[torn],
-        source=facts("/runs/step-1"),
-    )  # fmt: skip
+        conversion, code="damaged", message="1 finding", findings=[torn], source=facts("/runs/step-1")
+    )
     shown = catalog.show(conversion)
     assert shown.conversion.state == "failed"
     assert (shown.conversion.error_code, shown.conversion.error_message) == ("damaged", "1 finding")
@@ -145,9 +144,15 @@ def test_a_failed_conversion_may_still_succeed_but_not_the_other_way(catalog, fa
     conversion = begin(catalog)
     catalog.fail(conversion, code="storage-trouble", message="connection reset")
     catalog.succeed(
-        conversion, source=facts("/runs/step-1"), derived=facts("/out/model", content="c1"),
-        plan_digest="p", bytes_in=1, bytes_out=1, peak_memory=None, timings={},
-    )  # fmt: skip
+        conversion,
+        source=facts("/runs/step-1"),
+        derived=facts("/out/model", content="c1"),
+        plan_digest="p",
+        bytes_in=1,
+        bytes_out=1,
+        peak_memory=None,
+        timings={},
+    )
     [row] = catalog.conversions()
     assert (row.state, row.error_code, row.error_message) == ("succeeded", None, None)
     with pytest.raises(CatalogError, match="cannot fail any more"):
@@ -164,9 +169,15 @@ def test_success_ends_what_was_killed_before_it(catalog, facts):
     killed, elsewhere = begin(catalog), begin(catalog, "/out/other")
     conversion, waiting = begin(catalog), begin(catalog)
     catalog.succeed(
-        conversion, source=facts("/runs/step-1"), derived=facts("/out/model", content="c1"),
-        plan_digest="p", bytes_in=1, bytes_out=1, peak_memory=None, timings={},
-    )  # fmt: skip
+        conversion,
+        source=facts("/runs/step-1"),
+        derived=facts("/out/model", content="c1"),
+        plan_digest="p",
+        bytes_in=1,
+        bytes_out=1,
+        peak_memory=None,
+        timings={},
+    )
     states = {row.id: (row.state, row.error_code) for row in catalog.conversions()}
     assert states == {
         killed: ("failed", "interrupted"),
@@ -265,13 +276,17 @@ def test_credentials_are_not_kept(catalog, facts, url):
         {"source": f"s3://me:{secret}@bucket/x", "extra": [{"at": f"https://u:{secret}@h/"}]},
         source_uri=f"s3://me:{secret}@bucket/x",
         destination_uri=f"https://host/x?X-Amz-Signature={secret}&v=1",
-        verb="export", tool_version="0.1.0",
-    )  # fmt: skip
+        verb="export",
+        tool_version="0.1.0",
+    )
     found = Finding("malformed-metadata", "files", f"at s3://me:{secret}@bucket/x", hint="none")
     catalog.fail(
-        conversion, code="x", message=f"GET https://me:{secret}@host/x?sig={secret} failed",
-        findings=[found], source=facts(f"s3://me:{secret}@bucket/x"),
-    )  # fmt: skip
+        conversion,
+        code="x",
+        message=f"GET https://me:{secret}@host/x?sig={secret} failed",
+        findings=[found],
+        source=facts(f"s3://me:{secret}@bucket/x"),
+    )
     shown = catalog.show(conversion)
     assert secret not in str(shown)
     assert shown.sources[0].uri == "s3://bucket/x"
@@ -295,8 +310,13 @@ def test_any_name_can_be_kept(catalog, facts):
     )
     shown = catalog.show(public)
     assert {t.fqn for t in shown.tensors} == {
-        "наука.weight", "nul\\x00byte", "bad-\\udcff.bin", "a'b;--", "😀", "",
-    }  # fmt: skip
+        "наука.weight",
+        "nul\\x00byte",
+        "bad-\\udcff.bin",
+        "a'b;--",
+        "😀",
+        "",
+    }
     assert shown.checkpoint.uri == "/runs/step-\\udcfe"
     assert shown.checkpoint.run == "run\\x00\\udcff"
     assert shown.checkpoint.origin["set"] == [1, 3]
@@ -307,9 +327,14 @@ def test_any_name_can_be_kept(catalog, facts):
 def test_large_numbers_fit(catalog, facts):
     huge = 405_000_000_000_000_000
     public = catalog.record_validation(
-        facts("/runs/big", nbytes=huge, tensors=[("w", "bfloat16", (1 << 40,), huge)],
-              files=[("f", huge, None)], step=1 << 40)
-    )  # fmt: skip
+        facts(
+            "/runs/big",
+            nbytes=huge,
+            tensors=[("w", "bfloat16", (1 << 40,), huge)],
+            files=[("f", huge, None)],
+            step=1 << 40,
+        )
+    )
     shown = catalog.show(public)
     assert shown.checkpoint.nbytes == shown.tensors[0].nbytes == shown.files[0].nbytes == huge
     assert shown.tensors[0].shape == (1 << 40,)
@@ -335,8 +360,7 @@ def test_names_stand_in_natural_order(catalog, facts):
 
 
 def test_a_hundred_thousand_tensors_in_two_seconds(tmp_path, facts):
-    tensors = [(f"model.layers.{i}.mlp.experts.weight", "bfloat16", (64, 64), 8192)
-               for i in range(100_000)]  # fmt: skip
+    tensors = [(f"model.layers.{i}.mlp.experts.weight", "bfloat16", (64, 64), 8192) for i in range(100_000)]
     files = [(f"__{i}_0.distcp", 8192, f"{i:064x}") for i in range(1024)]
     with open_catalog(str(tmp_path / "big.sqlite")) as catalog:
         start = time.process_time()

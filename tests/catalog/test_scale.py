@@ -33,10 +33,12 @@ POINTS = {
     "tag": lambda c, n: c.tag(uuid_of("c", n), "eval.gsm8k", str(n)),
     "begin": lambda c, n: c.begin({}, source_uri=f"/s{n}", destination_uri="/d", verb="x", tool_version="1"),
     "a tensor of a checkpoint": lambda c, n: _ask(
-        c, f"SELECT shape FROM tensor t JOIN checkpoint c ON c.id = t.checkpoint_id WHERE c.uuid ="
-           f" '{uuid_of('c', n)}' AND t.fqn = 'layers.3.mlp.weight'"),
+        c,
+        f"SELECT shape FROM tensor t JOIN checkpoint c ON c.id = t.checkpoint_id WHERE c.uuid ="
+        f" '{uuid_of('c', n)}' AND t.fqn = 'layers.3.mlp.weight'",
+    ),
     "alias": lambda c, n: _alias(c, f"run-{n % 100 + 1}/best"),
-}  # fmt: skip
+}
 
 # What is asked of all.
 AGGREGATES = {
@@ -50,10 +52,10 @@ AGGREGATES = {
     "stages": "SELECT stage, sum(seconds) FROM conversion_stages GROUP BY stage",
     "failures": "SELECT error_code, count(*) FROM conversion WHERE state = 'failed' GROUP BY error_code",
     "best": "SELECT c.uri FROM tag t JOIN checkpoint c ON c.id = t.checkpoint_id WHERE t.key = 'eval.mmlu'"
-            " ORDER BY CAST(t.value AS DOUBLE PRECISION) DESC LIMIT 5",
+    " ORDER BY CAST(t.value AS DOUBLE PRECISION) DESC LIMIT 5",
     "a tensor everywhere": "SELECT count(*) FROM tensor t JOIN checkpoint c ON c.id = t.checkpoint_id"
-                           " WHERE t.fqn = 'layers.3.mlp.weight' AND c.state = 'present'",
-}  # fmt: skip
+    " WHERE t.fqn = 'layers.3.mlp.weight' AND c.state = 'present'",
+}
 
 BIG = ("checkpoint", "checkpoint_file", "tensor", "conversion", "conversion_io", "finding", "tag", "aliases")
 # aggregate -> what it must not read from end to end: all of it, where an index leads to what it asks for.
@@ -168,11 +170,14 @@ def test_aggregates_leave_alone_what_they_do_not_ask_for(aggregated, question):
     assert read_whole(aggregated, [(sql, None)]).get(sql, set()) & NOT_WHOLE[question] == set()
 
 
-@pytest.mark.parametrize("sql", [
-    "SELECT uuid FROM checkpoint WHERE origin = 'x'",
-    "SELECT c.uuid FROM checkpoint AS c WHERE c.origin = 'x'",
-    "SELECT f.path FROM (SELECT path FROM checkpoint_file g WHERE g.nbytes = 7) f",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT uuid FROM checkpoint WHERE origin = 'x'",
+        "SELECT c.uuid FROM checkpoint AS c WHERE c.origin = 'x'",
+        "SELECT f.path FROM (SELECT path FROM checkpoint_file g WHERE g.nbytes = 7) f",
+    ],
+)
 def test_the_checks_above_see_a_scan(aggregated, sql):
     [table] = {"checkpoint", "checkpoint_file"} & set(re.findall(r"FROM (\w+)", sql))
     assert read_whole(aggregated, [(sql, None)], indexes=False) == {sql: {table}}

@@ -243,10 +243,7 @@ def test_rebuilding_a_parent_table_keeps_its_children(filled):
             batch.add_column(sa.Column("extra", sa.Text()))
     with sqlite3.connect(filled) as connection:
         assert connection.execute("SELECT count(*) FROM tensor").fetchone() == (6,)
-        assert connection.execute("SELECT count(extra), count(*) FROM checkpoint").fetchone() == (
-            0,
-            1,
-        )
+        assert connection.execute("SELECT count(extra), count(*) FROM checkpoint").fetchone() == (0, 1)
     connection.close()
 
 
@@ -268,8 +265,9 @@ def test_every_foreign_key_leads_an_index():
     for table in Base.metadata.tables.values():
         leading = {next(iter(index.columns)).name for index in table.indexes}
         leading.add(next(iter(table.primary_key.columns)).name)
-        bare += [f"{table.name}.{key.parent.name}" for key in table.foreign_keys
-                 if key.parent.name not in leading]  # fmt: skip
+        bare += [
+            f"{table.name}.{key.parent.name}" for key in table.foreign_keys if key.parent.name not in leading
+        ]
     assert bare == []
 
 

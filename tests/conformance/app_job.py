@@ -158,10 +158,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as meeting:
         torch.multiprocessing.start_processes(
-            rank_main,
-            (given.ranks, given.seed, given.folder, meeting),
-            given.ranks,
-            start_method="fork",
+            rank_main, (given.ranks, given.seed, given.folder, meeting), given.ranks, start_method="fork"
         )
 
 

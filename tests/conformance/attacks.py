@@ -39,24 +39,44 @@ def attack_payloads(sentinel: Path) -> dict[str, bytes]:
         # A dotted name reaches a module through an allowed one.
         "dotted-module": four + call("torch.serialization", "os.system", touch) + end,
         "dotted-class": four + call("pathlib", "PosixPath.cwd.__globals__", touch) + end,
-        "path-touch": four + stack_global("pathlib", "PosixPath.touch")
-        + stack_global("pathlib", "PosixPath") + text(str(sentinel).encode()) + b"\x85R\x85R" + end,
-        "getattr": four + stack_global("builtins", "getattr")
-        + stack_global("torch", "os") + text(b"system") + b"\x86R" + text(touch) + b"\x85R" + end,
+        "path-touch": four
+        + stack_global("pathlib", "PosixPath.touch")
+        + stack_global("pathlib", "PosixPath")
+        + text(str(sentinel).encode())
+        + b"\x85R\x85R"
+        + end,
+        "getattr": four
+        + stack_global("builtins", "getattr")
+        + stack_global("torch", "os")
+        + text(b"system")
+        + b"\x86R"
+        + text(touch)
+        + b"\x85R"
+        + end,
         "getattr-proto2": b"\x80\x02c__builtin__\ngetattr\nctorch.serialization\n_get_layout\n"
-        + text(b"__globals__") + b"\x86R" + end,
+        + text(b"__globals__")
+        + b"\x86R"
+        + end,
         "torch-load": four + call("torch", "load", str(sentinel).encode()) + end,
         "torch-hub": four + call("torch.hub", "load", b"http://127.0.0.1:1/x") + end,
-        "numpy-runstring": four
-        + call("numpy.testing._private.utils", "runstring", python) + end,
-        "functools-partial": four + stack_global("functools", "partial")
-        + stack_global("os", "system") + text(touch) + b"\x86R)R" + end,
-        "map-system": four + stack_global("builtins", "list") + stack_global("builtins", "map")
-        + stack_global("os", "system") + text(touch) + b"\x85\x86R\x85R" + end,
+        "numpy-runstring": four + call("numpy.testing._private.utils", "runstring", python) + end,
+        "functools-partial": four
+        + stack_global("functools", "partial")
+        + stack_global("os", "system")
+        + text(touch)
+        + b"\x86R)R"
+        + end,
+        "map-system": four
+        + stack_global("builtins", "list")
+        + stack_global("builtins", "map")
+        + stack_global("os", "system")
+        + text(touch)
+        + b"\x85\x86R\x85R"
+        + end,
         "build-setstate": four + stack_global("os", "system") + text(touch) + b"\x85R}b" + end,
         "extension-code": four + b"\x82\x01" + end,
         "import-only": four + stack_global("antigravity", "fly") + end,
-    }  # fmt: skip
+    }
 
 
 class Evil:

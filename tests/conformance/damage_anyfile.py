@@ -146,10 +146,7 @@ def peers(tree: Tree, path: str) -> list[str]:
         if p != path and Path(p).suffix == suffix and _content(tree, p) != _content(tree, path)
     ]
     alike = _RANK.sub("#", path)
-    return sorted(
-        found,
-        key=lambda p: (_RANK.sub("#", p) != alike, abs(tree.size(p) - tree.size(path)), p),
-    )
+    return sorted(found, key=lambda p: (_RANK.sub("#", p) != alike, abs(tree.size(p) - tree.size(path)), p))
 
 
 def _content(tree: Tree, path: str) -> object:
@@ -165,8 +162,11 @@ def file_of_a_peer(tree: Tree, rng: random.Random) -> Iterator[Cut]:
     """Another file of its kind, another rank's say, copied over it."""
     for path in tree.files():
         for other in peers(tree, path)[:1]:
-            yield Cut(f"{other} over {path}", partial(_copied, path=path, other=other),
-                      exchangeable(tree, path, other))  # fmt: skip
+            yield Cut(
+                f"{other} over {path}",
+                partial(_copied, path=path, other=other),
+                exchangeable(tree, path, other),
+            )
 
 
 @TABLE
@@ -177,8 +177,11 @@ def files_swapped_by_name(tree: Tree, rng: random.Random) -> Iterator[Cut]:
         for other in peers(tree, path)[:1]:
             if frozenset((path, other)) not in done:
                 done.add(frozenset((path, other)))
-                yield Cut(f"{path} and {other}", partial(_swapped, path=path, other=other),
-                          exchangeable(tree, path, other))  # fmt: skip
+                yield Cut(
+                    f"{path} and {other}",
+                    partial(_swapped, path=path, other=other),
+                    exchangeable(tree, path, other),
+                )
 
 
 def _copied(root: Path, path: str, other: str) -> None:

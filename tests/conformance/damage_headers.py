@@ -51,8 +51,18 @@ def _header_facts(tree: Tree, path: str, header: dict[str, Any], name: str) -> f
     return frozenset({"listed"} if "total_size" in told else {"listed", "untotalled"})
 
 
-SAME_WIDTH = {"BF16": "F16", "F16": "BF16", "F32": "I32", "I64": "F64", "F64": "I64", "I32": "F32",
-              "U8": "I8", "I8": "U8", "BOOL": "U8", "F8_E4M3": "F8_E5M2"}  # fmt: skip
+SAME_WIDTH = {
+    "BF16": "F16",
+    "F16": "BF16",
+    "F32": "I32",
+    "I64": "F64",
+    "F64": "I64",
+    "I32": "F32",
+    "U8": "I8",
+    "I8": "U8",
+    "BOOL": "U8",
+    "F8_E4M3": "F8_E5M2",
+}
 
 
 def _dtype(header: dict[str, Any], body: bytes, name: str) -> bytes | None:

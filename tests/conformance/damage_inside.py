@@ -14,15 +14,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from damage_sites import (
-    Cut,
-    Rows,
-    Tree,
-    put,
-    record_data,
-    safetensors_parts,
-    with_records,
-)
+from damage_sites import Cut, Rows, Tree, put, record_data, safetensors_parts, with_records
 
 TABLE = Rows()
 Json = Any
@@ -42,8 +34,13 @@ def _paths(value: Json, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from _paths(inner, (*at, key))
 
 
-def _edit_json(tree: Tree, rng: random.Random, what: str, edit: Callable[[Json, tuple[Any, ...]], bool],
-               kinds: tuple[str, ...] = ("json", "zarray")) -> Iterator[Cut]:  # fmt: skip
+def _edit_json(
+    tree: Tree,
+    rng: random.Random,
+    what: str,
+    edit: Callable[[Json, tuple[Any, ...]], bool],
+    kinds: tuple[str, ...] = ("json", "zarray"),
+) -> Iterator[Cut]:
     for path in tree.files(*kinds):
         form = json.loads(tree.read(path))
         places = list(_paths(form))
@@ -174,8 +171,11 @@ def pickle_name_changed(tree: Tree, rng: random.Random) -> Iterator[Cut]:
         m = re.search(rb"\.(?:weight|bias)", inside)
         if m:
             changed = inside[: m.start() + 1] + b"W" + inside[m.start() + 2 :]
-            yield Cut(path, partial(put, path=path, data=with_records(data, {"data.pkl": changed})),
-                      frozenset({"text"}))  # fmt: skip
+            yield Cut(
+                path,
+                partial(put, path=path, data=with_records(data, {"data.pkl": changed})),
+                frozenset({"text"}),
+            )
 
 
 @TABLE

@@ -101,8 +101,14 @@ for _name, (_kind, _where) in FLIPS.items():
 # ------------------------------------------------------------------- items with right checksums
 
 
-def _edit(name: str, codes: Codes, change: Callable[[bytes, Folder], bytes], *,
-          of: str = "tensor", harmless: bool = False) -> None:  # fmt: skip
+def _edit(
+    name: str,
+    codes: Codes,
+    change: Callable[[bytes, Folder], bytes],
+    *,
+    of: str = "tensor",
+    harmless: bool = False,
+) -> None:
     """Enters a row that replaces one item. of: ``tensor`` or ``object``."""
 
     def make(folder: Folder) -> None:
@@ -195,9 +201,7 @@ VIEWS: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {
 for _name, _view in VIEWS.items():
     _pickle = _tensor_pickle(*_view)
     _edit(
-        f"view-{_name}",
-        ITEM | MALFORMED,
-        lambda item, _, data=_pickle: rebuild_zip(item, {"data.pkl": data}),
+        f"view-{_name}", ITEM | MALFORMED, lambda item, _, data=_pickle: rebuild_zip(item, {"data.pkl": data})
     )
 _edit(
     "view-storage-elsewhere",

@@ -54,10 +54,12 @@ FLIPS = 24
 for _part in range(FLIPS):
     TABLE.add(Damage(f"flip-metadata-{_part}", partial(_flip_at, part=_part, parts=FLIPS), harmless=True))
 for _name, _share in (("quarter", 4), ("most", 1)):
-    TABLE.add(Damage(
-        f"metadata-cut-after-a-{_name}",
-        lambda folder, share=_share: folder.meta.write_bytes(
-            folder.meta.read_bytes()[: (folder.meta.stat().st_size - 20) // share]
-        ),
-        MALFORMED,
-    ))  # fmt: skip
+    TABLE.add(
+        Damage(
+            f"metadata-cut-after-a-{_name}",
+            lambda folder, share=_share: folder.meta.write_bytes(
+                folder.meta.read_bytes()[: (folder.meta.stat().st_size - 20) // share]
+            ),
+            MALFORMED,
+        )
+    )

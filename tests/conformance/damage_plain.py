@@ -62,8 +62,16 @@ def padded_arrays(root: Path) -> Tree:
     (root / "metadata.json").write_text(json.dumps(told | {f"{k}_version": 1 for k in told}))
     torch.save({"iteration": 7, "checkpoint_version": 3.0}, root / "common.pt")
     for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight"):
-        form = {"zarr_format": 2, "shape": [8, 6], "chunks": [4, 6], "dtype": "<f4", "order": "C",
-                "compressor": None, "filters": None, "fill_value": None}  # fmt: skip
+        form = {
+            "zarr_format": 2,
+            "shape": [8, 6],
+            "chunks": [4, 6],
+            "dtype": "<f4",
+            "order": "C",
+            "compressor": None,
+            "filters": None,
+            "fill_value": None,
+        }
         folder = root / name
         folder.mkdir()
         (folder / ".zarray").write_text(json.dumps(form))

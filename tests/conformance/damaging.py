@@ -115,17 +115,7 @@ class Folder:
                 codec = bool(getattr(info, "transform_descriptors", None))
                 file = self.path / info.relative_path
                 out.append(
-                    Place(
-                        meta,
-                        key,
-                        file,
-                        info.offset,
-                        info.length,
-                        box is not None,
-                        codec,
-                        dtype,
-                        sizes,
-                    )
+                    Place(meta, key, file, info.offset, info.length, box is not None, codec, dtype, sizes)
                 )
         return sorted(out, key=lambda p: (p.file.name, p.start))
 
@@ -315,8 +305,9 @@ PATH: Codes = frozenset({"unsafe", "bad-path"})
 class Table(dict[str, Damage]):
     """Damages by name; calling it makes the decorator that enters a function under its name."""
 
-    def __call__(self, *codes: str | Codes, needs: str = "any", harmless: bool = False,
-                 opaque: bool = False) -> Callable[[Callable[[Folder], None]], None]:  # fmt: skip
+    def __call__(
+        self, *codes: str | Codes, needs: str = "any", harmless: bool = False, opaque: bool = False
+    ) -> Callable[[Callable[[Folder], None]], None]:
         allowed = frozenset().union(*({c} if isinstance(c, str) else c for c in codes))
 
         def enter(make: Callable[[Folder], None]) -> None:

@@ -76,8 +76,12 @@ class Cli:
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._env, cwd=REPOSITORY,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self._env,
+            cwd=REPOSITORY,
+        )
 
     def __enter__(self) -> Cli:
         return self
@@ -97,10 +101,17 @@ class Cli:
             self._process.wait()
         self._process.stdout.close()
 
-    def __call__(self, *argv: object, catalog: bool = False, seconds: float = 60.0,
-                 kill_after: float | None = None, memory: int = 6 * GIB, user: int | None = None,
-                 file_size: int | None = None,
-                 env: dict[str, str] | None = None) -> Outcome:  # fmt: skip
+    def __call__(
+        self,
+        *argv: object,
+        catalog: bool = False,
+        seconds: float = 60.0,
+        kill_after: float | None = None,
+        memory: int = 6 * GIB,
+        user: int | None = None,
+        file_size: int | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Outcome:
         """Runs ``ckptcore argv``.
 
         catalog: let it register itself. seconds: the call is killed, and the test fails, after.
@@ -111,9 +122,15 @@ class Cli:
         if not catalog and words and words[0] in REGISTERING:
             words.append("--no-catalog")
         request = {
-            "argv": words, "seconds": seconds, "kill_after": kill_after, "memory": memory,
-            "user": user, "file_size": file_size, "folder": self._folder.name, "env": env or {},
-        }  # fmt: skip
+            "argv": words,
+            "seconds": seconds,
+            "kill_after": kill_after,
+            "memory": memory,
+            "user": user,
+            "file_size": file_size,
+            "folder": self._folder.name,
+            "env": env or {},
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -129,9 +146,14 @@ class Cli:
         reply = json.loads(line)
         out, err = (Path(self._folder.name, n).read_bytes() for n in ("stdout", "stderr"))
         done = Outcome(
-            tuple(words), reply["code"], out.decode(errors="replace"), err.decode(errors="replace"),
-            reply["seconds"], reply["peak"], reply["killed"],
-        )  # fmt: skip
+            tuple(words),
+            reply["code"],
+            out.decode(errors="replace"),
+            err.decode(errors="replace"),
+            reply["seconds"],
+            reply["peak"],
+            reply["killed"],
+        )
         if done.killed and kill_after is None:
             raise AssertionError(f"not finished within {seconds} s\n{done}")
         return done
@@ -148,9 +170,13 @@ def run_process(*argv: object, seconds: float = 120.0, **env: str) -> Outcome:
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "ckptcore", *words],
-        capture_output=True, text=True, timeout=seconds, check=False, cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        cwd=REPOSITORY,
         env=dict(os.environ) | env,
-    )  # fmt: skip
+    )
     spent = time.monotonic() - start
     return Outcome(tuple(words), done.returncode, done.stdout, done.stderr, spent, 0, False)
 

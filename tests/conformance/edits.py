@@ -15,8 +15,9 @@ Change = Callable[[Any, Place, Folder], None]
 class Edits(Table):
     """Damages that are edits of the metadata."""
 
-    def edit(self, *codes: str | Codes, needs: str = "any", harmless: bool = False,
-             name: str = "") -> Callable[[Change], None]:  # fmt: skip
+    def edit(
+        self, *codes: str | Codes, needs: str = "any", harmless: bool = False, name: str = ""
+    ) -> Callable[[Change], None]:
         """Enters a function of (metadata, place, folder) that changes the metadata.
 
         The place is that of the biggest tensor item, and the metadata is the file that names it.
@@ -51,9 +52,7 @@ def set_chunk(meta: Any, place: Place, offsets: Any = None, sizes: Any = None) -
     row = at(meta, place)
     old = chunks[row]
     chunks[row] = replace(
-        old,
-        offsets=old.offsets if offsets is None else offsets,
-        sizes=old.sizes if sizes is None else sizes,
+        old, offsets=old.offsets if offsets is None else offsets, sizes=old.sizes if sizes is None else sizes
     )
     info = meta.storage_data.pop(place.key)
     meta.storage_data[replace(place.key, offset=chunks[row].offsets)] = info

@@ -31,11 +31,27 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-    torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
-    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
 NOT_IN_SAFETENSORS = (torch.complex128,)
 LETTERS = string.ascii_letters + string.digits + "_-äß漢字🙂 /%'\"\\{}[]\u202e"
 
@@ -136,8 +152,9 @@ def placed(full: torch.Tensor, rng: Random, meshes: dict[str, DeviceMesh]) -> tu
     return sharded(full, mesh, chosen, transpose), f"{kind}{chosen}"
 
 
-def random_state(rng: Random, seed: int, meshes: dict[str, DeviceMesh], *,
-                 safetensors: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:  # fmt: skip
+def random_state(
+    rng: Random, seed: int, meshes: dict[str, DeviceMesh], *, safetensors: bool
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     """A state dict as a job holds it, the truth by flattened key, and what each key is."""
     state: dict[str, Any] = {}
     truth: dict[str, Any] = {}
@@ -157,8 +174,9 @@ def random_state(rng: Random, seed: int, meshes: dict[str, DeviceMesh], *,
         if safetensors and isinstance(value, DTensor):
             local = value.to_local().contiguous()
             stride = torch.empty(full.shape, device="meta").stride()
-            value = DTensor.from_local(local, value.device_mesh, value.placements, run_check=False,
-                                       shape=full.shape, stride=stride)  # fmt: skip
+            value = DTensor.from_local(
+                local, value.device_mesh, value.placements, run_check=False, shape=full.shape, stride=stride
+            )
         path = rng.choice([("model",), ("optim", "state", f"p{number}"), ("lists",), ()])
         node = state
         for key in path:
@@ -167,9 +185,14 @@ def random_state(rng: Random, seed: int, meshes: dict[str, DeviceMesh], *,
         truth[".".join((*path, name))] = full
         made[".".join((*path, name))] = f"{dtype} {shape} {how}"
     objects = {
-        "step": rng.randint(0, 9), "lr": rng.random(), "name": "Ünï", "none": None,
-        "betas": [0.9, 0.95], "flag": True, "big": 1 << 70,
-    }  # fmt: skip
+        "step": rng.randint(0, 9),
+        "lr": rng.random(),
+        "name": "Ünï",
+        "none": None,
+        "betas": [0.9, 0.95],
+        "flag": True,
+        "big": 1 << 70,
+    }
     for key, thing in rng.sample(sorted(objects.items()), rng.randint(0, len(objects))):
         state.setdefault("extra", {})[key] = thing
         truth[f"extra.{key}"] = thing
@@ -253,16 +276,19 @@ def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -
     torch.serialization.set_crc32_options(crc)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=lowest)
     dcp.save(
-        state,
-        storage_writer=FileSystemWriter(path, **options),
-        planner=planner,
-        use_collectives=not local,
+        state, storage_writer=FileSystemWriter(path, **options), planner=planner, use_collectives=not local
     )
     torch.serialization.set_crc32_options(True)
     if dist.get_rank() == 0:
         torch.save(truth, folder / "truth.pt")
-        told = {"options": {k: str(v) for k, v in options.items()}, "rank-local": local, "crc": crc,
-                "leftovers": leftovers, "ranks": dist.get_world_size(), "keys": made}  # fmt: skip
+        told = {
+            "options": {k: str(v) for k, v in options.items()},
+            "rank-local": local,
+            "crc": crc,
+            "leftovers": leftovers,
+            "ranks": dist.get_world_size(),
+            "keys": made,
+        }
         (folder / "job.json").write_text(json.dumps(told, indent=1, ensure_ascii=False))
 
 
@@ -292,9 +318,8 @@ def main() -> None:
     given = parser.parse_args()
     world = given.ranks or Random(given.seed).choice([1, 2, 3, 4, 4])
     torch.multiprocessing.start_processes(
-        rank_main, (world, given.seed, given.cases, given.folder.resolve()), world,
-        start_method="fork",
-    )  # fmt: skip
+        rank_main, (world, given.seed, given.cases, given.folder.resolve()), world, start_method="fork"
+    )
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ RECOVERABLE: dict[str, bool] = {"dcp_aborted_metadata_tmp": True}
 
 # Samples without a DCP folder. Refused by the name of what they are.
 REFUSED_OTHER: dict[str, Refusal] = {
-    "fsdp1_local_pt_*": _refusal(5, "unsupported-format", "FSDP1 LOCAL: names and shapes absent"),
+    "fsdp1_local_pt_*": _refusal(5, "unsupported-format", "FSDP1 LOCAL: names and shapes absent")
 }
 
 # The official loader of torch.distributed.checkpoint is no oracle here.
@@ -82,14 +82,26 @@ STORED_DIFFERS: dict[str, str] = {}
 # What comes out of a writer in other words: (format, glob on values, how they differ, why).
 SAID_OTHERWISE: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("olmo_core", "train.world_size", ("values",), "a trainer restores random states where it is its own: 0"),
-    ("olmo_v01", "optim.*param_groups*", ("only-in-a", "only-in-b", "values"),
-     "OLMo-core 0.1 numbers the parameters of its groups and names them beside"),
+    (
+        "olmo_v01",
+        "optim.*param_groups*",
+        ("only-in-a", "only-in-b", "values"),
+        "OLMo-core 0.1 numbers the parameters of its groups and names them beside",
+    ),
     ("olmo_v01", "optim.state_keys.*", ("only-in-b",), "OLMo-core 0.1 tells which states there are"),
-    ("torch_dist", "args.no_save_rng", ("only-in-b", "values"),
-     "random states stay behind, and Megatron-LM is told so by the argument"),
-    ("torch_ranks", "*.param_groups.*.param_names.*", ("only-in-b",),
-     "optimizers of torch number their states: names are told where order and shapes do not prove them"),
-)  # fmt: skip
+    (
+        "torch_dist",
+        "args.no_save_rng",
+        ("only-in-b", "values"),
+        "random states stay behind, and Megatron-LM is told so by the argument",
+    ),
+    (
+        "torch_ranks",
+        "*.param_groups.*.param_names.*",
+        ("only-in-b",),
+        "optimizers of torch number their states: names are told where order and shapes do not prove them",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,41 +123,81 @@ class Blind:
 # What may pass in silence: nothing else may.
 UNDETECTABLE: tuple[Blind, ...] = (
     # torch.distributed.checkpoint, rows of damage.TABLE
-    Blind("files-swapped", "equal-layout",
-          "no data file says which rank or save wrote it: files of equal layout are interchangeable"),
-    Blind("file-of-another-step", "no-replicas",
-          "`save_id` stands in .metadata only, so a file of another save of the same model fits"),
-    Blind("places-swapped", "zip",
-          "a torch zip names neither its tensor nor its offset: items of one layout are exchangeable"),
+    Blind(
+        "files-swapped",
+        "equal-layout",
+        "no data file says which rank or save wrote it: files of equal layout are interchangeable",
+    ),
+    Blind(
+        "file-of-another-step",
+        "no-replicas",
+        "`save_id` stands in .metadata only, so a file of another save of the same model fits",
+    ),
+    Blind(
+        "places-swapped",
+        "zip",
+        "a torch zip names neither its tensor nor its offset: items of one layout are exchangeable",
+    ),
     Blind("flip-unsummed-payload", "no-crc", "safetensors items carry no checksum"),
     Blind("zeroed-range", "no-crc", "safetensors items carry no checksum"),
-    Blind("tensor-forgotten-everywhere", "between-others",
-          ".metadata alone says which tensors there are; a gap between items may be an alignment"),
-    Blind("flip-metadata*", "names-only",
-          ".metadata has no checksum: a flipped letter in a name gives another name", sometimes=True),
+    Blind(
+        "tensor-forgotten-everywhere",
+        "between-others",
+        ".metadata alone says which tensors there are; a gap between items may be an alignment",
+    ),
+    Blind(
+        "flip-metadata*",
+        "names-only",
+        ".metadata has no checksum: a flipped letter in a name gives another name",
+        sometimes=True,
+    ),
     # every format, rows of damage.EVERYWHERE
     Blind("*bit-flipped", "unsummed", "safetensors and zarr carry no checksum", sometimes=True),
-    Blind("*bit-flipped", "text", "headers and metadata have no checksum: another letter is another name",
-          sometimes=True),
+    Blind(
+        "*bit-flipped",
+        "text",
+        "headers and metadata have no checksum: another letter is another name",
+        sometimes=True,
+    ),
     Blind("file-zeroed", "unsummed", "a zarr chunk is bytes and nothing else"),
     Blind("file-first-page-lost", "unsummed", "a zarr chunk is bytes and nothing else"),
     Blind("file-of-a-peer", "like", "no file of the two tells its rank, place or save"),
     Blind("files-swapped-by-name", "like", "no file of the two tells its rank, place or save"),
-    Blind("files-swapped-by-name", "unranked", "a converter writes one rank into the arguments of all",
-          sometimes=True),
+    Blind(
+        "files-swapped-by-name",
+        "unranked",
+        "a converter writes one rank into the arguments of all",
+        sometimes=True,
+    ),
     Blind("file-of-a-peer", "rankless", "a rank's random state does not tell its rank", sometimes=True),
-    Blind("file-of-another-checkpoint", "rankless", "a trainer's state tells neither rank nor model",
-          sometimes=True),
-    Blind("files-swapped-by-name", "rankless", "a rank's random state does not tell its rank",
-          sometimes=True),
+    Blind(
+        "file-of-another-checkpoint",
+        "rankless",
+        "a trainer's state tells neither rank nor model",
+        sometimes=True,
+    ),
+    Blind(
+        "files-swapped-by-name", "rankless", "a rank's random state does not tell its rank", sometimes=True
+    ),
     Blind("file-removed", "optional", "a job may have no scheduler"),
-    Blind("file-removed", "own-names",
-          "Fabric's meta.pt holds what the user named, and .metadata tells nothing of it"),
+    Blind(
+        "file-removed",
+        "own-names",
+        "Fabric's meta.pt holds what the user named, and .metadata tells nothing of it",
+    ),
     Blind("trainer-states-exchanged", "rankless", "a trainer's state does not tell its rank"),
-    Blind("values-of-another-save", "values", "no file tells its save; its own checksums are right",
-          sometimes=True),
-    Blind("pickle-number-changed", "one-witness", "one file tells the number, and it is well-formed",
-          sometimes=True),
+    Blind(
+        "values-of-another-save",
+        "values",
+        "no file tells its save; its own checksums are right",
+        sometimes=True,
+    ),
+    Blind(
+        "pickle-number-changed",
+        "one-witness",
+        "one file tells the number, and it is well-formed",
+        sometimes=True,
+    ),
     Blind("pickle-name-changed", "text", "a whole file is the only witness of its names", sometimes=True),
     Blind("header-dtype-of-the-same-width", "bare", "the header alone tells dtypes", sometimes=True),
     Blind("header-dtype-of-the-same-width", "listed", "an index tells no dtypes", sometimes=True),
@@ -153,24 +205,42 @@ UNDETECTABLE: tuple[Blind, ...] = (
     Blind("header-shape-transposed", "listed", "an index tells no shapes", sometimes=True),
     Blind("header-name-changed", "bare", "the header alone tells names", sometimes=True),
     Blind("header-tensor-left-out", "bare", "the header alone tells names", sometimes=True),
-    Blind("header-metadata-left-out", "bare", "the header alone tells the values beside the tensors",
-          sometimes=True),
+    Blind(
+        "header-metadata-left-out",
+        "bare",
+        "the header alone tells the values beside the tensors",
+        sometimes=True,
+    ),
     Blind("header-last-row-left-out", "bare", "the header alone tells shapes", sometimes=True),
-    Blind("header-last-row-left-out", "untotalled", "an index without a total tells no sizes",
-          sometimes=True),
-    Blind("header-last-row-left-out", "shard", "torch.chunk leaves more than one length for a last part",
-          sometimes=True),
+    Blind(
+        "header-last-row-left-out", "untotalled", "an index without a total tells no sizes", sometimes=True
+    ),
+    Blind(
+        "header-last-row-left-out",
+        "shard",
+        "torch.chunk leaves more than one length for a last part",
+        sometimes=True,
+    ),
     Blind("header-two-exchanged", "places", "the header alone tells which bytes are whose", sometimes=True),
     Blind("array-dtype", "array", "`.zarray` alone tells the dtype"),
-    Blind("array-shape-inside-the-last-chunk", "padded",
-          "padded vocabularies and buckets may end inside a chunk, and `.zarray` alone tells where"),
-    Blind("array-folder-gone", "array", "the folder alone tells that there was such a tensor",
-          sometimes=True),
-    Blind("foreign-meta.pt", "dcp-root", "a meta.pt beside a DCP folder is what Fabric leaves",
-          sometimes=True),
-    Blind("foreign-train-rank0.pt", "trainless", "a train/rank0.pt beside a state dict is what OLMo leaves",
-          sometimes=True),
-)  # fmt: skip
+    Blind(
+        "array-shape-inside-the-last-chunk",
+        "padded",
+        "padded vocabularies and buckets may end inside a chunk, and `.zarray` alone tells where",
+    ),
+    Blind(
+        "array-folder-gone", "array", "the folder alone tells that there was such a tensor", sometimes=True
+    ),
+    Blind(
+        "foreign-meta.pt", "dcp-root", "a meta.pt beside a DCP folder is what Fabric leaves", sometimes=True
+    ),
+    Blind(
+        "foreign-train-rank0.pt",
+        "trainless",
+        "a train/rank0.pt beside a state dict is what OLMo leaves",
+        sometimes=True,
+    ),
+)
 
 
 def blind(damage: str) -> tuple[Blind, ...]:

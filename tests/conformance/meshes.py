@@ -29,12 +29,28 @@ from ckptcore.topology.rules_file import Rule
 
 # Checkpoints of tests are small: one thread, a small budget.
 SETTINGS = Settings(workers=1, memory=64 << 20)
-MESHES = ("fsdp=1", "fsdp=2", "fsdp=3", "fsdp=4", "fsdp=8", "fsdp=2,tp=2", "dp_replicate=2,fsdp=2",
-          "fsdp=2,tp=2,pp=2")  # fmt: skip
+MESHES = (
+    "fsdp=1",
+    "fsdp=2",
+    "fsdp=3",
+    "fsdp=4",
+    "fsdp=8",
+    "fsdp=2,tp=2",
+    "dp_replicate=2,fsdp=2",
+    "fsdp=2,tp=2,pp=2",
+)
 # What safetensors has no name for, and what OLMo-core 0.1 has none for beside.
 _NOT_IN_SAFETENSORS = ("complex32", "complex128")
-_NOT_IN_OLMO = (*_NOT_IN_SAFETENSORS, "complex64", "uint16", "uint32", "uint64", "float8_e4m3fnuz",
-                "float8_e5m2fnuz", "float8_e8m0fnu")  # fmt: skip
+_NOT_IN_OLMO = (
+    *_NOT_IN_SAFETENSORS,
+    "complex64",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +87,9 @@ class Step:
     dropped: frozenset[str]
 
 
-def reshard(source: Path, target: Path, writer: Writer, mesh: str, sharding: str | None = None,
-            **options: Any) -> Step:  # fmt: skip
+def reshard(
+    source: Path, target: Path, writer: Writer, mesh: str, sharding: str | None = None, **options: Any
+) -> Step:
     """Writes a checkpoint for the ranks of a mesh, by the built-in rules where none are given."""
     options |= {"verb": "reshard", "to": writer.to, "mesh": mesh, "sharding": sharding, **writer.options}
     planned = ckptcore.planning.plan(str(source), str(target), **options).plan

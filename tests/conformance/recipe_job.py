@@ -40,9 +40,11 @@ class AppState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_state_dict(
-            self.model, self.optimizer or [], model_state_dict=state_dict["model"],
+            self.model,
+            self.optimizer or [],
+            model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optim"],
-        )  # fmt: skip
+        )
 
 
 class ToyModel(nn.Module):

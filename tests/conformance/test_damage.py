@@ -37,13 +37,7 @@ SECONDS = 20.0
 
 # Small samples that together hold every kind of item and of metadata: every damage is done to them.
 CORE = frozenset(
-    {
-        "dcp_nested_2r",
-        "dcp_safetensors_fmt_2r",
-        "dcp_zstd_2r",
-        "dcp_nocollectives_2r",
-        "dcp_dims_4r",
-    }
+    {"dcp_nested_2r", "dcp_safetensors_fmt_2r", "dcp_zstd_2r", "dcp_nocollectives_2r", "dcp_dims_4r"}
 )
 # Megatron-Core's own layer over DCP; of its releases the one whose metadata torch reads by itself and
 # that has no digests of whole files, which notice everything.
@@ -101,8 +95,15 @@ def truth(
     return truths[folder]
 
 
-def test_damage(folder: Path, victim: Sample, row: Damage, truth: Truth, cli: Cli, tmp_path: Path,
-                request: pytest.FixtureRequest) -> None:  # fmt: skip
+def test_damage(
+    folder: Path,
+    victim: Sample,
+    row: Damage,
+    truth: Truth,
+    cli: Cli,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
     source = tmp_path / "ckpt"
     shutil.copytree(folder, source)
     copy = Folder(source, tmp_path / "sentinel", other_folders(request.config, folder))
@@ -117,8 +118,20 @@ def test_damage(folder: Path, victim: Sample, row: Damage, truth: Truth, cli: Cl
     checked = cli("validate", source, "--level", "bytes", "--output", "json", **LIMITS)
     dst = tmp_path / "out" / "model.pt"
     dst.parent.mkdir()
-    done = cli("consolidate", source, dst, "--to", "torch_save", "--workers", "1",
-               "--memory", "256MiB", "--output", "json", **LIMITS)  # fmt: skip
+    done = cli(
+        "consolidate",
+        source,
+        dst,
+        "--to",
+        "torch_save",
+        "--workers",
+        "1",
+        "--memory",
+        "256MiB",
+        "--output",
+        "json",
+        **LIMITS,
+    )
 
     assert not copy.sentinel.exists(), "code from the checkpoint was executed"
     assert snapshot(source) == before, "the source was modified"

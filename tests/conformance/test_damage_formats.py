@@ -48,8 +48,21 @@ SHORT = frozenset(
     }
 )
 # Rows that are done together, by how their names begin.
-GROUPS = ("file-", "files-", "bit-", "head-", "end-", "last-", "rank", "json-", "header-", "array-",
-          "pickle-", "foreign-", "")  # fmt: skip
+GROUPS = (
+    "file-",
+    "files-",
+    "bit-",
+    "head-",
+    "end-",
+    "last-",
+    "rank",
+    "json-",
+    "header-",
+    "array-",
+    "pickle-",
+    "foreign-",
+    "",
+)
 PLACES, MORE_PLACES = 1, 8  # of one row in one sample
 SEEDS = 12  # of places, until one is found that stays silent
 # The part of the table that is about these rows.
@@ -75,10 +88,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "group" not in metafunc.fixturenames:
         return
     cases = [
-        pytest.param(None, made_name, group, PLACES, id=f"{made_name}-{group.rstrip('-') or 'others'}",
-                     marks=pytest.mark.xdist_group(made_name))
-        for made_name in MADE for group in GROUPS
-    ]  # fmt: skip
+        pytest.param(
+            None,
+            made_name,
+            group,
+            PLACES,
+            id=f"{made_name}-{group.rstrip('-') or 'others'}",
+            marks=pytest.mark.xdist_group(made_name),
+        )
+        for made_name in MADE
+        for group in GROUPS
+    ]
     for sample in metafunc.config.stash[SAMPLES]:
         if gaps.lookup(gaps.REFUSED_OTHER, sample.name):
             continue
@@ -105,8 +125,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plain")
 
 
-def test_damage(victim: Sample | None, tree: Tree | str, group: str, places: int, truths: dict[Path, Run],
-                plain: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:  # fmt: skip
+def test_damage(
+    victim: Sample | None,
+    tree: Tree | str,
+    group: str,
+    places: int,
+    truths: dict[Path, Run],
+    plain: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
     if isinstance(tree, str):
         tree = made(tree, plain)
     good = truth(tree, truths, tmp_path / "good")
@@ -129,8 +157,9 @@ def test_damage(victim: Sample | None, tree: Tree | str, group: str, places: int
 
 @pytest.mark.soak
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda b: f"{b.damage}-{b.when}")
-def test_excuse_is_needed(entry: gaps.Blind, truths: dict[Path, Run], plain: Path, tmp_path: Path,
-                          request: pytest.FixtureRequest) -> None:  # fmt: skip
+def test_excuse_is_needed(
+    entry: gaps.Blind, truths: dict[Path, Run], plain: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Each entry of the table is a silence that can be heard somewhere, some only at a few places."""
     names = [n for n in damage.EVERYWHERE if entry in gaps.blind(n)]
     own = [s for s in request.config.stash[SAMPLES] if not s.corpus]

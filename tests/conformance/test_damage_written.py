@@ -92,8 +92,14 @@ def test_damage(name: str, written: dict[str, Tree], truths: dict[Path, Run], tm
 @pytest.mark.soak
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_damage_more(name: str, group: str, written: dict[str, Tree], truths: dict[Path, Run],
-                     tmp_path: Path, request: pytest.FixtureRequest) -> None:  # fmt: skip
+def test_damage_more(
+    name: str,
+    group: str,
+    written: dict[str, Tree],
+    truths: dict[Path, Run],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
     damaged(written[name], (group,), MORE_PLACES, seed_of(request), truths, tmp_path)
 
 

@@ -144,8 +144,10 @@ def test_disk_full(suffix: str, cli: Cli, tmp_path: Path) -> None:
     size = cli("consolidate", source, tmp_path / f"good{suffix}", "--output", "json").json["nbytes"]
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size // 2 // 4096 * 4096 or 4096}", "tmpfs", str(disk)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a small disk here: {mounted.stderr.strip()}")
     try:
@@ -220,9 +222,11 @@ def test_server_that_hangs_up(cli: Cli, tmp_path: Path) -> None:
         try:
             env = {
                 "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
-                "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_MAX_ATTEMPTS": "1",
+                "AWS_ACCESS_KEY_ID": "x",
+                "AWS_SECRET_ACCESS_KEY": "x",
+                "AWS_MAX_ATTEMPTS": "1",
                 "AWS_DEFAULT_REGION": "us-east-1",
-            }  # fmt: skip
+            }
             done = cli("inspect", "s3://bucket/ckpt", "--output", "json", seconds=120, env=env)
         finally:
             stop.set()
@@ -235,10 +239,16 @@ def test_server_that_hangs_up(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--memory", "1KiB"], ["--memory", "lots"], ["--workers", "0"], ["--to", "nosuch"],
-        ["--device", "nosuch"], ["--dtype", "float7"], ["--include", "no.such.tensor"], ["--nosuch"],
+        ["--memory", "1KiB"],
+        ["--memory", "lots"],
+        ["--workers", "0"],
+        ["--to", "nosuch"],
+        ["--device", "nosuch"],
+        ["--dtype", "float7"],
+        ["--include", "no.such.tensor"],
+        ["--nosuch"],
     ],
-)  # fmt: skip
+)
 def test_impossible_options(flags: list[str], cli: Cli, tmp_path: Path) -> None:
     verb = "export" if "--dtype" in flags else "consolidate"
     done = cli(verb, SOURCE, tmp_path / "out", "--output", "json", *flags)

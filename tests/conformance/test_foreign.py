@@ -35,8 +35,12 @@ def foreign(code: str, *argv: object) -> Any:
     """Runs Python code in a process that cannot see this project; gives the JSON it prints."""
     done = subprocess.run(
         [sys.executable, "-I", "-W", "ignore", "-c", DIGESTS + code, *map(str, argv)],
-        capture_output=True, text=True, timeout=180, check=False, cwd="/",
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        cwd="/",
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

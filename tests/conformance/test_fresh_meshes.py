@@ -44,8 +44,11 @@ def one_job(seed: int, ranks: int, cases: int, pairs: int, folder: Path) -> None
     print(f"--seed {seed}, {ranks} ranks, {cases} cases")
     done = subprocess.run(
         [sys.executable, str(JOB), str(seed), str(folder), "--ranks", str(ranks), "--cases", str(cases)],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, f"the job of --seed {seed} failed:\n{done.stderr[-3000:]}"
     written = sorted(p.parent for p in folder.glob("*/job.json"))
     assert len(written) == cases

@@ -113,8 +113,9 @@ class Good:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cli: Cli, sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-                ) -> dict[str, Good]:  # fmt: skip
+def undisturbed(
+    cli: Cli, sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Good]:
     """Made as they are asked for."""
 
     class Runs(dict[str, Good]):
@@ -145,8 +146,9 @@ def remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_same_bytes(name: str, cli: Cli, sources: dict[str, Path], undisturbed: dict[str, Good],
-                    tmp_path: Path) -> None:  # fmt: skip
+def test_same_bytes(
+    name: str, cli: Cli, sources: dict[str, Path], undisturbed: dict[str, Good], tmp_path: Path
+) -> None:
     """Four workers and a small budget write what one worker writes."""
     done = run(cli, sources, name, tmp_path, "--workers", 4, "--memory", "4MiB")
     assert done.code == 0, done
@@ -156,16 +158,28 @@ def test_same_bytes(name: str, cli: Cli, sources: dict[str, Path], undisturbed: 
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_killed_and_resumed(name: str, cli: Cli, sources: dict[str, Path], undisturbed: dict[str, Good],
-                            tmp_path: Path, request: pytest.FixtureRequest) -> None:  # fmt: skip
+def test_killed_and_resumed(
+    name: str,
+    cli: Cli,
+    sources: dict[str, Path],
+    undisturbed: dict[str, Good],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
     """Two kill -9 at random moments, then a run that is let live."""
     kill_many(name, 2, cli, sources, undisturbed[name], tmp_path, seed_of(request))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", JOBS)
-def test_killed_and_resumed_many(name: str, cli: Cli, sources: dict[str, Path], undisturbed: dict[str, Good],
-                                 tmp_path: Path, request: pytest.FixtureRequest) -> None:  # fmt: skip
+def test_killed_and_resumed_many(
+    name: str,
+    cli: Cli,
+    sources: dict[str, Path],
+    undisturbed: dict[str, Good],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
     """Twenty kills in one run, and twenty runs with one kill each."""
     seed = seed_of(request)
     for number, kills in enumerate([20, *[1] * 20]):
@@ -173,8 +187,9 @@ def test_killed_and_resumed_many(name: str, cli: Cli, sources: dict[str, Path], 
         kill_many(name, kills, cli, sources, undisturbed[name], folder, seed + number)
 
 
-def kill_many(name: str, kills: int, cli: Cli, sources: dict[str, Path], good: Good, folder: Path,
-              seed: int) -> None:  # fmt: skip
+def kill_many(
+    name: str, kills: int, cli: Cli, sources: dict[str, Path], good: Good, folder: Path, seed: int
+) -> None:
     """After every kill there is no output, or the whole of it; after the last run nothing else is left."""
     print(f"--seed {seed}")
     rng = random.Random(seed)
@@ -200,8 +215,9 @@ def kill_many(name: str, kills: int, cli: Cli, sources: dict[str, Path], good: G
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_finished_files_are_kept(name: str, sources: dict[str, Path], undisturbed: dict[str, Good],
-                                 tmp_path: Path) -> None:  # fmt: skip
+def test_finished_files_are_kept(
+    name: str, sources: dict[str, Path], undisturbed: dict[str, Good], tmp_path: Path
+) -> None:
     """What stands when a job is stopped between two files is not written again; one that was changed is."""
     job = JOBS[name]
     words: dict[str, Any] = dict(

@@ -50,7 +50,10 @@ def save_and_load(seed: int, saved: int, loaded: int, cases: int, folder: Path) 
 def run(program: Path, *argv: object) -> None:
     done = subprocess.run(
         [sys.executable, str(program), *map(str, argv)],
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
         env=dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, f"{argv}\n{done.stderr[-3000:]}"

@@ -93,11 +93,14 @@ def read_safetensors_loose(path: Path) -> Tensors:
 
 NAMED = {
     "deepspeed": (
-        ["latest", "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt",
-         "global_step3/mp_rank_00_model_states.pt"],
+        [
+            "latest",
+            "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "global_step3/mp_rank_00_model_states.pt",
+        ],
         "deepspeed",
-    ),
-}  # fmt: skip
+    )
+}
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -125,11 +128,7 @@ def test_nothing_known(content: str, cli: Cli, tmp_path: Path) -> None:
         source.mkdir()
         if content == "text-files":
             (source / "notes.txt").write_text("hello")
-    for verb in (
-        ["inspect", source],
-        ["validate", source],
-        ["consolidate", source, tmp_path / "o"],
-    ):
+    for verb in (["inspect", source], ["validate", source], ["consolidate", source, tmp_path / "o"]):
         done = cli(*verb, "--output", "json")
         assert done.code == 4, done
         assert done.json["error"]["code"] == "unknown-format"

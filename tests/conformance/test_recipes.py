@@ -23,8 +23,11 @@ def job(verb: str, folder: Path, ranks: int = 0) -> dict[str, str]:
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     done = subprocess.run(
         [sys.executable, *run, str(JOB), verb, str(folder)],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, str] = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("{")))
     return found

@@ -270,12 +270,26 @@ def cuda_storages(folder: Folder) -> None:
 VARIANTS: dict[str, Variant] = {
     f.__name__: f
     for f in (
-        torch_2_1, python_3_13, windows, fsspec_writer, newer_version_with_more_properties, mindspore,
-        no_planner_data, chunks_in_another_order, no_index_hints, protocol_2, protocol_5, unused_files,
-        names_of_another_writer, no_checksums, big_endian, older_items, gaps_between_items,
+        torch_2_1,
+        python_3_13,
+        windows,
+        fsspec_writer,
+        newer_version_with_more_properties,
+        mindspore,
+        no_planner_data,
+        chunks_in_another_order,
+        no_index_hints,
+        protocol_2,
+        protocol_5,
+        unused_files,
+        names_of_another_writer,
+        no_checksums,
+        big_endian,
+        older_items,
+        gaps_between_items,
         cuda_storages,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("original", [SAMPLE, NESTED], ids=lambda p: p.name)

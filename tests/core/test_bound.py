@@ -25,9 +25,14 @@ def _left_out(mesh: Mesh, *keys: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["rng_state/shard_0.1_2.2", "extra_state.rng.numpy.rank3", "rng", "random_states.random_state.rank0",
-     "rng_state.(0, 0).0.np_rng_state"],
-)  # fmt: skip
+    [
+        "rng_state/shard_0.1_2.2",
+        "extra_state.rng.numpy.rank3",
+        "rng",
+        "random_states.random_state.rank0",
+        "rng_state.(0, 0).0.np_rng_state",
+    ],
+)
 def test_random_states_stay_behind(name: str) -> None:
     assert _left_out(Mesh((("fsdp", 2),)), name, "step") == {name}
 

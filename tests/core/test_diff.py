@@ -24,14 +24,26 @@ from ckptcore.core.object_tree import encode
 from ckptcore.errors import AmbiguousModel, CkptError, DamagedCheckpoint, UsageError
 
 DTYPES = {
-    "float32": np.float32, "float64": np.float64, "int16": np.int16, "uint8": np.uint8, "bool": np.bool_,
-    "complex64": np.complex64, "complex128": np.complex128,
-}  # fmt: skip
+    "float32": np.float32,
+    "float64": np.float64,
+    "int16": np.int16,
+    "uint8": np.uint8,
+    "bool": np.bool_,
+    "complex64": np.complex64,
+    "complex128": np.complex128,
+}
 Boxes = Sequence[Box]
 
 
-def lay(folder: Path, tensors: dict[str, tuple[Any, Boxes]], *, objects: dict[str, Any] | None = None,
-        turn: bool = False, copies: bool = False, crc: bool = True) -> Manifest:  # fmt: skip
+def lay(
+    folder: Path,
+    tensors: dict[str, tuple[Any, Boxes]],
+    *,
+    objects: dict[str, Any] | None = None,
+    turn: bool = False,
+    copies: bool = False,
+    crc: bool = True,
+) -> Manifest:
     """A checkpoint of these arrays in these boxes, each an item with a checksum.
 
     turn: boxes are stored transposed. copies: each box twice.
@@ -112,10 +124,14 @@ def test_any_two_partitions_of_the_same_are_equal(data: st.DataObject) -> None:
         patch("ckptcore.comparison.tensor_compare.tile_bytes", return_value=tile),
     ):
         a, b = (
-            lay(Path(name, side), {k: (v, data.draw(cuts(v.shape))) for k, v in found.items()},
-                turn=data.draw(st.booleans()), copies=data.draw(st.booleans()))
+            lay(
+                Path(name, side),
+                {k: (v, data.draw(cuts(v.shape))) for k, v in found.items()},
+                turn=data.draw(st.booleans()),
+                copies=data.draw(st.booleans()),
+            )
             for side in "ab"
-        )  # fmt: skip
+        )
         told = ckptcore.comparison.diff(a, b, settings=Settings(workers=data.draw(st.integers(1, 3))))
     assert told.equal
     assert (told.equal_tensors, told.a.unverified, told.b.unverified) == (len(found), 0, 0)
@@ -190,9 +206,12 @@ def test_names_dtypes_and_shapes(pair: Any) -> None:
     b = {"cast": x.astype(np.float64), "turned": x.T, "both": np.zeros(7, np.int64), "same": x, "new": x}
     told = pair(a, b)
     assert names(told) == {
-        "gone": ("only-in-a",), "cast": ("dtype",), "turned": ("shape",), "both": ("dtype", "shape"),
+        "gone": ("only-in-a",),
+        "cast": ("dtype",),
+        "turned": ("shape",),
+        "both": ("dtype", "shape"),
         "new": ("only-in-b",),
-    }  # fmt: skip
+    }
     assert not told.equal
     assert told.equal_tensors == 1
     assert told.tensors[0].a.shape == (2, 3)
@@ -242,9 +261,13 @@ def test_plain_values(pair: Any) -> None:
     assert pair(x, x, objects=(nest, flat)).equal
     told = pair(x, x, objects=(nest, flat | {"o.lr": 0.2, "o.steps.1": 2.0, "o.betas": [0.9, 0.95], "k": 1}))
     assert {o.name: o.what for o in told.objects} == {
-        "o.lr": "values", "o.steps.1": "values", "o.betas": "only-in-a", "o.betas.0": "only-in-b",
-        "o.betas.1": "only-in-b", "k": "only-in-b",
-    }  # fmt: skip
+        "o.lr": "values",
+        "o.steps.1": "values",
+        "o.betas": "only-in-a",
+        "o.betas.0": "only-in-b",
+        "o.betas.1": "only-in-b",
+        "k": "only-in-b",
+    }
     assert told.objects[0].a == "0.1"
     assert told.equal_objects == 2
     assert pair(x, x, objects=(nest, None), exclude=["o"]).equal
@@ -352,12 +375,24 @@ def test_memory_is_the_budget(tmp_path: Path, cli: driver.Cli) -> None:
 
 
 KINDS = [
-    "dcp_nested_2r", "dcp_zstd_2r", "dcp_odd_dtypes_2r", "dcp_noflatten_1r", "dcp_torchtitan_like_4r",
-    "dcp_hsdp_4r", "hf_sharded_4r", "hf_bugs_0d_4r", "hf_fp8_block", "verl_fsdp2_4r",
-    "lightning_trainer_mp_sharded_2r", "v01_dtensor_ws4", "v3_bf16params_ws2", "gpt_mixtral_ep2pp2_0.19.2",
-    "api_zarr_0.12.3", "accelerate_fsdp2_2r",
+    "dcp_nested_2r",
+    "dcp_zstd_2r",
+    "dcp_odd_dtypes_2r",
+    "dcp_noflatten_1r",
+    "dcp_torchtitan_like_4r",
+    "dcp_hsdp_4r",
+    "hf_sharded_4r",
+    "hf_bugs_0d_4r",
+    "hf_fp8_block",
+    "verl_fsdp2_4r",
+    "lightning_trainer_mp_sharded_2r",
+    "v01_dtensor_ws4",
+    "v3_bf16params_ws2",
+    "gpt_mixtral_ep2pp2_0.19.2",
+    "api_zarr_0.12.3",
+    "accelerate_fsdp2_2r",
     "legacy_llama_tp2pp2_0.15.3",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -23,9 +23,13 @@ def state() -> dict[str, Any]:
     import torch
 
     torch.manual_seed(4)
-    return {"embed.weight": torch.randn(31, 64), "layers.0.wq.weight": torch.randn(64, 9).to(torch.bfloat16),
-            "layers.0.norm.weight": torch.randn(64), "layers.0.bias": torch.randn(67).to(torch.bfloat16),
-            "step": torch.tensor(7)}  # fmt: skip
+    return {
+        "embed.weight": torch.randn(31, 64),
+        "layers.0.wq.weight": torch.randn(64, 9).to(torch.bfloat16),
+        "layers.0.norm.weight": torch.randn(64),
+        "layers.0.bias": torch.randn(67).to(torch.bfloat16),
+        "step": torch.tensor(7),
+    }
 
 
 @pytest.fixture

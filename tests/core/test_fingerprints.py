@@ -24,8 +24,15 @@ from ckptcore.fingerprints.sums import map_digest
 from ckptcore.planning.plan import load_file_plan, load_head
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-TORCH = ("dcp_dims_4r", "dcp_multishard_2r", "dcp_nested_2r", "dcp_odd_dtypes_2r", "dcp_safetensors_fmt_2r",
-         "dcp_torchtitan_like_4r", "dcp_zstd_2r")  # fmt: skip
+TORCH = (
+    "dcp_dims_4r",
+    "dcp_multishard_2r",
+    "dcp_nested_2r",
+    "dcp_odd_dtypes_2r",
+    "dcp_safetensors_fmt_2r",
+    "dcp_torchtitan_like_4r",
+    "dcp_zstd_2r",
+)
 NOTHING_DONE = map_digest([], [], [])
 ON = Settings(fingerprint=True)
 
@@ -115,8 +122,13 @@ def test_meshes_do_not_matter(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    shapes = {"embed_tokens": (509, 36), "layers.0.self_attn.q_proj": (40, 36), "norm": (36,),
-              "layers.0.self_attn.o_proj": (36, 40), "layers.0.mlp.down_proj": (36, 92)}  # fmt: skip
+    shapes = {
+        "embed_tokens": (509, 36),
+        "layers.0.self_attn.q_proj": (40, 36),
+        "norm": (36,),
+        "layers.0.self_attn.o_proj": (36, 40),
+        "layers.0.mlp.down_proj": (36, 92),
+    }
     state = {f"model.{n}.weight": torch.randn(s).to(torch.bfloat16) for n, s in shapes.items()}
     save_file(state, tmp_path / "hf.safetensors")
     whole = taken(tmp_path / "hf.safetensors")
@@ -135,8 +147,13 @@ def test_budgets_and_workers_do_not_matter(workers: int, tmp_path: Path) -> None
     small = replace(ON, memory=2 << 20, workers=workers)
     expected = taken(tmp_path / "big.safetensors", settings=Settings(workers=2))
     assert taken(tmp_path / "big.safetensors", settings=small) == expected
-    result = convert(str(tmp_path / "big.safetensors"), str(tmp_path / "out"), verb="reshard",
-                         mesh="fsdp=3", settings=small)  # fmt: skip
+    result = convert(
+        str(tmp_path / "big.safetensors"),
+        str(tmp_path / "out"),
+        verb="reshard",
+        mesh="fsdp=3",
+        settings=small,
+    )
     assert result.fingerprint == expected
 
 
@@ -165,8 +182,10 @@ def test_computed_tensors_are_their_values(tmp_path: Path) -> None:
 def test_names_are_part_of_it_and_of_the_map(source: Path, tmp_path: Path) -> None:
     whole = taken(source)
     options: list[dict[str, Any]] = [
-        {"rename": [("layers.", "blocks.")]}, {"exclude": ["step"]}, {"include": ["layers.*"]},
-    ]  # fmt: skip
+        {"rename": [("layers.", "blocks.")]},
+        {"exclude": ["step"]},
+        {"include": ["layers.*"]},
+    ]
     seen = {(whole, NOTHING_DONE)}
     for number, each in enumerate(options):
         result = convert(str(source), str(tmp_path / f"out{number}"), **each)

@@ -31,7 +31,13 @@ def test_plans_are_not_held_all_at_once(fingerprint: bool, tmp_path: Path) -> No
         return plan
 
     with mock.patch.object(finishing, "load_file_plan", load):
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"), verb="reshard", mesh="fsdp=8", to="dcp",
-                         settings=ckptcore.Settings(fingerprint=fingerprint))  # fmt: skip
+        ckptcore.conversion.pipeline(
+            str(source),
+            str(tmp_path / "out"),
+            verb="reshard",
+            mesh="fsdp=8",
+            to="dcp",
+            settings=ckptcore.Settings(fingerprint=fingerprint),
+        )
     assert len(alive) >= 8
     assert max(alive) <= 6  # of the one that is loaded, and of those that loops still have hold of

@@ -24,8 +24,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from torch.distributed import checkpoint as dcp
 
     folder = tmp_path_factory.mktemp("llama") / "step-10"
-    dcp.save({"model.embed.weight": torch.randn(6, 4), "step": torch.tensor(3)}, checkpoint_id=folder,
-             no_dist=True)  # fmt: skip
+    dcp.save(
+        {"model.embed.weight": torch.randn(6, 4), "step": torch.tensor(3)}, checkpoint_id=folder, no_dist=True
+    )
     return folder
 
 

@@ -16,8 +16,13 @@ from ckptcore.reading import interleave
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload
 
-DTYPES = {"uint8": np.uint8, "bfloat16": np.uint16, "float32": np.uint32, "float64": np.uint64,
-          "complex128": np.complex128}  # fmt: skip
+DTYPES = {
+    "uint8": np.uint8,
+    "bfloat16": np.uint16,
+    "float32": np.uint32,
+    "float64": np.uint64,
+    "complex128": np.complex128,
+}
 
 
 class Stored:

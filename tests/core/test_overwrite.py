@@ -257,8 +257,18 @@ def test_the_ground_it_stands_on_is_never_replaced(
     monkeypatch.chdir(here / "deep")
     (home / "file").write_text("precious")
     before = tree(tmp_path)
-    for dst in (home, here, here / "deep", catalog, catalog.parent, other, Path("."), Path(".."),
-                Path("../deep"), tmp_path):  # fmt: skip
+    for dst in (
+        home,
+        here,
+        here / "deep",
+        catalog,
+        catalog.parent,
+        other,
+        Path("."),
+        Path(".."),
+        Path("../deep"),
+        tmp_path,
+    ):
         with pytest.raises(UsageError):
             ckptcore.conversion.pipeline(str(SAMPLE), str(dst), **{word: True})
         assert tree(tmp_path) == before, dst

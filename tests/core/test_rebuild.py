@@ -30,8 +30,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dcp.save(state, checkpoint_id=root / "llama" / f"step-{step}", no_dist=True)
     for step in (10, 20):
         source, target = root / f"llama/step-{step}", root / f"exports/{step}"
-        api.convert(str(source), str(target), verb="export", catalog=url,
-                    settings=Settings(fingerprint=True))  # fmt: skip
+        api.convert(str(source), str(target), verb="export", catalog=url, settings=Settings(fingerprint=True))
     (data,) = (root / "llama" / "step-30").glob("*.distcp")
     with data.open("r+b") as file:
         file.truncate(100)
@@ -45,12 +44,18 @@ def told(url: str) -> dict[str, Any]:
     with open_catalog(url) as catalog:
         return {
             row.uri: (
-                row.kind, row.format, row.state, row.run, row.step, row.manifest_digest, row.content_digest,
+                row.kind,
+                row.format,
+                row.state,
+                row.run,
+                row.step,
+                row.manifest_digest,
+                row.content_digest,
                 [s.source.uri for s in catalog.lineage(row.id).ancestors],
                 [(t.fqn, t.dtype, t.shape) for t in catalog.show(row.id).tensors],  # type: ignore[union-attr]
             )
             for row in catalog.list(limit=None)
-        }  # fmt: skip
+        }
 
 
 def test_what_was_there_comes_back(world: Path, tmp_path: Path) -> None:
@@ -127,10 +132,18 @@ def outputs(tmp_path: Path) -> Path:
     for step in (10, 20):
         state = {"embed.weight": torch.randn(6, 4)}
         dcp.save(state, checkpoint_id=tmp_path / "llama" / f"step-{step}", no_dist=True)
-    for source, target, dtype in (("step-10", "whole/ten", None), ("step-20", "whole/step-20.pt", None),
-                                  ("step-20", "whole/cast", "bfloat16")):  # fmt: skip
-        api.convert(str(tmp_path / "llama" / source), str(tmp_path / target), dtype=dtype, catalog=url,
-                    settings=Settings(fingerprint=True))  # fmt: skip
+    for source, target, dtype in (
+        ("step-10", "whole/ten", None),
+        ("step-20", "whole/step-20.pt", None),
+        ("step-20", "whole/cast", "bfloat16"),
+    ):
+        api.convert(
+            str(tmp_path / "llama" / source),
+            str(tmp_path / target),
+            dtype=dtype,
+            catalog=url,
+            settings=Settings(fingerprint=True),
+        )
     return tmp_path
 
 
@@ -139,11 +152,14 @@ def kinds_and_origins(url: str, root: Path) -> dict[str, tuple[Any, ...]]:
     with open_catalog(url) as catalog:
         return {
             row.uri.removeprefix(f"{root}/"): (
-                row.kind, row.run, row.step, row.fingerprint,
+                row.kind,
+                row.run,
+                row.step,
+                row.fingerprint,
                 [s.source.uri.removeprefix(f"{root}/") for s in catalog.lineage(row.id).ancestors],
             )
             for row in catalog.list(limit=None)
-        }  # fmt: skip
+        }
 
 
 def test_what_tells_nothing_of_its_source_is_known_by_its_numbers(outputs: Path) -> None:
@@ -162,8 +178,13 @@ def test_what_tells_nothing_of_its_source_is_known_by_its_numbers(outputs: Path)
 def test_what_is_written_while_it_runs_is_newer_than_what_was_made_of_it(outputs: Path) -> None:
     looks: list[datetime] = []
     with open_catalog(str(outputs / "new.sqlite")) as catalog:
-        rebuild(catalog, [str(outputs / "llama")], made=[str(outputs / "whole")], take=Settings(),
-                told=lambda line: looks.append(datetime.now(UTC)))  # fmt: skip
+        rebuild(
+            catalog,
+            [str(outputs / "llama")],
+            made=[str(outputs / "whole")],
+            take=Settings(),
+            told=lambda line: looks.append(datetime.now(UTC)),
+        )
         assert all(c.started_at < looks[0] for c in catalog.conversions())  # retire goes by that
 
 
@@ -205,6 +226,14 @@ def test_on_the_command_line(world: Path, tmp_path: Path, cli: Any) -> None:
 
 
 def test_outputs_on_the_command_line(outputs: Path, cli: Any) -> None:
-    done = cli("catalog", "rebuild", str(outputs / "llama"), "--made", str(outputs / "whole"),
-               "--fingerprints", "--catalog", str(outputs / "new.sqlite"))  # fmt: skip
+    done = cli(
+        "catalog",
+        "rebuild",
+        str(outputs / "llama"),
+        "--made",
+        str(outputs / "whole"),
+        "--fingerprints",
+        "--catalog",
+        str(outputs / "new.sqlite"),
+    )
     assert done.stdout == "5 checkpoints recorded, 2 of them with the source they were made from\n"

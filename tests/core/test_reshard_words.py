@@ -36,9 +36,12 @@ def source(tmp_path: Path) -> Path:
     ],
 )
 def test_wrong_words_are_told_before_a_source_is_read(
-    words: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rules").write_text('family = "hf"')
     (tmp_path / "large").write_bytes(b"\xff" * 1_048_577)

@@ -143,8 +143,11 @@ def test_a_source_rewritten_in_place_is_never_published_mixed(
 
 
 def folder(path: Path, value: float) -> None:
-    dcp.save({f"layer.{n}.weight": torch.full((90, 1000), value) for n in range(4)} | {"step": int(value)},
-             checkpoint_id=path, no_dist=True)  # fmt: skip
+    dcp.save(
+        {f"layer.{n}.weight": torch.full((90, 1000), value) for n in range(4)} | {"step": int(value)},
+        checkpoint_id=path,
+        no_dist=True,
+    )
 
 
 @pytest.mark.parametrize("moment", [m for m in MOMENTS if m != "receipt"])

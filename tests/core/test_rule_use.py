@@ -84,8 +84,17 @@ def test_commands_tell_it(verb: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     source, rules = tmp_path / "source.safetensors", tmp_path / "rules.toml"
     save_file({"net.wq.weight": torch.arange(8.0).reshape(4, 2)}, source)
     rules.write_text('[[rule]]\nfqn = "net.wk.weight"\nfsdp = "shard(1)"\n')
-    words = [verb, str(source), str(tmp_path / "out"), "--to", "dcp", "--mesh", "fsdp=2", "--sharding",
-             str(rules)]  # fmt: skip
+    words = [
+        verb,
+        str(source),
+        str(tmp_path / "out"),
+        "--to",
+        "dcp",
+        "--mesh",
+        "fsdp=2",
+        "--sharding",
+        str(rules),
+    ]
     assert run([*words, *(["--no-catalog"] if verb == "reshard" else []), "--output", "json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["warnings"]
     assert found["code"] == "unused-rule"

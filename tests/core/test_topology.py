@@ -123,12 +123,17 @@ def test_mesh_texts(mesh: str, axes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("mesh", "told"),
     [
-        ("", "not understood at ''"), ("fsdp", "not understood"), ("fsdp=-1", "not understood"),
-        ("fsdp=2x", "not understood"), ("fsdp=0", "no ranks"), ("sdp=2", "no axis is called sdp"),
-        ("fsdp=2,dp=2", "fsdp is given twice"), ("fsdp=999999", "more than 131072"),
+        ("", "not understood at ''"),
+        ("fsdp", "not understood"),
+        ("fsdp=-1", "not understood"),
+        ("fsdp=2x", "not understood"),
+        ("fsdp=0", "no ranks"),
+        ("sdp=2", "no axis is called sdp"),
+        ("fsdp=2,dp=2", "fsdp is given twice"),
+        ("fsdp=999999", "more than 131072"),
         ("fsdp=9999999999", "not understood"),
     ],
-)  # fmt: skip
+)
 def test_meshes_that_are_none(mesh: str, told: str) -> None:
     with pytest.raises(UsageError, match=told) as caught:
         parse_mesh(mesh)
@@ -169,8 +174,12 @@ def test_without_tensor_parallel_no_rules_are_needed() -> None:
     shapes = {"w": (5, 3), "deep.b": (7,), "scalar": (), "empty": (0, 4)}
     topology = lay_out(manifest_of(shapes), "dp_replicate=2,fsdp=4")
     assert described(topology, "deep.b") == "dp_replicate:R fsdp:S(0)"
-    assert topology.held("w", (5, 3))[:4] == (Box((0, 0), (2, 3)), Box((2, 0), (2, 3)), Box((4, 0), (1, 3)),
-                                              Box((0, 0), (0, 3)))  # fmt: skip
+    assert topology.held("w", (5, 3))[:4] == (
+        Box((0, 0), (2, 3)),
+        Box((2, 0), (2, 3)),
+        Box((4, 0), (1, 3)),
+        Box((0, 0), (0, 3)),
+    )
     assert topology.held("scalar", ()) == (Box((), ()),) * 8
     assert [rank for rank, _ in topology.owners("empty", (0, 4))] == [0]
     assert described(lay_out(manifest_of(shapes), "dp_replicate=2"), "w") == ""
@@ -178,8 +187,11 @@ def test_without_tensor_parallel_no_rules_are_needed() -> None:
 
 def test_parameters_without_a_rule_are_named() -> None:
     shapes = hf() | {"model.layers.0.odd.weight": (4, 4), "model.layers.0.scale": ()}
-    with pytest.raises(UsageError, match=r"1 of 49 parameters have no rule in the rules for hf names: "
-                                         r"model\.layers\.0\.odd\.weight"):  # fmt: skip
+    with pytest.raises(
+        UsageError,
+        match=r"1 of 49 parameters have no rule in the rules for hf names: "
+        r"model\.layers\.0\.odd\.weight",
+    ):
         lay_out(manifest_of(shapes), "fsdp=2,tp=2")
     one = 'family = "hf"\n[[rule]]\nfqn = "*.odd.weight"\n'
     assert (
@@ -280,12 +292,16 @@ def test_hundreds_of_ranks_take_seconds() -> None:
     """Llama 3.1 405B with AdamW on 512 ranks; its vocabulary does not divide by 512."""
     wide, inner, kv, words = 16384, 53248, 1024, 128256
     layer = {
-        "self_attn.q_proj.weight": (wide, wide), "self_attn.k_proj.weight": (kv, wide),
-        "self_attn.v_proj.weight": (kv, wide), "self_attn.o_proj.weight": (wide, wide),
-        "mlp.gate_proj.weight": (inner, wide), "mlp.up_proj.weight": (inner, wide),
-        "mlp.down_proj.weight": (wide, inner), "input_layernorm.weight": (wide,),
+        "self_attn.q_proj.weight": (wide, wide),
+        "self_attn.k_proj.weight": (kv, wide),
+        "self_attn.v_proj.weight": (kv, wide),
+        "self_attn.o_proj.weight": (wide, wide),
+        "mlp.gate_proj.weight": (inner, wide),
+        "mlp.up_proj.weight": (inner, wide),
+        "mlp.down_proj.weight": (wide, inner),
+        "input_layernorm.weight": (wide,),
         "post_attention_layernorm.weight": (wide,),
-    }  # fmt: skip
+    }
     model = {f"model.layers.{n}.{k}": s for n in range(126) for k, s in layer.items()}
     model |= {"model.embed_tokens.weight": (words, wide), "lm_head.weight": (words, wide)}
     manifest = manifest_of(with_adam(model | {"model.norm.weight": (wide,)}))

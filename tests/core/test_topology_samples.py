@@ -24,12 +24,18 @@ REAL = {
     "verl_fsdp2_4r": ("ckpt", HEAD, HEAD, "fsdp:S2(0) tp:S(0) @pp[1]"),  # no state in it
     "olmo1_local_ws2": ("step2", f"model.{ROW}", f"optim.state.{ROW}.exp_avg", "fsdp:S(0) tp:S(1) @pp[1]"),
     "v3_bf16params_ws2": (
-        "step3", f"model.{COLUMN}", f"optim.state.{COLUMN}.exp_avg_sq", "fsdp:S2(0) tp:S(0) @pp[0]",
+        "step3",
+        f"model.{COLUMN}",
+        f"optim.state.{COLUMN}.exp_avg_sq",
+        "fsdp:S2(0) tp:S(0) @pp[0]",
     ),
     "optim_llama_tp2dp2_fully_sharded_model_space_0.12.3": (
-        "ckpt", STACKED, f"optimizer.state.exp_avg.{STACKED}", "pp:S(0) fsdp:S(0) tp:S(2)",
+        "ckpt",
+        STACKED,
+        f"optimizer.state.exp_avg.{STACKED}",
+        "pp:S(0) fsdp:S(0) tp:S(2)",
     ),
-}  # fmt: skip
+}
 
 
 def opened(name: str, request: pytest.FixtureRequest) -> Manifest:

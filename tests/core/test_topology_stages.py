@@ -97,7 +97,12 @@ def test_splits_and_virtual_stages() -> None:
     # Stage s lies on rank s % pp: layers 0 and 2, as interleaved schedules have them.
     assert layers_at("pp=2", 4, STAGES + "virtual = 2") == [(0,), (1,), (0,), (1,)]
     assert layers_at("pp=2", 5, STAGES + "virtual = 2\nsplit = [[0, 1], [1, 2], [2, 3], [3, 5]]") == [
-        (0,), (1,), (0,), (1,), (1,)]  # fmt: skip
+        (0,),
+        (1,),
+        (0,),
+        (1,),
+        (1,),
+    ]
     topology = lay_out(manifest_of(hf()), "pp=2", STAGES + "virtual = 2")
     assert described(topology, "lm_head.weight") == "@pp[1]"
 
@@ -190,8 +195,11 @@ def test_stacked_experts_are_cut_by_ep_then_fsdp() -> None:
 
 
 def test_experts_that_do_not_divide() -> None:
-    with pytest.raises(UsageError, match=r"'model\.layers\.0\.block_sparse_moe\.experts\.': 6 experts do not "
-                                         r"divide by ep=4"):  # fmt: skip
+    with pytest.raises(
+        UsageError,
+        match=r"'model\.layers\.0\.block_sparse_moe\.experts\.': 6 experts do not "
+        r"divide by ep=4",
+    ):
         lay_out(manifest_of(mixtral(6)), "ep=4")
     with pytest.raises(UsageError, match=r"6 experts do not divide by ep=4"):
         lay_out(

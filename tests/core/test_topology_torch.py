@@ -21,8 +21,11 @@ from ckptcore.topology.rank_layout import lay_out
 JOB = Path(__file__).with_name("topology_job.py")
 CASES = [
     (ranks, model, mesh)
-    for ranks in (4, 8) for mesh in job.MESHES[ranks] for model in job.MODELS if job.fits(model, mesh)
-]  # fmt: skip
+    for ranks in (4, 8)
+    for mesh in job.MESHES[ranks]
+    for model in job.MODELS
+    if job.fits(model, mesh)
+]
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +55,12 @@ def cut(shape: tuple[int, ...], box: Box) -> list[float]:
 def test_every_rank_has_what_we_say(ranks: int, model: str, mesh: str, jobs: Callable[[int], Path]) -> None:
     folder = jobs(ranks) / f"{model}-{mesh}"
     # A stage's own checkpoint has only its layers: names and shapes are those of any mesh without stages.
-    whole = folder if (folder / "ckpt").exists() else next(jobs(ranks).glob(f"{model}-fsdp*")).parent / (
-        f"{model}-{'fsdp=4' if ranks == 4 else 'fsdp=4,tp=2'}"
-    )  # fmt: skip
+    whole = (
+        folder
+        if (folder / "ckpt").exists()
+        else next(jobs(ranks).glob(f"{model}-fsdp*")).parent
+        / (f"{model}-{'fsdp=4' if ranks == 4 else 'fsdp=4,tp=2'}")
+    )
     manifest = ckptcore.open(str(whole / "ckpt"))
     topology = lay_out(manifest, mesh)
     assert topology.mesh.size == ranks

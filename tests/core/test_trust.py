@@ -15,13 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckptcore
-from ckptcore.errors import (
-    CkptError,
-    DamagedCheckpoint,
-    DestinationExists,
-    SourceChanged,
-    UnreadablePart,
-)
+from ckptcore.errors import CkptError, DamagedCheckpoint, DestinationExists, SourceChanged, UnreadablePart
 
 
 def flip(path: Path, at: int) -> None:
@@ -193,15 +187,14 @@ def test_hostile_names_are_shown_as_they_are(
 def test_values_are_counted_in_any_layout(tmp_path: Path, layout: str) -> None:
     whole = torch.zeros(40, 30)
     whole[:, 20:] = float("nan")
-    view = {
-        "gaps": whole[:, :20],
-        "transposed": whole.t(),
-        "expanded": whole[0, 25:26].expand(100),
-    }[layout]
+    view = {"gaps": whole[:, :20], "transposed": whole.t(), "expanded": whole[0, 25:26].expand(100)}[layout]
     torch.save({"t": view}, tmp_path / "a.pt")
     report = ckptcore.checking.check(ckptcore.open(str(tmp_path / "a.pt")), "values")
     told = [f.message for f in report.findings if f.code == "not-finite"]
-    want = {"gaps": [], "transposed": ["t: 400 NaN and 0 Inf of 1200 elements"],
-            "expanded": ["t: 100 NaN and 0 Inf of 100 elements"]}[layout]  # fmt: skip
+    want = {
+        "gaps": [],
+        "transposed": ["t: 400 NaN and 0 Inf of 1200 elements"],
+        "expanded": ["t: 100 NaN and 0 Inf of 100 elements"],
+    }[layout]
     assert told == want
     assert report.ok

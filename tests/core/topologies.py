@@ -24,16 +24,27 @@ def layer_of(root: str, inside: Shapes, layers: int) -> dict[str, tuple[int, ...
 
 
 HF_LAYER = {
-    "self_attn.q_proj.weight": (8, 8), "self_attn.q_proj.bias": (8,), "self_attn.k_proj.weight": (4, 8),
-    "self_attn.v_proj.weight": (4, 8), "self_attn.o_proj.weight": (8, 8), "self_attn.o_proj.bias": (8,),
-    "mlp.gate_proj.weight": (12, 8), "mlp.up_proj.weight": (12, 8), "mlp.down_proj.weight": (8, 12),
-    "input_layernorm.weight": (8,), "post_attention_layernorm.weight": (8,),
-}  # fmt: skip
+    "self_attn.q_proj.weight": (8, 8),
+    "self_attn.q_proj.bias": (8,),
+    "self_attn.k_proj.weight": (4, 8),
+    "self_attn.v_proj.weight": (4, 8),
+    "self_attn.o_proj.weight": (8, 8),
+    "self_attn.o_proj.bias": (8,),
+    "mlp.gate_proj.weight": (12, 8),
+    "mlp.up_proj.weight": (12, 8),
+    "mlp.down_proj.weight": (8, 12),
+    "input_layernorm.weight": (8,),
+    "post_attention_layernorm.weight": (8,),
+}
 
 
 def hf(layers: int = 4, tied: bool = False) -> dict[str, tuple[int, ...]]:
-    found = {"model.embed_tokens.weight": (16, 8), **layer_of("model.layers.", HF_LAYER, layers),
-             "model.norm.weight": (8,), "lm_head.weight": (16, 8)}  # fmt: skip
+    found = {
+        "model.embed_tokens.weight": (16, 8),
+        **layer_of("model.layers.", HF_LAYER, layers),
+        "model.norm.weight": (8,),
+        "lm_head.weight": (16, 8),
+    }
     if tied:
         del found["lm_head.weight"]
     return found

@@ -35,10 +35,19 @@ from torch.distributed.tensor.parallel import (
 
 LAYERS, WIDTH, HIDDEN, KV, WORDS, EXPERTS = 3, 6, 10, 3, 13, 4
 MESHES = {
-    4: ("fsdp=4", "tp=4", "fsdp=2,tp=2", "dp_replicate=2,fsdp=2", "fsdp=2,cp=2", "fsdp=2,ep=2",
-        "pp=2,fsdp=2", "pp=2,tp=2", "ep=4"),
+    4: (
+        "fsdp=4",
+        "tp=4",
+        "fsdp=2,tp=2",
+        "dp_replicate=2,fsdp=2",
+        "fsdp=2,cp=2",
+        "fsdp=2,ep=2",
+        "pp=2,fsdp=2",
+        "pp=2,tp=2",
+        "ep=4",
+    ),
     8: ("dp_replicate=2,fsdp=2,tp=2", "fsdp=4,tp=2", "pp=2,fsdp=2,tp=2", "fsdp=2,ep=2,tp=2", "fsdp=4,ep=2"),
-}  # fmt: skip
+}
 
 
 def linear(wide: int, out: int, bias: bool = False) -> nn.Linear:
@@ -67,29 +76,52 @@ class Experts(nn.Module):
 def torchtitan(moe: bool = False) -> nn.Module:
     layers = nn.ModuleDict()
     for n in range(LAYERS):
-        attention = Parts(wq=linear(WIDTH, WIDTH), wk=linear(WIDTH, KV), wv=linear(WIDTH, KV),
-                          wo=linear(WIDTH, WIDTH))  # fmt: skip
+        attention = Parts(
+            wq=linear(WIDTH, WIDTH), wk=linear(WIDTH, KV), wv=linear(WIDTH, KV), wo=linear(WIDTH, WIDTH)
+        )
         dense = Parts(w1=linear(WIDTH, HIDDEN), w2=linear(HIDDEN, WIDTH), w3=linear(WIDTH, HIDDEN))
         router = Parts(gate=linear(WIDTH, EXPERTS))
         rest = {"moe": Parts(experts=Experts(), router=router)} if moe else {"feed_forward": dense}
-        layers[str(n)] = Parts(attention=attention, attention_norm=nn.LayerNorm(WIDTH, bias=False),
-                               ffn_norm=nn.LayerNorm(WIDTH, bias=False), **rest)  # fmt: skip
-    return Parts(tok_embeddings=nn.Embedding(WORDS, WIDTH), layers=layers,
-                 norm=nn.LayerNorm(WIDTH, bias=False), output=linear(WIDTH, WORDS))  # fmt: skip
+        layers[str(n)] = Parts(
+            attention=attention,
+            attention_norm=nn.LayerNorm(WIDTH, bias=False),
+            ffn_norm=nn.LayerNorm(WIDTH, bias=False),
+            **rest,
+        )
+    return Parts(
+        tok_embeddings=nn.Embedding(WORDS, WIDTH),
+        layers=layers,
+        norm=nn.LayerNorm(WIDTH, bias=False),
+        output=linear(WIDTH, WORDS),
+    )
 
 
 def qwen() -> nn.Module:
     """Hugging Face names, with biases."""
     layers = nn.ModuleList()
     for _ in range(LAYERS):
-        attention = Parts(q_proj=linear(WIDTH, WIDTH, True), k_proj=linear(WIDTH, KV, True),
-                          v_proj=linear(WIDTH, KV, True), o_proj=linear(WIDTH, WIDTH))  # fmt: skip
-        mlp = Parts(gate_proj=linear(WIDTH, HIDDEN), up_proj=linear(WIDTH, HIDDEN),
-                    down_proj=linear(HIDDEN, WIDTH, True))  # fmt: skip
-        layers.append(Parts(self_attn=attention, mlp=mlp, input_layernorm=nn.LayerNorm(WIDTH, bias=False),
-                            post_attention_layernorm=nn.LayerNorm(WIDTH, bias=False)))  # fmt: skip
-    inner = Parts(embed_tokens=nn.Embedding(WORDS, WIDTH), layers=layers,
-                  norm=nn.LayerNorm(WIDTH, bias=False))  # fmt: skip
+        attention = Parts(
+            q_proj=linear(WIDTH, WIDTH, True),
+            k_proj=linear(WIDTH, KV, True),
+            v_proj=linear(WIDTH, KV, True),
+            o_proj=linear(WIDTH, WIDTH),
+        )
+        mlp = Parts(
+            gate_proj=linear(WIDTH, HIDDEN),
+            up_proj=linear(WIDTH, HIDDEN),
+            down_proj=linear(HIDDEN, WIDTH, True),
+        )
+        layers.append(
+            Parts(
+                self_attn=attention,
+                mlp=mlp,
+                input_layernorm=nn.LayerNorm(WIDTH, bias=False),
+                post_attention_layernorm=nn.LayerNorm(WIDTH, bias=False),
+            )
+        )
+    inner = Parts(
+        embed_tokens=nn.Embedding(WORDS, WIDTH), layers=layers, norm=nn.LayerNorm(WIDTH, bias=False)
+    )
     return Parts(model=inner, lm_head=linear(WIDTH, WORDS))
 
 
@@ -102,25 +134,41 @@ def row() -> RowwiseParallel:
 
 
 TITAN_PLAN = {
-    "tok_embeddings": row, "norm": SequenceParallel, "output": col,
-    "layers.*.attention.wq": col, "layers.*.attention.wk": col, "layers.*.attention.wv": col,
-    "layers.*.attention.wo": row, "layers.*.attention_norm": SequenceParallel,
-    "layers.*.ffn_norm": SequenceParallel, "layers.*.feed_forward.w1": col,
-    "layers.*.feed_forward.w2": row, "layers.*.feed_forward.w3": col,
-}  # fmt: skip
+    "tok_embeddings": row,
+    "norm": SequenceParallel,
+    "output": col,
+    "layers.*.attention.wq": col,
+    "layers.*.attention.wk": col,
+    "layers.*.attention.wv": col,
+    "layers.*.attention.wo": row,
+    "layers.*.attention_norm": SequenceParallel,
+    "layers.*.ffn_norm": SequenceParallel,
+    "layers.*.feed_forward.w1": col,
+    "layers.*.feed_forward.w2": row,
+    "layers.*.feed_forward.w3": col,
+}
 QWEN_PLAN = {
-    "model.embed_tokens": row, "lm_head": col, "model.layers.*.self_attn.q_proj": col,
-    "model.layers.*.self_attn.k_proj": col, "model.layers.*.self_attn.v_proj": col,
-    "model.layers.*.self_attn.o_proj": row, "model.layers.*.mlp.gate_proj": col,
-    "model.layers.*.mlp.up_proj": col, "model.layers.*.mlp.down_proj": row,
-}  # fmt: skip
+    "model.embed_tokens": row,
+    "lm_head": col,
+    "model.layers.*.self_attn.q_proj": col,
+    "model.layers.*.self_attn.k_proj": col,
+    "model.layers.*.self_attn.v_proj": col,
+    "model.layers.*.self_attn.o_proj": row,
+    "model.layers.*.mlp.gate_proj": col,
+    "model.layers.*.mlp.up_proj": col,
+    "model.layers.*.mlp.down_proj": row,
+}
 # Name: (model, TP plan, layers, what the first and the last stage have beside their layers).
 MODELS: dict[str, Any] = {
     "torchtitan": (torchtitan, TITAN_PLAN, "layers", (["tok_embeddings"], ["norm", "output"])),
-    "torchtitan-moe": (lambda: torchtitan(moe=True), TITAN_PLAN, "layers",
-                       (["tok_embeddings"], ["norm", "output"])),
+    "torchtitan-moe": (
+        lambda: torchtitan(moe=True),
+        TITAN_PLAN,
+        "layers",
+        (["tok_embeddings"], ["norm", "output"]),
+    ),
     "qwen": (qwen, QWEN_PLAN, "model.layers", (["model.embed_tokens"], ["model.norm", "lm_head"])),
-}  # fmt: skip
+}
 
 
 def fits(model: str, mesh: str) -> bool:
@@ -176,9 +224,16 @@ def sharded(name: str, mesh: str) -> nn.Module:
         tp = {"w1": 1, "w3": 1, "w2": 2}
         for leaf, p in list(module.named_parameters()):
             axes = ("ep", "tp") if "tp" in size else ("ep",)
-            module.register_parameter(leaf, nn.Parameter(
-                distribute_tensor(p.detach(), grid[axes] if len(axes) > 1 else grid["ep"],
-                                  [Shard(0), *([Shard(tp[leaf])] if "tp" in size else [])])))  # fmt: skip
+            module.register_parameter(
+                leaf,
+                nn.Parameter(
+                    distribute_tensor(
+                        p.detach(),
+                        grid[axes] if len(axes) > 1 else grid["ep"],
+                        [Shard(0), *([Shard(tp[leaf])] if "tp" in size else [])],
+                    )
+                ),
+            )
         if "fsdp" in size:
             dim = Shard(1) if size["fsdp"] * size["ep"] > EXPERTS else Shard(0)
             fully_shard(module, mesh=grid["fsdp"], shard_placement_fn=partial(_cut, dim))

@@ -55,10 +55,15 @@ def train(folder: Path, every: bool, fail_at: int | None = None, **saver: Any) -
     lightning_callback.announce = announce
     said = lightning_callback.AnnounceCheckpoint(run="llama", every=every)
     trainer = L.Trainer(
-        max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder,
+        max_epochs=3,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
         callbacks=[said, ModelCheckpoint(folder, filename="{step}", **saver)],
-    )  # fmt: skip
+    )
     with contextlib.suppress(Failed):
         trainer.fit(Net(fail_at), torch.utils.data.DataLoader(torch.ones(4, 2)))
     return told

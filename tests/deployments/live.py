@@ -33,11 +33,15 @@ def receiver(folder: Path, *, config: str = webhooks.CONFIG, api: str = NOWHERE)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "receiver.toml").write_text(config)
     catalog = folder / "catalog.sqlite"
-    env = os.environ | webhooks.SECRETS | {
-        "CKPTCORE_CATALOG_URL": str(catalog),
-        "PREFECT_API_URL": api,
-        "PREFECT_HOME": str(folder / "prefect"),
-    }  # fmt: skip
+    env = (
+        os.environ
+        | webhooks.SECRETS
+        | {
+            "CKPTCORE_CATALOG_URL": str(catalog),
+            "PREFECT_API_URL": api,
+            "PREFECT_HOME": str(folder / "prefect"),
+        }
+    )
     command = [sys.executable, "-m", "deployments.receiver", str(folder / "receiver.toml"), "--port", "0"]
     with (folder / "receiver.log").open("a") as log:
         process = subprocess.Popen(

@@ -52,8 +52,11 @@ def owners_do_their_work_and_nothing_else(state: State) -> None:
     assert ask(state.catalog, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user").rows == (
         (False,),
     )
-    for reach in ("SELECT pg_read_file('/etc/passwd')", "SELECT * FROM pg_ls_dir('/')",
-                  "SELECT rolpassword FROM pg_authid"):  # fmt: skip
+    for reach in (
+        "SELECT pg_read_file('/etc/passwd')",
+        "SELECT * FROM pg_ls_dir('/')",
+        "SELECT rolpassword FROM pg_authid",
+    ):
         with pytest.raises(UsageError, match="permission denied"):
             ask(state.catalog, reach)
     mine, other = (state.database("postgresql", name) for name in ("prefect", "ckptcore"))
@@ -116,11 +119,24 @@ def test_compose_gives_each_database_an_owner(state: State, server: postgresql.S
     secrets = {name: state.secrets[name] for name in OWNERS.values()}
     # As the image's entrypoint does it, but for the socket.
     done = subprocess.run(
-        [psql, "-v", "ON_ERROR_STOP=1", "--no-psqlrc", "-h", "127.0.0.1", "-p", str(server.port),
-         "-U", "postgres"],
-        input=made["configs"]["databases"]["content"], capture_output=True, text=True, check=False,
+        [
+            psql,
+            "-v",
+            "ON_ERROR_STOP=1",
+            "--no-psqlrc",
+            "-h",
+            "127.0.0.1",
+            "-p",
+            str(server.port),
+            "-U",
+            "postgres",
+        ],
+        input=made["configs"]["databases"]["content"],
+        capture_output=True,
+        text=True,
+        check=False,
         env=os.environ | secrets | {"PGPASSWORD": password_of(server)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     owners_do_their_work_and_nothing_else(state)
 

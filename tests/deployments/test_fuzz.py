@@ -20,10 +20,21 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
     with live.receiver(tmp_path) as running:
         command = [
-            sys.executable, "-m", "schemathesis.cli", "run", f"{running.url}/openapi.json",
-            "--checks", CHECKS, "--max-examples", os.environ.get("CKPTCORE_EXAMPLES", "1000"), "--seed", "1",
-            "--no-color", "--generation-database", "none",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "schemathesis.cli",
+            "run",
+            f"{running.url}/openapi.json",
+            "--checks",
+            CHECKS,
+            "--max-examples",
+            os.environ.get("CKPTCORE_EXAMPLES", "1000"),
+            "--seed",
+            "1",
+            "--no-color",
+            "--generation-database",
+            "none",
+        ]
         env = os.environ | {"SCHEMATHESIS_HOOKS": "schemathesis_job", "PYTHONPATH": str(HERE)}
         done = subprocess.run(
             command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540, check=False

@@ -125,14 +125,25 @@ def test_what_cannot_serve_does_not_begin(
     change: dict[str, str], told: str, code: type[CkptError], tmp_path: Path
 ) -> None:
     (tmp_path / "receiver.toml").write_text(webhooks.CONFIG)
-    env = os.environ | webhooks.SECRETS | {
-        "CKPTCORE_CATALOG_URL": str(tmp_path / "catalog.sqlite"), "PREFECT_API_URL": live.NOWHERE,
-        "PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_PROFILES_PATH": str(tmp_path / "none.toml"),
-    }  # fmt: skip
+    env = (
+        os.environ
+        | webhooks.SECRETS
+        | {
+            "CKPTCORE_CATALOG_URL": str(tmp_path / "catalog.sqlite"),
+            "PREFECT_API_URL": live.NOWHERE,
+            "PREFECT_HOME": str(tmp_path / "prefect"),
+            "PREFECT_PROFILES_PATH": str(tmp_path / "none.toml"),
+        }
+    )
     done = subprocess.run(
         [sys.executable, "-m", "deployments.receiver", str(tmp_path / "receiver.toml"), "--port", "0"],
-        cwd=live.ROOT, env=env | change, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=live.ROOT,
+        env=env | change,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     known = {code, *code.__subclasses__()}  # a catalog that is only away has a code of its own
     assert done.returncode in {one.exit_code for one in known}, done.stderr
     assert told in done.stderr

@@ -198,9 +198,12 @@ def test_a_pod_gets_the_secrets_that_it_needs() -> None:
         for container in containers()
     }
     assert given == {
-        "prefect": {"server"}, "catalog": {"client"}, "deploy": {"client"},
-        "worker": {"client", "storage"}, "receiver": {"client", "hooks"},
-    }  # fmt: skip
+        "prefect": {"server"},
+        "catalog": {"client"},
+        "deploy": {"client"},
+        "worker": {"client", "storage"},
+        "receiver": {"client", "hooks"},
+    }
     folder = FOLDER / "kubernetes"
     (made,) = [one for one in kubernetes() if one["kind"] == "Kustomization"]
     for secret in made["secretGenerator"]:
@@ -213,9 +216,16 @@ def test_a_pod_gets_the_secrets_that_it_needs() -> None:
     }
     # The names that the receiver's settings and the processes read, none of them twice.
     assert sorted(name for names in known.values() for name in names) == sorted(
-        {"PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_SERVER_API_AUTH_STRING", "AWS_ACCESS_KEY_ID",
-         "AWS_SECRET_ACCESS_KEY", "PREFECT_API_AUTH_STRING", "CKPTCORE_CATALOG_URL", *SECRETS}
-    )  # fmt: skip
+        {
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+            "PREFECT_SERVER_API_AUTH_STRING",
+            "AWS_ACCESS_KEY_ID",
+            "AWS_SECRET_ACCESS_KEY",
+            "PREFECT_API_AUTH_STRING",
+            "CKPTCORE_CATALOG_URL",
+            *SECRETS,
+        }
+    )
     assert set(known["hooks"]) == SECRETS.keys()
 
 
@@ -235,8 +245,10 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *(tmp_path / unit.name for unit in units)],
         env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:", "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert str(tmp_path) not in done.stderr, done.stderr
     worker = (FOLDER / "systemd" / "ckptcore-worker.service").read_text()
@@ -247,8 +259,11 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 def test_a_worker_that_is_told_to_end_has_time_to_let_go() -> None:
     """The longest way: the worker is killed, its runs too, and the server hardly answers."""
     longest = 3 * PATIENCE + TELL + 10
-    (pod,) = [one["spec"]["template"]["spec"] for one in kubernetes()
-              if one["kind"] == "Deployment" and one["metadata"]["name"] == "worker"]  # fmt: skip
+    (pod,) = [
+        one["spec"]["template"]["spec"]
+        for one in kubernetes()
+        if one["kind"] == "Deployment" and one["metadata"]["name"] == "worker"
+    ]
     assert pod["terminationGracePeriodSeconds"] >= longest
     assert "deployments.worker" in pod["containers"][0]["command"]
     service = compose()["services"]["worker"]

@@ -35,8 +35,14 @@ async def application(scope, receive, send) -> None:  # type: ignore[no-untyped-
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    config = uvicorn.Config(application, http=Protocol, ws="none", lifespan="off", log_config=None,
-                            h11_max_incomplete_event_size=MAX_HEAD)  # fmt: skip
+    config = uvicorn.Config(
+        application,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        h11_max_incomplete_event_size=MAX_HEAD,
+    )
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -99,7 +105,7 @@ REFUSED = {
     "no request": b"hello\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n\n",
     "a long chunk size": BODY + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\n",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -152,8 +158,12 @@ def test_a_connection_takes_one_request_after_the_other(port: int) -> None:
 def test_what_comes_before_the_answer_is_no_second_request(smuggled: bytes, port: int) -> None:
     first = BODY + b"Content-Length: 2\r\n\r\nab"
     chunked = BODY + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n"
-    for parts in ([first + smuggled], [first, smuggled], [chunked + b"\r\n" + smuggled],
-                  [chunked + b"X: y\n\n" + smuggled]):  # fmt: skip
+    for parts in (
+        [first + smuggled],
+        [first, smuggled],
+        [chunked + b"\r\n" + smuggled],
+        [chunked + b"X: y\n\n" + smuggled],
+    ):
         seen.clear()
         found = answer(port, *parts)
         assert "/admin" not in [path for _, path, _ in seen]

@@ -209,9 +209,13 @@ def test_lightning_itself_tells_of_the_files_steps_after_they_are_saved(tmp_path
     told = json.loads(done.stdout.splitlines()[-1])
     assert all(said == held for way in told.values() for _, said, held in way)
     assert {way: [step for _, step, _ in rows] for way, rows in told.items()} == {
-        "every": [4, 8, 12], "the last": [12], "the best": [4],
-        "failed": [8], "failed and saved": [8, 9], "failed at once": [],
-    }  # fmt: skip
+        "every": [4, 8, 12],
+        "the last": [12],
+        "the best": [4],
+        "failed": [8],
+        "failed and saved": [8, 9],
+        "failed at once": [],
+    }
     assert "last.ckpt" not in done.stdout
 
 
@@ -327,9 +331,12 @@ def test_wandb_template(running: live.Live, env: dict[str, str]) -> None:
     # docs.wandb.ai: what the template's variables become.
     body = (SENDERS / "wandb.json").read_text()
     for name, value in {
-        "event_type": "LINK_ARTIFACT", "artifact_collection_name": "llama", "artifact_metadata.uri": URI,
-        "artifact_version_string": "team/project/llama:v3", "artifact_metadata.step": "7",
-    }.items():  # fmt: skip
+        "event_type": "LINK_ARTIFACT",
+        "artifact_collection_name": "llama",
+        "artifact_metadata.uri": URI,
+        "artifact_version_string": "team/project/llama:v3",
+        "artifact_metadata.step": "7",
+    }.items():
         body = body.replace(f"${{{name}}}", value)
     assert "${" not in body
     headers = {"content-type": "application/json"} | webhooks.wandb(body.encode(), 0, webhooks.TEXT)

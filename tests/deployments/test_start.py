@@ -94,11 +94,18 @@ def test_an_event_becomes_one_run_and_its_end_two_messages(
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     assert work(box, runs, senders, TARGETS, NOW) == 1
-    assert runs.given == [{
-        "deployment": "arrived/arrived", "name": "slurm llama/step-7", "tags": ["webhook", "source:slurm"],
-        "source": webhooks.URI, "destination": "/exports/llama/step-7", "root": "/runs",
-        "run": "llama", "step": 7,
-    }]  # fmt: skip
+    assert runs.given == [
+        {
+            "deployment": "arrived/arrived",
+            "name": "slurm llama/step-7",
+            "tags": ["webhook", "source:slurm"],
+            "source": webhooks.URI,
+            "destination": "/exports/llama/step-7",
+            "root": "/runs",
+            "run": "llama",
+            "step": 7,
+        }
+    ]
     assert state(url) == [("waiting", "run-0", None)]
     assert work(box, runs, senders, TARGETS, NOW + timedelta(seconds=1)) == 0  # not yet time to look
     later = NOW + timedelta(seconds=10)
@@ -248,10 +255,15 @@ def test_an_event_of_another_receivers_source_is_left_to_it(
 @pytest.mark.parametrize(
     ("kind", "age", "expected"),
     [
-        ("COMPLETED", 0, "succeeded"), ("FAILED", 0, "failed"), ("CANCELLED", 0, "failed"),
-        ("CRASHED", 60, None), ("CRASHED", 3600, "failed"), ("RUNNING", 10**6, None), ("SCHEDULED", 0, None),
+        ("COMPLETED", 0, "succeeded"),
+        ("FAILED", 0, "failed"),
+        ("CANCELLED", 0, "failed"),
+        ("CRASHED", 60, None),
+        ("CRASHED", 3600, "failed"),
+        ("RUNNING", 10**6, None),
+        ("SCHEDULED", 0, None),
     ],
-)  # fmt: skip
+)
 def test_how_a_run_has_ended(kind: str, age: int, expected: str | None) -> None:
     assert outcome_of(RunState(kind, NOW - timedelta(seconds=age), ""), NOW) == expected
     assert outcome_of(None, NOW) == "failed"
@@ -279,15 +291,25 @@ def test_while_prefect_is_away_runs_are_looked_at_soon_again(
 @pytest.mark.parametrize(
     ("kind", "seconds", "begun", "resumed"),
     [
-        ("CRASHED", 30, 1, False), ("CRASHED", 60, 1, True), ("PENDING", 100, 0, False),
-        ("PENDING", 200, 0, True), ("RUNNING", 100, 1, False),
-        ("RUNNING", 130, 1, True), ("SCHEDULED", 3000, 0, False),
+        ("CRASHED", 30, 1, False),
+        ("CRASHED", 60, 1, True),
+        ("PENDING", 100, 0, False),
+        ("PENDING", 200, 0, True),
+        ("RUNNING", 100, 1, False),
+        ("RUNNING", 130, 1, True),
+        ("SCHEDULED", 3000, 0, False),
     ],
-)  # fmt: skip
+)
 def test_a_run_that_automations_overlooked_goes_on(
-    kind: str, seconds: int, begun: int, resumed: bool, box: Box, url: str, runs: FakeRuns,
+    kind: str,
+    seconds: int,
+    begun: int,
+    resumed: bool,
+    box: Box,
+    url: str,
+    runs: FakeRuns,
     senders: dict[str, Sender],
-) -> None:  # fmt: skip
+) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)
     now = NOW + timedelta(hours=1)

@@ -162,53 +162,77 @@ DATA = {"uri": URI, "run": "llama", "step": 7}
 CLOUD = {"specversion": "1.0", "type": "com.example.checkpoint.saved", "source": "/trainers/7", "id": "A 234"}
 HOOKS = {
     "standard-webhooks": Hook(
-        "standard", {"type": "checkpoint.saved", "timestamp": "2025-10-09T08:53:20Z", "data": DATA},
-        standard, WHSEC, timed=True,
+        "standard",
+        {"type": "checkpoint.saved", "timestamp": "2025-10-09T08:53:20Z", "data": DATA},
+        standard,
+        WHSEC,
+        timed=True,
     ),
     "cloudevents-structured": Hook(
-        "cloudevents", CLOUD | {"data": DATA}, bearer, TOKEN,
-        signed=False, media="application/cloudevents+json; charset=utf-8",
+        "cloudevents",
+        CLOUD | {"data": DATA},
+        bearer,
+        TOKEN,
+        signed=False,
+        media="application/cloudevents+json; charset=utf-8",
     ),
     "cloudevents-binary": Hook("cloudevents", DATA, binary_event, TOKEN, signed=False),
     # The payload is that of mlflow/webhooks/types.py, the tag is ours.
     "mlflow": Hook(
         "mlflow",
         {
-            "entity": "model_version", "action": "created", "timestamp": "2025-10-09T08:53:20+00:00",
+            "entity": "model_version",
+            "action": "created",
+            "timestamp": "2025-10-09T08:53:20+00:00",
             "data": {
-                "name": "example_model", "version": "1", "source": URI, "run_id": "llama",
-                "tags": {"step": "7"}, "description": "An example model version",
+                "name": "example_model",
+                "version": "1",
+                "source": URI,
+                "run_id": "llama",
+                "tags": {"step": "7"},
+                "description": "An example model version",
             },
         },
-        mlflow, TEXT, timed=True,
+        mlflow,
+        TEXT,
+        timed=True,
     ),
     "wandb": Hook("wandb", {"event_type": "LINK_ARTIFACT", **DATA}, wandb, TEXT),
     # From docs.determined.ai, "Notifications".
     "determined": Hook(
         "determined",
         {
-            "event_id": "4cd26e62-60c6-4a8b-8d03-7629091a4ef5", "event_type": "EXPERIMENT_STATE_CHANGE",
-            "timestamp": 1665689991, "condition": {"state": "COMPLETED"},
+            "event_id": "4cd26e62-60c6-4a8b-8d03-7629091a4ef5",
+            "event_type": "EXPERIMENT_STATE_CHANGE",
+            "timestamp": 1665689991,
+            "condition": {"state": "COMPLETED"},
             "event_data": {"experiment": {"id": 41, "state": "COMPLETED", "name": "cifar10_pytorch_const"}},
         },
-        determined, TEXT, timed=True,
+        determined,
+        TEXT,
+        timed=True,
     ),
     "github": Hook("github", {"action": "checkpoint", "client_payload": DATA}, github, TEXT),
     # From docs.aws.amazon.com, SageMaker "Training job state change", shortened.
     "eventbridge": Hook(
         "sagemaker",
         {
-            "version": "0", "id": "844e2571-85d4-695f-b930-0153b71dcb42",
-            "detail-type": "SageMaker Training Job State Change", "source": "aws.sagemaker",
+            "version": "0",
+            "id": "844e2571-85d4-695f-b930-0153b71dcb42",
+            "detail-type": "SageMaker Training Job State Change",
+            "source": "aws.sagemaker",
             "detail": {
-                "TrainingJobName": "llama", "TrainingJobStatus": "Completed",
+                "TrainingJobName": "llama",
+                "TrainingJobStatus": "Completed",
                 "OutputDataConfig": {"S3OutputPath": "s3://team/runs/all", "KmsKeyId": ""},
             },
         },
-        api_key, TOKEN, signed=False,
+        api_key,
+        TOKEN,
+        signed=False,
     ),
     "bearer": Hook("slurm", DATA, bearer, TOKEN, signed=False),
-}  # fmt: skip
+}
 
 
 class Rows:

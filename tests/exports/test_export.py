@@ -24,9 +24,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``ckpt/``: model and AdamW state of a tied Llama, as DCP saves them; ``config/``; ``logits.pt``."""
     folder = tmp_path_factory.mktemp("llama")
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -74,8 +80,11 @@ def test_tied_weights_are_stored_once_and_declared(exported: Path) -> None:
 
 def test_what_lies_beside_the_weights(llama: Path, exported: Path) -> None:
     assert sorted(p.name for p in exported.iterdir()) == [
-        "README.md", "config.json", "model.safetensors", "tokenizer.json",
-    ]  # fmt: skip
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert json.loads((exported / "config.json").read_text()) == json.loads(
         (llama / "config/config.json").read_text()
     )
@@ -96,9 +105,12 @@ def test_ties_that_do_not_hold_stop_the_export(llama: Path, tmp_path: Path) -> N
 def test_names_that_the_model_does_not_have(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(NameMismatch, match=r"missing: model\.norm\.weight"):
         ckptcore.conversion.pipeline(
-            str(llama / "ckpt"), str(tmp_path / "hf"), verb="export", config=str(llama / "config"),
+            str(llama / "ckpt"),
+            str(tmp_path / "hf"),
+            verb="export",
+            config=str(llama / "config"),
             exclude=["*model.norm.weight"],
-        )  # fmt: skip
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -119,9 +131,13 @@ def ckpt_tensors(llama: Path) -> dict[str, torch.Tensor]:
 
 def test_casts_round_as_torch_does_and_keep_exceptions(llama: Path, tmp_path: Path) -> None:
     ckptcore.conversion.pipeline(
-        str(llama / "ckpt"), str(tmp_path / "hf"), verb="export", dtype="bf16",
-        dtype_for=[("*norm.weight", "keep"), ("lm_head.*", "fp16")], max_file_size=8192,
-    )  # fmt: skip
+        str(llama / "ckpt"),
+        str(tmp_path / "hf"),
+        verb="export",
+        dtype="bf16",
+        dtype_for=[("*norm.weight", "keep"), ("lm_head.*", "fp16")],
+        max_file_size=8192,
+    )
     found: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "hf").glob("*.safetensors"):
         found |= load_file(file)
@@ -176,6 +192,8 @@ def test_arguments_that_say_nothing(llama: Path, tmp_path: Path, options: dict[s
 def test_two_names_that_become_one(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(NameMismatch, match="would both be called"):
         ckptcore.conversion.pipeline(
-            str(llama / "ckpt"), str(tmp_path / "out"), verb="export",
+            str(llama / "ckpt"),
+            str(tmp_path / "out"),
+            verb="export",
             rename=[("model.layers.0.", "x."), ("model.layers.1.", "x.")],
-        )  # fmt: skip
+        )

@@ -69,11 +69,7 @@ def test_found(name: str, recorded: bool) -> None:
 
 @pytest.mark.parametrize(
     "paths",
-    [
-        under("model") + under("ema") + adam("optim"),
-        under("policy") + under("critic"),
-        adam("optim"),
-    ],
+    [under("model") + under("ema") + adam("optim"), under("policy") + under("critic"), adam("optim")],
     ids=["two places fit the optimizer", "two parts and no optimizer", "an optimizer alone"],
 )
 def test_doubt_is_an_error_that_lists_the_candidates(paths: list[tuple[str, ...]]) -> None:

@@ -30,7 +30,8 @@ W, E = 64, 96  # bytes of the two tensors
 # question -> what it must answer on the example below
 ANSWERS = {
     "Which is the newest proven export of every training run?": [
-        ("mistral", 5, "bfloat16", "/exports/bf16-5"), ("mistral", 5, "float32", "/exports/step-5"),
+        ("mistral", 5, "bfloat16", "/exports/bf16-5"),
+        ("mistral", 5, "float32", "/exports/step-5"),
     ],
     "What is the newest of each kind that was made of one run?": [
         ("consolidate", "safetensors", "float32", 5, "/whole/5"),
@@ -42,29 +43,45 @@ ANSWERS = {
         ("/out/10", "model.safetensors", "consolidate", "/llama/step-10", "present"),
     ],
     "What was made, at any remove, from one checkpoint?": [
-        ("/llama/step-10", "dcp", "present"), ("/out/10", "safetensors", "present"),
-        ("/copies/10.pt", "torch_save", "present"), ("/again/10", "safetensors", "present"),
+        ("/llama/step-10", "dcp", "present"),
+        ("/out/10", "safetensors", "present"),
+        ("/copies/10.pt", "torch_save", "present"),
+        ("/again/10", "safetensors", "present"),
     ],
     "What was this made from, at any remove?": [("/llama/step-10", "dcp"), ("/out/10", "safetensors")],
     "Which sources were never converted successfully?": [("/llama/step-30", 30, "damaged")],
     "What is damaged or incomplete, and why?": [
-        ("/llama/step-30", "damaged", "truncated-file", "__0_0.distcp"),
+        ("/llama/step-30", "damaged", "truncated-file", "__0_0.distcp")
     ],
     "What failed, how often, and when last?": [("consolidate", "damaged", 1, "a time")],
     "What runs, and since when?": [("export", "/llama/step-40", "/out/40", "a time")],
     "What was not proven for 30 days, or never to the level of bytes?": [
-        ("/again/10", "cover"), ("/copies/10.pt", "cover"), ("/exports/bf16-5", "cover"),
-        ("/exports/step-4", "cover"), ("/exports/step-5", "cover"), ("/llama/step-10", "cover"),
-        ("/llama/step-20", "cover"), ("/llama/step-30", None), ("/mistral/step-5", "cover"),
-        ("/out/10", "cover"), ("/out/20", "cover"), ("/whole/4", "cover"), ("/whole/5", "cover"),
+        ("/again/10", "cover"),
+        ("/copies/10.pt", "cover"),
+        ("/exports/bf16-5", "cover"),
+        ("/exports/step-4", "cover"),
+        ("/exports/step-5", "cover"),
+        ("/llama/step-10", "cover"),
+        ("/llama/step-20", "cover"),
+        ("/llama/step-30", None),
+        ("/mistral/step-5", "cover"),
+        ("/out/10", "cover"),
+        ("/out/20", "cover"),
+        ("/whole/4", "cover"),
+        ("/whole/5", "cover"),
     ],
     "How many bytes does each training run hold, as sources and as what was made from them?": [
-        ("llama", "derived", 4, 4 * (W + E) - (W + E) // 2), ("llama", "source", 3, 3 * (W + E)),
-        ("mistral", "derived", 5, 6 * W + W // 2), ("mistral", "source", 1, 2 * W),
+        ("llama", "derived", 4, 4 * (W + E) - (W + E) // 2),
+        ("llama", "source", 3, 3 * (W + E)),
+        ("mistral", "derived", 5, 6 * W + W // 2),
+        ("mistral", "source", 1, 2 * W),
     ],
     "Which checkpoints hold the same numbers, in whatever format?": [
-        (2, "/mistral/step-5", "dcp"), (2, "/whole/5", "safetensors"),
-        (4, "/again/10", "safetensors"), (4, "/copies/10.pt", "torch_save"), (4, "/llama/step-10", "dcp"),
+        (2, "/mistral/step-5", "dcp"),
+        (2, "/whole/5", "safetensors"),
+        (4, "/again/10", "safetensors"),
+        (4, "/copies/10.pt", "torch_save"),
+        (4, "/llama/step-10", "dcp"),
         (4, "/out/10", "safetensors"),
     ],
     "Which checkpoints are the same files in several places?": [("/out/10", "/again/10")],
@@ -83,34 +100,38 @@ ANSWERS = {
         (stage, 9, "a number") for stage in ("inspect", "plan", "publish", "validate", "verify", "write")
     ],
     "Which checkpoints hold a tensor of this name, in which shape and dtype?": [
-        ("/llama/step-10", "[4, 4]", "float32", W), ("/out/10", "[4, 4]", "float32", W),
-        ("/copies/10.pt", "[4, 4]", "float32", W), ("/again/10", "[4, 4]", "float32", W),
-        ("/llama/step-20", "[4, 4]", "float32", W), ("/out/20", "[4, 4]", "bfloat16", W // 2),
+        ("/llama/step-10", "[4, 4]", "float32", W),
+        ("/out/10", "[4, 4]", "float32", W),
+        ("/copies/10.pt", "[4, 4]", "float32", W),
+        ("/again/10", "[4, 4]", "float32", W),
+        ("/llama/step-20", "[4, 4]", "float32", W),
+        ("/out/20", "[4, 4]", "bfloat16", W // 2),
         ("/llama/step-30", "[4, 4]", "float32", W),
     ],
     "Which tensors differ between two checkpoints?": [
-        ("embed.weight", "float32", "float32"), ("layers.0.weight", "float32", "float32"),
+        ("embed.weight", "float32", "float32"),
+        ("layers.0.weight", "float32", "float32"),
     ],
     "Which export did best at an evaluation that was put on as a tag?": [
-        ("/out/20", "llama", 20, 71.3), ("/out/10", "llama", 10, 9.5),
+        ("/out/20", "llama", 20, 71.3),
+        ("/out/10", "llama", 10, 9.5),
     ],
     "What do the names stand for?": [("llama/best", "/out/20", "present", 2)],
     "What must not be deleted, why, and whom to ask?": [("/llama/step-20", "paper", "ana")],
     "Which sources have a proven child that holds all their numbers, and neither a hold nor a name?": [
-        ("/llama/step-10", W + E, "/out/10"), ("/mistral/step-5", 2 * W, "/whole/5"),
+        ("/llama/step-10", W + E, "/out/10"),
+        ("/mistral/step-5", 2 * W, "/whole/5"),
     ],
     "Which sources were retired, when, and what holds their numbers now?": [
-        ("/mistral/step-4", "a time", "/whole/4"),
+        ("/mistral/step-4", "a time", "/whole/4")
     ],
     "How far behind its training is each run's newest export?": [("llama", 30, None), ("mistral", 5, 5)],
-    "Which events wait, or were given up?": [
-        ("mlflow", "created", "/llama/step-40", "waiting", 0, None),
-    ],
+    "Which events wait, or were given up?": [("mlflow", "created", "/llama/step-40", "waiting", 0, None)],
     "Which watched roots were looked through, and what came of it?": [
         ("llama", "/llama", True, "a time", "3 found"),
         ("mistral", "/mistral", True, "a time", "2 made"),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
@@ -161,8 +182,15 @@ def _run_flows(root, url):
     from flows.sweep import sweep
 
     def convert(source, destination, **options):
-        state = convert_flow(str(root / source), str(root / destination), catalog=url, workers=1,
-                             fingerprint=True, return_state=True, **options)  # fmt: skip
+        state = convert_flow(
+            str(root / source),
+            str(root / destination),
+            catalog=url,
+            workers=1,
+            fingerprint=True,
+            return_state=True,
+            **options,
+        )
         return state.is_completed()
 
     assert convert("llama/step-10", "out/10")
@@ -186,8 +214,13 @@ def _run_flows(root, url):
 def _add(root, url):
     """What people and a receiver add."""
     with open_catalog(url) as catalog:
-        catalog.begin({}, source_uri=str(root / "llama/step-40"), destination_uri=str(root / "out/40"),
-                      verb="export", tool_version="1")  # fmt: skip
+        catalog.begin(
+            {},
+            source_uri=str(root / "llama/step-40"),
+            destination_uri=str(root / "out/40"),
+            verb="export",
+            tool_version="1",
+        )
         for step, score in ((10, "9.5"), (20, "71.3")):
             catalog.tag(str(root / f"out/{step}"), "eval.mmlu", score)
         with catalog.writing() as conn:
@@ -210,9 +243,15 @@ def ask(example):
     root, url = example
     with open_catalog(url) as catalog:
         digest = next(f.digest for f in catalog.show(str(root / "out/10")).files)
-        given = {"uri": str(root / "llama/step-10"), "derived": str(root / "copies/10.pt"), "digest": digest,
-                 "other": str(root / "llama/step-20"), "fqn": "layers.0.weight",
-                 "tag": "eval.mmlu", "run": "mistral"}  # fmt: skip
+        given = {
+            "uri": str(root / "llama/step-10"),
+            "derived": str(root / "copies/10.pt"),
+            "digest": digest,
+            "other": str(root / "llama/step-20"),
+            "fqn": "layers.0.weight",
+            "tag": "eval.mmlu",
+            "run": "mistral",
+        }
 
         def plain(name, value):
             if value is not None and name in MEASURED:
@@ -232,9 +271,14 @@ def ask(example):
 
 
 MEASURED = {
-    "bytes_out": "a number", "seconds": "a number", "bytes_per_second": "a number", "last_at": "a time",
-    "started_at": "a time", "swept_at": "a time", "deleted_at": "a time",
-}  # fmt: skip
+    "bytes_out": "a number",
+    "seconds": "a number",
+    "bytes_per_second": "a number",
+    "last_at": "a time",
+    "started_at": "a time",
+    "swept_at": "a time",
+    "deleted_at": "a time",
+}
 
 
 def test_every_question_has_an_answer_here():

@@ -21,8 +21,12 @@ def test_the_demo_runs_twice_and_takes_a_checkpoint_of_ones_own(tmp_path: Path) 
     def demo(*options: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "flows.demo", *options],
-            cwd=tmp_path, env=quiet | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=quiet | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
         return done.stdout

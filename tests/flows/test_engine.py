@@ -132,8 +132,14 @@ def dask_cluster(
 
     def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as out:
-            process = subprocess.Popen([sys.executable, "-m", "dask", *arguments], stdout=out, stderr=out,
-                                       cwd=folder, env=environment, start_new_session=True)  # fmt: skip
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dask", *arguments],
+                stdout=out,
+                stderr=out,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,
+            )
         running.append(process)
         return process
 
@@ -141,10 +147,19 @@ def dask_cluster(
         start("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", log=found)
         address = until(lambda: re.search(r"tcp://127\.0\.0\.1:\d+", found.read_text()), "a scheduler")[0]
         workers = [
-            start("worker", address, "--nthreads", "1", "--no-dashboard", "--no-nanny", "--host", "127.0.0.1",
-                  log=folder / f"worker-{i}.log")
+            start(
+                "worker",
+                address,
+                "--nthreads",
+                "1",
+                "--no-dashboard",
+                "--no-nanny",
+                "--host",
+                "127.0.0.1",
+                log=folder / f"worker-{i}.log",
+            )
             for i in range(workers_wanted)
-        ]  # fmt: skip
+        ]
         for i in range(workers_wanted):
             log = folder / f"worker-{i}.log"
             until(lambda log=log: "Registered to" in log.read_text(), log.name)
@@ -166,9 +181,12 @@ def until(there: Any, what: str, seconds: float = 60.0) -> Any:
 
 
 def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
-    prefect_api: str, source: Path, catalog: str, tmp_path: Path,
+    prefect_api: str,
+    source: Path,
+    catalog: str,
+    tmp_path: Path,
     cluster: tuple[str, list[subprocess.Popen[bytes]]],
-) -> None:  # fmt: skip
+) -> None:
     address, workers = cluster
     common: dict[str, Any] = {"catalog": catalog, **observe.ONE_FILE_EACH}
     convert(str(source), str(tmp_path / "threads"), **common)
@@ -224,9 +242,12 @@ def test_what_a_killed_worker_had_is_submitted_once_more(
 
 
 def test_a_large_file_is_written_in_parts_by_several_workers(
-    prefect_api: str, source: Path, catalog: str, tmp_path: Path,
+    prefect_api: str,
+    source: Path,
+    catalog: str,
+    tmp_path: Path,
     cluster: tuple[str, list[subprocess.Popen[bytes]]],
-) -> None:  # fmt: skip
+) -> None:
     common: dict[str, Any] = {"catalog": catalog, "memory": "1MiB", "workers": 2, "batch": "40KiB"}
     convert(str(source), str(tmp_path / "threads.pt"), **common)
     state: Any = convert(

@@ -33,8 +33,14 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
     from flows import _reschedule as _later
     from flows.arrived import arrived
 
-    given = {"source": str(source), "destination": str(tmp_path / "out"), "root": str(tmp_path),
-             "verb": "consolidate", "wait_minutes": 0.02, "catalog": catalog}  # fmt: skip
+    given = {
+        "source": str(source),
+        "destination": str(tmp_path / "out"),
+        "root": str(tmp_path),
+        "verb": "consolidate",
+        "wait_minutes": 0.02,
+        "catalog": catalog,
+    }
     with get_client(sync_client=True) as client:
         flow = client.create_flow_from_name("arrived")
         form = arrived.parameters.model_dump()

@@ -21,10 +21,7 @@ import live
 import webhooks
 from standardwebhooks import Webhook
 
-pytestmark = [
-    pytest.mark.xdist_group("prefect"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.xdist_group("prefect"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 @pytest.fixture
@@ -99,9 +96,12 @@ def test_an_event_survives_its_receiver_and_its_end_is_told(
         with get_client(sync_client=True) as client:
             made = client.read_flow_run(UUID(run))
             assert made.parameters == {
-                "source": webhooks.URI, "destination": "/exports/llama/step-7", "root": "/runs",
-                "run": "llama", "step": 7,
-            }  # fmt: skip
+                "source": webhooks.URI,
+                "destination": "/exports/llama/step-7",
+                "root": "/runs",
+                "run": "llama",
+                "step": 7,
+            }
             assert set(made.tags) >= {"webhook", "source:slurm"}
             assert [r.id for r in client.read_flow_runs() if r.deployment_id == made.deployment_id] == [
                 made.id

@@ -57,12 +57,14 @@ def test_several_meshes_of_one_source(
     for name, ranks in (("two", 2), ("three", 3)):
         assert observe.equal(loaded(tmp_path / name), TENSORS)
         assert {p.name for p in (tmp_path / name).iterdir()} == {
-            ".metadata", *(f"__{r}_0.distcp" for r in range(ranks))
-        }  # fmt: skip
+            ".metadata",
+            *(f"__{r}_0.distcp" for r in range(ranks)),
+        }
     lineage = open_catalog(catalog).lineage(str(source))
     assert [step.conversion.made_for for step in lineage.descendants] == [
-        "reshard for fsdp=2", "reshard for fsdp=3"
-    ]  # fmt: skip
+        "reshard for fsdp=2",
+        "reshard for fsdp=3",
+    ]
 
 
 def test_a_target_that_fails_does_not_stop_the_others(
@@ -79,8 +81,9 @@ def test_a_target_that_fails_does_not_stop_the_others(
     assert observe.equal(loaded(tmp_path / "fine"), TENSORS)
     runs = open_catalog(catalog).conversions()
     assert sorted((r.destination_uri.rpartition("/")[2], r.state) for r in runs) == [
-        ("fine", "succeeded"), ("taken", "failed")
-    ]  # fmt: skip
+        ("fine", "succeeded"),
+        ("taken", "failed"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_a_target_that_fails_does_not_stop_the_others(
         ({"destination": "out", "mesh": "warp=2"}, "warp"),
         (TWICE, "one place"),
     ],
-)  # fmt: skip
+)
 def test_wrong_words_fail_before_any_work(
     reshard: Any,
     source: Path,

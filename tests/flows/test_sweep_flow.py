@@ -86,9 +86,15 @@ def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
             def webhook(source: Path = source, gate: Any = gate, found: dict[str, Any] = found) -> None:
                 gate.wait()
                 found["webhook"] = arrived(
-                    str(source), str(tmp_path / "exports" / source.name), root=str(watched), wait_minutes=0.5,
-                    verb="consolidate", dtype="bf16", catalog=catalog, return_state=True,
-                )  # fmt: skip
+                    str(source),
+                    str(tmp_path / "exports" / source.name),
+                    root=str(watched),
+                    wait_minutes=0.5,
+                    verb="consolidate",
+                    dtype="bf16",
+                    catalog=catalog,
+                    return_state=True,
+                )
 
             thread = threading.Thread(target=webhook)
             thread.start()

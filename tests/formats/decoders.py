@@ -44,12 +44,32 @@ class Names:
     kept: bool
 
 
-HF = Names("model.embed_tokens", "model.layers", "model.norm", "lm_head", "input_layernorm", "self_attn",
-           ("q_proj", "k_proj", "v_proj", "o_proj"), "post_attention_layernorm", "mlp",
-           ("gate_proj", "down_proj", "up_proj"), kept=False)  # fmt: skip
-TITAN = Names("tok_embeddings", "layers", "norm", "output", "attention_norm", "attention",
-              ("wq", "wk", "wv", "wo"), "ffn_norm", "feed_forward",
-              ("w1", "w2", "w3"), kept=True)  # fmt: skip
+HF = Names(
+    "model.embed_tokens",
+    "model.layers",
+    "model.norm",
+    "lm_head",
+    "input_layernorm",
+    "self_attn",
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "post_attention_layernorm",
+    "mlp",
+    ("gate_proj", "down_proj", "up_proj"),
+    kept=False,
+)
+TITAN = Names(
+    "tok_embeddings",
+    "layers",
+    "norm",
+    "output",
+    "attention_norm",
+    "attention",
+    ("wq", "wk", "wv", "wo"),
+    "ffn_norm",
+    "feed_forward",
+    ("w1", "w2", "w3"),
+    kept=True,
+)
 FAMILIES = {"hf": HF, "torchtitan": TITAN}
 
 

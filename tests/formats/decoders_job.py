@@ -29,11 +29,7 @@ import torch.distributed.checkpoint as dcp
 from decoders import FAMILIES, LENGTH, WIDTH, WORDS, Decoder, Tensors, plan_of, truth_of
 from reshard_job import flattened, raw
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -61,8 +61,13 @@ class Model(torch.nn.Module):
 
 def wrapped(use_orig_params: bool) -> Any:
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
-    model = FSDP1(Model(), auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=torch.device("cpu"),
-                  use_orig_params=use_orig_params, device_mesh=mesh)  # fmt: skip
+    model = FSDP1(
+        Model(),
+        auto_wrap_policy=ModuleWrapPolicy({Layer}),
+        device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
+        device_mesh=mesh,
+    )
     FSDP1.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     return model
 
@@ -82,8 +87,9 @@ def save(folder: Path) -> None:
         truth = {name: gathered(value) for name, value in weights.items()}
         truth |= {
             f"{name}/{key}": gathered(value)
-            for name, row in states["state"].items() for key, value in row.items()
-        }  # fmt: skip
+            for name, row in states["state"].items()
+            for key, value in row.items()
+        }
         here = folder / case
         for kind, state in (("ckpt", states), ("verl", own)):
             (here / kind).mkdir(parents=True, exist_ok=True)

@@ -42,18 +42,21 @@ def placements(
     if rng.random() < 0.3 and (first % (2 * meshes["two"].size(0)) == 0 or meshes["two"].size() == 4):
         # With other meshes, uneven strided shards are another rule than `local_index`'s.
         return "two", (_StridedShard(0, split_factor=meshes["two"].size(1)), Shard(0))
-    return "two", rng.choice([
-        (Shard(rng.randrange(dims)), Shard(rng.randrange(dims))),
-        (Replicate(), Shard(rng.randrange(dims))),
-    ])  # fmt: skip
+    return "two", rng.choice(
+        [(Shard(rng.randrange(dims)), Shard(rng.randrange(dims))), (Replicate(), Shard(rng.randrange(dims)))]
+    )
 
 
 def contiguous(value: DTensor) -> DTensor:
     """The writer refuses other strides."""
     return DTensor.from_local(
-        value.to_local().contiguous(), value.device_mesh, value.placements, run_check=False,
-        shape=value.shape, stride=value.stride(),
-    )  # fmt: skip
+        value.to_local().contiguous(),
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
 
 
 def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -> None:
@@ -75,9 +78,11 @@ def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -
     files = rng.randint(1, min(3, len(state)))
     mapping = {n: 1 + i % files for i, n in enumerate(state)} if files > 1 else None
     writer = dcp.HuggingFaceStorageWriter(
-        str(folder / "ckpt"), fqn_to_index_mapping=mapping, save_distributed=True,
+        str(folder / "ckpt"),
+        fqn_to_index_mapping=mapping,
+        save_distributed=True,
         enable_consolidation=consolidate,
-    )  # fmt: skip
+    )
     dcp.save(state, storage_writer=writer)
     if dist.get_rank() == 0:
         torch.save(truth, folder / "truth.pt")
@@ -110,9 +115,11 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=6)
     given = parser.parse_args()
     torch.multiprocessing.start_processes(
-        rank_main, (given.ranks, given.seed, given.cases, given.folder.resolve()), given.ranks,
+        rank_main,
+        (given.ranks, given.seed, given.cases, given.folder.resolve()),
+        given.ranks,
         start_method="fork",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -21,10 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -91,6 +88,8 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
-            rank_main, (int(rows), int(columns), source, target, told_at, folder),
-            int(rows) * int(columns), start_method="fork",
-        )  # fmt: skip
+            rank_main,
+            (int(rows), int(columns), source, target, told_at, folder),
+            int(rows) * int(columns),
+            start_method="fork",
+        )

@@ -46,14 +46,23 @@ class Case:
     @property
     def args(self) -> argparse.Namespace:
         told = {
-            "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp,
-            "expert_model_parallel_size": self.ep, "num_layers": self.layers, "hidden_size": H,
-            "num_attention_heads": HEADS, "num_query_groups": self.groups, "kv_channels": HEAD,
-            "group_query_attention": True, "padded_vocab_size": V, "swiglu": self.gated,
-            "num_experts": E if self.experts else None, "multi_latent_attention": self.latent,
-            "untie_embeddings_and_output_weights": not self.tied, "params_dtype": torch.bfloat16,
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "expert_model_parallel_size": self.ep,
+            "num_layers": self.layers,
+            "hidden_size": H,
+            "num_attention_heads": HEADS,
+            "num_query_groups": self.groups,
+            "kv_channels": HEAD,
+            "group_query_attention": True,
+            "padded_vocab_size": V,
+            "swiglu": self.gated,
+            "num_experts": E if self.experts else None,
+            "multi_latent_attention": self.latent,
+            "untie_embeddings_and_output_weights": not self.tied,
+            "params_dtype": torch.bfloat16,
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
-        }  # fmt: skip
+        }
         if self.latent:
             told |= {"q_lora_rank": Q, "kv_lora_rank": KV, "qk_pos_emb_head_dim": ROPE}
         if self.etp is not None:
@@ -69,10 +78,13 @@ def whole_layer(case: Case) -> Tensors:
     shapes[a + "linear_proj.weight"] = (H, HEADS * HEAD)
     if case.latent:
         shapes |= {
-            a + "linear_q_down_proj.weight": (Q, H), a + "linear_q_up_proj.weight": (HEADS * 6, Q),
-            a + "linear_kv_down_proj.weight": (KV + ROPE, H), a + "linear_kv_up_proj.weight": (HEADS * 8, KV),
-            a + "q_layernorm.weight": (Q,), a + "kv_layernorm.weight": (KV,),
-        }  # fmt: skip
+            a + "linear_q_down_proj.weight": (Q, H),
+            a + "linear_q_up_proj.weight": (HEADS * 6, Q),
+            a + "linear_kv_down_proj.weight": (KV + ROPE, H),
+            a + "linear_kv_up_proj.weight": (HEADS * 8, KV),
+            a + "q_layernorm.weight": (Q,),
+            a + "kv_layernorm.weight": (KV,),
+        }
     else:
         shapes[a + "linear_qkv.weight"] = ((HEADS + 2 * case.groups) * HEAD, H)
     if case.bias:
@@ -114,8 +126,15 @@ def piece(case: Case, name: str, value: torch.Tensor, tp: int) -> torch.Tensor:
     down = name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight"))
     if down:
         return value if case.copied else value.chunk(ranks, 0)[at]
-    rows = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", "_up_proj.weight",
-            "word_embeddings.weight", "output_layer.weight")  # fmt: skip
+    rows = (
+        "linear_qkv.weight",
+        "linear_qkv.bias",
+        "linear_fc1.weight",
+        "linear_fc1.bias",
+        "_up_proj.weight",
+        "word_embeddings.weight",
+        "output_layer.weight",
+    )
     return value.chunk(ranks, 0)[at] if name.endswith(rows) else value
 
 

@@ -68,15 +68,26 @@ class Asked:
         else:
             self._ask(key, whole, name, before, n, self.place)
 
-    def _ask(self, key: str, part: torch.Tensor, name: str, offsets: tuple[Any, ...], stacked: int,
-             replica: int = 0) -> None:  # fmt: skip
+    def _ask(
+        self,
+        key: str,
+        part: torch.Tensor,
+        name: str,
+        offsets: tuple[Any, ...],
+        stacked: int,
+        replica: int = 0,
+    ) -> None:
         from megatron.core.dist_checkpointing import ShardedTensor
 
         self.wanted[name] = part.contiguous()
         self.state[name] = ShardedTensor.from_rank_offsets(
-            key, torch.zeros_like(self.wanted[name]), *offsets, prepend_axis_num=stacked,
-            replica_id=(0, replica, 0), allow_shape_mismatch=key.endswith(VOCABULARY),
-        )  # fmt: skip
+            key,
+            torch.zeros_like(self.wanted[name]),
+            *offsets,
+            prepend_axis_num=stacked,
+            replica_id=(0, replica, 0),
+            allow_shape_mismatch=key.endswith(VOCABULARY),
+        )
 
 
 def main(folders: str, tp: str, pp: str, out: str) -> None:

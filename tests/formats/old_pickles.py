@@ -79,21 +79,41 @@ def save(tree: Any, path: Path) -> None:
 
 # Module of DTensor, of its spec and placements, and of DeviceMesh, by release.
 MODULES = {
-    "2.1": ("torch.distributed._tensor.api", "torch.distributed._tensor.placement_types",
-            "torch.distributed._tensor.placement_types", "torch.distributed._tensor.device_mesh"),
-    "2.4": ("torch.distributed._tensor.api", "torch.distributed._tensor.placement_types",
-            "torch.distributed._tensor.placement_types", "torch.distributed.device_mesh"),
-    "2.6": ("torch.distributed.tensor", "torch.distributed.tensor._dtensor_spec",
-            "torch.distributed.tensor.placement_types", "torch.distributed.device_mesh"),
-    "2.10": ("torch.distributed.tensor", "torch.distributed.tensor._dtensor_spec",
-             "torch.distributed.tensor.placement_types", "torch.distributed.device_mesh"),
-}  # fmt: skip
+    "2.1": (
+        "torch.distributed._tensor.api",
+        "torch.distributed._tensor.placement_types",
+        "torch.distributed._tensor.placement_types",
+        "torch.distributed._tensor.device_mesh",
+    ),
+    "2.4": (
+        "torch.distributed._tensor.api",
+        "torch.distributed._tensor.placement_types",
+        "torch.distributed._tensor.placement_types",
+        "torch.distributed.device_mesh",
+    ),
+    "2.6": (
+        "torch.distributed.tensor",
+        "torch.distributed.tensor._dtensor_spec",
+        "torch.distributed.tensor.placement_types",
+        "torch.distributed.device_mesh",
+    ),
+    "2.10": (
+        "torch.distributed.tensor",
+        "torch.distributed.tensor._dtensor_spec",
+        "torch.distributed.tensor.placement_types",
+        "torch.distributed.device_mesh",
+    ),
+}
 
 
 def dtensor(
-    release: str, local: torch.Tensor, shape: tuple[int, ...], ranks: torch.Tensor,
-    coordinate: list[int] | None, placements: list[tuple[str, dict[str, int]]],
-) -> Called:  # fmt: skip
+    release: str,
+    local: torch.Tensor,
+    shape: tuple[int, ...],
+    ranks: torch.Tensor,
+    coordinate: list[int] | None,
+    placements: list[tuple[str, dict[str, int]]],
+) -> Called:
     """A DTensor as that release of torch pickles it."""
     module, spec, placement, mesh = MODULES[release]
     kind = Global(f"{module}.DTensor")
@@ -112,8 +132,11 @@ def dtensor(
         told |= {"_root_mesh": None, "_mesh_dim_names": None, "_device_type": told.pop("device_type")}
         del told["mesh"]
     if release == "2.1":
-        meta_value = Called(Global("torch.fx.passes.shape_prop.TensorMetadata"),
-                            (shape, torch.float32, False, stride, None, False, {}), new=True)  # fmt: skip
+        meta_value = Called(
+            Global("torch.fx.passes.shape_prop.TensorMetadata"),
+            (shape, torch.float32, False, stride, None, False, {}),
+            new=True,
+        )
         told["_dim_group_infos"] = [("", ranks.flatten().tolist())]
     else:
         meta_value = Called(Global(f"{spec}.TensorMeta"), meta, new=True)

@@ -90,8 +90,12 @@ def write_v01(folder: Path, ranks: int, spec: Mapping[str, tuple[torch.Tensor, M
                 row = {"flattened_offsets": None, "local_shape": shape, "global_offset": offset}
             files[rank][name] = held.reshape(-1).contiguous().clone()
             per_file[f"rank_{rank}.safetensors"] = row
-        told[name] = {"shape": list(tensor.shape), "is_sharded": len(shards) > 1,
-                      "dtype": DTYPES[tensor.dtype], "shard_spec_per_file": per_file}  # fmt: skip
+        told[name] = {
+            "shape": list(tensor.shape),
+            "is_sharded": len(shards) > 1,
+            "dtype": DTYPES[tensor.dtype],
+            "shard_spec_per_file": per_file,
+        }
     for rank, held in enumerate(files):
         save_file(held, folder / f"rank_{rank}.safetensors")
     (folder / "metadata.json").write_text(json.dumps({"tensors": told}))
@@ -104,8 +108,11 @@ def pickled(value: Any, protocol: int = 4) -> torch.Tensor:
 
 # --- OLMo's local checkpoints ---------------------------------------------------------------------
 
-Info = namedtuple("_ShardParamInfo", "in_shard offset_in_shard numel_in_shard intra_param_start_idx "
-                  "intra_param_end_idx", module="torch.distributed.fsdp.flat_param")  # fmt: skip
+Info = namedtuple(
+    "_ShardParamInfo",
+    "in_shard offset_in_shard numel_in_shard intra_param_start_idx intra_param_end_idx",
+    module="torch.distributed.fsdp.flat_param",
+)
 OUT = Info(False, None, None, None, None)
 
 
@@ -128,10 +135,12 @@ def write_local(step: Path, generation: str, *, padding: int = 0, names: bool = 
                 held[name] = (lo, hi)
         first = next(i for i, info in enumerate(infos) if info.in_shard)
         handle = {
-            "flat_param.data": flat[low:high].clone(), "flat_param._fqns": ["w.a", "w.b"],
-            "flat_param._shapes": [torch.Size([3, 4]), torch.Size([5])], "flat_param._numels": [12, 5],
+            "flat_param.data": flat[low:high].clone(),
+            "flat_param._fqns": ["w.a", "w.b"],
+            "flat_param._shapes": [torch.Size([3, 4]), torch.Size([5])],
+            "flat_param._numels": [12, 5],
             "flat_param._shard_numel_padded": max(0, high - 17) if rank == 2 else 0,
-        }  # fmt: skip
+        }
         if generation == "infos":
             handle["flat_param._shard_param_infos"] = tuple(infos)
         else:
@@ -140,8 +149,11 @@ def write_local(step: Path, generation: str, *, padding: int = 0, names: bool = 
         modules = [{"name": "_fsdp_wrapped_module.top", "handles": [handle]}]
         save_with_infos({"modules": modules}, step / "model" / f"rank{rank}.pt")
         moments = {n: flat[lo:hi] + 1 for n, (lo, hi) in held.items()}
-        state = {i: {"step": torch.tensor(2.0), "exp_avg": moments[n].clone()}
-                 for i, (n, _, _) in enumerate(where) if n in moments}  # fmt: skip
+        state = {
+            i: {"step": torch.tensor(2.0), "exp_avg": moments[n].clone()}
+            for i, (n, _, _) in enumerate(where)
+            if n in moments
+        }
         group = {"lr": 0.1, "params": [0, 1]}
         if names:
             group["param_names"] = [f"_fsdp_wrapped_module.top._fsdp_wrapped_module.{n}" for n, _, _ in where]

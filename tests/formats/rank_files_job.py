@@ -83,9 +83,13 @@ def compare(folder: Path, mesh: DeviceMesh) -> None:
         same_mesh(tensor.device_mesh, part_of(mesh, axes))
         whole = truth[name]
         wanted = DTensor.from_local(
-            tensor.to_local(), part_of(mesh, axes), placements, run_check=False, shape=whole.shape,
+            tensor.to_local(),
+            part_of(mesh, axes),
+            placements,
+            run_check=False,
+            shape=whole.shape,
             stride=whole.stride(),
-        )  # fmt: skip
+        )
         assert tensor._spec == wanted._spec
         assert tensor._spec.__dict__.keys() == wanted._spec.__dict__.keys()
         assert tensor._spec.shard_order == wanted._spec.shard_order

@@ -192,11 +192,12 @@ def stages(folder: Path, rng: Random) -> Truth:
     stage = mesh.get_local_rank("pp")
     whole = {f"layers.{n}.w": torch.arange(15.0).reshape(5, 3) + 100 * n for n in range(2)}
     mine = {
-        k: DTensor.from_local(piece(v, mesh["dp"]), mesh["dp"], [shard_of(0)], run_check=False, shape=v.shape,
-                              stride=v.stride())
+        k: DTensor.from_local(
+            piece(v, mesh["dp"]), mesh["dp"], [shard_of(0)], run_check=False, shape=v.shape, stride=v.stride()
+        )
         for k, v in whole.items()
         if k.startswith(f"layers.{stage}.")
-    }  # fmt: skip
+    }
     torch.save(mine, folder / f"model_rank{dist.get_rank()}.pt")
     return whole
 
@@ -224,9 +225,16 @@ def random(folder: Path, rng: Random) -> Truth:
 
 
 ANY: dict[str, Callable[[Path, Random], Truth]] = {
-    "fsdp2": fsdp2, "fsdp1_sharded": fsdp1_sharded, "fsdp1_mesh": fsdp1_mesh, "fsdp1_local": fsdp1_local,
-    "full": full, "nodcp": nodcp, "random0": random, "random1": random, "random2": random,
-}  # fmt: skip
+    "fsdp2": fsdp2,
+    "fsdp1_sharded": fsdp1_sharded,
+    "fsdp1_mesh": fsdp1_mesh,
+    "fsdp1_local": fsdp1_local,
+    "full": full,
+    "nodcp": nodcp,
+    "random0": random,
+    "random1": random,
+    "random2": random,
+}
 EVEN: dict[str, Callable[[Path, Random], Truth]] = {"hsdp": hsdp, "fsdp2_tp": fsdp2_tp, "stages": stages}
 
 

@@ -101,9 +101,11 @@ def wrapped(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
         plan: dict[str, Any] = {
-            "embed": RowwiseParallel(input_layouts=Replicate()), "layers.*.up": ColwiseParallel(),
-            "layers.*.down": RowwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate()),
-        }  # fmt: skip
+            "embed": RowwiseParallel(input_layouts=Replicate()),
+            "layers.*.up": ColwiseParallel(),
+            "layers.*.down": RowwiseParallel(),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
         parallelize_module(model, mesh["tp"], plan)
         if isinstance(model, Toy):
             model.tie()  # each module has got a tensor of its own

@@ -111,8 +111,9 @@ def test_full_files(cli: Cli, tmp_path: Path) -> None:
     assert {t.fqn for t in manifest.tensors} == {
         *(f"model.{n}" for n in weights),
         *(f"optimizer.state.{n}.{k}" for n in weights for k in ("step", "exp_avg")),
-        "rng_state.cpu.rank0", "rng_state.cpu.rank1",
-    }  # fmt: skip
+        "rng_state.cpu.rank0",
+        "rng_state.cpu.rank1",
+    }
     assert [f.code for f in manifest.findings] == ["refused-global"]
     found: dict[str, Any] = {b.key: decode(b.tree) for b in manifest.blobs if b.known}
     assert found["scheduler.last_epoch"] == 1

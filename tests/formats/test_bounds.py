@@ -33,8 +33,9 @@ class Global:
 class Made:
     """What a call makes; new: by NEWOBJ."""
 
-    def __init__(self, function: Global, args: tuple[Any, ...] = (), state: Any = None,
-                 new: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, function: Global, args: tuple[Any, ...] = (), state: Any = None, new: bool = False
+    ) -> None:
         self.function, self.args, self.state, self.new = function, args, state, new
 
 
@@ -143,8 +144,9 @@ def wrapped(kind: str, module: str, size: tuple[int, ...], state: Any) -> Made:
     )
 
 
-def dtensor(local: Made, sizes: tuple[int, ...], ranks: Any, placements: tuple[Any, ...],
-            shape: tuple[int, ...]) -> Made:  # fmt: skip
+def dtensor(
+    local: Made, sizes: tuple[int, ...], ranks: Any, placements: tuple[Any, ...], shape: tuple[int, ...]
+) -> Made:
     at = [0] * len(sizes)
     mesh = record("torch.distributed.device_mesh", "DeviceMesh", mesh=ranks, _coordinate_on_dim=at, _rank=0)
     spec = record("torch.distributed.tensor._dtensor_spec", "DTensorSpec", mesh=mesh, placements=placements)
@@ -195,7 +197,7 @@ _SHARED = {
     "namespace": lambda: [Made(_NAMESPACE, state=_NAMES, new=True) for _ in range(5_000)],
     "device": lambda: Made(Global("torch", "device"), (doubled(),)),
     "layout": lambda: Made(Global("torch.serialization", "_get_layout"), (doubled(),)),
-}  # fmt: skip
+}
 _NAMESPACE = Global("argparse", "Namespace")
 _NUMBERS = list(range(20_000))
 _NAMES = {f"a{i}": i for i in range(20_000)}
@@ -279,8 +281,14 @@ def test_plans_that_are_one(tmp_path: Path) -> None:
 
 
 def zarray(path: Path, **told: Any) -> None:
-    form = {"compressor": None, "dtype": "<f8", "fill_value": None, "filters": None, "order": "C",
-            "zarr_format": 2}  # fmt: skip
+    form = {
+        "compressor": None,
+        "dtype": "<f8",
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "zarr_format": 2,
+    }
     path.mkdir(parents=True)
     (path / ".zarray").write_text(json.dumps(form | told))
 
@@ -298,8 +306,12 @@ def test_ranges_that_no_file_has(tmp_path: Path) -> None:
     zarray(zarr(tmp_path / "a") / "w", shape=[2**49, 2**10], chunks=[2**49, 2**12])
     shape = [1 << 49] * 3
     spec = {"local_shape": shape, "global_offset": [0, 0, 0]}
-    entry = {"shape": shape, "dtype": "F32", "is_sharded": True, "shard_spec_per_file": {
-        "rank_0.safetensors": spec}}  # fmt: skip
+    entry = {
+        "shape": shape,
+        "dtype": "F32",
+        "is_sharded": True,
+        "shard_spec_per_file": {"rank_0.safetensors": spec},
+    }
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metadata.json").write_text(json.dumps({"tensors": {"w": entry}}))
     for name in "ab":
@@ -314,16 +326,25 @@ def test_a_zarray_that_says_two_things(tmp_path: Path) -> None:
 
 
 _LAYOUTS: dict[str, dict[str, Any]] = {
-    "stages": {"num_layers": 0, "pipeline_model_parallel_size": 1 << 19,
-               "virtual_pipeline_model_parallel_size": 1 << 19},
+    "stages": {
+        "num_layers": 0,
+        "pipeline_model_parallel_size": 1 << 19,
+        "virtual_pipeline_model_parallel_size": 1 << 19,
+    },
     "layers": {"num_layers": 10**12},
-    "negative": {"num_layers": 8, "pipeline_model_parallel_size": 4,
-                 "decoder_first_pipeline_num_layers": -(10**9)},
+    "negative": {
+        "num_layers": 8,
+        "pipeline_model_parallel_size": 4,
+        "decoder_first_pipeline_num_layers": -(10**9),
+    },
     "rows": {"num_layers": 2, "pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": [1, 2]},
-    "entries": {"num_layers": 2, "pipeline_model_parallel_size": 2,
-                "pipeline_model_parallel_layout": [[[]], [{}]]},
+    "entries": {
+        "num_layers": 2,
+        "pipeline_model_parallel_size": 2,
+        "pipeline_model_parallel_layout": [[[]], [{}]],
+    },
     "experts": {"num_layers": 2, "num_experts": 10**12},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", _LAYOUTS)
@@ -368,9 +389,11 @@ def test_views_that_expand_one_element(tmp_path: Path) -> None:
     args = Made(Global("argparse", "Namespace"), state={"num_layers": 1}, new=True)
     legacy = {"args": args, "model": {"x.w": wide}, "iteration": 1, "checkpoint_version": 3}
     trees: dict[str, Any] = {
-        "a/a.pt": {"w": wide}, "b/mp_rank_00/model_optim_rng.pt": legacy, "d/rank0.pt": {"w": wide},
+        "a/a.pt": {"w": wide},
+        "b/mp_rank_00/model_optim_rng.pt": legacy,
+        "d/rank0.pt": {"w": wide},
         "e/a.ckpt": {"state_dict": {"w": wide}, "pytorch-lightning_version": "2.6"},
-    }  # fmt: skip
+    }
     for name, tree in trees.items():
         save(tmp_path / name, tree, s0=bytes(4))
         cheap(tmp_path / name.split("/")[0], "stand for tensors")

@@ -66,13 +66,21 @@ def reshard(source: Path, target: Path, axes: Axes, patch: pytest.MonkeyPatch, *
 def resume(sample: Sample, axes: Axes, tmp_path: Path) -> list[dict[str, Any]]:
     """What each rank of the job tells."""
     spec = {
-        "axes": axes, "truth": str(sample.root / "expected.safetensors"),
-        "original": str(sample.root / "ckpt"), "written": str(tmp_path / "out"),
-        "saved": str(tmp_path / "saved"), "out": str(tmp_path / "told.json"),
-    }  # fmt: skip
+        "axes": axes,
+        "truth": str(sample.root / "expected.safetensors"),
+        "original": str(sample.root / "ckpt"),
+        "written": str(tmp_path / "out"),
+        "saved": str(tmp_path / "saved"),
+        "out": str(tmp_path / "told.json"),
+    }
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    ran = subprocess.run([sys.executable, str(JOB), str(tmp_path / "spec.json")], capture_output=True,
-                         text=True, timeout=900, check=False)  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, str(JOB), str(tmp_path / "spec.json")],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     told: list[dict[str, Any]] = json.loads((tmp_path / "told.json").read_text())
     return told
@@ -131,8 +139,9 @@ def found(request: pytest.FixtureRequest) -> dict[str, Sample]:
     [("dcp_fsdp2_tp_uneven_4r", FSDP[3]), ("dcp_fsdp2_bf16_4r", TP), (TITAN, FSDP[2])],
     ids=["uneven-fsdp3", "bf16-fsdp2-tp2", "titan-fsdp2"],
 )
-def test_a_job_resumes(name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path,
-                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_a_job_resumes(
+    name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resumes(found[name], axes, tmp_path, monkeypatch)
 
 
@@ -142,8 +151,9 @@ def test_a_job_resumes(name: str, axes: Axes, found: dict[str, Sample], tmp_path
     "axes", [*FSDP.values(), TP, HSDP, PP], ids=lambda a: "-".join(f"{k}{n}" for k, n in a)
 )
 @pytest.mark.parametrize("name", [*TOYS, TITAN])
-def test_jobs_of_every_mesh_resume(name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path,
-                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_jobs_of_every_mesh_resume(
+    name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "tp" in dict(axes) and name == TITAN:
         pytest.skip("its tensors have no TP plan")
     if "pp" in dict(axes) and "tied" in name:
@@ -157,8 +167,9 @@ def test_jobs_of_every_mesh_resume(name: str, axes: Axes, found: dict[str, Sampl
     [pytest.param(a, marks=() if a == FSDP[4] else pytest.mark.soak) for a in (*FSDP.values(), HSDP)],
     ids=lambda a: "-".join(f"{k}{n}" for k, n in a),
 )
-def test_torchtitan_s_keys_by_the_built_in_rules(axes: Axes, found: dict[str, Sample], cli: Cli,
-                                                 tmp_path: Path) -> None:  # fmt: skip
+def test_torchtitan_s_keys_by_the_built_in_rules(
+    axes: Axes, found: dict[str, Sample], cli: Cli, tmp_path: Path
+) -> None:
     mesh = ",".join(f"{a}={n}" for a, n in axes)
     done = cli("reshard", found[TITAN].root / "ckpt", tmp_path / "out", "--to", "dcp", "--mesh", mesh)
     assert done.code == 0, done

@@ -42,16 +42,25 @@ def blob(manifest: ckptcore.Manifest, key: str) -> Any:
 def test_tensors_inside_objects(zstd: bool, tmp_path: Path) -> None:
     """A tensor in an object is a tensor of the checkpoint, also where the object is compressed."""
     shared = torch.arange(40.0).view(5, 8)
-    held = {"state": {0: {"exp_avg": torch.randn(300, 7), "view": shared[1:4, ::2]}}, "lr": 0.1,
-            "list": [shared, (torch.tensor(3), None)], "int8": torch.arange(5, dtype=torch.int8)}  # fmt: skip
+    held = {
+        "state": {0: {"exp_avg": torch.randn(300, 7), "view": shared[1:4, ::2]}},
+        "lr": 0.1,
+        "list": [shared, (torch.tensor(3), None)],
+        "int8": torch.arange(5, dtype=torch.int8),
+    }
     manifest = ckptcore.open(str(saved(tmp_path / "x", {"w": torch.ones(2, 2), "optim": held}, zstd=zstd)))
     assert ckptcore.checking.check(manifest, "bytes").ok
     tree = blob(manifest, "optim")
     assert tree["lr"] == 0.1
     assert tree["list"][0] == TensorRef("optim.list.0")
-    want = {"optim.state.0.exp_avg": held["state"][0]["exp_avg"], "optim.state.0.view": shared[1:4, ::2],
-            "optim.list.0": shared, "optim.list.1.0": torch.tensor(3), "optim.int8": held["int8"],
-            "w": torch.ones(2, 2)}  # fmt: skip
+    want = {
+        "optim.state.0.exp_avg": held["state"][0]["exp_avg"],
+        "optim.state.0.view": shared[1:4, ::2],
+        "optim.list.0": shared,
+        "optim.list.1.0": torch.tensor(3),
+        "optim.int8": held["int8"],
+        "w": torch.ones(2, 2),
+    }
     assert {t.fqn for t in manifest.tensors} == want.keys()
     for name, value in want.items():
         found = ckptcore.read(manifest, name)

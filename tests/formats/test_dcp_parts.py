@@ -79,8 +79,11 @@ def test_ranks_without_anything_leave_empty_files(tmp_path: Path) -> None:
     found = ckptcore.open(str(out))
     assert {f.code for f in found.findings} <= {"empty-file"}
     assert not differences({k: value(v) for k, v in tensors.items()}, contents(out))
-    subprocess.run([sys.executable, "-I", "-c", TO_TORCH_SAVE, str(out), str(tmp_path / "whole.pt")],
-                   check=True, timeout=180)  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-I", "-c", TO_TORCH_SAVE, str(out), str(tmp_path / "whole.pt")],
+        check=True,
+        timeout=180,
+    )
     whole = tensors_of(read_torch(tmp_path / "whole.pt"))
     assert not differences({k: value(v) for k, v in tensors.items()}, whole)
 

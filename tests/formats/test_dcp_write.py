@@ -23,17 +23,32 @@ META = "torch.distributed.checkpoint.metadata"
 # Classes and functions that torch 2.4 has; dtypes are checked by module.
 KNOWN_TO_2_4 = {
     f"{META}.{name}"
-    for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
-                 "ChunkStorageMetadata", "MetadataIndex", "_MEM_FORMAT_ENCODING")
-} | {
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.Size",
-    "torch.serialization._get_layout",
-}  # fmt: skip
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {"torch.distributed.checkpoint.filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout"}
 FIELDS_OF_2_4 = {
-    "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "properties", "size",
-    "chunks", "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length",
-}  # fmt: skip
+    "state_dict_metadata",
+    "planner_data",
+    "storage_data",
+    "storage_meta",
+    "properties",
+    "size",
+    "chunks",
+    "offsets",
+    "sizes",
+    "fqn",
+    "offset",
+    "index",
+    "relative_path",
+    "length",
+}
 
 TO_TORCH_SAVE = """
 import sys, warnings, torch
@@ -75,8 +90,9 @@ def test_torch_converts_our_folder(cli: Cli, dcp_sample: Path, tmp_path: Path) -
     assert done.code == 0, done
     subprocess.run(
         [sys.executable, "-I", "-c", TO_TORCH_SAVE, str(tmp_path / "out"), str(tmp_path / "whole.pt")],
-        check=True, timeout=180,
-    )  # fmt: skip
+        check=True,
+        timeout=180,
+    )
     truth = read_safetensors(dcp_sample / "expected.safetensors")
     found = tensors_of(read_torch(tmp_path / "whole.pt", trusted=True))
     assert differences(truth, found) == []
@@ -93,10 +109,22 @@ def test_another_world_size_loads_our_folder(cli: Cli, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(SHARDED_LOAD)
     ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone", str(job),
-         str(tmp_path / "out"), json.dumps(wanted)],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "3",
+            "--standalone",
+            str(job),
+            str(tmp_path / "out"),
+            json.dumps(wanted),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(next(x for x in ran.stdout.splitlines() if x.startswith("{")))
     assert found == {k: hashlib.sha256(raw).hexdigest() for k, (_, _, raw) in truth.items()}

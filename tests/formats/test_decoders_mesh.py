@@ -33,8 +33,16 @@ SOURCES = {
     "titan-flattened": ("torchtitan", "flattened", "float32", "fsdp=5"),
     "titan": ("torchtitan", "torchtitan", "float32", "pp=2,fsdp=1,tp=2"),
 }
-MESHES = ("fsdp=1", "fsdp=2", "fsdp=3", "fsdp=4", "fsdp=8", "fsdp=2,tp=2", "dp_replicate=2,fsdp=2",
-          "fsdp=2,tp=2,pp=2")  # fmt: skip
+MESHES = (
+    "fsdp=1",
+    "fsdp=2",
+    "fsdp=3",
+    "fsdp=4",
+    "fsdp=8",
+    "fsdp=2,tp=2",
+    "dp_replicate=2,fsdp=2",
+    "fsdp=2,tp=2,pp=2",
+)
 ALWAYS = ("fsdp=3", "fsdp=2,tp=2,pp=2")
 
 
@@ -124,8 +132,9 @@ def run(folder: Path, mesh: str, cases: list[Case]) -> list[list[dict[str, Any]]
     out, spec = folder / "told.json", folder / "spec.json"
     axes = [[a, sizes[a]] for a in order if a in sizes]
     spec.write_text(json.dumps({"axes": axes, "cases": cases, "out": str(out)}))
-    ran = subprocess.run([sys.executable, str(JOB), str(spec)], capture_output=True, text=True, timeout=1000,
-                         check=False)  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, str(JOB), str(spec)], capture_output=True, text=True, timeout=1000, check=False
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     found: list[list[dict[str, Any]]] = json.loads(out.read_text())
     return found

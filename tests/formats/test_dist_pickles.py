@@ -29,8 +29,13 @@ def opened(value: Any, folder: Path, *, ranks: int = 1) -> ckptcore.Manifest:
 class Parts:
     """A DTensor on a mesh of one axis, and the dicts it is pickled from."""
 
-    def __init__(self, release: str = "2.6", ranks: int = 1, how: tuple[str, dict[str, int]] | None = None,
-                 local: torch.Tensor = WHOLE) -> None:  # fmt: skip
+    def __init__(
+        self,
+        release: str = "2.6",
+        ranks: int = 1,
+        how: tuple[str, dict[str, int]] | None = None,
+        local: torch.Tensor = WHOLE,
+    ) -> None:
         self.value = old.dtensor(
             release, local, (6, 4), torch.arange(ranks), [0], [how or ("Shard", {"dim": 0})]
         )
@@ -41,9 +46,9 @@ class Parts:
     def called(self, **changes: Any) -> Called:
         """The outer call with other arguments: function, kind, args, state."""
         names = ("function", "kind", "args", "state")
-        return Called(self.value.function, tuple(
-            changes.get(n, v) for n, v in zip(names, self.value.args, strict=True)
-        ))  # fmt: skip
+        return Called(
+            self.value.function, tuple(changes.get(n, v) for n, v in zip(names, self.value.args, strict=True))
+        )
 
 
 def sharded(**changes: Any) -> Called:
@@ -57,17 +62,24 @@ def sharded(**changes: Any) -> Called:
     held = {"tensor": changes.pop("tensor", WHOLE), "metadata": placed}
     shard = Called(Global(f"{lead}sharded_tensor.shard.Shard"), (), held, new=True)
     group = {"global_rank": 0, "global_world_size": 1} | changes.pop("group", {})
-    nested = Called(Global("__builtin__.getattr"), (
-        Global(f"{lead}sharded_tensor.api.ShardedTensor"), "ProcessGroupState"))  # fmt: skip
+    nested = Called(
+        Global("__builtin__.getattr"),
+        (Global(f"{lead}sharded_tensor.api.ShardedTensor"), "ProcessGroupState"),
+    )
     state = changes.pop("state", None) or (
-        [shard], Called(Global(f"{lead}sharded_tensor.metadata.ShardedTensorMetadata"), (), told, new=True),
-        Called(nested, (), group, new=True), {}, False,  # type: ignore[arg-type]
-    )  # fmt: skip
+        [shard],
+        Called(Global(f"{lead}sharded_tensor.metadata.ShardedTensorMetadata"), (), told, new=True),
+        Called(nested, (), group, new=True),
+        {},
+        False,  # type: ignore[arg-type]
+    )
     kind = Global(f"{lead}sharded_tensor.api.ShardedTensor")
     assert not changes
     args = (kind, torch.float32, (6, 4), (4, 1), 0, None, None, False)
-    return Called(Global("torch._tensor._rebuild_from_type_v2"),
-                  (Global("torch._utils._rebuild_wrapper_subclass"), kind, args, state))  # fmt: skip
+    return Called(
+        Global("torch._tensor._rebuild_from_type_v2"),
+        (Global("torch._utils._rebuild_wrapper_subclass"), kind, args, state),
+    )
 
 
 def read(manifest: ckptcore.Manifest) -> torch.Tensor:
@@ -126,26 +138,47 @@ def _order(dim: Any, axes: Any) -> Called:
 
 DTENSORS: dict[str, tuple[str, Callable[[Parts], object], str]] = {
     "local tensor of another dtype": (
-        "2.6", lambda p: p.state.update(_local_tensor=WHOLE.long()), "a DTensor of float32 whose local"),
+        "2.6",
+        lambda p: p.state.update(_local_tensor=WHOLE.long()),
+        "a DTensor of float32 whose local",
+    ),
     "no local tensor": ("2.6", lambda p: p.state.update(_local_tensor=5), "whose local tensor is 5"),
     "local tensor of another rank": (
-        "2.6", lambda p: p.state.update(_local_tensor=WHOLE.view(-1)), "whose local tensor is"),
+        "2.6",
+        lambda p: p.state.update(_local_tensor=WHOLE.view(-1)),
+        "whose local tensor is",
+    ),
     "no spec": ("2.6", lambda p: p.state.pop("_spec"), "a DTensorSpec was expected"),
     "no mesh": ("2.6", lambda p: p.spec.update(mesh=None), "a DeviceMesh was expected"),
     "placements of two axes": (
-        "2.6", lambda p: p.spec.update(placements=p.spec["placements"] * 2), "on a mesh of 1 axes"),
+        "2.6",
+        lambda p: p.spec.update(placements=p.spec["placements"] * 2),
+        "on a mesh of 1 axes",
+    ),
     "placements that are none": ("2.6", lambda p: p.spec.update(placements=7), "placements 7"),
     "a placement that is none": ("2.6", lambda p: p.spec.update(placements=(7,)), "a Shard was expected"),
     "a dim that is not there": (
-        "2.6", lambda p: p.spec["placements"][0].state.update(dim=2), "a shard of dim 2 of 2"),
+        "2.6",
+        lambda p: p.spec["placements"][0].state.update(dim=2),
+        "a shard of dim 2 of 2",
+    ),
     "a mesh without ranks": (
-        "2.6", lambda p: p.mesh.update(mesh=torch.zeros(0, dtype=torch.int64)), "a mesh of"),
+        "2.6",
+        lambda p: p.mesh.update(mesh=torch.zeros(0, dtype=torch.int64)),
+        "a mesh of",
+    ),
     "ranks that are none": (
-        "2.6", lambda p: p.mesh.update(_flatten_mesh_list=(-1,)), r"a mesh of ranks \(-1,\)"),
+        "2.6",
+        lambda p: p.mesh.update(_flatten_mesh_list=(-1,)),
+        r"a mesh of ranks \(-1,\)",
+    ),
     "a coordinate outside": ("2.6", lambda p: p.mesh.update(_coordinate_on_dim=[1]), "coordinate"),
     "a coordinate of two axes": ("2.6", lambda p: p.mesh.update(_coordinate_on_dim=[0, 0]), "coordinate"),
-    "no ranks anywhere": ("2.10", lambda p: [p.mesh.pop(k) for k in (
-        "_flatten_rank_map", "_rank_map", "_flatten_mesh_list")], "a mesh without ranks"),
+    "no ranks anywhere": (
+        "2.10",
+        lambda p: [p.mesh.pop(k) for k in ("_flatten_rank_map", "_rank_map", "_flatten_mesh_list")],
+        "a mesh without ranks",
+    ),
     "a layout that is none": ("2.10", lambda p: p.mesh.pop("_layout"), "a _MeshLayout was expected"),
     "a layout without a shape": ("2.10", lambda p: _layout(p, "x"), "a mesh layout of 'x'"),
     "a layout of text": ("2.10", lambda p: _layout(p, ("x",)), "a mesh axis of 'x'"),
@@ -153,8 +186,11 @@ DTENSORS: dict[str, tuple[str, Callable[[Parts], object], str]] = {
     "an order that is none": ("2.10", lambda p: p.spec.update(shard_order=5), "a shard order of 5"),
     "an order of numbers": ("2.10", lambda p: p.spec.update(shard_order=(5,)), "a shard order with 5"),
     "an order of text": (
-        "2.10", lambda p: p.spec.update(shard_order=(_order("0", (0,)),)), "a shard order of dim '0'"),
-}  # fmt: skip
+        "2.10",
+        lambda p: p.spec.update(shard_order=(_order("0", (0,)),)),
+        "a shard order of dim '0'",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DTENSORS)
@@ -192,12 +228,18 @@ OUTER: dict[str, tuple[dict[str, Any], str]] = {
     "a function that is none": ({"function": 5}, "a tensor of"),
     "a class that is none": ({"kind": 5}, "a tensor of 5"),
     "a DTensor that a plain function makes": (
-        {"function": Global("torch._utils._rebuild_tensor_v2")}, "a DTensor that _rebuild_tensor_v2 makes"),
+        {"function": Global("torch._utils._rebuild_tensor_v2")},
+        "a DTensor that _rebuild_tensor_v2 makes",
+    ),
     "a size that is none": (
-        {"args": (Global("torch.Tensor"), torch.float32, 7, (4, 1), 0, None, None, False)}, "size 7"),
+        {"args": (Global("torch.Tensor"), torch.float32, 7, (4, 1), 0, None, None, False)},
+        "size 7",
+    ),
     "a dtype that is none": (
-        {"args": (Global("torch.Tensor"), 7, (6, 4), (4, 1), 0, None, None, False)}, "dtype 7"),
-}  # fmt: skip
+        {"args": (Global("torch.Tensor"), 7, (6, 4), (4, 1), 0, None, None, False)},
+        "dtype 7",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OUTER)
@@ -225,7 +267,7 @@ SHARDED: dict[str, tuple[dict[str, Any], str]] = {
     "a shard that is none": ({"tensor": None}, "that holds None"),
     "a size that is none": ({"told": {"size": "x"}}, "size 'x'"),
     "properties that are none": ({"told": {"tensor_properties": 7}}, "dtype None"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -240,8 +282,11 @@ def test_what_is_made_of_a_refused_class(where: str, tmp_path: Path) -> None:
     """Its place is known and its values are not: the tensor is named, and cannot be read."""
     parts = Parts()
     parts.state["_local_tensor"] = FRACTION
-    value = {"a local tensor": parts.value, "a shard": sharded(tensor=FRACTION),
-             "a class": Parts().called(kind=Global("fractions.Fraction"))}[where]  # fmt: skip
+    value = {
+        "a local tensor": parts.value,
+        "a shard": sharded(tensor=FRACTION),
+        "a class": Parts().called(kind=Global("fractions.Fraction")),
+    }[where]
     folder = tmp_path / "x"
     folder.mkdir()
     old.save({"w": value, "plain": WHOLE}, folder / "model_rank_0.pt")

@@ -20,9 +20,14 @@ def pretrained(folder: Path) -> Path:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(2)
     config = transformers.LlamaConfig(
-        vocab_size=66, hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=66,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
     model = transformers.LlamaForCausalLM(config)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * 0.1

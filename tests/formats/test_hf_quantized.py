@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from samples import (
-    FIXTURES,
-    differences,
-    expected_tensors,
-    read_safetensors,
-    read_torch,
-    tensors_of,
-    value,
-)
+from samples import FIXTURES, differences, expected_tensors, read_safetensors, read_torch, tensors_of, value
 
 import ckptcore
 from ckptcore.core.box import Box
@@ -179,18 +171,25 @@ def test_boxes_tiles_and_budgets_change_no_bit(cli: Cli, tmp_path: Path) -> None
     source = folder(tmp_path / "s", weight, scale)
     whole = {"l.weight": values_of_fp8(made), "m_blocks": values_of_mxfp4(four)}
     truth = {k: value(v) for k, v in whole.items()}
-    for number, flags in enumerate((
-        ["--memory", "1MiB", "--workers", "1"], ["--memory", "1MiB", "--workers", "4"],
-        ["--no-verify", "--no-digest", "--workers", "2", "--memory", "2MiB"], ["--max-file-size", "1MB"],
-    )):  # fmt: skip
+    for number, flags in enumerate(
+        (
+            ["--memory", "1MiB", "--workers", "1"],
+            ["--memory", "1MiB", "--workers", "4"],
+            ["--no-verify", "--no-digest", "--workers", "2", "--memory", "2MiB"],
+            ["--max-file-size", "1MB"],
+        )
+    ):
         assert consolidated(cli, source, tmp_path / str(number), *flags) == truth
     assert consolidated(cli, source, tmp_path / "all.pt", "--memory", "1MiB") == truth
     manifest = ckptcore.open(str(source))
     for fqn, box in (
-        ("l.weight", Box((127, 129), (3, 300))), ("l.weight", Box((0, 0), (700, 1))),
-        ("m_blocks", Box((3, 31), (2, 34))), ("m_blocks", Box((8, 64_000), (1, 32))),
-        ("m_blocks", Box((0, 5), (9, 1))), ("m_blocks", Box((2, 0), (0, 5))),
-    ):  # fmt: skip
+        ("l.weight", Box((127, 129), (3, 300))),
+        ("l.weight", Box((0, 0), (700, 1))),
+        ("m_blocks", Box((3, 31), (2, 34))),
+        ("m_blocks", Box((8, 64_000), (1, 32))),
+        ("m_blocks", Box((0, 5), (9, 1))),
+        ("m_blocks", Box((2, 0), (0, 5))),
+    ):
         index = tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))
         assert same(ckptcore.read(manifest, fqn, box), whole[fqn][index])
 
@@ -327,17 +326,28 @@ def test_what_only_sounds_like_it_is_plain(cli: Cli, tmp_path: Path) -> None:
     """Names alone are no evidence: float blocks and scales, a scale without its weight."""
     import torch
 
-    plain = {"a_blocks": torch.ones(3, 16), "a_scales": torch.ones(3), "b.weight_scale_inv": torch.ones(1, 1),
-             "c.weight": torch.ones(3, 3).to(torch.float8_e4m3fn)}  # fmt: skip
+    plain = {
+        "a_blocks": torch.ones(3, 16),
+        "a_scales": torch.ones(3),
+        "b.weight_scale_inv": torch.ones(1, 1),
+        "c.weight": torch.ones(3, 3).to(torch.float8_e4m3fn),
+    }
     source = folder(tmp_path / "s", plain)
     assert cli("inspect", source, "--output", "json").json["format"] == "safetensors"
     assert consolidated(cli, source, tmp_path / "out") == read_safetensors(source)
 
 
-@pytest.mark.parametrize("config", ["{", "[]", '{"quantization_config": 3}',
-                                    '{"quantization_config": {"weight_block_size": [0, 1]}}',
-                                    '{"quantization_config": {"weight_block_size": "big"}}',
-                                    "[" * 100_000])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{",
+        "[]",
+        '{"quantization_config": 3}',
+        '{"quantization_config": {"weight_block_size": [0, 1]}}',
+        '{"quantization_config": {"weight_block_size": "big"}}',
+        "[" * 100_000,
+    ],
+)
 def test_a_config_that_cannot_be_read(config: str, cli: Cli, tmp_path: Path) -> None:
     source = folder(tmp_path / "s", fp8(130, 140), config=config)
     done = cli("inspect", source, "--output", "json")

@@ -111,8 +111,11 @@ def test_fresh(ranks: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequ
     print(f"fresh shards of --seed {seed}, {ranks} ranks")
     job = subprocess.run(
         [sys.executable, str(JOB), str(seed), str(tmp_path), "--ranks", str(ranks), "--cases", "5"],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert job.returncode == 0, job.stderr[-3000:]
     for job_json in sorted(tmp_path.glob("*/job.json")):
         about = f"--seed {seed}: {job_json.parent.name} {job_json.read_text()[:2000]}"
@@ -189,10 +192,13 @@ def test_whole_files_prove_shapes(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_empty_and_replicated_tensors(cli: Cli, tmp_path: Path) -> None:
-    folder = write(tmp_path / "a", {
-        shard(1): {"e": ([0, 0], [0, 3]), "u": ([0, 0], [2, 3]), "scalar": ([], [])},
-        shard(2): {"u": ([2, 0], [1, 3]), "r": ([0, 0], [5, 3])},
-    })  # fmt: skip
+    folder = write(
+        tmp_path / "a",
+        {
+            shard(1): {"e": ([0, 0], [0, 3]), "u": ([0, 0], [2, 3]), "scalar": ([], [])},
+            shard(2): {"u": ([2, 0], [1, 3]), "r": ([0, 0], [5, 3])},
+        },
+    )
     assert validated(cli, folder).code == 0
     assert shapes(cli, folder) == {"e": [0, 3], "u": [3, 3], "scalar": [], "r": [5, 3]}
 
@@ -268,15 +274,23 @@ BROKEN: dict[str, tuple[Damage, set[str]]] = {
     "no JSON": (text("{"), {"malformed-metadata"}),
     "no object": (text("[]"), {"malformed-metadata"}),
     "deep": (text("[" * 100_000), {"malformed-metadata"}),
-    "twice": (text('{"small": {"saved_offsets": [1]}, "small": {"saved_offsets": [0]}}'),
-              {"malformed-metadata"}),
-    "no offsets of one": (edited(lambda tensors, info: {k: v for k, v in info.items() if k != "small"}),
-                          {"malformed-metadata"}),
-    "offsets of none": (edited(lambda tensors, info: info | {"more": {"saved_offsets": [0]}}),
-                        {"malformed-metadata"}),
-    "cut": (lambda folder: (folder / shard(3)).write_bytes((folder / shard(3)).read_bytes()[:-1]),
-            {"malformed-metadata"}),
-}  # fmt: skip
+    "twice": (
+        text('{"small": {"saved_offsets": [1]}, "small": {"saved_offsets": [0]}}'),
+        {"malformed-metadata"},
+    ),
+    "no offsets of one": (
+        edited(lambda tensors, info: {k: v for k, v in info.items() if k != "small"}),
+        {"malformed-metadata"},
+    ),
+    "offsets of none": (
+        edited(lambda tensors, info: info | {"more": {"saved_offsets": [0]}}),
+        {"malformed-metadata"},
+    ),
+    "cut": (
+        lambda folder: (folder / shard(3)).write_bytes((folder / shard(3)).read_bytes()[:-1]),
+        {"malformed-metadata"},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -435,8 +449,18 @@ def test_copies_are_compared_in_every_cut(memory: str, cli: Cli, tmp_path: Path)
             changed[place] ^= 256
         save_file({"w": changed}, path)
         done = validated(cli, root)
-        refused = cli("consolidate", root, tmp_path / "out", "--overwrite", "--memory", memory,
-                      "--workers", 2, "--output", "json")  # fmt: skip
+        refused = cli(
+            "consolidate",
+            root,
+            tmp_path / "out",
+            "--overwrite",
+            "--memory",
+            memory,
+            "--workers",
+            2,
+            "--output",
+            "json",
+        )
         if place is None:
             assert (done.code, refused.code) == (0, 0), (done, refused)
             continue

@@ -79,16 +79,24 @@ def test_the_file_is_read_again_and_gives_itself(tmp_path: Path) -> None:
     manifest = ckptcore.open(str(tmp_path / "a.ckpt"))
     assert manifest.format == "lightning"
     assert manifest.origin["lightning"] | {"full": True} == {
-        "by": "trainer", "version": "2.6.6", "epoch": 3, "global_step": 12, "full": True,
-    }  # fmt: skip
+        "by": "trainer",
+        "version": "2.6.6",
+        "epoch": 3,
+        "global_step": 12,
+        "full": True,
+    }
     assert differences(first, consolidated(tmp_path / "a.ckpt", tmp_path / "b.ckpt")) == []
 
 
 def test_ids_of_an_optimizer_stay_ids(tmp_path: Path) -> None:
     """A full checkpoint as a Trainer writes it: its optimizer counts the parameters."""
     model = module()
-    states = [{"state": {0: {"step": torch.tensor(1.0)}, 1: {"step": torch.tensor(2.0)}},
-               "param_groups": [{"lr": 0.1, "params": [0, 1]}]}]  # fmt: skip
+    states = [
+        {
+            "state": {0: {"step": torch.tensor(1.0)}, 1: {"step": torch.tensor(2.0)}},
+            "param_groups": [{"lr": 0.1, "params": [0, 1]}],
+        }
+    ]
     full = {**metadata(), "state_dict": model, "optimizer_states": states}
     torch.save(full, tmp_path / "full.ckpt")
     found = consolidated(tmp_path / "full.ckpt", tmp_path / "again.ckpt")

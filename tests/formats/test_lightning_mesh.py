@@ -27,8 +27,10 @@ def test_it_is_the_same_checkpoint(kind: str, mesh: str, tmp_path: Path) -> None
     ckptcore.conversion.pipeline(str(source), str(out), verb="reshard", to="lightning", mesh=mesh)
     world = {"fsdp=1": 1, "fsdp=3": 3}.get(mesh, 4)
     assert {p.name for p in out.iterdir()} == {
-        ".metadata", "meta.pt", *(f"__{r}_0.distcp" for r in range(world))
-    }  # fmt: skip
+        ".metadata",
+        "meta.pt",
+        *(f"__{r}_0.distcp" for r in range(world)),
+    }
     written = ckptcore.open(str(out))
     assert written.format == "lightning"
     assert written.origin["lightning"] == ckptcore.open(str(source)).origin["lightning"]
@@ -41,8 +43,13 @@ def test_it_is_the_same_checkpoint(kind: str, mesh: str, tmp_path: Path) -> None
 
 
 def test_meta_comes_last(tmp_path: Path) -> None:
-    plan = ckptcore.planning.plan(str(trainer(tmp_path / "in", "model")), str(tmp_path / "out"), verb="reshard",
-                         to="lightning", mesh="fsdp=2")  # fmt: skip
+    plan = ckptcore.planning.plan(
+        str(trainer(tmp_path / "in", "model")),
+        str(tmp_path / "out"),
+        verb="reshard",
+        to="lightning",
+        mesh="fsdp=2",
+    )
     assert [f.path for f in plan.files if f.commit] == ["meta.pt"]
 
 
@@ -57,8 +64,14 @@ def test_the_folder_may_be_called_as_a_trainer_calls_it(tmp_path: Path) -> None:
 def test_a_model_of_fsdp_becomes_one_of_model_parallel(tmp_path: Path) -> None:
     """The strategies differ in one name."""
     source = trainer(tmp_path / "in", "model")
-    ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"), verb="reshard", to="lightning", mesh="fsdp=2",
-                     rename=(("model.", "state_dict."),))  # fmt: skip
+    ckptcore.conversion.pipeline(
+        str(source),
+        str(tmp_path / "out"),
+        verb="reshard",
+        to="lightning",
+        mesh="fsdp=2",
+        rename=(("model.", "state_dict."),),
+    )
     told = official(tmp_path / "out")
     assert differences(official(source)["state_dict"].keys(), told["state_dict"].keys()) == []
 
@@ -68,7 +81,8 @@ def test_what_is_no_sharded_checkpoint_is_refused(tmp_path: Path) -> None:
     for name, options in (("one.ckpt", {"to": "lightning"}), ("plain", {"to": "dcp"})):
         ckptcore.conversion.pipeline(str(source), str(tmp_path / name), **options)
         with pytest.raises(UnsupportedFormat) as caught:
-            ckptcore.conversion.pipeline(str(tmp_path / name), str(tmp_path / "out"), verb="reshard", to="lightning",
-                             mesh="fsdp=2")  # fmt: skip
+            ckptcore.conversion.pipeline(
+                str(tmp_path / name), str(tmp_path / "out"), verb="reshard", to="lightning", mesh="fsdp=2"
+            )
         assert caught.value.hint
     assert not (tmp_path / "out").exists()

@@ -65,10 +65,15 @@ def attribute_dict(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return made
 
 
-@pytest.mark.parametrize("package", [
-    "lightning.fabric.utilities.data", "lightning_fabric.utilities.data",
-    "lightning.pytorch.utilities.parsing", "pytorch_lightning.utilities.parsing",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "package",
+    [
+        "lightning.fabric.utilities.data",
+        "lightning_fabric.utilities.data",
+        "lightning.pytorch.utilities.parsing",
+        "pytorch_lightning.utilities.parsing",
+    ],
+)
 def test_attribute_dicts_of_every_release(
     package: str, tmp_path: Path, attribute_dict: Callable[[str], Any]
 ) -> None:
@@ -78,13 +83,16 @@ def test_attribute_dicts_of_every_release(
     assert manifest.findings == ()
 
 
-@pytest.mark.parametrize("value", [
-    Made(Namespace, 1),
-    Made(Namespace, state={7: "a number"}),
-    Made(Namespace, state=[("a", 1)]),
-    Made(torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2, torch.Tensor, 5, {}),
-    Made(set, 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        Made(Namespace, 1),
+        Made(Namespace, state={7: "a number"}),
+        Made(Namespace, state=[("a", 1)]),
+        Made(torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2, torch.Tensor, 5, {}),
+        Made(set, 5),
+    ],
+)
 def test_calls_that_lightning_does_not_make(value: Any, tmp_path: Path) -> None:
     with pytest.raises(MalformedCheckpoint):
         read(tmp_path, {**VERSION, "hyper_parameters": {"x": value}})
@@ -99,10 +107,13 @@ def test_an_attribute_dict_takes_no_arguments(tmp_path: Path, attribute_dict: Ca
 def test_classes_and_arrays_of_anything_go_by_name(tmp_path: Path) -> None:
     """A class is no value, whether it is on the allow-list or not; its neighbours stay."""
     found = {
-        "known": OrderedDict, "unknown": torch.nn.GELU, "in a set": {torch.nn.ReLU, 1},
+        "known": OrderedDict,
+        "unknown": torch.nn.GELU,
+        "in a set": {torch.nn.ReLU, 1},
         "frozen": frozenset({(1, 2)}),
-        "array": np.array([Namespace(a=torch.nn.GELU)], dtype=object), "kept": [1, 2],
-    }  # fmt: skip
+        "array": np.array([Namespace(a=torch.nn.GELU)], dtype=object),
+        "kept": [1, 2],
+    }
     manifest = read(tmp_path, {**VERSION, "hyper_parameters": found})
     assert values(manifest)["hyper_parameters"] == {"kept": [1, 2]}
     lost = {f.fqn for f in manifest.findings if f.code == "refused-global"}
@@ -202,10 +213,13 @@ def test_a_tensor_of_another_class_is_none(tmp_path: Path) -> None:
         del sys.modules["users_code"]
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    ("model.net.steps", "model"),  # where others are
-    ("model.net.steps", "epoch"),  # where a value is
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("model.net.steps", "model"),  # where others are
+        ("model.net.steps", "epoch"),  # where a value is
+    ],
+)
 def test_names_that_do_not_nest(old: str, new: str, tmp_path: Path) -> None:
     source = trainer(tmp_path / "ckpt", "model")
     with pytest.raises(NameMismatch):

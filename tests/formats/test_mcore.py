@@ -127,8 +127,12 @@ def test_classes_of_0_15(copy: Copy, truth: Callable[[str, str], Any], monkeypat
 
     name = "megatron.core.dist_checkpointing.strategies.torch"
     module: Any = types.ModuleType(name)
-    for part in ("megatron", "megatron.core", "megatron.core.dist_checkpointing",
-                 "megatron.core.dist_checkpointing.strategies"):  # fmt: skip
+    for part in (
+        "megatron",
+        "megatron.core",
+        "megatron.core.dist_checkpointing",
+        "megatron.core.dist_checkpointing.strategies",
+    ):
         monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
     monkeypatch.setitem(sys.modules, name, module)
     module.MCoreMetadata = type("MCoreMetadata", (Metadata,), {"__module__": name})
@@ -239,11 +243,17 @@ def test_zarr_chunks_missing_short_long(copy: Copy) -> None:
     assert codes(folder)["stray-file"].severity == "warning"
 
 
-@pytest.mark.parametrize("change", [
-    {"compressor": {"id": "blosc", "cname": "lz4"}}, {"filters": [{"id": "delta"}]},
-    {"dtype": [["a", "<f4"]]},
-    {"dtype": "<U8"}, {"dtype": "<M8[ns]"}, {"dtype": "|O"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"compressor": {"id": "blosc", "cname": "lz4"}},
+        {"filters": [{"id": "delta"}]},
+        {"dtype": [["a", "<f4"]]},
+        {"dtype": "<U8"},
+        {"dtype": "<M8[ns]"},
+        {"dtype": "|O"},
+    ],
+)
 def test_a_zarr_array_that_cannot_be_read_is_left_out_by_name(
     change: dict[str, Any], copy: Copy, tmp_path: Path
 ) -> None:
@@ -270,8 +280,10 @@ def test_zarr_refused_by_name(change: dict[str, Any], copy: Copy) -> None:
     assert "misc.grid_int64" in caught.value.message
 
 
-@pytest.mark.parametrize("change", [{"chunks": [0, 3]}, {"shape": [4]}, {"shape": [-1, 6]},
-                                    {"chunks": [2, 1 << 60]}, {"order": "X"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [{"chunks": [0, 3]}, {"shape": [4]}, {"shape": [-1, 6]}, {"chunks": [2, 1 << 60]}, {"order": "X"}],
+)
 def test_zarr_malformed(change: dict[str, Any], copy: Copy) -> None:
     folder = copy(ZARR)
     array(folder / "misc.grid_int64", **change)
@@ -296,8 +308,16 @@ def test_zarr_layouts(order: str, kind: str, copy: Copy) -> None:
     whole = np.arange(5 * 7).reshape(5, 7).astype(kind)
     key = folder / "odd"
     key.mkdir()
-    form = {"zarr_format": 2, "shape": [5, 7], "chunks": [2, 3], "dtype": kind, "compressor": None,
-            "filters": None, "fill_value": None, "order": order}  # fmt: skip
+    form = {
+        "zarr_format": 2,
+        "shape": [5, 7],
+        "chunks": [2, 3],
+        "dtype": kind,
+        "compressor": None,
+        "filters": None,
+        "fill_value": None,
+        "order": order,
+    }
     (key / ".zarray").write_text(json.dumps(form))
     for i in range(3):
         for j in range(3):
@@ -350,12 +370,15 @@ def test_root(copy: Copy) -> None:
     ("place", "beside", "ends"),
     [
         ("weights", ["context/model.yaml", "context/io.json"], "weights"),  # NeMo 2.0
-        ("iter_0000100", ["latest_train_state.pt", "iter_0000100/run_config.yaml",
-                          "iter_0000100/train_state.pt"], "iter_0000100"),  # Megatron-Bridge
+        (
+            "iter_0000100",
+            ["latest_train_state.pt", "iter_0000100/run_config.yaml", "iter_0000100/train_state.pt"],
+            "iter_0000100",
+        ),  # Megatron-Bridge
         ("actor/dist_ckpt", ["actor/huggingface/config.json"], "actor/dist_ckpt"),  # verl
         ("dist_ckpt", ["huggingface/config.json"], "dist_ckpt"),
     ],
-)  # fmt: skip
+)
 def test_neighbours(place: str, beside: list[str], ends: str, copy: Copy, tmp_path: Path) -> None:
     root = tmp_path / "wrapped"
     shutil.copytree(copy(DIST), root / place)

@@ -23,16 +23,29 @@ from ckptcore.formats.megatron.flat_buffers import map_buckets
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 # What megatron-core 0.16.1 makes first in a layer (`GPTModel.named_parameters`); experts stand as one.
 ORDER = (
-    "input_layernorm.weight", "self_attention.linear_proj.weight", "self_attention.linear_proj.bias",
-    "self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias", "self_attention.linear_q_down_proj.weight",
-    "self_attention.linear_q_up_proj.weight", "self_attention.linear_kv_down_proj.weight",
-    "self_attention.linear_kv_up_proj.weight", "self_attention.q_layernorm.weight",
-    "self_attention.kv_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.router.weight", "mlp.experts.",
-    "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight",
-    "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc1.bias",
-    "mlp.linear_fc2.weight", "mlp.linear_fc2.bias",
-)  # fmt: skip
+    "input_layernorm.weight",
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_q_up_proj.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.weight",
+    "self_attention.q_layernorm.weight",
+    "self_attention.kv_layernorm.weight",
+    "pre_mlp_layernorm.weight",
+    "mlp.router.weight",
+    "mlp.experts.",
+    "mlp.shared_experts.linear_fc1.weight",
+    "mlp.shared_experts.linear_fc2.weight",
+    "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc1.bias",
+    "mlp.linear_fc2.weight",
+    "mlp.linear_fc2.bias",
+)
 NAME = (
     "optimizer.distributed.dp_group_idx_{}.gbuf_idx_{}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{}.{}"
 )
@@ -69,9 +82,9 @@ def buckets(case: Case, chunk: Tensors, experts: bool | None, cut: int | None) -
     out: list[list[tuple[str, int]]] = [[]]
     end = 0
     for name in reversed(names):
-        alone = case.tied and case.pp > 1 and name in {
-            "embedding.word_embeddings.weight", "output_layer.weight"
-        }  # fmt: skip
+        alone = (
+            case.tied and case.pp > 1 and name in {"embedding.word_embeddings.weight", "output_layer.weight"}
+        )
         if out[-1] and (alone or (cut is not None and end >= cut)):
             out.append([])
             end = 0
@@ -155,9 +168,13 @@ CASES = {
     "tied experts": Case(pp=2, ep=2, experts="sequential", tied=True),
     "latent": Case(tp=2, latent=True),
     "biases": Case(tp=2, bias=True, gated=False),
-    "uneven": Case(pp=3, layers=5, counts=[[1, 3, 1]],
-                   extra={"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1}),
-}  # fmt: skip
+    "uneven": Case(
+        pp=3,
+        layers=5,
+        counts=[[1, 3, 1]],
+        extra={"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1},
+    ),
+}
 
 
 @pytest.mark.parametrize("cut", [None, 1500], ids=["one bucket", "buckets"])
@@ -192,7 +209,7 @@ REFUSED = {
     "experts of another kind": ({}, "decoder.layers.mlp.experts.experts.linear_fc3.weight", "experts with"),
     "tensor ranks that do not divide": ({"expert_tensor_parallel_size": 5}, None, "on 5 tensor ranks"),
     "order": ({"transformer_impl": "inference_optimized"}, None, "inference_optimized"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -213,9 +230,10 @@ def test_layers_with_and_without_gates(tmp_path: Path) -> None:
     manifest = flat(case, tmp_path / "b")
     odd = tuple(
         TensorSpec(t.fqn, t.dtype, (*t.shape[:-2], t.shape[-2] // 2, t.shape[-1]))
-        if t.fqn.endswith("mlp.experts.experts.linear_fc1.weight") else t
+        if t.fqn.endswith("mlp.experts.experts.linear_fc1.weight")
+        else t
         for t in manifest.tensors
-    )  # fmt: skip
+    )
     mapped = map_buckets(replace(manifest, tensors=odd), args(case))
     assert mapped.findings[-1].code == "flat-buffers"
     assert "with and without gated" in mapped.findings[-1].message

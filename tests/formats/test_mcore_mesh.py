@@ -64,8 +64,13 @@ def found(request: pytest.FixtureRequest) -> dict[str, Sample]:
 
 @pytest.mark.parametrize("mesh", [*MESHES, *UNEVEN], ids=lambda m: f"tp{m[0]}pp{m[1]}")
 @pytest.mark.parametrize("name", [PLAIN, ADAM])
-def test_everything_again(name: str, mesh: tuple[int, int], found: dict[str, Sample], tmp_path: Path,
-                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_everything_again(
+    name: str,
+    mesh: tuple[int, int],
+    found: dict[str, Sample],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source = saved_in(found[name])
     reshard(source, tmp_path / "out", *mesh, monkeypatch)
     names = {p.name for p in (tmp_path / "out").iterdir()}
@@ -87,8 +92,9 @@ def test_everything_again(name: str, mesh: tuple[int, int], found: dict[str, Sam
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh", [*MESHES, (3, 1)], ids=lambda m: f"tp{m[0]}pp{m[1]}")
-def test_megatron_loads_it(mesh: tuple[int, int], tmp_path: Path, found: dict[str, Sample],
-                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_megatron_loads_it(
+    mesh: tuple[int, int], tmp_path: Path, found: dict[str, Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders: dict[str, list[str]] = {}
     for name in (PLAIN, ADAM):
         for tp, pp in ((4, 1), (2, 2), (1, 3), *UNEVEN):

@@ -93,8 +93,9 @@ def test_zarr_refuses(found: dict[str, Sample], tmp_path: Path) -> None:
         ckptcore.conversion.pipeline(str(found[DIST].root / "ckpt"), str(tmp_path / "out"), to="zarr")
     assert "misc.fp8_e4m3" in caught.value.message
     with pytest.raises(NameMismatch):
-        ckptcore.conversion.pipeline(str(found[ZARR].root / "ckpt"), str(tmp_path / "out"), to="zarr",
-                         rename=(("misc.", "../misc."),))  # fmt: skip
+        ckptcore.conversion.pipeline(
+            str(found[ZARR].root / "ckpt"), str(tmp_path / "out"), to="zarr", rename=(("misc.", "../misc."),)
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -136,6 +137,7 @@ def test_megatron_loads_it(to: str, ranks: int, found: dict[str, Sample], tmp_pa
     assert got["differ"] == []
     assert got["args"]
     assert {got["types"][f"{'decoder.layers.mlp.linear_fc1._extra_state'} ({n},)"] for n in range(4)} == {
-        "BytesIO", "Tensor",
-    }  # fmt: skip
+        "BytesIO",
+        "Tensor",
+    }
     assert got["types"]["common_tensor"] == "Tensor"

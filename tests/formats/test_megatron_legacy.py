@@ -21,10 +21,15 @@ CASES = {
     "te-names": Case(tp=2, norms="fused"),
     "bias-ungated": Case(tp=2, bias=True, gated=False),
     "bias-gated": Case(tp=2, bias=True),
-    "uneven": Case(pp=3, layers=5, counts=[[1, 3, 1]],
-                   extra={"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1}),
-    "layout": Case(pp=2, vpp=2, layers=5, counts=[[2, 1], [2, 0]],
-                   extra={"pipeline_model_parallel_layout": "Ett|t|tt|L"}),
+    "uneven": Case(
+        pp=3,
+        layers=5,
+        counts=[[1, 3, 1]],
+        extra={"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1},
+    ),
+    "layout": Case(
+        pp=2, vpp=2, layers=5, counts=[[2, 1], [2, 0]], extra={"pipeline_model_parallel_layout": "Ett|t|tt|L"}
+    ),
     "tied": Case(tp=2, pp=2, tied=True),
     "tied-pp1": Case(tp=2, tied=True),
     "moe-ep2": Case(ep=2, experts="sequential"),
@@ -35,7 +40,7 @@ CASES = {
     "moe-etp1": Case(tp=2, ep=2, experts="te", etp=1, norms="fused"),
     "latent": Case(tp=2, latent=True),
     "latent-copied": Case(tp=2, pp=2, latent=True, copied=True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,13 +64,16 @@ def test_layers_of_two_kinds_stay_apart(tmp_path: Path) -> None:
     args = Case(layers=3, experts="sequential", extra={"moe_layer_freq": [0, 1, 1]}).args
     path = tmp_path / "mp_rank_00"
     path.mkdir()
-    torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": {**around, **model}},
-               path / "model_optim_rng.pt")  # fmt: skip
+    torch.save(
+        {"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": {**around, **model}},
+        path / "model_optim_rng.pt",
+    )
     manifest = ckptcore.open(str(tmp_path))
     got = ckptcore.read(manifest, "decoder.layers.2.mlp.experts.experts.linear_fc1.weight")
     assert torch.equal(got, torch.stack([layers[2][f"mlp.experts.{e}.linear_fc1.weight"] for e in range(E)]))
-    assert torch.equal(ckptcore.read(manifest, "decoder.layers.0.mlp.linear_fc1.weight"),
-                       layers[0]["mlp.linear_fc1.weight"])  # fmt: skip
+    assert torch.equal(
+        ckptcore.read(manifest, "decoder.layers.0.mlp.linear_fc1.weight"), layers[0]["mlp.linear_fc1.weight"]
+    )
 
 
 # --- what must not pass ---------------------------------------------------------------------------
@@ -151,9 +159,12 @@ def test_wrong_sizes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "told"),
-    [({"moe_extended_tp": True}, "moe_extended_tp"), ({"expert_tensor_parallel_size": 4}, "1719"),
-     ({"moe_mlp_glu_interleave_size": 32}, "interleave")],
-)  # fmt: skip
+    [
+        ({"moe_extended_tp": True}, "moe_extended_tp"),
+        ({"expert_tensor_parallel_size": 4}, "1719"),
+        ({"moe_mlp_glu_interleave_size": 32}, "interleave"),
+    ],
+)
 def test_cuts_that_folders_do_not_tell_are_refused(extra: dict[str, Any], told: str, tmp_path: Path) -> None:
     case = Case(tp=2, ep=2, experts="te", extra=extra)
     with pytest.raises(UnsupportedFormat, match=told):
@@ -161,11 +172,15 @@ def test_cuts_that_folders_do_not_tell_are_refused(extra: dict[str, Any], told: 
 
 
 OLD_NAMES = {
-    "embedding.": "language_model.embedding.", "output_layer.": "word_embeddings_for_head.",
-    "decoder.": "language_model.encoder.", ".self_attention.linear_qkv.": ".self_attention.query_key_value.",
-    ".self_attention.linear_proj.": ".self_attention.dense.", ".mlp.linear_fc1.": ".mlp.dense_h_to_4h.",
-    ".mlp.linear_fc2.": ".mlp.dense_4h_to_h.", ".pre_mlp_layernorm.": ".post_attention_layernorm.",
-}  # fmt: skip
+    "embedding.": "language_model.embedding.",
+    "output_layer.": "word_embeddings_for_head.",
+    "decoder.": "language_model.encoder.",
+    ".self_attention.linear_qkv.": ".self_attention.query_key_value.",
+    ".self_attention.linear_proj.": ".self_attention.dense.",
+    ".mlp.linear_fc1.": ".mlp.dense_h_to_4h.",
+    ".mlp.linear_fc2.": ".mlp.dense_4h_to_h.",
+    ".pre_mlp_layernorm.": ".post_attention_layernorm.",
+}
 
 
 def nested(model: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -206,8 +221,11 @@ def test_names_and_orders_before_megatron_core(version: float, old: bool, tmp_pa
             del tree["args"].untie_embeddings_and_output_weights
         if version == 0:
             del tree["checkpoint_version"]
-        model = {n: old_order(v, 2, version) if "linear_qkv" in n else v
-                 for n, v in tree["model"].items() if v is not None}  # fmt: skip
+        model = {
+            n: old_order(v, 2, version) if "linear_qkv" in n else v
+            for n, v in tree["model"].items()
+            if v is not None
+        }
         tree["model"] = nested(model)
 
     require_equal(save(case, tmp_path, edit), expected(case))

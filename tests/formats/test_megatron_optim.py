@@ -68,8 +68,16 @@ def numbered(case: Case, rank: tuple[int, int, int], expert: bool) -> dict[str, 
         if not mine:
             continue
         numbers = list(range(number, number + len(mine)))
-        groups.append({"params": numbers, "wd_mult": decay, "lr_mult": 1.0, "lr": 1e-4,
-                       "is_expert_parallel": expert, "is_decoupled_lr": False})  # fmt: skip
+        groups.append(
+            {
+                "params": numbers,
+                "wd_mult": decay,
+                "lr_mult": 1.0,
+                "lr": 1e-4,
+                "is_expert_parallel": expert,
+                "is_decoupled_lr": False,
+            }
+        )
         for n, (v, name) in zip(numbers, mine, strict=True):
             state[n] = {kind: held[kind][v][name] for kind in KINDS} | {"step": torch.tensor(7.0)}
         masters.append([_marked(held["fp32_param"][v][name]) for v, name in mine])
@@ -150,12 +158,16 @@ ODD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another rate": (lambda o: _groups(o)[0].update(lr_mult=0.1), "learning rates of their own"),
     "a head's own rate": (lambda o: _groups(o)[0].update(is_decoupled_lr=True), "learning rates of their"),
     "a state of another shape": (
-        lambda o: o["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)), r"a state of \[3\]"),
+        lambda o: o["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)),
+        r"a state of \[3\]",
+    ),
     "masters of another group": (lambda o: o["fp32_from_fp16_params"].pop(), "other groups"),
     "a master is missing": (lambda o: o["fp32_from_fp16_params"][0].pop(), "other parameters"),
     "a master that is no tensor": (
-        lambda o: o["fp32_from_fp16_params"][0].__setitem__(0, 5), "that is no tensor"),
-}  # fmt: skip
+        lambda o: o["fp32_from_fp16_params"][0].__setitem__(0, 5),
+        "that is no tensor",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -215,10 +227,16 @@ def add_flat(case: Case, base: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(tp=2), Case(pp=2, vpp=2), Case(ep=2, experts="sequential"), Case(tp=2, ep=2, experts="grouped"),
-     Case(tp=2, pp=2, tied=True), Case(tp=2, latent=True)],
+    [
+        Case(tp=2),
+        Case(pp=2, vpp=2),
+        Case(ep=2, experts="sequential"),
+        Case(tp=2, ep=2, experts="grouped"),
+        Case(tp=2, pp=2, tied=True),
+        Case(tp=2, latent=True),
+    ],
     ids=["tp2", "vpp2", "ep2", "grouped", "tied", "latent"],
-)  # fmt: skip
+)
 def test_flat_buffers(case: Case, tmp_path: Path) -> None:
     add_flat(case, save(case, tmp_path))
     for kind in (*KINDS, "param"):
@@ -292,7 +310,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "a second buffer": ({1: {(torch.bfloat16, torch.float32): {}}}, "buffer 1 of bfloat16"),
     "two dims": ({0: {(torch.bfloat16, torch.float32): {"param": torch.zeros(2, 2)}}}, "no flat tensor"),
     "no tensors": ({0: {(torch.bfloat16, torch.float32): {"param": [1, 2]}}}, "no flat tensor"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -334,8 +352,10 @@ def test_a_buffer_of_another_size_stays(tmp_path: Path) -> None:
 
 
 def parameters(*sizes: int) -> list[Parameter]:
-    return [Parameter(f"p{n}", (s,), "bfloat16", Placement(f"p{n}", (s,), (s,), ()), False)
-            for n, s in enumerate(sizes)]  # fmt: skip
+    return [
+        Parameter(f"p{n}", (s,), "bfloat16", Placement(f"p{n}", (s,), (s,), ()), False)
+        for n, s in enumerate(sizes)
+    ]
 
 
 def starts(segments: Any) -> Iterator[tuple[str, int, int]]:

@@ -22,27 +22,53 @@ from ckptcore.errors import MalformedCheckpoint
 ACCOUNT = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 CASES = {
     "even": Case(pp=2, vpp=2, layers=8),
-    "first and last": Case(pp=4, layers=7, counts=[[1, 2, 2, 2]],
-                           extra={"decoder_first_pipeline_num_layers": 1,
-                                  "decoder_last_pipeline_num_layers": 2}),
-    "first, of 0.11": Case(pp=3, layers=5, counts=[[3, 1, 1]],
-                           extra={"num_layers_in_first_pipeline_stage": 3}),
-    "last, two chunks": Case(pp=3, vpp=2, layers=8, counts=[[1, 1, 2], [1, 1, 2]],
-                             extra={"decoder_last_pipeline_num_layers": 4}),
-    "two stages, both told": Case(pp=2, layers=5, counts=[[1, 4]],
-                                  extra={"decoder_first_pipeline_num_layers": 1,
-                                         "decoder_last_pipeline_num_layers": 4}),
+    "first and last": Case(
+        pp=4,
+        layers=7,
+        counts=[[1, 2, 2, 2]],
+        extra={"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 2},
+    ),
+    "first, of 0.11": Case(
+        pp=3, layers=5, counts=[[3, 1, 1]], extra={"num_layers_in_first_pipeline_stage": 3}
+    ),
+    "last, two chunks": Case(
+        pp=3, vpp=2, layers=8, counts=[[1, 1, 2], [1, 1, 2]], extra={"decoder_last_pipeline_num_layers": 4}
+    ),
+    "two stages, both told": Case(
+        pp=2,
+        layers=5,
+        counts=[[1, 4]],
+        extra={"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 4},
+    ),
     "embedding and loss count": Case(pp=2, vpp=2, layers=6, counts=[[1, 2], [2, 1]], extra=ACCOUNT),
-    "embedding alone": Case(pp=2, layers=3, counts=[[1, 2]],
-                            extra={"account_for_embedding_in_pipeline_split": True}),
-    "layout": Case(pp=3, layers=6, counts=[[2, 3, 1]],
-                   extra={"pipeline_model_parallel_layout": "Ett|t*3|t,L"}),
-    "layout, repeated": Case(pp=2, vpp=2, layers=7, counts=[[2, 2], [2, 1]],
-                             extra={"pipeline_model_parallel_layout": "Et*2|(tt|)*2t,L"}),
-    "layout, a list": Case(pp=2, vpp=2, layers=4, counts=[[1, 0], [2, 1]], extra={
-        "pipeline_model_parallel_layout": [["embedding", "decoder"], [], [" Decoder", "decoder"],
-                                           ["decoder", "loss"]]}),
-}  # fmt: skip
+    "embedding alone": Case(
+        pp=2, layers=3, counts=[[1, 2]], extra={"account_for_embedding_in_pipeline_split": True}
+    ),
+    "layout": Case(
+        pp=3, layers=6, counts=[[2, 3, 1]], extra={"pipeline_model_parallel_layout": "Ett|t*3|t,L"}
+    ),
+    "layout, repeated": Case(
+        pp=2,
+        vpp=2,
+        layers=7,
+        counts=[[2, 2], [2, 1]],
+        extra={"pipeline_model_parallel_layout": "Et*2|(tt|)*2t,L"},
+    ),
+    "layout, a list": Case(
+        pp=2,
+        vpp=2,
+        layers=4,
+        counts=[[1, 0], [2, 1]],
+        extra={
+            "pipeline_model_parallel_layout": [
+                ["embedding", "decoder"],
+                [],
+                [" Decoder", "decoder"],
+                ["decoder", "loss"],
+            ]
+        },
+    ),
+}
 
 
 Place = tuple[str, Box, str, int, object]
@@ -98,8 +124,9 @@ def test_a_layout_that_is_an_object(spelled: str, tmp_path: Path, monkeypatch: p
         made[name] = types.ModuleType(name)
         monkeypatch.setitem(sys.modules, name, made[name])
     kinds: Any = enum.Enum("LayerType", "embedding loss encoder decoder mtp", module=f"{lead}.enums")
-    layout: Any = type("PipelineParallelLayerLayout", (),
-                       {"__module__": f"{lead}.pipeline_parallel_layer_layout"})  # fmt: skip
+    layout: Any = type(
+        "PipelineParallelLayerLayout", (), {"__module__": f"{lead}.pipeline_parallel_layer_layout"}
+    )
     vars(made[f"{lead}.enums"])["LayerType"] = kinds
     vars(made[layout.__module__])["PipelineParallelLayerLayout"] = layout
     rows = [[kinds.embedding, kinds.decoder], [kinds.decoder, kinds.decoder, kinds.decoder, kinds.loss]]
@@ -153,8 +180,9 @@ def test_chunks_that_do_not_divide(tmp_path: Path) -> None:
     lose(case, base, 1)
     with pytest.raises(MalformedCheckpoint):
         ckptcore.open(str(base))
-    other = Case(pp=2, vpp=2, layers=6, counts=[[2, 1], [1, 2]],
-                 extra={"decoder_first_pipeline_num_layers": 3})  # fmt: skip
+    other = Case(
+        pp=2, vpp=2, layers=6, counts=[[2, 1], [1, 2]], extra={"decoder_first_pipeline_num_layers": 3}
+    )
     base = save(other, tmp_path / "uneven")
     lose(other, base, 1)
     with pytest.raises(MalformedCheckpoint):

@@ -68,15 +68,23 @@ def test_arguments_and_what_they_hold(module: Module, tmp_path: Path) -> None:
     made.__module__ = config.__name__
     vars(config)["OptimizerConfig"] = made
     one = made(1e-4, torch.bfloat16)
-    args = argparse.Namespace(lr=1e-4, kind=kinds.encoder_or_decoder, config=one, again=one,
-                              deep=types.SimpleNamespace(a=(1, [2])))  # fmt: skip
+    args = argparse.Namespace(
+        lr=1e-4, kind=kinds.encoder_or_decoder, config=one, again=one, deep=types.SimpleNamespace(a=(1, [2]))
+    )
     found = read({"args": args, "iteration": 7}, tmp_path)
-    record = Named("record", [f"{config.__name__}.OptimizerConfig",
-                              {"lr": 1e-4, "dtype": Named("dtype", "bfloat16")}])  # fmt: skip
-    assert found.tree["args"] == Named("namespace", {
-        "lr": 1e-4, "kind": Named("enum", ["megatron.core.enums.ModelType", 1]), "config": record,
-        "again": record, "deep": Named("namespace", {"a": (1, [2])}),
-    })  # fmt: skip
+    record = Named(
+        "record", [f"{config.__name__}.OptimizerConfig", {"lr": 1e-4, "dtype": Named("dtype", "bfloat16")}]
+    )
+    assert found.tree["args"] == Named(
+        "namespace",
+        {
+            "lr": 1e-4,
+            "kind": Named("enum", ["megatron.core.enums.ModelType", 1]),
+            "config": record,
+            "again": record,
+            "deep": Named("namespace", {"a": (1, [2])}),
+        },
+    )
     assert found.refused == ()
 
 
@@ -130,21 +138,20 @@ TYPED, PLAIN = torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an attribute": (lambda: Reduced(getattr, torch.Tensor, "tolist"), "getattr"),
     "an attribute of what is refused": (lambda: Reduced(getattr, Fraction, "x"), "fractions.Fraction"),
-    "a tensor of a class": (
-        lambda: Reduced(TYPED, PLAIN, Fraction, (), {}),
-        "fractions.Fraction"),
-    "a tensor of no class": (
-        lambda: Reduced(TYPED, PLAIN, 5, (), {}),
-        "torch._tensor._rebuild_from_type_v2"),
+    "a tensor of a class": (lambda: Reduced(TYPED, PLAIN, Fraction, (), {}), "fractions.Fraction"),
+    "a tensor of no class": (lambda: Reduced(TYPED, PLAIN, 5, (), {}), "torch._tensor._rebuild_from_type_v2"),
     "a tensor by no function": (
         lambda: Reduced(TYPED, Fraction, torch.Tensor, (), {}),
-        "torch._tensor._rebuild_from_type_v2"),
+        "torch._tensor._rebuild_from_type_v2",
+    ),
     "a function that is not called": (lambda: PLAIN, "_rebuild_tensor_v2"),
     "dates": (lambda: np.array(["2020"], "M8[D]"), "numpy.dtype"),
     "a namespace of numbers": (
-        lambda: Reduced(argparse.Namespace, state=({1: 2}, None)), "not filled by name"),
+        lambda: Reduced(argparse.Namespace, state=({1: 2}, None)),
+        "not filled by name",
+    ),
     "bytes that are none": (lambda: Reduced(io.BytesIO, state=({"a": 1}, None)), "io.BytesIO"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

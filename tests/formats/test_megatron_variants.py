@@ -93,9 +93,9 @@ def test_grouped_experts_that_are_not_contiguous_are_refused(tmp_path: Path) -> 
 
 def put(shapes: dict[str, tuple[int, ...]], layers: int = 1) -> Edit:
     """Puts tensors of these shapes into each of the first layers of a rank's model."""
-    return lambda tree, rank: tree["model"].update({
-        f"decoder.layers.{n}.{k}": torch.ones(shape) for n in range(layers) for k, shape in shapes.items()
-    })  # fmt: skip
+    return lambda tree, rank: tree["model"].update(
+        {f"decoder.layers.{n}.{k}": torch.ones(shape) for n in range(layers) for k, shape in shapes.items()}
+    )
 
 
 def told(**values: Any) -> Edit:
@@ -118,42 +118,68 @@ def old(layers: dict[Any, Any], block: str = "encoder") -> Edit:
 ONE = torch.ones(H)
 CONTRADICTIONS: dict[str, tuple[Case, Edit, str]] = {
     "a chunk is missing": (
-        Case(pp=2, vpp=2), lambda tree, rank: tree.update(model7=tree.pop("model1")), "no whole series"),
+        Case(pp=2, vpp=2),
+        lambda tree, rank: tree.update(model7=tree.pop("model1")),
+        "no whole series",
+    ),
     "no model": (Case(), lambda tree, rank: tree.pop("model"), "holds no model"),
     "a model that is none": (Case(), model([1]), "no state dict"),
     "names that are none": (Case(), model({3: 4}), "no state dict"),
     "no dict at all": (Case(), lambda tree, rank: [tree.clear(), tree.update({5: 1})], "not a dict"),
     "encoder and decoder": (
-        Case(), lambda tree, rank: tree["model"].update({"encoder.layers.0.input_layernorm.weight": ONE}),
-        "encoder-decoder"),
+        Case(),
+        lambda tree, rank: tree["model"].update({"encoder.layers.0.input_layernorm.weight": ONE}),
+        "encoder-decoder",
+    ),
     "a count that is none": (Case(experts="te"), told(num_experts="4"), "'4' experts"),
     "experts that do not divide": (Case(ep=2, experts="te"), told(num_experts=3), "3 experts on 2"),
     "one expert too many": (
-        Case(experts="te"), put({f"mlp.experts.linear_fc2.weight{E}": (H, F)}), f"{E} experts are on a rank"),
+        Case(experts="te"),
+        put({f"mlp.experts.linear_fc2.weight{E}": (H, F)}),
+        f"{E} experts are on a rank",
+    ),
     "experts in one tensor that do not divide": (
-        Case(experts="grouped"), put({"mlp.experts.weight1": (H, 190), "mlp.experts.weight2": (95, H)}, 4),
-        "not for 4 experts"),
+        Case(experts="grouped"),
+        put({"mlp.experts.weight1": (H, 190), "mlp.experts.weight2": (95, H)}, 4),
+        "not for 4 experts",
+    ),
     "fc1 and fc2 of different inputs": (Case(), put({"mlp.linear_fc1.weight": (2 * F, H + 1)}), "linear_fc2"),
     "fc1 of no multiple of fc2": (Case(), put({"mlp.linear_fc1.weight": (3 * F, H)}), "linear_fc2"),
     "gates in some layers": (Case(), put({"mlp.linear_fc1.weight": (F, H)}), "some layers have gated"),
     "half a gate": (Case(bias=True), put({"mlp.linear_fc1.bias": (7,)}, 4), "no gate and up"),
     "a column that is none": (
-        Case(tp=2), put({"self_attention.linear_proj.weight": (H,)}), "cannot be cut along dim 1"),
+        Case(tp=2),
+        put({"self_attention.linear_proj.weight": (H,)}),
+        "cannot be cut along dim 1",
+    ),
     "a layer too many": (
-        Case(layers=2, extra={"num_layers": 2}), put({"input_layernorm.weight": (H,)}, 3), "is layer 2 of 2"),
+        Case(layers=2, extra={"num_layers": 2}),
+        put({"input_layernorm.weight": (H,)}, 3),
+        "is layer 2 of 2",
+    ),
     "latent sizes are not told": (
-        Case(tp=2, latent=True), told(q_lora_rank=None, kv_lora_rank=None), "sizes of the latent"),
+        Case(tp=2, latent=True),
+        told(q_lora_rank=None, kv_lora_rank=None),
+        "sizes of the latent",
+    ),
     "heads that do not divide": (
         Case(tp=2, extra={"num_attention_heads": 3, "kv_channels": None, "num_query_groups": None}),
-        old({"layers.0.self_attention.query_key_value.weight": torch.ones(12, H)}), "3 heads on 2 ranks"),
+        old({"layers.0.self_attention.query_key_value.weight": torch.ones(12, H)}),
+        "3 heads on 2 ranks",
+    ),
     "a size of tensor ranks that is none": (
-        Case(), told(tensor_model_parallel_size="1"), "tensor_model_parallel_size is '1'"),
+        Case(),
+        told(tensor_model_parallel_size="1"),
+        "tensor_model_parallel_size is '1'",
+    ),
     "an old decoder": (Case(), old({"layers.0.x": ONE}, "decoder"), "before Megatron-Core"),
     "an old name twice": (
-        Case(), old({"final_norm.weight": ONE, "final_layernorm.weight": ONE}),
-        "two tensors are called decoder.final_layernorm.weight"),
+        Case(),
+        old({"final_norm.weight": ONE, "final_layernorm.weight": ONE}),
+        "two tensors are called decoder.final_layernorm.weight",
+    ),
     "an old tree with numbers": (Case(), old({1: ONE}), "nested"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)

@@ -30,9 +30,14 @@ ARRAYS = {
     "bytes": np.array([b"ab", b"c"]),
 }
 SCALARS = [
-    np.float64(2.5), np.float32(0.1), np.int64(-7), np.bool_(True), np.str_("xü"), np.str_(""),
+    np.float64(2.5),
+    np.float32(0.1),
+    np.int64(-7),
+    np.bool_(True),
+    np.str_("xü"),
+    np.str_(""),
     np.bytes_(b"x"),
-]  # fmt: skip
+]
 
 
 def read(data: bytes) -> tuple[Any, tuple[str, ...]]:
@@ -57,8 +62,11 @@ def test_arrays_survive(name: str, protocol: int) -> None:
     for key in wanted:
         a, b = wanted[key], found[key]
         assert (a.dtype, a.shape, a.tobytes(), a.flags.f_contiguous) == (
-            b.dtype, b.shape, b.tobytes(), b.flags.f_contiguous,
-        )  # fmt: skip
+            b.dtype,
+            b.shape,
+            b.tobytes(),
+            b.flags.f_contiguous,
+        )
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -81,11 +89,14 @@ def test_a_random_state_survives() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        np.array([object()]), np.array(["2020"], "M8[D]"), np.zeros(2, [("a", "i4")]),
-        np.datetime64("2020"), np.zeros(2, np.longdouble),
+        np.array([object()]),
+        np.array(["2020"], "M8[D]"),
+        np.zeros(2, [("a", "i4")]),
+        np.datetime64("2020"),
+        np.zeros(2, np.longdouble),
     ],
     ids=["objects", "dates", "records", "a date", "long double"],
-)  # fmt: skip
+)
 def test_what_is_more_than_numbers_is_refused_by_name(value: Any) -> None:
     tree, refused = read(pickle.dumps({"x": value, "y": 1}, 2))
     assert tree["y"] == 1

@@ -115,16 +115,23 @@ def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
-              "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
     jobs = [
         subprocess.Popen(
             [python, str(HERE / script), str(out), str(root)],
             env=dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     told = [job.communicate(timeout=240)[0] for job in jobs]
     assert all(job.returncode == 0 for job in jobs), "\n".join(told)[-3000:]
     return sum(int(line.split()[1]) for text in told for line in text.splitlines() if "equal:" in line)

@@ -42,21 +42,29 @@ ODD: dict[str, tuple[Callable[[Handle], object], str]] = {
     "a shape less": (lambda h: h[SHAPES].pop(), "differ in number"),
     "a place less": (lambda h: h.update({INFOS: h[INFOS][:1]}), "every parameter"),
     "a range of another length": (
-        lambda h: h.update({INFOS: (Info(True, 0, 6, 0, 4), OUT)}), "elements 0 to 4 are not 6"),
+        lambda h: h.update({INFOS: (Info(True, 0, 6, 0, 4), OUT)}),
+        "elements 0 to 4 are not 6",
+    ),
     "neither in nor out": (lambda h: h.update({INFOS: (Info(None, 0, 6, 0, 5), OUT)}), "is no place"),
     "places that are no numbers": (
-        lambda h: h.update({INFOS: (Info(True, 0.0, 6, 0, 5), OUT)}), "are no places"),
+        lambda h: h.update({INFOS: (Info(True, 0.0, 6, 0, 5), OUT)}),
+        "are no places",
+    ),
     "behind the parameter's end": (
-        lambda h: h.update({INFOS: (Info(True, 0, 6, 10, 15), OUT)}), r"outside top\.w\.a"),
+        lambda h: h.update({INFOS: (Info(True, 0, 6, 10, 15), OUT)}),
+        r"outside top\.w\.a",
+    ),
     "in front of it": (lambda h: h.update({INFOS: (Info(True, 0, 6, -2, 3), OUT)}), "outside"),
     "behind the flat parameter's end": (
-        lambda h: h.update({INFOS: (Info(True, 1, 6, 0, 5), OUT)}), "6 elements at 1 of a flat"),
+        lambda h: h.update({INFOS: (Info(True, 1, 6, 0, 5), OUT)}),
+        "6 elements at 1 of a flat",
+    ),
     "a shape that is none": (lambda h: h.update({SHAPES: [(3, -4), (5,)]}), "is no shape"),
     "dims that are no numbers": (lambda h: h.update({SHAPES: [("3", 4), (5,)]}), "is no shape"),
     "a name that is none": (lambda h: h.update({NAMES: ["w.a", 7]}), "is no name"),
     "one name twice": (lambda h: h.update({NAMES: ["w.a", "w.a"], SHAPES: [(3, 4), (3, 4)]}), "w.a twice"),
     "nothing": (lambda h: h.clear(), "does not hold flat parameters"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -123,8 +131,10 @@ def test_options_that_differ_between_ranks(step: Path) -> None:
 def test_steps_that_are_numbers(step: Path) -> None:
     """Before torch 1.12 `step` was an int: an object of the checkpoint, and compared between ranks."""
     for rank in range(3):
-        change_local(step / "optim" / f"rank{rank}.pt",
-               lambda t: [state.update(step=4) for state in t["state"].values()])  # fmt: skip
+        change_local(
+            step / "optim" / f"rank{rank}.pt",
+            lambda t: [state.update(step=4) for state in t["state"].values()],
+        )
     manifest = ckptcore.open(str(step))
     found = {b.key: decode(b.tree) for b in manifest.blobs}
     assert (found["optim.state.top.w.a.step"], found["optim.state.top.w.b.step"]) == (4, 4)
@@ -137,11 +147,17 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a number that no group has": (lambda t: t["state"].update({9: {}}), "no parameter group names 9"),
     "a state that is none": (lambda t: t["state"].update({0: 5}), "no parameter group names 0"),
     "a state of another length": (
-        lambda t: t["state"][0].update(exp_avg=torch.zeros(5)), r"has shape \[5\], 6 elements"),
+        lambda t: t["state"][0].update(exp_avg=torch.zeros(5)),
+        r"has shape \[5\], 6 elements",
+    ),
     "a state of what is not here": (
-        lambda t: [t["state"].update({2: {"exp_avg": torch.zeros(2)}}), t["param_groups"][0].update(
-            params=[0, 1, 2], param_names=["top.w.a", "top.w.b", "top.w.c"])], "belongs to no flat"),
-}  # fmt: skip
+        lambda t: [
+            t["state"].update({2: {"exp_avg": torch.zeros(2)}}),
+            t["param_groups"][0].update(params=[0, 1, 2], param_names=["top.w.a", "top.w.b", "top.w.c"]),
+        ],
+        "belongs to no flat",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -205,8 +221,9 @@ def test_groups_become_those_of_0_1(spelling: str, tmp_path: Path) -> None:
     ckptcore.conversion.pipeline(str(saved(tmp_path, optim)), str(tmp_path / "out"), to="olmo_v01")
     found = pickled_groups(tmp_path / "out")
     assert [(g["lr"], tuple(g["betas"]), g["params"], g["_param_names"]) for g in found] == [
-        (0.1, (0.9, 0.95), [0], ["a.w"]), (0.2, (0.9, 0.95), [1], ["b.w"]),
-    ]  # fmt: skip
+        (0.1, (0.9, 0.95), [0], ["a.w"]),
+        (0.2, (0.9, 0.95), [1], ["b.w"]),
+    ]
     held = tensors(ckptcore.open(str(tmp_path / "out")))
     assert held["optim.state.a.w.exp_avg"] == value(moments["a.w"]["exp_avg"])
     told = json.loads((tmp_path / "out" / "optim" / "metadata.json").read_text())["tensors"]

@@ -18,13 +18,7 @@ from samples import differences, read_safetensors, value
 
 import ckptcore
 from ckptcore.core.object_tree import decode
-from ckptcore.errors import (
-    AmbiguousModel,
-    MalformedCheckpoint,
-    NotComplete,
-    UnsafeContent,
-    UnsupportedFormat,
-)
+from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete, UnsafeContent, UnsupportedFormat
 
 CORE, LOCAL, WHOLE = "v3_bf16params_ws2", "olmo1_local_ws2", "olmo1_unsharded_safetensors"
 
@@ -149,8 +143,12 @@ def test_direct_saves_keep_their_flat_weights(tmp_path: Path) -> None:
     """`save_state_dict_direct`: consolidated as stored, never exported as a model."""
     import torch.distributed.checkpoint as dcp
 
-    state = {"blocks.0.w.main": torch.randn(12), "blocks.0.w.exp_avg": torch.randn(12),
-             "blocks.0.w.step": torch.tensor(1.0), "router.score_bias": torch.zeros(2)}  # fmt: skip
+    state = {
+        "blocks.0.w.main": torch.randn(12),
+        "blocks.0.w.exp_avg": torch.randn(12),
+        "blocks.0.w.step": torch.tensor(1.0),
+        "router.score_bias": torch.zeros(2),
+    }
     dcp.save(state, checkpoint_id=tmp_path / "step1" / "model_and_optim", no_dist=True)
     ckptcore.conversion.pipeline(str(tmp_path / "step1"), str(tmp_path / "out"))
     assert read_safetensors(tmp_path / "out") == {k: value(v) for k, v in state.items()}
@@ -254,8 +252,16 @@ def test_a_name_with_a_global_is_unsafe(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("name", ["plain.name", "gASV", encoded((("a",),), False), encoded((), False),
-                                  base64.urlsafe_b64encode(pickle.dumps("a", 4)).decode()])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain.name",
+        "gASV",
+        encoded((("a",),), False),
+        encoded((), False),
+        base64.urlsafe_b64encode(pickle.dumps("a", 4)).decode(),
+    ],
+)
 def test_names_that_are_no_paths(name: str, tmp_path: Path) -> None:
     """Among pickled names every other one is an error."""
     save_file({encoded(("a.w",), False): torch.ones(2), name: torch.ones(2)}, tmp_path / "model.safetensors")
@@ -265,8 +271,10 @@ def test_names_that_are_no_paths(name: str, tmp_path: Path) -> None:
 
 def test_a_value_with_a_global_is_kept_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pickled value that needs a class is named and left out; tensors beside it are read."""
-    save_file({encoded(("a",), False): torch.ones(2), encoded(("b",), True): pickled({"x": Evil()})},
-              tmp_path / "model.safetensors")  # fmt: skip
+    save_file(
+        {encoded(("a",), False): torch.ones(2), encoded(("b",), True): pickled({"x": Evil()})},
+        tmp_path / "model.safetensors",
+    )
     manifest = ckptcore.open(str(tmp_path))
     assert [(b.key, b.known) for b in manifest.blobs] == [("model.b", False)]
     assert capsys.readouterr().out == ""
@@ -312,8 +320,11 @@ def test_ordinary_safetensors_stay_what_they_are(tmp_path: Path) -> None:
     """Names that are not pickles are names."""
     buffer = io.BytesIO()
     torch.save({"w": torch.ones(2)}, buffer)
-    save_file({"gaSV.w": torch.ones(2), "h": torch.ones(1)}, tmp_path / "model.safetensors",
-              metadata={"format": "pt", "note": json.dumps({"a": 1})})  # fmt: skip
+    save_file(
+        {"gaSV.w": torch.ones(2), "h": torch.ones(1)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt", "note": json.dumps({"a": 1})},
+    )
     assert ckptcore.open(str(tmp_path)).format == "safetensors"
 
 

@@ -89,19 +89,25 @@ def test_optimizer_names_of_march_2024(tmp_path: Path) -> None:
     """``state.<key>.<fqn>`` is told from ``state.<fqn>.__<key>`` by the stored state keys."""
     w = torch.arange(6.0).reshape(2, 3)
     write_v01(tmp_path / "s" / "model", 1, {"a.w": (w, {0: [[0, 6]]})})
-    write_v01(tmp_path / "s" / "optim", 1, {
-        "num_param_groups": (torch.tensor(1), {0: [[0, 1]]}),
-        "state.exp_avg.a.w": (w + 1, {0: [[0, 6]]}),
-        "state.exp_avg_sq.a.w": (w + 2, {0: [[0, 6]]}),
-        "state.step.a.w": (torch.tensor(3.0), {0: [[0, 1]]}),
-        "state_keys": (k := pickled(["exp_avg_sq", "exp_avg", "step"], 3), {0: [[0, k.numel()]]}),
-        "param_group0": (g := pickled({"lr": 0.1, "params": [0]}, 5), {0: [[0, g.numel()]]}),
-    })  # fmt: skip
+    write_v01(
+        tmp_path / "s" / "optim",
+        1,
+        {
+            "num_param_groups": (torch.tensor(1), {0: [[0, 1]]}),
+            "state.exp_avg.a.w": (w + 1, {0: [[0, 6]]}),
+            "state.exp_avg_sq.a.w": (w + 2, {0: [[0, 6]]}),
+            "state.step.a.w": (torch.tensor(3.0), {0: [[0, 1]]}),
+            "state_keys": (k := pickled(["exp_avg_sq", "exp_avg", "step"], 3), {0: [[0, k.numel()]]}),
+            "param_group0": (g := pickled({"lr": 0.1, "params": [0]}, 5), {0: [[0, g.numel()]]}),
+        },
+    )
     found = tensors(ckptcore.open(str(tmp_path / "s")))
     assert found == {
-        "model.a.w": value(w), "optim.state.a.w.exp_avg": value(w + 1),
-        "optim.state.a.w.exp_avg_sq": value(w + 2), "optim.state.a.w.step": value(torch.tensor(3.0)),
-    }  # fmt: skip
+        "model.a.w": value(w),
+        "optim.state.a.w.exp_avg": value(w + 1),
+        "optim.state.a.w.exp_avg_sq": value(w + 2),
+        "optim.state.a.w.step": value(torch.tensor(3.0)),
+    }
 
 
 def test_boxes_ranges_replicas_and_empty_shards(tmp_path: Path) -> None:
@@ -190,12 +196,20 @@ def other_step(step: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lost_rank, "missing-file"), (lost_key, "hole"), (other_dtype, "item-mismatch"),
-        (shorter, "item-mismatch"), (more_than_listed, "unlisted-item"), (cut_metadata, "malformed"),
-        (cut_file, "malformed"), (gap, "malformed"), (outside, "malformed"), (both_kinds, "malformed"),
-        (bigger, "hole"), (other_step, "mixed-saves"),
+        (lost_rank, "missing-file"),
+        (lost_key, "hole"),
+        (other_dtype, "item-mismatch"),
+        (shorter, "item-mismatch"),
+        (more_than_listed, "unlisted-item"),
+        (cut_metadata, "malformed"),
+        (cut_file, "malformed"),
+        (gap, "malformed"),
+        (outside, "malformed"),
+        (both_kinds, "malformed"),
+        (bigger, "hole"),
+        (other_step, "mixed-saves"),
     ],
-)  # fmt: skip
+)
 def test_damage_is_told(damage: Any, told: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """What is lost, cut, altered or contradictory is an error under its code."""
     step = copied(request, NAME, tmp_path)
@@ -248,11 +262,15 @@ def test_pickles_with_globals_are_kept_out(tmp_path: Path, capsys: pytest.Captur
     group = pickled({"lr": Evil(), "params": []})
     keys = pickled([])
     write_v01(tmp_path / "s" / "model", 1, {"w": (torch.ones(2), {0: [[0, 2]]})})
-    write_v01(tmp_path / "s" / "optim", 1, {
-        "num_param_groups": (torch.tensor(1), {0: [[0, 1]]}),
-        "param_group0": (group, {0: [[0, group.numel()]]}),
-        "state_keys": (keys, {0: [[0, keys.numel()]]}),
-    })  # fmt: skip
+    write_v01(
+        tmp_path / "s" / "optim",
+        1,
+        {
+            "num_param_groups": (torch.tensor(1), {0: [[0, 1]]}),
+            "param_group0": (group, {0: [[0, group.numel()]]}),
+            "state_keys": (keys, {0: [[0, keys.numel()]]}),
+        },
+    )
     manifest = ckptcore.open(str(tmp_path / "s"))
     blob = next(b for b in manifest.blobs if b.key == "optim.param_groups.0")
     assert not blob.known
@@ -266,10 +284,14 @@ def test_a_bomb_of_shared_values_is_bounded(tmp_path: Path) -> None:
     for _ in range(60):
         inner = [inner, inner]
     group = pickled(inner)
-    write_v01(tmp_path / "s", 1, {
-        "num_param_groups": (torch.tensor(1), {0: [[0, 1]]}),
-        "param_group0": (group, {0: [[0, group.numel()]]}),
-    })  # fmt: skip
+    write_v01(
+        tmp_path / "s",
+        1,
+        {
+            "num_param_groups": (torch.tensor(1), {0: [[0, 1]]}),
+            "param_group0": (group, {0: [[0, group.numel()]]}),
+        },
+    )
     assert codes(tmp_path / "s", "cover") == {"malformed-item"}
 
 
@@ -316,10 +338,13 @@ def test_written_files_are_the_formats_own(tmp_path: Path) -> None:
     assert {k: v["shape"] for k, v in header.items()} == {"a": [6], "b": [1], "c": [0]}
     told = json.loads((tmp_path / "out" / "metadata.json").read_text())["tensors"]
     assert told["a"] == {
-        "shape": [2, 3], "is_sharded": False, "dtype": "F32",
-        "shard_spec_per_file": {"rank_0.safetensors": {
-            "flattened_offsets": [[0, 6]], "local_shape": None, "global_offset": None}},
-    }  # fmt: skip
+        "shape": [2, 3],
+        "is_sharded": False,
+        "dtype": "F32",
+        "shard_spec_per_file": {
+            "rank_0.safetensors": {"flattened_offsets": [[0, 6]], "local_shape": None, "global_offset": None}
+        },
+    }
     loaded = load_file(tmp_path / "out" / "rank_0.safetensors")
     assert all(torch.equal(loaded[k].reshape(t.shape), t) for k, t in state.items())
 
@@ -350,10 +375,16 @@ def test_written_for_ranks(
 ) -> None:
     """Uneven and empty parts, columns of 2 and 3 dims, whole tensors: one file a rank, each element once."""
     state = {
-        "rows": torch.randn(7, 5).bfloat16(), "columns": torch.randn(4, 7), "few": torch.randn(2, 3),
-        "cube": torch.randn(3, 5, 4), "none": torch.zeros(0, 4), "scalar": torch.tensor(7),
-        "mask": torch.rand(9) > 0.5, "eight": torch.randn(6, 2).to(torch.float8_e5m2), "all": torch.randn(3),
-    }  # fmt: skip
+        "rows": torch.randn(7, 5).bfloat16(),
+        "columns": torch.randn(4, 7),
+        "few": torch.randn(2, 3),
+        "cube": torch.randn(3, 5, 4),
+        "none": torch.zeros(0, 4),
+        "scalar": torch.tensor(7),
+        "mask": torch.rand(9) > 0.5,
+        "eight": torch.randn(6, 2).to(torch.float8_e5m2),
+        "all": torch.randn(3),
+    }
     axes = tuple(a for a, _ in mesh)
     last = Shard(1) if "tp" in axes else Shard(0)
     cut = Layout(axes, (Replicate() if axes[0] == "dp_replicate" else Shard(0), last)[-len(axes) :])
@@ -361,8 +392,13 @@ def test_written_for_ranks(
     layouts = {n: cut if t.ndim > 1 else one for n, t in state.items() if t.ndim and n != "all"}
     monkeypatch.setattr("ckptcore.planning.compose.lay_out", lambda *_: Topology(Mesh(mesh), layouts))
     torch.save(state, tmp_path / "in.pt")
-    ckptcore.conversion.pipeline(str(tmp_path / "in.pt"), str(tmp_path / "out"), verb="reshard", to="olmo_v01",
-                     mesh=",".join(f"{a}={n}" for a, n in mesh))  # fmt: skip
+    ckptcore.conversion.pipeline(
+        str(tmp_path / "in.pt"),
+        str(tmp_path / "out"),
+        verb="reshard",
+        to="olmo_v01",
+        mesh=",".join(f"{a}={n}" for a, n in mesh),
+    )
     world = prod(n for _, n in mesh)
     files = [f"rank_{r}.safetensors" for r in range(world)]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["metadata.json", *files]

@@ -153,9 +153,12 @@ def test_another_topology(name: str, tmp_path: Path, request: pytest.FixtureRequ
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     done = subprocess.run(
         [sys.executable, str(LOAD_JOB), "3", str(step), str(tmp_path / "truth.pt"), "--ranks", "3"],
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
         env=dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

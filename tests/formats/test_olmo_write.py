@@ -54,11 +54,18 @@ def test_the_trainers_state_of_every_rank(tmp_path: Path, request: pytest.Fixtur
     saved = []
     for rank in range(2):
         state = {
-            "global_step": 3, "world_size": 2, "seen": [1, [2.5, None]], "flags": (True, "x"), "none": {},
-            "rng": {"python": (3, (rank, 7), None), "numpy": np.random.RandomState(rank).get_state(),
-                    "torch": torch.arange(5, dtype=torch.uint8) + rank},
+            "global_step": 3,
+            "world_size": 2,
+            "seen": [1, [2.5, None]],
+            "flags": (True, "x"),
+            "none": {},
+            "rng": {
+                "python": (3, (rank, 7), None),
+                "numpy": np.random.RandomState(rank).get_state(),
+                "torch": torch.arange(5, dtype=torch.uint8) + rank,
+            },
             "callbacks": {"0": {"best": rank}, "1": {"best": 5}},
-        }  # fmt: skip
+        }
         torch.save(state, step / "train" / f"rank{rank}.pt")
         saved.append(state)
     ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to="olmo_core")
@@ -123,8 +130,10 @@ def test_lists_of_tensors_are_lists_again(to: str, tmp_path: Path) -> None:
     step, states = tmp_path / "step1", [torch.arange(3), torch.arange(4)]
     write_local(step, "infos")
     for rank in range(3):
-        torch.save({"world_size": 3, "cuda": states, "by": {"0": 1, "2": states[0]}, "rank": rank},
-                   step / "train" / f"rank{rank}.pt")  # fmt: skip
+        torch.save(
+            {"world_size": 3, "cuda": states, "by": {"0": 1, "2": states[0]}, "rank": rank},
+            step / "train" / f"rank{rank}.pt",
+        )
     ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to=to)
     for rank in range(3):
         back = torch.load(tmp_path / "out" / "train" / f"rank{rank}.pt", weights_only=True)

@@ -105,12 +105,14 @@ def test_groups_by_decay(tmp_path: Path) -> None:
     """As trainers group: matrices decay, vectors do not, the embedding has a rate of its own."""
     net = Decoder()
     rest = [p for n, p in net.named_parameters() if not n.startswith("embed")]
-    optimizer = torch.optim.AdamW([
-        {"params": [p for p in rest if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-        {"params": [net.embed.weight], "lr": 1e-4},
-        {"params": []},
-    ])  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in rest if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [net.embed.weight], "lr": 1e-4},
+            {"params": []},
+        ]
+    )
     truth = trained(net, optimizer)
     manifest = read(tmp_path, net, optimizer.state_dict())
     assert told(manifest) == dict(enumerate(truth))
@@ -216,10 +218,12 @@ def test_names_that_the_optimizer_tells(tmp_path: Path) -> None:
     """In any order; below the attribute of the module that holds the parameters."""
     net = nn.ModuleDict({"body": ActorCritic(critic=2), "other": nn.Linear(1, 1)})
     named = dict(net["body"].named_parameters())
-    optimizer = torch.optim.AdamW([
-        {"params": [(n, named[n]) for n in reversed(named) if n.startswith("critic")]},
-        {"params": [(n, named[n]) for n in named if n.startswith("actor")], "lr": 0.1},
-    ])  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [(n, named[n]) for n in reversed(named) if n.startswith("critic")]},
+            {"params": [(n, named[n]) for n in named if n.startswith("actor")], "lr": 0.1},
+        ]
+    )
     (truth,) = trained(net["body"], optimizer)
     state = optimizer.state_dict()
     assert told(read(tmp_path, net, state)) == {0: {i: f"body.{n}" for i, n in truth.items()}}
@@ -290,7 +294,7 @@ WRONG: dict[str, dict[str, Any]] = {
         "state": {0: {"d": torch.zeros(18), "old_dirs": [torch.zeros(18)], "n_iter": 3}},
         "param_groups": [{"params": [0, 1, 2, 3]}],
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

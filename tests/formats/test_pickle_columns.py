@@ -57,9 +57,15 @@ def told(ranks: int, shapes: dict[str, tuple[int, ...]], share: bool = False) ->
 
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "a.weight": (300, 7), "a.bias": (300,), "scale": (), "conv": (300, 3, 5, 2, 4), "cube": (300, 2, 70000),
-    "names.may.be.long." * 12: (300, 1), f"looks.like.{HEAD}.one": (300, 2), "größe": (300,),
-}  # fmt: skip
+    "a.weight": (300, 7),
+    "a.bias": (300,),
+    "scale": (),
+    "conv": (300, 3, 5, 2, 4),
+    "cube": (300, 2, 70000),
+    "names.may.be.long." * 12: (300, 1),
+    f"looks.like.{HEAD}.one": (300, 2),
+    "größe": (300,),
+}
 
 
 def digest(folder: Path, data: bytes) -> str:

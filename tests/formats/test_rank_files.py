@@ -31,8 +31,17 @@ if TYPE_CHECKING:
     from driver import Cli
 
 JOB = Path(__file__).with_name("rank_files_job.py")
-MESHES = ["fsdp=1", "fsdp=2", "fsdp=3", "fsdp=4", "fsdp=2,tp=2", "dp_replicate=2,fsdp=2", "pp=2,fsdp=2",
-          "fsdp=1,tp=2", "fsdp=2,ep=2"]  # fmt: skip
+MESHES = [
+    "fsdp=1",
+    "fsdp=2",
+    "fsdp=3",
+    "fsdp=4",
+    "fsdp=2,tp=2",
+    "dp_replicate=2,fsdp=2",
+    "pp=2,fsdp=2",
+    "fsdp=1,tp=2",
+    "fsdp=2,ep=2",
+]
 BUILTIN = "fsdp=2,tp=2"  # also with the layouts of the built-in rules
 RESUMED = ["fsdp=1", "fsdp=3"]
 
@@ -79,8 +88,10 @@ def layouts(axes: dict[str, int]) -> dict[str, Layout]:
             "count": Layout(("fsdp", "tp"), (Replicate(), Replicate())),
         }
     if "ep" in axes:
-        found |= {"embed.weight": Layout(("fsdp+ep",), (Shard(0),)),
-                  "layers.0.up.weight": Layout(("fsdp", "ep"), (Shard(1), Shard(0)))}  # fmt: skip
+        found |= {
+            "embed.weight": Layout(("fsdp+ep",), (Shard(0),)),
+            "layers.0.up.weight": Layout(("fsdp", "ep"), (Shard(1), Shard(0))),
+        }
     return found
 
 
@@ -119,8 +130,9 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def placements(layouts: dict[str, Layout]) -> dict[str, Any]:
     """What the job is to find: name -> (axes, torch's placements, stages)."""
-    return {n: (a.axes, tuple(map(torchs, a.placements)), a.at[0][1] if a.at else ())
-            for n, a in layouts.items()}  # fmt: skip
+    return {
+        n: (a.axes, tuple(map(torchs, a.placements)), a.at[0][1] if a.at else ()) for n, a in layouts.items()
+    }
 
 
 def torchs(placement: Any) -> Any:
@@ -151,8 +163,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if mesh in RESUMED:
             torch.save(trained(), here / "trained.pt")
             reshard(here / "trained.pt", here / "resumed", mesh)
-    done = subprocess.run([sys.executable, str(JOB), str(root)], capture_output=True, text=True, timeout=300,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(JOB), str(root)], capture_output=True, text=True, timeout=300, check=False
+    )
     (root / "told").write_text(done.stdout[-6000:] + done.stderr[-3000:])
     return root
 
@@ -188,12 +201,23 @@ def test_verls_parts_read_back_by_name(mesh: str, loaded: Path) -> None:
 def llama() -> dict[str, torch.Tensor]:
     """A Hugging Face model of two layers, in small."""
     torch.manual_seed(5)
-    shapes = {"self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8),
-              "self_attn.o_proj": (8, 8), "mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8),
-              "mlp.down_proj": (8, 12), "input_layernorm": (8,), "mlp.norm": (8,)}  # fmt: skip
+    shapes = {
+        "self_attn.q_proj": (8, 8),
+        "self_attn.k_proj": (4, 8),
+        "self_attn.v_proj": (4, 8),
+        "self_attn.o_proj": (8, 8),
+        "mlp.gate_proj": (12, 8),
+        "mlp.up_proj": (12, 8),
+        "mlp.down_proj": (8, 12),
+        "input_layernorm": (8,),
+        "mlp.norm": (8,),
+    }
     layers = {f"model.layers.{n}.{k}.weight": torch.randn(s) for n in (0, 1) for k, s in shapes.items()}
-    ends = {"model.embed_tokens.weight": torch.randn(10, 8), "model.norm.weight": torch.randn(8),
-            "lm_head.weight": torch.randn(10, 8)}  # fmt: skip
+    ends = {
+        "model.embed_tokens.weight": torch.randn(10, 8),
+        "model.norm.weight": torch.randn(8),
+        "lm_head.weight": torch.randn(10, 8),
+    }
     return {k: v.bfloat16() for k, v in (layers | ends).items()}
 
 
@@ -203,8 +227,12 @@ def states() -> dict[str, Any]:
     state = {n: {"step": torch.tensor(2.0), "exp_avg": torch.randn(weights[n].shape)} for n in ("c", "a")}
     groups = [{"lr": 0.5, "params": ["b", "c"]}, {"lr": 0.25, "betas": (0.5, 0.75), "params": ["a"]}]
     seed = np.arange(6, dtype=np.uint32)
-    return {"model": weights, "optim": {"state": state, "param_groups": groups},
-            "extra_state": {"tables": {"a": seed, "n": 3}}, "step": 7}  # fmt: skip
+    return {
+        "model": weights,
+        "optim": {"state": state, "param_groups": groups},
+        "extra_state": {"tables": {"a": seed, "n": 3}},
+        "step": 7,
+    }
 
 
 def test_an_optimizer_is_numbered_as_torch_does(tmp_path: Path) -> None:

@@ -68,11 +68,16 @@ def test_sorted_names_tell_no_order() -> None:
         listed(FSDP1, sorted(ORDER))
 
 
-@pytest.mark.parametrize("names", [
-    [*reversed(ORDER)], ["embed.w", "norm.w", "head.w", "layers.0.b", "layers.0.w"],
-    ["embed.w", "norm.w", "layers.0.w", "head.w", "layers.1.w"],
-    ["layers.0.b", "norm.w", "head.w", "layers.0.w"],
-], ids=["reversed", "inside a layer", "between layers", "a torn layer"])  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [
+        [*reversed(ORDER)],
+        ["embed.w", "norm.w", "head.w", "layers.0.b", "layers.0.w"],
+        ["embed.w", "norm.w", "layers.0.w", "head.w", "layers.1.w"],
+        ["layers.0.b", "norm.w", "head.w", "layers.0.w"],
+    ],
+    ids=["reversed", "inside a layer", "between layers", "a torn layer"],
+)
 def test_other_orders_are_refused(names: list[str]) -> None:
     with pytest.raises(UnprovenCheckpoint):
         listed(names, ORDER)
@@ -105,7 +110,7 @@ def test_numbers_stay_numbers() -> None:
         ({"a": A}, [{"params": ["a", 1]}]),
     ],
     ids=["no state", "no groups", "a dict", "numbers", "no names", "tuples", "twice", "one more", "mixed"],
-)  # fmt: skip
+)
 def test_what_does_not_tell_stays_as_it_is(state: Any, groups: Any) -> None:
     tree = {"state": state, "param_groups": groups}
     assert numbers_for(tree, PARAMS, shape) is tree

@@ -115,10 +115,16 @@ def test_tensors_that_nothing_refers_to(tmp_path: Path) -> None:
         read(path.parent)
 
 
-@pytest.mark.parametrize("value", [
-    torch.zeros(3, 0), torch.ones(4, 3).t(), torch.arange(12.0)[2:5], torch.ones(40_000)[1:],
-    torch.tensor(3.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(3, 0),
+        torch.ones(4, 3).t(),
+        torch.arange(12.0)[2:5],
+        torch.ones(40_000)[1:],
+        torch.tensor(3.5),
+    ],
+)
 def test_replicas_of_every_layout(value: torch.Tensor, tmp_path: Path) -> None:
     """Empty, transposed, small and large views: equal ones are one tensor."""
     folder = ranks(tmp_path / "a", [{"w": value, "base": torch.ones(2)}] * 3)
@@ -195,10 +201,16 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
         read(folder)
 
 
-@pytest.mark.parametrize(("text", "code"), [
-    ("{", ["malformed-metadata"]), ("[]", []), ('{"world_size": "2"}', []), ('{"world_size": 2}', []),
-    ('{"world_size": 3}', ["mixed-saves"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("{", ["malformed-metadata"]),
+        ("[]", []),
+        ('{"world_size": "2"}', []),
+        ('{"world_size": 2}', []),
+        ('{"world_size": 3}', ["mixed-saves"]),
+    ],
+)
 def test_verls_small_file(text: str, code: list[str], tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2)}] * 2, "model_world_size_2_rank_{}.pt")
     (folder / "fsdp_config.json").write_text(text)
@@ -217,14 +229,17 @@ def test_names_by_rank_that_hold_no_zip(tmp_path: Path) -> None:
 MODEL = (("a", (2,)), ("b", (2,)))
 
 
-@pytest.mark.parametrize("tree", [
-    {"lr": 0.1},
-    {"state": {}, "param_groups": {}},
-    {"state": {}, "param_groups": [3]},
-    {"state": {}, "param_groups": [{"params": [2.5]}]},
-    {"state": {"c": {}}, "param_groups": [{"params": ["a"]}]},
-    {"state": {}, "param_groups": [{"params": ["a", 1]}]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"lr": 0.1},
+        {"state": {}, "param_groups": {}},
+        {"state": {}, "param_groups": [3]},
+        {"state": {}, "param_groups": [{"params": [2.5]}]},
+        {"state": {"c": {}}, "param_groups": [{"params": ["a"]}]},
+        {"state": {}, "param_groups": [{"params": ["a", 1]}]},
+    ],
+)
 def test_what_is_no_optimizer_by_name_is_written_as_it_is(tree: Any) -> None:
     assert numbers_for(tree, MODEL, lambda v: v) is tree
 

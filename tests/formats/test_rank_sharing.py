@@ -29,8 +29,13 @@ KNOWN = {
 }
 
 
-ROWS = (("w", "bfloat16", (24, 5)), ("odd", "float32", (7, 3)), ("up", "float32", (16, 2)),
-        ("buffer", "int64", (3,)), ("f8", "float8_e8m0fnu", (8,)))  # fmt: skip
+ROWS = (
+    ("w", "bfloat16", (24, 5)),
+    ("odd", "float32", (7, 3)),
+    ("up", "float32", (16, 2)),
+    ("buffer", "int64", (3,)),
+    ("f8", "float8_e8m0fnu", (8,)),
+)
 
 
 def request(mesh: str) -> Arrangement:
@@ -59,10 +64,17 @@ def request(mesh: str) -> Arrangement:
 
 def digest(layouts: Iterator[FileLayout]) -> str:
     told = [
-        (x.path, x.nbytes, x.tensors, [(s.tensor, s.start) for s in x.slots],
-         [(y.start, y.data, y.crc_at) for y in x.literals], x.commit, [(b.offset, b.shape) for b in x.boxes])
+        (
+            x.path,
+            x.nbytes,
+            x.tensors,
+            [(s.tensor, s.start) for s in x.slots],
+            [(y.start, y.data, y.crc_at) for y in x.literals],
+            x.commit,
+            [(b.offset, b.shape) for b in x.boxes],
+        )
         for x in layouts
-    ]  # fmt: skip
+    ]
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 

@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "two on one place": ({"w": entry(), "v": entry()}, "starts at 0"),
     "data behind": ({"w": entry(shape=(1,), offsets=(0, 4))}, "describes 4 bytes of data, the file has 8"),
     "data that is not there": ({"w": entry(shape=(4,), offsets=(0, 16))}, "describes 16 bytes"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -57,8 +57,12 @@ def test_headers_that_the_format_forbids(name: str, tmp_path: Path) -> None:
     assert "x.safetensors" in caught.value.message
 
 
-CUT = {"nothing": b"", "7 bytes": bytes(7), "a long header": (1 << 40).to_bytes(8, "little"),
-       "a cut header": (3).to_bytes(8, "little") + b"{}"}  # fmt: skip
+CUT = {
+    "nothing": b"",
+    "7 bytes": bytes(7),
+    "a long header": (1 << 40).to_bytes(8, "little"),
+    "a cut header": (3).to_bytes(8, "little") + b"{}",
+}
 
 
 @pytest.mark.parametrize("data", CUT.values(), ids=CUT)
@@ -71,13 +75,22 @@ def test_files_without_room_for_a_header(data: bytes, tmp_path: Path) -> None:
 
 def test_what_the_format_allows(tmp_path: Path) -> None:
     """Padding, metadata, another order than that of the bytes, 0-d and empty tensors, odd alignment."""
-    header = {"w": entry("F32", [1], (3, 7)), "e": entry("F16", [0, 5], (3, 3)), "s": entry("U8", [], (7, 8)),
-              "u": entry("U8", [3], (0, 3)), "__metadata__": {"format": "pt"}}  # fmt: skip
+    header = {
+        "w": entry("F32", [1], (3, 7)),
+        "e": entry("F16", [0, 5], (3, 3)),
+        "s": entry("U8", [], (7, 8)),
+        "u": entry("U8", [3], (0, 3)),
+        "__metadata__": {"format": "pt"},
+    }
     raw = json.dumps(header).encode() + b"   \n"
     data = bytes([1, 2, 3]) + torch.tensor([1.5]).numpy().tobytes() + bytes([9])
     manifest = ckptcore.open(written(tmp_path / "x.safetensors", raw, data))
-    want = {"w": torch.tensor([1.5]), "e": torch.zeros(0, 5, dtype=torch.float16),
-            "s": torch.tensor(9, dtype=torch.uint8), "u": torch.arange(1, 4, dtype=torch.uint8)}  # fmt: skip
+    want = {
+        "w": torch.tensor([1.5]),
+        "e": torch.zeros(0, 5, dtype=torch.float16),
+        "s": torch.tensor(9, dtype=torch.uint8),
+        "u": torch.arange(1, 4, dtype=torch.uint8),
+    }
     assert {t.fqn for t in manifest.tensors} == want.keys()
     for name, value in want.items():
         found = ckptcore.read(manifest, name)

@@ -76,8 +76,14 @@ def test_equals_what_the_job_held(
 
 @pytest.mark.xdist_group("torch_ranks")
 def test_the_model_is_found(jobs: Callable[[int], Path]) -> None:
-    for case, prefix in {"fsdp2": "model.", "fsdp1_sharded": "model.", "fsdp2_tp": "", "nodcp": "model.",
-                         "stages": "", "full": "model."}.items():  # fmt: skip
+    for case, prefix in {
+        "fsdp2": "model.",
+        "fsdp1_sharded": "model.",
+        "fsdp2_tp": "",
+        "nodcp": "model.",
+        "stages": "",
+        "full": "model.",
+    }.items():
         assert find_model(read(jobs(4) / case / "ckpt")).prefix == prefix, case
 
 
@@ -264,12 +270,14 @@ def test_numbers_get_names_where_they_are_proven(tmp_path: Path) -> None:
     parts = {"decay": torch.ones(3, 2), "plain": torch.ones(3)}
     states = {0: {"exp_avg": torch.ones(3, 2)}, 1: {"exp_avg": torch.ones(3)}}
     both = {"decay", "plain"}
-    for n, (groups, names) in enumerate([
-        ([{"params": [0, 1], "lr": 0.1}], both),
-        ([{"params": [0], "lr": 0.1}, {"params": [1], "lr": 0.1}], both),
-        ([{"params": [0, 1], "param_names": ["decay", "plain"]}], both),
-        ([{"params": [0], "lr": 0.1}], {"decay"}),
-    ]):  # fmt: skip
+    for n, (groups, names) in enumerate(
+        [
+            ([{"params": [0, 1], "lr": 0.1}], both),
+            ([{"params": [0], "lr": 0.1}, {"params": [1], "lr": 0.1}], both),
+            ([{"params": [0, 1], "param_names": ["decay", "plain"]}], both),
+            ([{"params": [0], "lr": 0.1}], {"decay"}),
+        ]
+    ):
         used = {i: v for i, v in states.items() if i < sum(len(g["params"]) for g in groups)}
         assert optimizer_names(tmp_path / str(n), parts, used, groups) == (names, []), groups
 
@@ -301,9 +309,10 @@ def test_older_releases(release: str, tmp_path: Path) -> None:
         state = {
             "a": old.dtensor(release, rows, (7, 5), ranks, at, two),
             "b": old.dtensor(release, [rows[:, :3], rows[:, 3:]][at[0]], (7, 5), ranks, at, both),
-            "c": old.dtensor(release, torch.zeros(0), (7, 5), ranks[:1], None, both) if at[0] else
-                 old.dtensor(release, rows, (7, 5), ranks[:1], [0, at[1]], two),
-        }  # fmt: skip
+            "c": old.dtensor(release, torch.zeros(0), (7, 5), ranks[:1], None, both)
+            if at[0]
+            else old.dtensor(release, rows, (7, 5), ranks[:1], [0, at[1]], two),
+        }
         old.save(state, tmp_path / f"model_rank_{rank}.pt")
     manifest = read(tmp_path)
     assert manifest.origin["world_size"] == 4

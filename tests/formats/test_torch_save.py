@@ -163,9 +163,14 @@ def test_one_ranks_file_by_itself_is_said(tmp_path: Path) -> None:
 
 def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
     values = {
-        "text": "x", "list": [1, [2.5, None]], "pair": (True, (b"raw", 1 - 2j)), "set": {1, 2},
-        "dtype": torch.bfloat16, "device": torch.device("cuda", 1), "size": torch.Size([2, 3]),
-    }  # fmt: skip
+        "text": "x",
+        "list": [1, [2.5, None]],
+        "pair": (True, (b"raw", 1 - 2j)),
+        "set": {1, 2},
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda", 1),
+        "size": torch.Size([2, 3]),
+    }
     manifest = ckptcore.open(str(saved(tmp_path, {"w": torch.ones(1), "values": values})))
     assert manifest.findings == ()
     (blob,) = manifest.blobs

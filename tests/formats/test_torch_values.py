@@ -47,7 +47,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "a device": (call("torch.device", "cuda", 3), Named("device", ["cuda", "3"])),
     "a size": (call("torch.Size", (2, 3)), Named("size", (2, 3))),
     "a layout": (call("torch.serialization._get_layout", "torch.strided"), Named("layout", "torch.strided")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -70,29 +70,30 @@ ODD: dict[str, tuple[Any, str]] = {
     "a device that is none": (call("torch.device", [1]), r"device \(\[1\],\)"),
     "a size that is none": (call("torch.Size", (-1,)), r"torch.Size \(-1,\)"),
     "a parameter without a tensor": (
-        call("torch._utils._rebuild_parameter", 5, True, None), "without a tensor"),
-    "a tensor without a storage": (call(V2, 5, 0, (1,), (1,), False, None),
-                                   "without a typed storage"),
+        call("torch._utils._rebuild_parameter", 5, True, None),
+        "without a tensor",
+    ),
+    "a tensor without a storage": (call(V2, 5, 0, (1,), (1,), False, None), "without a typed storage"),
     "a tensor of a dtype that is none": (
-        call(V3, 5, 0, (1,), (1,), False, None, 7), "without a storage or dtype"),
+        call(V3, 5, 0, (1,), (1,), False, None, 7),
+        "without a storage or dtype",
+    ),
     "numpy's dtype by another state": (
-        call("numpy.dtype", "f8", False, True, state=(3, "!")), "with the state"),
+        call("numpy.dtype", "f8", False, True, state=(3, "!")),
+        "with the state",
+    ),
     "an array of no class": (call(MAKE, 5, (0,), b"b"), "numpy array made from"),
-    "an array of a length": (
-        call(MAKE, NDARRAY, (1,), b"b"), "numpy array made from"),
-    "an array with another state": (
-        call(MAKE, NDARRAY, (0,), "b", state=(1, 2)),
-        "with the state"),
+    "an array of a length": (call(MAKE, NDARRAY, (1,), b"b"), "numpy array made from"),
+    "an array with another state": (call(MAKE, NDARRAY, (0,), "b", state=(1, 2)), "with the state"),
     "a scalar without a dtype": (call("numpy.core.multiarray.scalar", 5, "x"), "without a dtype"),
-}  # fmt: skip
+}
 
 
 def array(*state: Any, dtype: Any = None) -> Called:
     """An array as numpy pickles it, with another state."""
     kind = call("numpy.dtype", "i4", False, True, state=(3, "<", None, None, None, -1, -1, 0))
     shape, order, data = state
-    return call(MAKE, NDARRAY, (0,), "b",
-                state=(1, shape, kind if dtype is None else dtype, order, data))  # fmt: skip
+    return call(MAKE, NDARRAY, (0,), "b", state=(1, shape, kind if dtype is None else dtype, order, data))
 
 
 def latin(data: bytes) -> Called:
@@ -107,8 +108,10 @@ ODD |= {
     "an array without bytes": (array((1,), False, [0, 0, 0, 0]), "with the wrong bytes"),
     "an array without a dtype": (array((0,), False, latin(b""), dtype=5), "without a dtype: 5"),
     "a buffer in another order": (
-        call("numpy.core.numeric._frombuffer", latin(b""), 5, (0,), "K"), "in order 'K'"),
-}  # fmt: skip
+        call("numpy.core.numeric._frombuffer", latin(b""), 5, (0,), "K"),
+        "in order 'K'",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -165,7 +168,7 @@ STORAGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "more than there can be": (("storage", FLOATS, "0", "cpu", 1 << 60), "claims 1152921504606846976"),
     "a key that is not there": (("storage", FLOATS, "7", "cpu", 6), "has no storage '7'"),
     "another length": (("storage", FLOATS, "0", "cpu", 5), "should have 20 bytes, has 24"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STORAGES)
@@ -198,8 +201,14 @@ def torch_file(path: Path, value: Any, **records: bytes) -> Path:
 # --- zips -----------------------------------------------------------------------------------------
 
 
-def by_hand(path: Path, *, zip64: bool = False, name: str = "x/data.pkl", extra: bytes | None = None,
-            pickled: bytes | None = None) -> Path:  # fmt: skip
+def by_hand(
+    path: Path,
+    *,
+    zip64: bool = False,
+    name: str = "x/data.pkl",
+    extra: bytes | None = None,
+    pickled: bytes | None = None,
+) -> Path:
     """A zip of one record and a directory, whose sizes stand in zip64 fields where that is told."""
     body = pickle.dumps({"a": 5}, 2) if pickled is None else pickled
     crc, spelled = zlib.crc32(body), name.encode()
@@ -211,8 +220,30 @@ def by_hand(path: Path, *, zip64: bool = False, name: str = "x/data.pkl", extra:
         extra = struct.pack("<HHQQQ", 1, 24, len(body), len(body), 0) if zip64 else b""
     none = 0xFFFFFFFF
     told = (none, none, none) if zip64 else (len(body), len(body), 0)
-    entry = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", 20, 20, 0, 0, 0, 0, crc, told[0], told[1], len(spelled),
-                        len(extra), 0, 0, 0, 0, told[2]) + spelled + extra  # fmt: skip
+    entry = (
+        struct.pack(
+            "<4s6H3I5H2I",
+            b"PK\x01\x02",
+            20,
+            20,
+            0,
+            0,
+            0,
+            0,
+            crc,
+            told[0],
+            told[1],
+            len(spelled),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            told[2],
+        )
+        + spelled
+        + extra
+    )
     end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1, 1, len(entry), len(head), 0)
     path.write_bytes(head + entry + end)
     return path
@@ -229,8 +260,12 @@ def test_sizes_in_zip64_fields(tmp_path: Path) -> None:
         assert [b.tree for b in manifest.blobs] == [b.tree for b in plain.blobs] == [5]
 
 
-FIELDS = {"none": b"", "one of three": struct.pack("<HHQ", 1, 8, 5), "cut": struct.pack("<HH", 1, 24),
-          "no field": b"\x01\x00\x18"}  # fmt: skip
+FIELDS = {
+    "none": b"",
+    "one of three": struct.pack("<HHQ", 1, 8, 5),
+    "cut": struct.pack("<HH", 1, 24),
+    "no field": b"\x01\x00\x18",
+}
 
 
 @pytest.mark.parametrize("extra", FIELDS.values(), ids=FIELDS)
@@ -277,7 +312,7 @@ CUTS: dict[str, Callable[[bytes], bytes]] = {
     "a directory of other bytes": lambda d: d.replace(b"PK\x01\x02", b"PK\x01\x03"),
     "a name that is no text": lambda d: d.replace(b"x/data.pkl", b"x/\xff\xfe\xfd.pkl"),
     "a header of other bytes": lambda d: d.replace(b"PK\x03\x04", b"PK\x03\x05"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CUTS)

@@ -37,17 +37,24 @@ def bytes_as(dtype: torch.dtype) -> torch.Tensor:
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "qint8": quantized, "quint8": lambda: quantized(torch.quint8), "qint32": lambda: quantized(torch.qint32),
-    "per channel": lambda: per_channel(torch.qint8), "quint4x2": lambda: per_channel(torch.quint4x2),
-    "float4": lambda: bytes_as(torch.float4_e2m1fn_x2), "bits8": lambda: bytes_as(torch.bits8),
-    "coo": lambda: torch.eye(4).to_sparse(), "csr": lambda: torch.eye(4).to_sparse_csr(),
-    "csc": lambda: torch.eye(4).to_sparse_csc(), "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "qint8": quantized,
+    "quint8": lambda: quantized(torch.quint8),
+    "qint32": lambda: quantized(torch.qint32),
+    "per channel": lambda: per_channel(torch.qint8),
+    "quint4x2": lambda: per_channel(torch.quint4x2),
+    "float4": lambda: bytes_as(torch.float4_e2m1fn_x2),
+    "bits8": lambda: bytes_as(torch.bits8),
+    "coo": lambda: torch.eye(4).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "csc": lambda: torch.eye(4).to_sparse_csc(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
     "nested": lambda: torch.nested.nested_tensor([B, W[0, :2]]),
     "jagged": lambda: torch.nested.nested_tensor([B, W[0, :2]], layout=torch.jagged),
-    "meta": lambda: torch.empty(3, device="meta"), "subclass": lambda: B.as_subclass(Scaled),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "subclass": lambda: B.as_subclass(Scaled),
     "parameter": lambda: torch.nn.Parameter(torch.eye(3).to_sparse()),
     "module": lambda: torch.nn.Linear(2, 3),
-}  # fmt: skip
+}
 
 
 def state(kind: str) -> dict[str, Any]:
@@ -217,8 +224,11 @@ def shards(folder: Path, ranks: int, of: int, *, rows: int = 32, width: int = 8)
             each = height // of
             held[name] = torch.full((each, width), float(rank))
             info[name] = {"saved_offsets": [rank * each, 0]}
-        save_file(held, folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors",
-                  {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"})  # fmt: skip
+        save_file(
+            held,
+            folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors",
+            {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"},
+        )
     return folder
 
 

@@ -20,17 +20,62 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 NUMBERS = (
-    0, 1, 2, 3, 7, 63, 64, 127, 128, 255, 256, 65535, 65536, 1 << 20, (1 << 31) - 1, 1 << 31,
-    (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 50, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1,
-)  # fmt: skip
+    0,
+    1,
+    2,
+    3,
+    7,
+    63,
+    64,
+    127,
+    128,
+    255,
+    256,
+    65535,
+    65536,
+    1 << 20,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 32,
+    1 << 40,
+    1 << 50,
+    1 << 62,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+)
 TEXTS = (
-    "", ".", "..", "../x", "/etc/passwd", "a" * 300, "\ud800", "\x00", "torch.float32", "model.weight",
-    "0", "data/0", "$", "é", "rank_0.safetensors", "__0_0.distcp", "builtins", "os", "eval", "system",
-)  # fmt: skip
+    "",
+    ".",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "a" * 300,
+    "\ud800",
+    "\x00",
+    "torch.float32",
+    "model.weight",
+    "0",
+    "data/0",
+    "$",
+    "é",
+    "rank_0.safetensors",
+    "__0_0.distcp",
+    "builtins",
+    "os",
+    "eval",
+    "system",
+)
 EVIL = (
-    b"cos\nsystem\n", b"cbuiltins\neval\n", b"cposix\nsystem\n", b"c__builtin__\ngetattr\n",
-    b"cnumpy\nload\n", b"ctorch\nload\n", b"cctypes\nCDLL\n",
-)  # fmt: skip
+    b"cos\nsystem\n",
+    b"cbuiltins\neval\n",
+    b"cposix\nsystem\n",
+    b"c__builtin__\ngetattr\n",
+    b"cnumpy\nload\n",
+    b"ctorch\nload\n",
+    b"cctypes\nCDLL\n",
+)
 OPS = tuple(bytes([b]) for b in b"(012N]})eut\x85\x86\x87R\x81bQas\x94\x93\x8f\x90\x91\x88.\x92")
 
 
@@ -58,8 +103,16 @@ def changed(name: str, data: bytes, rng: random.Random) -> bytes:
         if test(name, data) and rng.random() < 0.85:
             try:
                 return change(data, rng)
-            except (ValueError, LookupError, ArithmeticError, RuntimeError, EOFError, struct.error,
-                    zipfile.BadZipFile, zlib.error):  # fmt: skip
+            except (
+                ValueError,
+                LookupError,
+                ArithmeticError,
+                RuntimeError,
+                EOFError,
+                struct.error,
+                zipfile.BadZipFile,
+                zlib.error,
+            ):
                 break  # an earlier mutation broke it for us too: bytes will do
     return bytes_changed(data, rng, keep=4)
 
@@ -195,13 +248,15 @@ def _text(value: str) -> bytes:
 def _deep(rng: random.Random) -> bytes:
     """Nesting, sharing through the memo, and keys that would be slow to hash."""
     depth = rng.choice((3, 50, 400))
-    return rng.choice((
-        b"]" * depth + b"a" * (depth - 1),
-        b"N" + b"\x85" * depth,
-        b"N\x85" + b"2\x86" * min(depth, 60),
-        b"}" + (b"N\x85" + b"2\x86" * 40) + b"Ns",
-        b"(" * depth,
-    ))  # fmt: skip
+    return rng.choice(
+        (
+            b"]" * depth + b"a" * (depth - 1),
+            b"N" + b"\x85" * depth,
+            b"N\x85" + b"2\x86" * min(depth, 60),
+            b"}" + (b"N\x85" + b"2\x86" * 40) + b"Ns",
+            b"(" * depth,
+        )
+    )
 
 
 def json_changed(data: bytes, rng: random.Random) -> bytes:

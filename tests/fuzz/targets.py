@@ -31,10 +31,19 @@ from ckptcore.formats.base import Source
 SECONDS = 5.0
 GROWTH = 512 << 20
 # Events that no reader may cause (https://docs.python.org/3/library/audit_events.html).
-FORBIDDEN = frozenset({
-    "pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect",
-    "ctypes.dlopen", "shutil.rmtree", "os.remove",
-})  # fmt: skip
+FORBIDDEN = frozenset(
+    {
+        "pickle.find_class",
+        "os.system",
+        "subprocess.Popen",
+        "os.exec",
+        "os.posix_spawn",
+        "socket.connect",
+        "ctypes.dlopen",
+        "shutil.rmtree",
+        "os.remove",
+    }
+)
 
 
 class Defect(Exception):

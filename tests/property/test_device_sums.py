@@ -24,8 +24,23 @@ from ckptcore.fingerprints.sums import ZERO, add, box_sum
 Shape = tuple[int, ...]
 DTYPES = sorted(BY_NAME)
 # Around the edges of words and rows: below one, a bit more, many, cut in the last dim and before it.
-SHAPES = [(), (0, 3), (1,), (7,), (64, 3), (4097,), (40_000,), (3, 16_385), (300, 130), (7, 9, 300),
-          (90, 3, 33), (2, 3, 2, 2731), (5, 1, 70_000), (9000, 2), (2, 32_768, 1)]  # fmt: skip
+SHAPES = [
+    (),
+    (0, 3),
+    (1,),
+    (7,),
+    (64, 3),
+    (4097,),
+    (40_000,),
+    (3, 16_385),
+    (300, 130),
+    (7, 9, 300),
+    (90, 3, 33),
+    (2, 3, 2, 2731),
+    (5, 1, 70_000),
+    (9000, 2),
+    (2, 32_768, 1),
+]
 
 
 def elements(dtype: str, shape: Shape, seed: int = 0) -> np.ndarray:

@@ -29,8 +29,25 @@ WEIGHT_LANES = (0x41EC0C98029479CE, 0xE67A26FF1991BCAC)
 WEIGHT = "10159ddb76e8f8becee98257ccb81ee391a9e9829ab3c26058bb24d4f571d544"
 CHECKPOINT = "1b79c20e81e4c210fe8dcce87d4d10b852271c195c948c8e9e8069f4052b87c2"
 NOTHING_DONE = "08c842748d8473d4db67497e5515174a2884b7541186cedbad030c3372b5d4df"
-SHAPES = [(), (0, 3), (1,), (7,), (64, 3), (4096,), (4097,), (40_000,), (3, 5461), (3, 16_385), (300, 130),
-          (7, 9, 300), (90, 3, 33), (2, 3, 2, 2731), (5, 1, 70_000), (9000, 2), (2, 32_768, 1)]  # fmt: skip
+SHAPES = [
+    (),
+    (0, 3),
+    (1,),
+    (7,),
+    (64, 3),
+    (4096,),
+    (4097,),
+    (40_000,),
+    (3, 5461),
+    (3, 16_385),
+    (300, 130),
+    (7, 9, 300),
+    (90, 3, 33),
+    (2, 3, 2, 2731),
+    (5, 1, 70_000),
+    (9000, 2),
+    (2, 32_768, 1),
+]
 
 
 def elements(dtype: str, shape: Shape, seed: int = 0) -> np.ndarray:
@@ -186,8 +203,12 @@ def test_name_dtype_and_shape_are_part_of_it() -> None:
     total = (1, 2)
     one = tensor_fingerprint("float32", (2, 3), total)
     assert len(one) == 64
-    told = [("int32", (2, 3), total), ("float32", (3, 2), total), ("float32", (6,), total),
-            ("float32", (2, 3), (2, 1))]  # fmt: skip
+    told = [
+        ("int32", (2, 3), total),
+        ("float32", (3, 2), total),
+        ("float32", (6,), total),
+        ("float32", (2, 3), (2, 1)),
+    ]
     others = [tensor_fingerprint(*each) for each in told]
     assert len({one, *others}) == 5
     a, b = ("a", "float32", (2, 3), one), ("b", "float32", (2, 3), others[3])

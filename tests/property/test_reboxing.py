@@ -45,8 +45,15 @@ def _layout(path: str, tensors: Any, pieces: list[Piece]) -> FileLayout:
     for n, (t, box) in enumerate(pieces):
         slots.append(Slot(n, at))
         at += TensorSpec("", tensors[t].dtype, box.shape).nbytes
-    return FileLayout(path, at, tuple(t for t, _ in pieces), tuple(slots), (Literal(0, b"raw"),), False,
-                      tuple(box for _, box in pieces))  # fmt: skip
+    return FileLayout(
+        path,
+        at,
+        tuple(t for t, _ in pieces),
+        tuple(slots),
+        (Literal(0, b"raw"),),
+        False,
+        tuple(box for _, box in pieces),
+    )
 
 
 def rebox(source: Path, out: Path, files: list[list[Piece]], means: Settings) -> Any:
@@ -57,11 +64,16 @@ def rebox(source: Path, out: Path, files: list[list[Piece]], means: Settings) ->
         save_plan(saved, plan, made)
         with closing(open_store(str(source))) as store:
             return execute_files(
-                lambda i: load_file_plan(saved, i), [f.index for f in plan.files], plan_digest=plan.digest,
-                source=store, files=open_store(str(out / "files")),
-                receipts=open_store(str(out / "receipts")), settings=means, items=plan.items,
+                lambda i: load_file_plan(saved, i),
+                [f.index for f in plan.files],
+                plan_digest=plan.digest,
+                source=store,
+                files=open_store(str(out / "files")),
+                receipts=open_store(str(out / "receipts")),
+                settings=means,
+                items=plan.items,
                 unchanged=lambda _: None,
-            )  # fmt: skip
+            )
 
 
 @st.composite

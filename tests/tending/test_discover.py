@@ -35,8 +35,10 @@ def test_steps_come_oldest_first_and_their_parts_are_none(tmp_path, one):
     (root / "b/logs/events.1").write_bytes(b"x")
     found = discover(str(root))
     assert [(c.path, c.step, c.run, c.format) for c in found] == [
-        ("b/checkpoint-8", 8, "b", "dcp"), ("a/step-9", 9, "a", "dcp"), ("a/step-10", 10, "a", "dcp"),
-    ]  # fmt: skip
+        ("b/checkpoint-8", 8, "b", "dcp"),
+        ("a/step-9", 9, "a", "dcp"),
+        ("a/step-10", 10, "a", "dcp"),
+    ]
     assert found[0].because
     assert found[0].uri == str(root / "b/checkpoint-8")
 
@@ -62,9 +64,10 @@ def test_files_that_are_one_save_each(tmp_path):
     save_file({"w": arange(4)}, root / "model-step-50.safetensors")
     found = discover(str(root))
     assert [(c.path, c.step, c.run) for c in found] == [
-        ("model-step-50.safetensors", 50, "checkpoints"), ("epoch=0-step=100.ckpt", 100, "checkpoints"),
+        ("model-step-50.safetensors", 50, "checkpoints"),
+        ("epoch=0-step=100.ckpt", 100, "checkpoints"),
         ("epoch=1-step=200.ckpt", 200, "checkpoints"),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_loose_file_does_not_hide_what_lies_beside_it(tmp_path, one):
@@ -91,9 +94,10 @@ def test_two_models_of_one_step_and_a_step_of_nothing_known(tmp_path, one):
     (root / "global_step_7").mkdir()
     found = discover(str(root))
     assert [(c.path, c.step, c.run, c.format) for c in found] == [
-        ("global_step_5/actor", 5, "rl", "dcp"), ("global_step_5/critic", 5, "rl", "dcp"),
+        ("global_step_5/actor", 5, "rl", "dcp"),
+        ("global_step_5/critic", 5, "rl", "dcp"),
         ("global_step_6", 6, "rl", ""),
-    ]  # fmt: skip
+    ]
 
 
 def test_what_is_ours_or_hidden_is_no_source(tmp_path, one):

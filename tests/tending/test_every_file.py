@@ -130,8 +130,13 @@ def test_rows_of_every_format_are_what_is_there(tmp_path: Path, url: str, target
     assert (shown(url, out).checkpoint.content_digest is None) == (target == "without digests")
 
 
-PUBLISHED = ("config.json", "tokenizer.json", "README.md", "model.safetensors.index.json",
-             "model-00001-of-00002.safetensors")  # fmt: skip
+PUBLISHED = (
+    "config.json",
+    "tokenizer.json",
+    "README.md",
+    "model.safetensors.index.json",
+    "model-00001-of-00002.safetensors",
+)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

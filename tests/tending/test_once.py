@@ -101,8 +101,9 @@ def test_two_at_once_make_it_once(runs, wait, tmp_path, catalog, url, monkeypatc
 
     def convert():
         request = Request(str(source), str(tmp_path / "out"))
-        found.append(once.convert_once(request, Settings(32 << 20, 1), None, url, wait_s=60,
-                                       told=lambda *_: None))  # fmt: skip
+        found.append(
+            once.convert_once(request, Settings(32 << 20, 1), None, url, wait_s=60, told=lambda *_: None)
+        )
 
     threads = [threading.Thread(target=convert) for _ in range(2)]
     for thread in threads:

@@ -95,10 +95,16 @@ def test_sweeps_in_processes(either, tmp_path):
         save(tmp_path / "runs" / f"step-{step}", step)
     watch(either, tmp_path / "runs")
     started = [
-        subprocess.Popen([sys.executable, "-c", SWEEP, either], cwd=REPO, stdin=subprocess.PIPE,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", SWEEP, either],
+            cwd=REPO,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(3)
-    ]  # fmt: skip
+    ]
     for each in started:
         each.stdin.write("\n")
         each.stdin.flush()

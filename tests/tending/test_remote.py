@@ -41,8 +41,9 @@ def test_a_root_in_a_bucket(bucket, catalog, url, monkeypatch):
 
     found = sweep(catalog, make, settle_s=0)
     assert [i.destination for i in found.items] == [
-        "memory://tending/exports/llama/step-1", "memory://tending/exports/llama/step-2",
-    ]  # fmt: skip
+        "memory://tending/exports/llama/step-1",
+        "memory://tending/exports/llama/step-2",
+    ]
     assert found.counts == {"made": 2}
     assert sweep(catalog, make, settle_s=0).counts == {"converted": 2}
     assert scrub(catalog, share=1).counts == {"proven": 4}

@@ -14,11 +14,16 @@ from ckptcore.operations.retention import Entry, Policy, decide
 words = st.lists(st.sampled_from(["a", "b"]), max_size=1).map(tuple)
 entries = st.lists(
     st.builds(
-        Entry, id=st.uuids().map(str), run=st.sampled_from(["r", "s"]),
-        step=st.none() | st.integers(0, 60), tags=words, aliases=words, holds=words,
+        Entry,
+        id=st.uuids().map(str),
+        run=st.sampled_from(["r", "s"]),
+        step=st.none() | st.integers(0, 60),
+        tags=words,
+        aliases=words,
+        holds=words,
     ),
     max_size=20,
-)  # fmt: skip
+)
 policies = st.builds(Policy, st.integers(1, 5), st.none() | st.integers(1, 20))
 
 

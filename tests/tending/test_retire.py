@@ -284,8 +284,12 @@ def test_a_hold_that_comes_while_it_is_looked_at_wins(made, retired, catalog, mo
 def test_holds_and_deletions_race(runs, url, watch, catalog, tmp_path):
     watch()
     for n in range(9):
-        convert(Request(str(save(runs / "llama" / f"step-{n}", n)), str(tmp_path / f"out/step-{n}")), MEANS,
-                None, url)  # fmt: skip
+        convert(
+            Request(str(save(runs / "llama" / f"step-{n}", n)), str(tmp_path / f"out/step-{n}")),
+            MEANS,
+            None,
+            url,
+        )
     placed = []
 
     def hold():
@@ -385,8 +389,24 @@ def test_the_command_line(made, url, capsys):
     assert "nothing was deleted, --yes does it" in said
     assert "1 kept, 2 let go" in said
     assert made[1].exists()
-    assert run(["retire", "r", "--keep-last", "1", "--keep-every", "2", "--yes", "--catalog", url,
-                "--output", "json"]) == 0  # fmt: skip
+    assert (
+        run(
+            [
+                "retire",
+                "r",
+                "--keep-last",
+                "1",
+                "--keep-every",
+                "2",
+                "--yes",
+                "--catalog",
+                url,
+                "--output",
+                "json",
+            ]
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["counts"] == {"deleted": 1, "kept": 2}
     assert told["checkpoints"][0]["why"][0] == "not one of the last 1, not of every 2"

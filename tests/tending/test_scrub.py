@@ -30,8 +30,10 @@ def made(runs, url, tmp_path):
 
 
 def proofs(found):
-    return {each.checkpoint.uri.rsplit("/", 2)[-2] + "/" + each.checkpoint.uri[-6:]: each.proven.proof.value
-            for each in found.looked}  # fmt: skip
+    return {
+        each.checkpoint.uri.rsplit("/", 2)[-2] + "/" + each.checkpoint.uri[-6:]: each.proven.proof.value
+        for each in found.looked
+    }
 
 
 def flip(path):
@@ -55,11 +57,16 @@ def test_what_is_altered_in_source_or_output_is_found_and_recorded(made, catalog
     data.write_bytes(raw[: at + 3] + b"\x41" + raw[at + 4 :])
     found = scrub(catalog, share=1)
     assert proofs(found) == {
-        "llama/step-1": "damaged", "llama/step-2": "proven", "out/step-1": "proven", "out/step-2": "damaged",
-    }  # fmt: skip
+        "llama/step-1": "damaged",
+        "llama/step-2": "proven",
+        "out/step-1": "proven",
+        "out/step-2": "damaged",
+    }
     assert found.exit_code == 1
-    codes = {row.uri.rsplit("/", 2)[-2]: {f.code for f in catalog.show(row.id).findings}
-             for row in catalog.list(state="damaged")}  # fmt: skip
+    codes = {
+        row.uri.rsplit("/", 2)[-2]: {f.code for f in catalog.show(row.id).findings}
+        for row in catalog.list(state="damaged")
+    }
     assert codes == {"llama": {"crc-mismatch"}, "out": {"digest-mismatch"}}
     shutil.rmtree(output)  # made again, it is whole again
     data.write_bytes(raw)

@@ -87,12 +87,26 @@ def test_what_is_named_twice_or_lies_inside_collides(places):
             assert (each in found) == meets
 
 
-@pytest.mark.parametrize("form", [
-    {"recover": "false"}, {"overwrite": 1}, {"include": "*.weight"}, {"exclude": [1]}, {"rename": "a=b"},
-    {"rename": [["a"]]}, {"max_file_size": "5GB"}, {"max_file_size": 1.5}, {"dtype": ["bf16"]},
-    {"config": {}}, {"mesh": 4}, {"to": None}, {"tie": [["a", "b", "c"]]}, {"keep_quantized": None},
-    {"dtype_for": {"*": "keep"}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"recover": "false"},
+        {"overwrite": 1},
+        {"include": "*.weight"},
+        {"exclude": [1]},
+        {"rename": "a=b"},
+        {"rename": [["a"]]},
+        {"max_file_size": "5GB"},
+        {"max_file_size": 1.5},
+        {"dtype": ["bf16"]},
+        {"config": {}},
+        {"mesh": 4},
+        {"to": None},
+        {"tie": [["a", "b", "c"]]},
+        {"keep_quantized": None},
+        {"dtype_for": {"*": "keep"}},
+    ],
+)
 def test_a_value_of_another_type_is_refused(form):
     # `"false"` would be true, and a text a list of its letters.
     with pytest.raises(UsageError, match=f"{next(iter(form))} cannot be"):

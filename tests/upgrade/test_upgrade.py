@@ -22,9 +22,18 @@ from deployments.receiver.run_request import order_of
 from deployments.receiver.settings import load
 from flows.arrived import arrived
 
-SECRETS = ("TRAINER_SECRET", "SLURM_TOKEN", "SLURM_TOKEN_OLD", "EVENTS_TOKEN", "MLFLOW_SECRET",
-           "WANDB_SECRET", "DET_WEBHOOKS_SIGNING_KEY", "GITHUB_SECRET", "EVENTBRIDGE_KEY",
-           "EVALUATION_SECRET")  # fmt: skip
+SECRETS = (
+    "TRAINER_SECRET",
+    "SLURM_TOKEN",
+    "SLURM_TOKEN_OLD",
+    "EVENTS_TOKEN",
+    "MLFLOW_SECRET",
+    "WANDB_SECRET",
+    "DET_WEBHOOKS_SIGNING_KEY",
+    "GITHUB_SECRET",
+    "EVENTBRIDGE_KEY",
+    "EVALUATION_SECRET",
+)
 WHSEC = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 
@@ -155,8 +164,9 @@ def test_open_events_become_runs_that_the_flow_accepts(old):
     url = f"sqlite:///{old}/catalog.sqlite"
     upgrade(url)
     config = old / "receiver.toml"
-    text = config.read_text().replace('roots = ["/checkpoints", "s3://team/checkpoints"]',
-                                      f'roots = ["{old}/runs"]')  # fmt: skip
+    text = config.read_text().replace(
+        'roots = ["/checkpoints", "s3://team/checkpoints"]', f'roots = ["{old}/runs"]'
+    )
     config.write_text(text)
     _, senders = load(config, dict.fromkeys(SECRETS, WHSEC))
     with open_catalog(url) as catalog, catalog.reading() as conn:
@@ -182,8 +192,9 @@ def test_deployments_of_the_older_version_start_flows_of_this_one(old):
             given |= set(schedule.get("parameters") or {})
         assert given <= set(known), f"{one['name']}: {given - set(known)}"
         for key, value in (one.get("parameters") or {}).items():
-            TypeAdapter(known[key].annotation if not isinstance(known[key].annotation, str) else object
-                        ).validate_python(value)  # fmt: skip
+            TypeAdapter(
+                known[key].annotation if not isinstance(known[key].annotation, str) else object
+            ).validate_python(value)
 
 
 def test_retire_does_not_believe_the_clocks_of_the_older_version(old, capsys):

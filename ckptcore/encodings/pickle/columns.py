@@ -116,8 +116,9 @@ def pattern_of(seen: Seen, data: bytes, memo: Memo) -> Pattern | None:
     if len(sizes) > 1:
         return None
     places = tuple(call.fields.index(n) for n in told)
-    return Pattern(call.name, data[at : match.start()], names, tuple(kinds), places, call.fields,
-                   next(iter(sizes), b""))  # fmt: skip
+    return Pattern(
+        call.name, data[at : match.start()], names, tuple(kinds), places, call.fields, next(iter(sizes), b"")
+    )
 
 
 class Taken:

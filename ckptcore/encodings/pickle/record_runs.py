@@ -62,8 +62,9 @@ class Runs:
         self.frame_end = len(data) + 1
         self.rows = 0  # taken so far, an instance each
 
-    def follow(self, shortcuts: Shortcuts, call: Call, at: int, stack: list[Any],
-               marks: list[list[Any]]) -> int:  # fmt: skip
+    def follow(
+        self, shortcuts: Shortcuts, call: Call, at: int, stack: list[Any], marks: list[list[Any]]
+    ) -> int:
         """Takes the run behind the last record, which ends at ``at``: onto the stack, and into the memo.
 
         Gives the place behind it, which is ``at`` when there is none. A dict's run is a key without a value.
@@ -131,8 +132,9 @@ class _Rows:
     the place behind them in the window. broken: whether the run ends there.
     """
 
-    def __init__(self, window: Window, texts: Texts, memo: Memo, patterns: Sequence[Pattern],
-                 batch: bytes) -> None:  # fmt: skip
+    def __init__(
+        self, window: Window, texts: Texts, memo: Memo, patterns: Sequence[Pattern], batch: bytes
+    ) -> None:
         self._window, self._texts, self._memo = window, texts, memo
         self._patterns, self._batch = patterns, batch
         self._words = window.words
@@ -327,9 +329,7 @@ def _cut(column: Column, rows: int) -> Column:
 
 
 # Bytes of the opcodes that a run is made of: without an argument, of one byte, two, four.
-_LENGTHS = {
-    **dict.fromkeys(b")(}\x81\x94\x85\x86\x87tRubeN", 1), 0x68: 2, 0x4B: 2, 0x4D: 3, 0x6A: 5, 0x4A: 5,
-}  # fmt: skip
+_LENGTHS = {**dict.fromkeys(b")(}\x81\x94\x85\x86\x87tRubeN", 1), 0x68: 2, 0x4B: 2, 0x4D: 3, 0x6A: 5, 0x4A: 5}
 
 
 def _is_boundary(data: bytes, at: int, cut: int) -> bool:

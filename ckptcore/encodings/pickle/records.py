@@ -26,9 +26,14 @@ class Call:
     __slots__ = ("build", "fields", "is_size", "name", "run")
 
     def __init__(
-        self, name: str, build: Callable[..., Any], *, is_size: bool = False, fields: tuple[str, ...] = (),
+        self,
+        name: str,
+        build: Callable[..., Any],
+        *,
+        is_size: bool = False,
+        fields: tuple[str, ...] = (),
         run: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.build, self.is_size, self.fields, self.run = name, build, is_size, fields, run
 
 

@@ -75,8 +75,15 @@ class Texts:
         same = (self._lengths[at] == length) & (known == spelled).all(axis=1)
         return np.where(same, found, -1)
 
-    def _learn(self, data: bytes, begin: Ints, length: Ints, spelled: npt.NDArray[np.uint64],
-               hashes: npt.NDArray[np.uint64], rows: Ints) -> None:  # fmt: skip
+    def _learn(
+        self,
+        data: bytes,
+        begin: Ints,
+        length: Ints,
+        spelled: npt.NDArray[np.uint64],
+        hashes: npt.NDArray[np.uint64],
+        rows: Ints,
+    ) -> None:
         rows = rows[~np.isin(hashes[rows], self._hashes)][: _QUICK - len(self._hashes)]
         ids = np.array([self.add(data[int(begin[r]) : int(begin[r] + length[r])]) for r in rows], np.int64)
         both = np.concatenate([self._hashes, hashes[rows]])

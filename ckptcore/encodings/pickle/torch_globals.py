@@ -86,15 +86,17 @@ def _rebuild(
     return StoredView(key, nbytes, dtype, shape, offset, strides, flags)
 
 
-def _rebuild_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False,
-                hooks: Any = None, extra: Any = None) -> StoredView | RefusedTensor:  # fmt: skip
+def _rebuild_v2(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, extra: Any = None
+) -> StoredView | RefusedTensor:
     if type(storage) is not tuple or not storage[1]:
         raise ValueError("tensor without a typed storage")
     return _rebuild(storage, offset, size, stride, storage[1], extra)
 
 
-def _rebuild_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any,
-                dtype: Any, extra: Any = None) -> StoredView | RefusedTensor:  # fmt: skip
+def _rebuild_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
+) -> StoredView | RefusedTensor:
     if type(storage) is not tuple or type(dtype) is not Named or dtype.kind != "dtype":
         raise ValueError("tensor without a storage or dtype")
     return _rebuild(storage, offset, size, stride, dtype.value, extra)
@@ -121,9 +123,12 @@ def _meta(dtype: Any, size: Any, *rest: Any) -> RefusedTensor:
     if type(dtype) is not Named or dtype.kind != "dtype":
         raise ValueError("meta tensor without a dtype")
     return RefusedTensor(
-        "torch._utils._rebuild_meta_tensor_no_storage", "a meta tensor without values", False, dtype.value,
+        "torch._utils._rebuild_meta_tensor_no_storage",
+        "a meta tensor without values",
+        False,
+        dtype.value,
         _dims(size, "tensor shape"),
-    )  # fmt: skip
+    )
 
 
 def _sparse(layout: Any, data: Any) -> RefusedTensor:
@@ -135,9 +140,13 @@ def _sparse(layout: Any, data: Any) -> RefusedTensor:
     shape = None if size is None else _dims(size.value, "tensor shape")
     kind = layout.value if type(layout) is Named else "sparse"
     return RefusedTensor(
-        "torch._utils._rebuild_sparse_tensor", f"a tensor of layout {kind:.40}", False,
-        tensors[-1].dtype if tensors else "", shape, tuple(sorted(storages_in(list(parts), refused=True))),
-    )  # fmt: skip
+        "torch._utils._rebuild_sparse_tensor",
+        f"a tensor of layout {kind:.40}",
+        False,
+        tensors[-1].dtype if tensors else "",
+        shape,
+        tuple(sorted(storages_in(list(parts), refused=True))),
+    )
 
 
 def _nested_tensor(buffer: Any, *rest: Any) -> RefusedTensor:
@@ -282,9 +291,14 @@ REFUSED_REBUILDS = {
 # torch/ao: how values of a quantised tensor are scaled.
 _QSCHEMES = {
     f"torch.{name}": Named("qscheme", name)
-    for name in ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
-                 "per_channel_affine_float_qparams")
-}  # fmt: skip
+    for name in (
+        "per_tensor_affine",
+        "per_tensor_symmetric",
+        "per_channel_affine",
+        "per_channel_symmetric",
+        "per_channel_affine_float_qparams",
+    )
+}
 # pathlib's module moved in CPython 3.13 (pathlib._local) and moved back in 3.14.
 PATHS = {
     f"{module}.{cls}": Call(cls, _windows_path if "Windows" in cls else _path)

@@ -31,8 +31,14 @@ _MAX_STACK = 100_000  # nesting of marks, far over any real pickle
 # two bytes, and its builder a copy.
 _MAX_GIVEN, _ENTRY = 64, 32
 _SIZED: dict[type[Any], int] = {
-    str: 1, bytes: 1, list: _ENTRY, tuple: _ENTRY, dict: _ENTRY, OrderedDict: _ENTRY, set: _ENTRY,
-}  # fmt: skip
+    str: 1,
+    bytes: 1,
+    list: _ENTRY,
+    tuple: _ENTRY,
+    dict: _ENTRY,
+    OrderedDict: _ENTRY,
+    set: _ENTRY,
+}
 # What is built is counted in blocks of opcodes: bytes per opcode (its value and its time), per item of a
 # dict or set, per character, per record of a declared class, per row of columns, per memo entry far away.
 _BLOCK, _OP, _ITEM, _CHAR, _RECORD, _ROW, _FAR = 1 << 14, 96, 64, 4, 256, 64, 128
@@ -47,9 +53,14 @@ def record(kind: str, *fields: str, run: tuple[str, ...] = ()) -> Call:
     return Call(kind, lambda *args: Record(kind, args, fields), fields=fields, run=run)
 
 
-def loads(data: bytes, table: Mapping[str, Any], *, what: str,
-          persistent: Callable[[Any], Any] | None = None,
-          refused: list[str] | None = None) -> Any:  # fmt: skip
+def loads(
+    data: bytes,
+    table: Mapping[str, Any],
+    *,
+    what: str,
+    persistent: Callable[[Any], Any] | None = None,
+    refused: list[str] | None = None,
+) -> Any:
     """The value that ``data`` pickles.
 
     table: ``module.name`` -> a `Call`, or a constant that stands for the global itself.
@@ -67,8 +78,16 @@ def loads(data: bytes, table: Mapping[str, Any], *, what: str,
         return _run(data, table, what, persistent, refused)
     except (IndexError, struct.error) as error:
         raise MalformedCheckpoint(f"{what} is not a whole pickle: it ends in the middle") from error
-    except (TypeError, ValueError, AttributeError, UnicodeDecodeError, KeyError, OverflowError,
-            RecursionError, MemoryError) as error:  # fmt: skip
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        UnicodeDecodeError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         raise MalformedCheckpoint(f"{what} is not a sound pickle: {error}") from error
     finally:
         if collecting:
@@ -328,16 +347,16 @@ def _text_or_bytes(is_string: bool, raw: bytes) -> str | bytes:
         return raw
 
 
-def _global(module: Any, name: Any, table: Mapping[str, Any], what: str,
-            refused: list[str] | None) -> Any:  # fmt: skip
+def _global(module: Any, name: Any, table: Mapping[str, Any], what: str, refused: list[str] | None) -> Any:
     if not isinstance(module, str) or not isinstance(name, str):
         raise MalformedCheckpoint(f"{what} names a global by something that is not text")
     full = f"{module}.{name}"
     if full in table:
         return table[full]
     if refused is None:
-        raise UnsafeContent(f"{what} wants to load {full!r}, which is not on the allow-list",
-                            **{"global": full})  # fmt: skip
+        raise UnsafeContent(
+            f"{what} wants to load {full!r}, which is not on the allow-list", **{"global": full}
+        )
     if full not in refused:
         refused.append(full)
     return Refused(full)

@@ -251,8 +251,9 @@ def _require_known(seen: Any, refused: list[str], what: str) -> None:
     package = f"{odd.name.partition('.')[0]}." if odd is not None and odd.foreign else "\0"
     others = [name for name in refused if not name.startswith(package)]
     if others:
-        raise UnsafeContent(f"{what} wants to load {others[0]!r}, which is not on the allow-list",
-                            **{"global": others[0]})  # fmt: skip
+        raise UnsafeContent(
+            f"{what} wants to load {others[0]!r}, which is not on the allow-list", **{"global": others[0]}
+        )
     if odd is not None:
         raise UnreadablePart(f"{what} cannot be read: it is {odd.what or f'of dtype {odd.dtype}'}")
 
@@ -310,8 +311,9 @@ def check_view(seen: StoredView, nbytes: int, start: int, what: str, swapped: bo
     return View(start + seen.offset * itemsize, strides, flags)
 
 
-def _preamble(window: Window, records: Mapping[str, ZipRecord], checked: bool,
-              what: str) -> tuple[bool, bytes]:  # fmt: skip
+def _preamble(
+    window: Window, records: Mapping[str, ZipRecord], checked: bool, what: str
+) -> tuple[bool, bytes]:
     if "data.pkl" not in records:
         raise MalformedCheckpoint(f"{what} has no data.pkl")
     if "constants.pkl" in records:
@@ -377,8 +379,9 @@ def _zip64(extra: bytes, plain: int, packed: int, header: int, what: str) -> tup
             values = list(struct.unpack_from(f"<{min(n, len(extra) - at - 4) // 8}Q", extra, at + 4))
             wanted = [v == _NONE32 for v in (plain, packed, header)]
             if len(values) >= sum(wanted):
-                parts = [values.pop(0) if w else v
-                         for w, v in zip(wanted, (plain, packed, header), strict=True)]  # fmt: skip
+                parts = [
+                    values.pop(0) if w else v for w, v in zip(wanted, (plain, packed, header), strict=True)
+                ]
                 return parts[0], parts[1], parts[2]
         at += 4 + n
     raise MalformedCheckpoint(f"{what}: zip64 sizes are missing")

@@ -46,10 +46,29 @@ def central_entry(name: str, at: int, crc: int, length: int) -> bytes:
     extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
     shown = _NONE32 if wide_size else length
     return (
-        struct.pack("<4s6H3I5H2I", b"PK\x01\x02", 0, 0, _FLAGS, 0, 0, 0, crc, shown, shown,
-                    len(raw), len(extra), 0, 0, 0, 0, _NONE32 if wide_at else at)
-        + raw + extra
-    )  # fmt: skip
+        struct.pack(
+            "<4s6H3I5H2I",
+            b"PK\x01\x02",
+            0,
+            0,
+            _FLAGS,
+            0,
+            0,
+            0,
+            crc,
+            shown,
+            shown,
+            len(raw),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            _NONE32 if wide_at else at,
+        )
+        + raw
+        + extra
+    )
 
 
 def end_records(count: int, at: int, size: int) -> bytes:
@@ -57,9 +76,11 @@ def end_records(count: int, at: int, size: int) -> bytes:
     end64 = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, at)
     locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, at + size, 1)
     few = min(count, 0xFFFF)
-    return end64 + locator + struct.pack(
-        "<4s4H2IH", b"PK\x05\x06", 0, 0, few, few, min(size, _NONE32), min(at, _NONE32), 0
-    )  # fmt: skip
+    return (
+        end64
+        + locator
+        + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, few, few, min(size, _NONE32), min(at, _NONE32), 0)
+    )
 
 
 def small_record(name: str, at: int, data: bytes) -> tuple[bytes, bytes]:

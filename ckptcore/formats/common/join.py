@@ -25,8 +25,13 @@ class Part:
     rename: Callable[[str], str] = str
 
 
-def join(format: str, root: str, parts: Sequence[Part], origin: Mapping[str, Any] | None = None,
-         findings: Sequence[Finding] = ()) -> Manifest:  # fmt: skip
+def join(
+    format: str,
+    root: str,
+    parts: Sequence[Part],
+    origin: Mapping[str, Any] | None = None,
+    findings: Sequence[Finding] = (),
+) -> Manifest:
     """The manifest of all parts together.
 
     A file that two parts name is one file. Raises `NameMismatch` when two parts use one name.
@@ -49,10 +54,15 @@ def join(format: str, root: str, parts: Sequence[Part], origin: Mapping[str, Any
         tensors += [TensorSpec(part.rename(t.fqn), t.dtype, t.shape) for t in m.tensors]
         shift = sum(len(i) for i in items)
         blobs += [
-            replace(b, key=part.rename(b.key), item=b.item + shift if b.item >= 0 else -1,
-                    tree=_renamed(b.tree, part.rename), unread=_below(b.unread, prefix))
+            replace(
+                b,
+                key=part.rename(b.key),
+                item=b.item + shift if b.item >= 0 else -1,
+                tree=_renamed(b.tree, part.rename),
+                unread=_below(b.unread, prefix),
+            )
             for b in m.blobs
-        ]  # fmt: skip
+        ]
         told += [
             replace(f, fqn=part.rename(f.fqn) if f.fqn else f.fqn, file=prefix + f.file if f.file else f.file)
             for f in m.findings
@@ -71,10 +81,17 @@ def join(format: str, root: str, parts: Sequence[Part], origin: Mapping[str, Any
     own = [b.key for b in blobs if b.tree != {"$": "tensor", "fqn": b.key}]
     _require_distinct([*(t.fqn for t in tensors), *own])
     return Manifest(
-        format, root, tuple(tensors), _stacked(chunks, rank, any_view), _all_items(items, codecs, member),
-        tuple(StoredFile(p, sizes[n]) for p, n in files.items()), tuple(blobs), dict(origin or {}),
-        (*told, *findings), order=tuple(part.rename(n) for part in parts for n in part.manifest.order),
-    )  # fmt: skip
+        format,
+        root,
+        tuple(tensors),
+        _stacked(chunks, rank, any_view),
+        _all_items(items, codecs, member),
+        tuple(StoredFile(p, sizes[n]) for p, n in files.items()),
+        tuple(blobs),
+        dict(origin or {}),
+        (*told, *findings),
+        order=tuple(part.rename(n) for part in parts for n in part.manifest.order),
+    )
 
 
 def _below(why: Unread | None, prefix: str) -> Unread | None:
@@ -126,9 +143,12 @@ def _stacked(chunks: Sequence[Chunks], rank: int, any_view: bool) -> Chunks:
     first = np.concatenate([chunks[0].first[:1], *(c.first[1:] for c in chunks)])
     views = [c.view for c in chunks if c.view is not None]
     return Chunks(
-        first, np.concatenate([c.lo for c in chunks]), np.concatenate([c.shape for c in chunks]),
-        np.concatenate([c.item for c in chunks]), np.concatenate(views) if any_view else None,
-    )  # fmt: skip
+        first,
+        np.concatenate([c.lo for c in chunks]),
+        np.concatenate([c.shape for c in chunks]),
+        np.concatenate([c.item for c in chunks]),
+        np.concatenate(views) if any_view else None,
+    )
 
 
 def _all_items(items: Sequence[Items], codecs: list[str], member: Mapping[int, str]) -> Items:

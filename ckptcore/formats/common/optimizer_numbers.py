@@ -24,9 +24,20 @@ NO_SHAPES = "its states do not tell the shape of any parameter"
 
 # State that has the parameter's own shape, by the optimizers of torch/optim.
 _MOMENTS = (
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "grad_avg", "exp_inf",
-    "acc_delta", "ax", "prev", "step_size", "variance",
-)  # fmt: skip
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "sum",
+    "grad_avg",
+    "exp_inf",
+    "acc_delta",
+    "ax",
+    "prev",
+    "step_size",
+    "variance",
+)
 
 
 @dataclass(frozen=True, slots=True)

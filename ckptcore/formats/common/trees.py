@@ -87,8 +87,10 @@ def _require_lists(tree: Any, where: str) -> None:
     elif isinstance(tree, list) and not set(map(type, tree)) <= SCALARS:
         for n, value in enumerate(tree):
             if value is _Gap:
-                raise NameMismatch(f"{where}.{n} is left out, but a later entry of the list is not",
-                                   hint="leave the whole list out, or nothing of it")  # fmt: skip
+                raise NameMismatch(
+                    f"{where}.{n} is left out, but a later entry of the list is not",
+                    hint="leave the whole list out, or nothing of it",
+                )
             _require_lists(value, f"{where}.{n}")
 
 

@@ -88,6 +88,8 @@ def _holders(topology: Topology, spec: TensorSpec) -> list[tuple[Box, list[int]]
             found.setdefault(box, []).append(rank)
     there = sum(box.numel for box in found)
     if not found or there != spec.numel:
-        raise UsageError(f"the ranks of the mesh have {there} elements of {spec.fqn}, which has {spec.numel}",
-                         hint="look at its rule: stages and coordinates are counted from 0")  # fmt: skip
+        raise UsageError(
+            f"the ranks of the mesh have {there} elements of {spec.fqn}, which has {spec.numel}",
+            hint="look at its rule: stages and coordinates are counted from 0",
+        )
     return list(found.items())

@@ -199,9 +199,13 @@ class Places:
         return int(self.name[n]), None if rank < 0 else tuple(self.offset[n, :rank].tolist())
 
 
-def places(metadata: Metadata, names: Numbers, files: Numbers,
-           place: Callable[[tuple[Any, ...], str], tuple[int, int, int, int]],
-           codec: Callable[[Any, str], int]) -> Places:  # fmt: skip
+def places(
+    metadata: Metadata,
+    names: Numbers,
+    files: Numbers,
+    place: Callable[[tuple[Any, ...], str], tuple[int, int, int, int]],
+    codec: Callable[[Any, str], int],
+) -> Places:
     """The items of a metadata file.
 
     place: a storage entry's fields -> (file, first byte, bytes, codec), checked. codec: transforms -> codec.
@@ -223,8 +227,14 @@ def places(metadata: Metadata, names: Numbers, files: Numbers,
     return Places(name.done()[:, 0], offset, rank, where.done())
 
 
-def _add_run(run: Columns, metadata: Metadata, names: Numbers, files: Numbers,
-             codec: Callable[[Any, str], int], into: tuple[Table, Table, Ragged]) -> None:  # fmt: skip
+def _add_run(
+    run: Columns,
+    metadata: Metadata,
+    names: Numbers,
+    files: Numbers,
+    codec: Callable[[Any, str], int],
+    into: tuple[Table, Table, Ragged],
+) -> None:
     name, where, offsets = into
     (fqn, offset, _), (path, start, length, transforms) = run.fields
     # What names, sizes and numbers are is known by the pattern; metadata that mixes them up is no metadata.

@@ -85,8 +85,10 @@ def blob(names: Sequence[str], pieces: Sequence[Piece], at: int, first: int) -> 
         end = stop
     head = pack_header(header, 8)
     if len(head) - 8 > MAX_HEADER:
-        raise NameMismatch(f"one file would need a header of {len(head) - 8} bytes, safetensors allows "
-                           f"{MAX_HEADER}", hint="lower --max-file-size")  # fmt: skip
+        raise NameMismatch(
+            f"one file would need a header of {len(head) - 8} bytes, safetensors allows {MAX_HEADER}",
+            hint="lower --max-file-size",
+        )
     slots = tuple(Slot(first + k, at + len(head) + start) for k, start in enumerate(starts))
     items = tuple((at, p.nbytes) for p in pieces)
     return Run(tuple(order), items, slots, (Literal(at, head),), at + len(head) + end)

@@ -102,9 +102,10 @@ class Metadata:
         lists = {
             id(items): items
             for plan in (plans if type(plans) is list else ())
-            if isinstance(plan, Record) and type(plan.state) is dict
+            if isinstance(plan, Record)
+            and type(plan.state) is dict
             and isinstance(items := plan.state.get("items"), (list, tuple))
-        }  # fmt: skip
+        }
         for items in lists.values():
             for item in items:
                 index, *_ = row(item, "WriteItem", self.name)

@@ -17,9 +17,15 @@ Path = tuple[str | int, ...]
 # What has been written once when the first chunk, and the first place, of a tensor has.
 _CHUNK = ((META, "ChunkStorageMetadata"), ("torch", "Size"), "offsets", "sizes")
 _PLACE = (
-    (META, "MetadataIndex"), (FILES, "_StorageInfo"), ("torch", "Size"), "fqn", "offset", "index",
-    "relative_path", "length",
-)  # fmt: skip
+    (META, "MetadataIndex"),
+    (FILES, "_StorageInfo"),
+    ("torch", "Size"),
+    "fqn",
+    "offset",
+    "index",
+    "relative_path",
+    "length",
+)
 _START = b"\x80\x04\x95" + bytes(8)  # protocol, and the length of the frame
 _BEGIN = b")\x81\x94}\x94("  # an instance, whose fields follow
 
@@ -42,8 +48,9 @@ class StoredTensor:
     chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], Place]]
 
 
-def metadata_pickle(tensors: Sequence[StoredTensor], objects: Mapping[str, Place],
-                    paths: Mapping[str, Path] | None) -> bytes:  # fmt: skip
+def metadata_pickle(
+    tensors: Sequence[StoredTensor], objects: Mapping[str, Place], paths: Mapping[str, Path] | None
+) -> bytes:
     """The bytes of `.metadata`.
 
     objects: name -> place of its byte item. paths: name -> where it stood in the saved tree
@@ -124,8 +131,9 @@ def _chunks_alike(p: _Pickle, chunks: Sequence[tuple[tuple[int, ...], tuple[int,
     p.add(b"".join(out), memoized)
 
 
-def _planner(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, Place],
-             paths: Mapping[str, Path]) -> None:  # fmt: skip
+def _planner(
+    p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, Place], paths: Mapping[str, Path]
+) -> None:
     p.open_dict()
     for name in (*objects, *(t.fqn for t in tensors)):
         p.text(name)

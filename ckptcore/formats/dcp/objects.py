@@ -107,8 +107,9 @@ def _require_apart(names: Sequence[str], sizes: Sequence[int | None], items: Seq
             )
 
 
-def kept(builder: Builder, key: str, item: int, tree: Any, objects: Objects, partly: tuple[str, ...],
-         file: str) -> Blob:  # fmt: skip
+def kept(
+    builder: Builder, key: str, item: int, tree: Any, objects: Objects, partly: tuple[str, ...], file: str
+) -> Blob:
     """The blob of an object, with findings for what was refused in it.
 
     partly: the parts that were left out of the tree; () means that nothing or all of it was.
@@ -190,11 +191,7 @@ def _read_all(
             data = error
         for key, item in rows[at:stop]:
             begin = item.start - first.start
-            yield (
-                key,
-                item,
-                data if isinstance(data, CkptError) else data[begin : begin + item.length],
-            )
+            yield (key, item, data if isinstance(data, CkptError) else data[begin : begin + item.length])
         at = stop
 
 

@@ -44,8 +44,9 @@ def parse_folder(source: Source) -> list[Metadata]:
     return [Metadata(source, path) for path in _metadata_files(source)]
 
 
-def read_folder(source: Source, name: str = "dcp", rules: ObjectRules = PLAIN,
-                parsed: Sequence[Metadata] | None = None) -> Manifest:  # fmt: skip
+def read_folder(
+    source: Source, name: str = "dcp", rules: ObjectRules = PLAIN, parsed: Sequence[Metadata] | None = None
+) -> Manifest:
     """The manifest of a DCP folder, as format ``name``; its objects are read by ``rules``.
 
     parsed: what `parse_folder` gave, where the caller needs it, too.
@@ -227,8 +228,9 @@ class _Columns:
         if seen[1] != (dtype, shape):  # rank-local metadata of two different saves
             raise MalformedCheckpoint(
                 f"{name} says {fqn} is {dtype} {list(shape)}, another rank says "
-                f"{seen[1][0]} {list(seen[1][1])}", file=name,
-            )  # fmt: skip
+                f"{seen[1][0]} {list(seen[1][1])}",
+                file=name,
+            )
         return seen[0], shape
 
     def flush(self) -> None:
@@ -245,9 +247,13 @@ class _Columns:
                 fqn = specs[int(tensor[n])].fqn
                 if not placed[n]:
                     self._builder.findings.append(
-                        finding("no-place", "cover", f"{fqn}: the chunk at {list(offset)} has no place "
-                                "in any file", fqn=fqn)
-                    )  # fmt: skip
+                        finding(
+                            "no-place",
+                            "cover",
+                            f"{fqn}: the chunk at {list(offset)} has no place in any file",
+                            fqn=fqn,
+                        )
+                    )
                     continue
                 other = seen.setdefault((int(tensor[n]), int(file[n])), offset)
                 if other != offset:
@@ -313,10 +319,7 @@ def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
             if size:
                 builder.findings.append(
                     finding(
-                        "stray-file",
-                        "files",
-                        f"{path} ({size} bytes) is not part of this save",
-                        file=path,
+                        "stray-file", "files", f"{path} ({size} bytes) is not part of this save", file=path
                     )
                 )
             else:
@@ -342,10 +345,12 @@ def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
 
 def _lost(fqn: str, first: tuple[int, ...], second: tuple[int, ...]) -> Any:
     return finding(
-        "lost-at-save", "cover",
+        "lost-at-save",
+        "cover",
         f"{fqn}: the chunks at {list(first)} and {list(second)} share one name in one safetensors "
-        "blob, so the writer kept only the last of them", fqn=fqn,
-    )  # fmt: skip
+        "blob, so the writer kept only the last of them",
+        fqn=fqn,
+    )
 
 
 def _dtype(properties: Any, fqn: str, name: str) -> str:
@@ -368,8 +373,10 @@ def _codec(descriptors: Any, name: str) -> int:
         known = _CODECS.get(descriptors[0].split("/")[0].split("@")[0])
         if known is not None:
             return known
-    raise UnsupportedFormat(f"{name}: items are transformed by {shown(descriptors, 120)}",
-                            hint="known stream extensions: stream.zstd")  # fmt: skip
+    raise UnsupportedFormat(
+        f"{name}: items are transformed by {shown(descriptors, 120)}",
+        hint="known stream extensions: stream.zstd",
+    )
 
 
 def ranges(numbers: Iterable[int]) -> str:

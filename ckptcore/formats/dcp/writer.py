@@ -154,9 +154,15 @@ class Files:
         tensors = self._request.tensors
         cut = any(b.shape != tensors[i].shape for i, b in zip(self._tensors, self._boxes, strict=True))
         self._full.append(
-            FileLayout(self._prefix + self._name(), self._at, tuple(self._tensors), tuple(self._slots),
-                       tuple(self._literals), boxes=tuple(self._boxes) if cut else ())
-        )  # fmt: skip
+            FileLayout(
+                self._prefix + self._name(),
+                self._at,
+                tuple(self._tensors),
+                tuple(self._slots),
+                tuple(self._literals),
+                boxes=tuple(self._boxes) if cut else (),
+            )
+        )
         self._begin()
 
 

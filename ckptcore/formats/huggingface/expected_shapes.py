@@ -18,9 +18,13 @@ _MAX_INDEX, _MAX_CONFIG = 256 << 20, 1 << 20
 # Tensors of transformers' models by what their names end with -> the sizes in config.json that are their
 # shape. Only embeddings: no option of a model changes theirs.
 _EMBEDDINGS = (
-    "embed_tokens.weight", "lm_head.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight",
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
     "embed_out.weight",
-)  # fmt: skip
+)
 _VOCABULARY, _WIDTH = ("vocab_size",), ("hidden_size", "n_embd", "d_model")
 
 

@@ -108,8 +108,9 @@ def read_folder(source: Source, format: str) -> Manifest:
         files = dict.fromkeys(unindexed(source))
         builder.findings += [
             finding("stray-file", "files", f"{path} is not part of {', '.join(files)}", file=path)
-            for path in _loose(source) if path not in files
-        ]  # fmt: skip
+            for path in _loose(source)
+            if path not in files
+        ]
     seen: dict[str, str] = {}
     total = _total(source) if source.name is None and INDEX in source.listing else None
     for path in sorted(files, key=natural):
@@ -121,14 +122,20 @@ def read_folder(source: Source, format: str) -> Manifest:
         names, metadata = _add_file(builder, source, path, seen)
         for name in sorted((wanted or set()) - names):
             builder.findings.append(
-                finding("hole", "cover", f"{INDEX} places {name} in {path}, which lacks it",
-                        fqn=name, file=path)
-            )  # fmt: skip
+                finding(
+                    "hole", "cover", f"{INDEX} places {name} in {path}, which lacks it", fqn=name, file=path
+                )
+            )
         builder.findings += [
-            finding("unlisted-tensor", "cover", f"{path} holds {name}, which {INDEX} does not list",
-                    fqn=name, file=path)
+            finding(
+                "unlisted-tensor",
+                "cover",
+                f"{path} holds {name}, which {INDEX} does not list",
+                fqn=name,
+                file=path,
+            )
             for name in sorted(names - wanted if wanted is not None else ())
-        ]  # fmt: skip
+        ]
         _add_objects(builder, metadata, path)
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
@@ -156,17 +163,22 @@ def _indexed(source: Source, builder: Builder) -> dict[str, set[str] | None]:
         names.add(name)
     if SINGLE in source.listing and SINGLE not in files:
         builder.findings.append(
-            finding("stale-file", "files", f"{SINGLE} lies beside {INDEX} and is not part of it: "
-                    "transformers would load it instead", file=SINGLE)
-        )  # fmt: skip
+            finding(
+                "stale-file",
+                "files",
+                f"{SINGLE} lies beside {INDEX} and is not part of it: transformers would load it instead",
+                file=SINGLE,
+            )
+        )
     for path in source.listing:
         if path.endswith(".safetensors") and "/" not in path and path not in files and path != SINGLE:
             builder.findings.append(finding("stray-file", "files", f"{path} is not in {INDEX}", file=path))
     return files
 
 
-def _add_file(builder: Builder, source: Source, path: str,
-              seen: dict[str, str]) -> tuple[set[str], dict[str, Any]]:  # fmt: skip
+def _add_file(
+    builder: Builder, source: Source, path: str, seen: dict[str, str]
+) -> tuple[set[str], dict[str, Any]]:
     size = source.listing[path]
     tensors, metadata, begin = read_header(source.store, path, size)
     file = builder.file(path, size)

@@ -127,10 +127,12 @@ def _unfit(inputs: Sequence[TensorSpec], fn: str, params: tuple[int, ...]) -> Fi
     weight, scale = inputs
     per = f" per block of {params[0]} x {params[1]}" if params else ""
     return finding(
-        "unfit-quantization", "cover", f"{weight.fqn} is {weight.dtype} {list(weight.shape)}, and "
+        "unfit-quantization",
+        "cover",
+        f"{weight.fqn} is {weight.dtype} {list(weight.shape)}, and "
         f"{scale.fqn} is {scale.dtype} {list(scale.shape)}: that is no {fn} with one scale{per}",
         fqn=weight.fqn,
-    )  # fmt: skip
+    )
 
 
 FORMAT = Format(

@@ -15,10 +15,7 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.encodings.safetensors_header import MAX_HEADER, pack_header
-from ckptcore.errors import (
-    NameMismatch,
-    UnsupportedDtype,
-)
+from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import (
     Abilities,
     Arrangement,
@@ -53,8 +50,9 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     """
     for spec in request.tensors:
         if spec.fqn == METADATA:
-            raise NameMismatch(f"no tensor of a safetensors file can be called {METADATA}",
-                               hint="rename it with --rename")  # fmt: skip
+            raise NameMismatch(
+                f"no tensor of a safetensors file can be called {METADATA}", hint="rename it with --rename"
+            )
         if not spec.fqn.isprintable() and _not_text(spec.fqn):
             raise NameMismatch(
                 f"{spec.fqn!r} is no text that a file can hold", hint="rename it with --rename"
@@ -106,8 +104,14 @@ def pack(tensors: Sequence[TensorSpec], max_file_bytes: int | None) -> list[list
     return groups
 
 
-def _layout(path: str, group: Sequence[int], tensors: Sequence[TensorSpec],
-            metadata: Mapping[str, str], *, commit: bool) -> FileLayout:  # fmt: skip
+def _layout(
+    path: str,
+    group: Sequence[int],
+    tensors: Sequence[TensorSpec],
+    metadata: Mapping[str, str],
+    *,
+    commit: bool,
+) -> FileLayout:
     # Wide elements first: every tensor then starts at a multiple of its element's width.
     order = sorted(group, key=lambda i: -BY_NAME[tensors[i].dtype].itemsize)
     header: dict[str, Any] = {METADATA: dict(metadata)}

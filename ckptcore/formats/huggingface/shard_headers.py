@@ -116,9 +116,11 @@ def load(source: Source, paths: list[str]) -> Shards:
     for fqn, found in parts.items():
         _require_one_save(fqn, found)
     return Shards(
-        {k: tuple(v) for k, v in parts.items()}, {p: source.listing[p] for p in paths},
-        frozenset(present), frozenset(counts),
-    )  # fmt: skip
+        {k: tuple(v) for k, v in parts.items()},
+        {p: source.listing[p] for p in paths},
+        frozenset(present),
+        frozenset(counts),
+    )
 
 
 def _parts(source: Source, path: str, rank: int | None, model: int) -> list[tuple[str, Part]]:

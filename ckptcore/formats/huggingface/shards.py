@@ -91,8 +91,10 @@ def _here(source: Source) -> list[str]:
 def _manifest(shards: Shards, folder: Source, source: Source, whole: _Whole, told: list[Finding]) -> Manifest:
     builder = Builder()
     builder.findings += [
-        *told, *_incomplete(shards, folder, source, whole), *_compared(shards, folder, source, whole)
-    ]  # fmt: skip
+        *told,
+        *_incomplete(shards, folder, source, whole),
+        *_compared(shards, folder, source, whole),
+    ]
     files = {path: builder.file(path, size) for path, size in shards.sizes.items()}
     for fqn, parts in shards.parts.items():
         shape = proof.extent(parts)
@@ -111,8 +113,12 @@ def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -
     """What the names of the files and the lengths of the parts say about files that are not there."""
     if len(shards.of) > 1:
         counts = ", ".join(map(str, sorted(shards.of)))
-        yield finding("mixed-saves", "files", f"the shards claim to be of {counts} model files: they are of "
-                      "several saves", hint="move the files of the older save away")  # fmt: skip
+        yield finding(
+            "mixed-saves",
+            "files",
+            f"the shards claim to be of {counts} model files: they are of several saves",
+            hint="move the files of the older save away",
+        )
     beyond = [p for p in shards.sizes if (n := named(p)) and not 0 < n[1] <= n[2]]
     if beyond:
         yield finding("mixed-saves", "files", f"{beyond[0]} is numbered beyond its own count", file=beyond[0])
@@ -122,16 +128,22 @@ def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -
     lost = [] if proven else list(islice(proof.missing(shards), _MAX_TOLD))
     for file in lost:
         code = "missing-file" if file.sure and not folder.recover else "missing-part"
-        yield finding(code, "files", f"{file.path} is not there, although {file.why}", file=file.path,
-                      hint=_AWAY if whole else _ALONE)  # fmt: skip
+        yield finding(
+            code,
+            "files",
+            f"{file.path} is not there, although {file.why}",
+            file=file.path,
+            hint=_AWAY if whole else _ALONE,
+        )
     names = () if proven else proof.unproven(shards, known_shapes([folder, source], shards))
     if names:
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         yield finding(
-            "missing-part" if folder.recover else "unproven-shape", "cover",
+            "missing-part" if folder.recover else "unproven-shape",
+            "cover",
             f"{names[0]}{more} would be larger if ranks behind rank "
             f"{max(shards.ranks, 1) - 1} had written shards: no file says how many ranks there were",
-        )  # fmt: skip
+        )
     known = shards.sizes.keys() | {row[3] for row in whole.values()}
     for path in folder.listing:
         if path.endswith(".safetensors") and "/" not in path and path not in known:

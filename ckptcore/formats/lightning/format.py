@@ -22,15 +22,7 @@ from ckptcore.core.object_tree import TensorRef, decode, tensors_in
 from ckptcore.core.tree_paths import Path, Paths
 from ckptcore.encodings.torchzip.reader import head_holds, is_zip
 from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat, finding
-from ckptcore.formats.base import (
-    Abilities,
-    Arrangement,
-    Evidence,
-    FileLayout,
-    Format,
-    Source,
-    natural,
-)
+from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source, natural
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.reader import DATA, read_folder
@@ -126,8 +118,10 @@ def place(source: Manifest) -> Callable[[Path], Path]:
         top = str(path[0])
         if whole is not None:
             if top not in whole:
-                raise NameMismatch(f"{top} stands in a list or tuple of which something is left out",
-                                   hint="leave out all of it, or nothing")  # fmt: skip
+                raise NameMismatch(
+                    f"{top} stands in a list or tuple of which something is left out",
+                    hint="leave out all of it, or nothing",
+                )
             return path
         if top == "model":
             return ("state_dict", *path[1:])

@@ -60,11 +60,13 @@ TABLE: dict[str, Any] = {
     **{
         f"{module}.AttributeDict": Call("AttributeDict", _no_arguments)
         for module in (
-            "lightning.fabric.utilities.data", "lightning_fabric.utilities.data",
-            "lightning.pytorch.utilities.parsing", "pytorch_lightning.utilities.parsing",
+            "lightning.fabric.utilities.data",
+            "lightning_fabric.utilities.data",
+            "lightning.pytorch.utilities.parsing",
+            "pytorch_lightning.utilities.parsing",
         )
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +144,15 @@ def _tell(builder: Builder, read: Contents, name: str) -> None:
         # The pickle does not tell whose they are: each of them has to be left out by name.
         builder.findings += [
             finding(
-                "refused-tensors", "cover", f"{key} or another of {name}: {hidden} bytes of tensors cannot "
-                "be taken out of what was refused", fqn=key, file=name,
+                "refused-tensors",
+                "cover",
+                f"{key} or another of {name}: {hidden} bytes of tensors cannot "
+                "be taken out of what was refused",
+                fqn=key,
+                file=name,
             )
             for key in gone
-        ]  # fmt: skip
+        ]
 
 
 def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], Refused]]) -> Any:

@@ -61,11 +61,13 @@ def recut(manifest: Manifest, flat: set[int], pieces: Sequence[Piece]) -> Manife
     gone = {manifest.tensors[n].fqn for n in flat}
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
     return replace(
-        manifest, tensors=tensors, chunks=_chunks(manifest, kept, list(rows.values()), tensors),
+        manifest,
+        tensors=tensors,
+        chunks=_chunks(manifest, kept, list(rows.values()), tensors),
         blobs=tuple(b for b in manifest.blobs if gone.isdisjoint(references(b.tree))),
         findings=tuple(findings),
         origin={**origin, "flat_buffers": len(flat), "alignment_gaps": gaps},
-    )  # fmt: skip
+    )
 
 
 def flat_boxes(

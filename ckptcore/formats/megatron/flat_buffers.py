@@ -64,12 +64,15 @@ def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
         registration = Registration(args, weights)
         pieces = [
             Piece(
-                n, f"optimizer.state.{kind}.{s.parameter.placement.fqn}", s.start, s.parameter.numel,
+                n,
+                f"optimizer.state.{kind}.{s.parameter.placement.fqn}",
+                s.start,
+                s.parameter.numel,
                 s.parameter.placement,
             )
             for bucket, s in _laid_out(manifest, registration, buffers, zero)
             for kind, n in bucket.tensors.items()
-        ]  # fmt: skip
+        ]
         return recut(manifest, flat, pieces)
     except (Unregistered, CkptError) as error:
         reason = getattr(error, "message", None) or str(error)
@@ -240,8 +243,9 @@ def _one_dtype(manifest: Manifest, parameters: Sequence[Parameter], buckets: Map
                 )
 
 
-def _segments(known: Registration, parameters: Sequence[Parameter], buckets: Sequence[Bucket],
-              zero: bool) -> list[Segment]:  # fmt: skip
+def _segments(
+    known: Registration, parameters: Sequence[Parameter], buckets: Sequence[Bucket], zero: bool
+) -> list[Segment]:
     own = [known.shares_embedding(p) for p in parameters]
     sizes = [b.numel for b in buckets]
     if zero:

@@ -64,8 +64,12 @@ def left_flat(manifest: Manifest, mcore_data: Any) -> Iterator[Finding]:
     odd = [t for t in states if len(t.shape) > 1 and _cut_in_cells(manifest, manifest.index[t.fqn])]
     if odd and len(odd) == len(states):
         names = ", ".join(t.fqn for t in odd[:4])
-        yield finding("shape-lost", "cover", f"{len(odd)} optimizer tensors are stored flattened, and "
-                      f"neither mcore_data nor their weights tell their shapes: {names}")  # fmt: skip
+        yield finding(
+            "shape-lost",
+            "cover",
+            f"{len(odd)} optimizer tensors are stored flattened, and "
+            f"neither mcore_data nor their weights tell their shapes: {names}",
+        )
 
 
 def _told(mcore_data: Any) -> dict[str, tuple[int, ...] | None]:
@@ -146,8 +150,7 @@ def _boxes(manifest: Manifest, tensor: int, row: int, shape: tuple[int, ...]) ->
     inside = all(i < g for i, g in zip(cell[:-1], stored.shape[:-1], strict=True))
     if any(n != 1 for n in extent[:-1]) or stop > stored.shape[-1] or not inside:
         raise MalformedCheckpoint(
-            f"{stored.fqn}: the chunk at {cell} of {extent} is no slice of one local shard",
-            file=".metadata",
+            f"{stored.fqn}: the chunk at {cell} of {extent} is no slice of one local shard", file=".metadata"
         )
     base = tuple(i * n for i, n in zip(cell[:-1], local, strict=True))
     at = 0

@@ -73,21 +73,27 @@ def read(source: Source) -> Manifest:
     origin = {
         "iteration": ranks.files[0].tree.get("iteration"),
         "mesh": {"tp": ranks.tp, "pp": ranks.pp, "ep": ranks.ep, "vpp": len(model.first)},
-        "ranks": len(ranks.files), "empty_extra_states": merger.dropped,
-    }  # fmt: skip
+        "ranks": len(ranks.files),
+        "empty_extra_states": merger.dropped,
+    }
     return builder.build(NAME, source.store.url, origin)
 
 
-def _numbered(builder: Builder, merger: Merger, chunks: list[Chunk], tree: TorchTree, optimizer: Any,
-              file: RankFile) -> Any:  # fmt: skip
+def _numbered(
+    builder: Builder, merger: Merger, chunks: list[Chunk], tree: TorchTree, optimizer: Any, file: RankFile
+) -> Any:
     """Adds optimizer states under their parameters; gives what is left of the optimizer's tree."""
     try:
         return add_numbered(optimizer, chunks, merger, tree)
     except Unregistered as error:
         builder.findings.append(
-            finding("flat-buffers", "cover", f"optimizer states of {file.path} stay numbered: {error}",
-                    file=file.path)
-        )  # fmt: skip
+            finding(
+                "flat-buffers",
+                "cover",
+                f"optimizer states of {file.path} stay numbered: {error}",
+                file=file.path,
+            )
+        )
         return optimizer
 
 
@@ -113,8 +119,9 @@ def _holds_tensor(value: Any) -> bool:
     return any(isinstance(leaf, StoredView) for _, _, leaf in leaves_below(value, "", StoredView))
 
 
-def _add_common(builder: Builder, common: dict[str, tuple[RankFile, Any]], key: str, value: Any,
-                file: RankFile) -> None:  # fmt: skip
+def _add_common(
+    builder: Builder, common: dict[str, tuple[RankFile, Any]], key: str, value: Any, file: RankFile
+) -> None:
     """Adds an object that all ranks have, once; a finding where they do not agree."""
     if isinstance(value, Named) and value.kind == "namespace":
         value = Named("namespace", _without_refused(builder, key, value.value, file, key not in common))
@@ -125,13 +132,19 @@ def _add_common(builder: Builder, common: dict[str, tuple[RankFile, Any]], key: 
     first = common[key][1]
     if value != first and _shared(value) != _shared(first):
         builder.findings.append(
-            finding("rank-object", "files", f"{key} of {file.path} is not that of {common[key][0].path}",
-                    fqn=key, file=file.path)
-        )  # fmt: skip
+            finding(
+                "rank-object",
+                "files",
+                f"{key} of {file.path} is not that of {common[key][0].path}",
+                fqn=key,
+                file=file.path,
+            )
+        )
 
 
-def _without_refused(builder: Builder, key: str, values: Mapping[str, Any], file: RankFile,
-                     tell: bool) -> dict[str, Any]:  # fmt: skip
+def _without_refused(
+    builder: Builder, key: str, values: Mapping[str, Any], file: RankFile, tell: bool
+) -> dict[str, Any]:
     lost = {name: refused for name, value in values.items() if (refused := refused_in(value))}
     if lost and tell:
         names = ", ".join(f"{key}.{n} ({', '.join(r)})" for n, r in lost.items())

@@ -30,8 +30,13 @@ EMBEDDING = "embedding.word_embeddings.weight"
 _CHUNK = re.compile(r"^model(\d{0,6})$")
 _EXPERT = re.compile(r"local_experts\.\d+\.|(?<=linear_fc[12]\.weight)\d+$|(?<=linear_fc[12]\.bias)\d+$")
 # Arguments that make layers differ from each other; distributed checkpoints then keep them one by one.
-_BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "heterogeneous_layers_config_path",
-             "heterogeneous_layers_config_encoded_json", "hetereogenous_dist_checkpoint")  # fmt: skip
+_BY_LAYER = (
+    "moe_layer_freq",
+    "linear_attention_freq",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+    "hetereogenous_dist_checkpoint",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +83,25 @@ def model_of(ranks: Ranks) -> Model:
     args = ranks.args
     names = {(parse_name(n).block) for c in chunks for n in c.state}
     if {"encoder", "decoder"} <= names:
-        raise UnsupportedFormat("an encoder-decoder model: its stages are numbered by other rules",
-                                hint="save it as torch_dist with Megatron-LM")  # fmt: skip
+        raise UnsupportedFormat(
+            "an encoder-decoder model: its stages are numbered by other rules",
+            hint="save it as torch_dist with Megatron-LM",
+        )
     layers, first = _layers(ranks, chunks, len(numbers))
     world = World(
-        ranks.tp, ranks.pp, ranks.ep, ranks.etp, layers, _experts(args, ranks, chunks), _gated(args, chunks),
-        _alike(args, chunks), _own_norms(chunks), known_rows(args), _heads(args), _qkv_order(ranks, chunks),
-    )  # fmt: skip
+        ranks.tp,
+        ranks.pp,
+        ranks.ep,
+        ranks.etp,
+        layers,
+        _experts(args, ranks, chunks),
+        _gated(args, chunks),
+        _alike(args, chunks),
+        _own_norms(chunks),
+        known_rows(args),
+        _heads(args),
+        _qkv_order(ranks, chunks),
+    )
     if args.get("moe_mlp_glu_interleave_size") is not None and world.experts:
         raise UnsupportedFormat(
             "gate and up rows of the experts are interleaved (moe_mlp_glu_interleave_size)"
@@ -100,14 +117,21 @@ def unequal(chunks: Sequence[Chunk]) -> Iterator[Finding]:
     for c in chunks:
         stages.setdefault((c.file.pp, c.number), []).append(c)
     for held in stages.values():
-        names = [{n for n, v in c.state.items() if isinstance(v, StoredView) and not n.endswith(EXTRA_STATE)}
-                 for c in held]  # fmt: skip
+        names = [
+            {n for n, v in c.state.items() if isinstance(v, StoredView) and not n.endswith(EXTRA_STATE)}
+            for c in held
+        ]
         everywhere = set[str]().union(*names)
         for c, mine in zip(held, names, strict=True):
             for name in sorted(everywhere - mine)[:_MAX_TOLD]:
                 other = next(o.file.path for o, theirs in zip(held, names, strict=True) if name in theirs)
-                yield finding("hole", "cover", f"{c.file.path} lacks {name}, which {other} has",
-                              fqn=name, file=c.file.path)  # fmt: skip
+                yield finding(
+                    "hole",
+                    "cover",
+                    f"{c.file.path} lacks {name}, which {other} has",
+                    fqn=name,
+                    file=c.file.path,
+                )
 
 
 class Merger:
@@ -141,8 +165,16 @@ class Merger:
             at = view.start + start * BY_NAME[value.dtype].itemsize
             self.chunk(fqn, value.dtype, placement.shape, offset, shape, item, View(at, steps, view.flags))
 
-    def chunk(self, fqn: str, dtype: str, whole: tuple[int, ...], offset: tuple[int, ...],
-              shape: tuple[int, ...], item: int, view: View) -> None:  # fmt: skip
+    def chunk(
+        self,
+        fqn: str,
+        dtype: str,
+        whole: tuple[int, ...],
+        offset: tuple[int, ...],
+        shape: tuple[int, ...],
+        item: int,
+        view: View,
+    ) -> None:
         """Adds one box of a tensor; a finding where another rank says it has another shape or dtype."""
         at = self._tensors.get(fqn)
         if at is None:
@@ -153,9 +185,14 @@ class Merger:
             return
         path = self._builder.file_names()[-1]
         self._builder.findings.append(
-            finding("item-mismatch", "cover", f"{path} makes {fqn} {dtype} {list(whole)}, another rank "
-                    f"{spec.dtype} {list(spec.shape)}", fqn=fqn, file=path)
-        )  # fmt: skip
+            finding(
+                "item-mismatch",
+                "cover",
+                f"{path} makes {fqn} {dtype} {list(whole)}, another rank {spec.dtype} {list(spec.shape)}",
+                fqn=fqn,
+                file=path,
+            )
+        )
 
     def _parameter(self, chunk: Chunk, tree: TorchTree, name: str, value: StoredView) -> None:
         model = self.model
@@ -167,9 +204,15 @@ class Merger:
             return
         fqn = f"{name}/{chunk.file.folder}"
         self._builder.findings.append(
-            finding("unmerged-tensor", "cover", f"{fqn} {list(value.shape)}: no rule tells how {name} is cut "
-                    f"over {model.world.tp} tensor ranks", fqn=fqn, file=chunk.file.path)
-        )  # fmt: skip
+            finding(
+                "unmerged-tensor",
+                "cover",
+                f"{fqn} {list(value.shape)}: no rule tells how {name} is cut "
+                f"over {model.world.tp} tensor ranks",
+                fqn=fqn,
+                file=chunk.file.path,
+            )
+        )
         tree.add(fqn, value)
 
     def _extra(self, chunk: Chunk, tree: TorchTree, name: str, value: Any) -> None:

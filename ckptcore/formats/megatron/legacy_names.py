@@ -45,8 +45,10 @@ def current_names(state: Mapping[str, Any], what: str) -> tuple[dict[str, Any], 
     out: dict[str, Any] = {}
     for name, value in _flat(state, "", 0, what):
         if name.startswith("language_model.decoder."):
-            raise UnsupportedFormat(f"{what} is an encoder-decoder model of before Megatron-Core",
-                                    hint="convert it with the Megatron-LM that wrote it")  # fmt: skip
+            raise UnsupportedFormat(
+                f"{what} is an encoder-decoder model of before Megatron-Core",
+                hint="convert it with the Megatron-LM that wrote it",
+            )
         for old, new in RENAMES:
             name = old.sub(new, name)
         if name in out:

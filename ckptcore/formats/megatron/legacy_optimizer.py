@@ -100,8 +100,10 @@ def add_buffers(state: Any, chunks: Sequence[Chunk], merger: Merger, tree: Torch
             if number >= len(buffers) or buffers[number][0] != dtypes[0]:
                 raise Unregistered(f"buffer {number} of {' '.join(dtypes)}")
             parameters = buffers[number][1]
-            own = [merger.model.tied and merger.model.world.pp > 1 and p.placement.fqn == EMBEDDING
-                   for p in parameters]  # fmt: skip
+            own = [
+                merger.model.tied and merger.model.world.pp > 1 and p.placement.fqn == EMBEDDING
+                for p in parameters
+            ]
             for kind, held in tensors.items():
                 rows += _ranges(kind, held, parameters, own, merger.model.bucket_size)
     for kind, parameter, value, start in rows:
@@ -205,8 +207,9 @@ def _stored(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[str, Any]
             yield number, names, {k: v for k, v in held.items() if isinstance(v, (StoredView, list))}
 
 
-def _ranges(kind: str, held: Any, parameters: Sequence[Parameter], own: Sequence[bool],
-            bucket: int | None) -> Iterator[tuple[str, Parameter, StoredView, int]]:  # fmt: skip
+def _ranges(
+    kind: str, held: Any, parameters: Sequence[Parameter], own: Sequence[bool], bucket: int | None
+) -> Iterator[tuple[str, Parameter, StoredView, int]]:
     """(kind, parameter, flat tensor, first element in it)."""
     if isinstance(held, StoredView):
         _require_flat([held])
@@ -223,8 +226,9 @@ def _require_flat(held: Sequence[Any]) -> None:
         raise Unregistered("a buffer that is no flat tensor")
 
 
-def _put_range(kind: str, parameter: Parameter, value: StoredView, start: int, merger: Merger,
-               tree: TorchTree) -> None:  # fmt: skip
+def _put_range(
+    kind: str, parameter: Parameter, value: StoredView, start: int, merger: Merger, tree: TorchTree
+) -> None:
     fqn = f"{PREFIX}.{kind}.{parameter.placement.fqn}"
     item, view = tree.place(value, fqn)
     itemsize = BY_NAME[value.dtype].itemsize

@@ -28,8 +28,17 @@ _SIZES = {
     "pipeline_model_parallel_size": ("inter_layer_model_parallel_size",),
     "expert_model_parallel_size": (),
 }
-_ALIKE = (*_SIZES, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-          "num_experts", "padded_vocab_size", "virtual_pipeline_model_parallel_size")  # fmt: skip
+_ALIKE = (
+    *_SIZES,
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "num_experts",
+    "padded_vocab_size",
+    "virtual_pipeline_model_parallel_size",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +90,13 @@ def read_ranks(source: Source) -> Ranks:
         told += _unlike(first, trees[0][1].tree, objects.tree, path, trees[0][0][0])
         if place is None or not (place[0] < tp and place[1] < pp and place[2] < ep):
             told.append(
-                finding("item-mismatch", "files", f"{path} is no rank of {tp} tensor x {pp} pipeline "
-                        f"x {ep} expert-parallel ranks", file=path)
-            )  # fmt: skip
+                finding(
+                    "item-mismatch",
+                    "files",
+                    f"{path} is no rank of {tp} tensor x {pp} pipeline x {ep} expert-parallel ranks",
+                    file=path,
+                )
+            )
             continue
         files.append(RankFile(match[1], path, source.listing[path], *place, objects))
     told += _missing(files, tp, pp, ep, etp)
@@ -102,9 +115,10 @@ def arguments(tree: Any, path: str) -> Mapping[str, Any]:
     if isinstance(args, dict):
         return args
     raise MalformedCheckpoint(
-        f"{path} keeps no arguments: nothing tells how the model is cut over the ranks", file=path,
+        f"{path} keeps no arguments: nothing tells how the model is cut over the ranks",
+        file=path,
         hint="save it again with a Megatron-LM that stores `args`",
-    )  # fmt: skip
+    )
 
 
 def _objects(source: Source, path: str) -> Objects:
@@ -120,8 +134,10 @@ def _size(args: Mapping[str, Any], key: str) -> int:
 
 def _expert_tensor_size(args: Mapping[str, Any], tp: int, ep: int) -> int:
     if args.get("moe_extended_tp"):
-        raise UnsupportedFormat("experts are cut over tensor and expert ranks at once (moe_extended_tp)",
-                                hint="save it as torch_dist with the Megatron-LM that wrote it")  # fmt: skip
+        raise UnsupportedFormat(
+            "experts are cut over tensor and expert ranks at once (moe_extended_tp)",
+            hint="save it as torch_dist with the Megatron-LM that wrote it",
+        )
     etp = args.get("expert_tensor_parallel_size")
     if etp is None or etp == tp:
         return tp
@@ -148,8 +164,13 @@ def _unlike(args: Mapping[str, Any], first: Any, tree: Any, path: str, other: st
     pairs += [(key, first.get(key), tree.get(key)) for key in ("iteration", "checkpoint_version")]
     for key, want, have in pairs:
         if want != have:
-            yield finding("item-mismatch", "files", f"{path} says {key} is {shown(have, 40)}, {other} says "
-                          f"{shown(want, 40)}: they are of different saves", file=path)  # fmt: skip
+            yield finding(
+                "item-mismatch",
+                "files",
+                f"{path} says {key} is {shown(have, 40)}, {other} says "
+                f"{shown(want, 40)}: they are of different saves",
+                file=path,
+            )
 
 
 def _elsewhere(files: Sequence[RankFile], tp: int, etp: int) -> Iterator[Finding]:
@@ -196,8 +217,12 @@ def _missing(files: Sequence[RankFile], tp: int, pp: int, ep: int, etp: int) -> 
         lost = islice((c for c in wanted if c not in have), _MAX_TOLD)
         for t, p, e in lost:
             name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
-            yield finding("missing-rank", "files", f"{name}/model_optim_rng.pt is not there",
-                          file=f"{name}/model_optim_rng.pt")  # fmt: skip
+            yield finding(
+                "missing-rank",
+                "files",
+                f"{name}/model_optim_rng.pt is not there",
+                file=f"{name}/model_optim_rng.pt",
+            )
         return
     # Experts are not cut over tensor ranks: which (tensor, expert) pairs wrote depends on the job's layout,
     # and every tensor rank and every expert rank of a stage must be there once.

@@ -71,8 +71,11 @@ _LAYER = (
     *_fused("mlp.linear_fc1"),
     *_pair("mlp.linear_fc2"),
 )
-_FIRST = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight",
-          "embedding.tokentype_embeddings.weight")  # fmt: skip
+_FIRST = (
+    "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight",
+    "embedding.tokentype_embeddings.weight",
+)
 _LAST = (*_pair("decoder.final_layernorm"), *_pair("output_layer"))
 _BUFFERS = ("mlp.router.expert_bias",)  # stored with the weights, but no parameters
 _WHOLE_EXPERTS = "mlp.experts.experts."
@@ -196,13 +199,17 @@ class Registration:
     def _local(self, rest: str) -> str:
         if not self.world.norms_fused:
             return rest
-        return next((new + rest.removeprefix(old) for old, new in _OWN_NORMS.items() if rest.startswith(old)),
-                    rest)  # fmt: skip
+        return next(
+            (new + rest.removeprefix(old) for old, new in _OWN_NORMS.items() if rest.startswith(old)), rest
+        )
 
     def _experts(self, found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of a rank's experts: one by one, or in the order of the grouped layers."""
-        held = {r.removeprefix(_WHOLE_EXPERTS): shape for r, (_, shape) in found.items()
-                if r.startswith(_WHOLE_EXPERTS)}  # fmt: skip
+        held = {
+            r.removeprefix(_WHOLE_EXPERTS): shape
+            for r, (_, shape) in found.items()
+            if r.startswith(_WHOLE_EXPERTS)
+        }
         if not held:
             return
         if self.world.experts % self.world.ep:
@@ -226,8 +233,9 @@ class Registration:
             for e in range(count):
                 yield from ((f"{_EXPERTS}local_experts.{e}.{k}", local[k]) for k in known if k in local)
 
-    def _parameter(self, name: str, spec: TensorSpec, shape: tuple[int, ...], where: Rank,
-                   cut: bool = True) -> Parameter:  # fmt: skip
+    def _parameter(
+        self, name: str, spec: TensorSpec, shape: tuple[int, ...], where: Rank, cut: bool = True
+    ) -> Parameter:
         local = self._cut(name, shape, self.world.tp) if cut else shape
         placement = place(name, local, where, self.world)
         if placement is None or (placement.fqn, placement.shape) != (spec.fqn, spec.shape):

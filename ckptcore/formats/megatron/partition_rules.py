@@ -120,7 +120,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("lm_head.dense.*", WHOLE),  # BERT's heads
     ("pooler.dense.*", WHOLE),
     ("binary_head.*", WHOLE),
-)  # fmt: skip
+)
 LAYERS = "decoder.layers."
 _LAYER = re.compile(r"^(decoder|encoder)\.layers\.(\d{1,9})\.(.+)$")
 _MTP = re.compile(r"^mtp\.layers\.(\d{1,9})\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)$")
@@ -137,8 +137,10 @@ _FUSED = (
 # Where query, key and value of one head, of which head, and which row of it stand in a rank's QKV rows:
 # checkpoint_version 0, 1.0, and later (megatron/checkpointing.py, fix_query_key_value_ordering).
 QKV_ORDERS: dict[str, tuple[int, int, int] | None] = {
-    "version 0": (0, 1, 2), "version 1.0": (2, 0, 1), "by group": None,
-}  # fmt: skip
+    "version 0": (0, 1, 2),
+    "version 1.0": (2, 0, 1),
+    "by group": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +275,9 @@ def _cut(
     )
 
 
-def _reordered(local: LocalName, order: tuple[int, int, int], shape: tuple[int, ...], rank: Rank,
-               world: World, name: str) -> Placement:  # fmt: skip
+def _reordered(
+    local: LocalName, order: tuple[int, int, int], shape: tuple[int, ...], rank: Rank, world: World, name: str
+) -> Placement:
     """QKV rows of an old order, as [head, query or key or value, row]."""
     if not world.heads or world.heads % world.tp or shape[0] % (3 * (world.heads // world.tp)):
         raise MalformedCheckpoint(f"{name} {list(shape)}: {world.heads} heads on {world.tp} ranks")
@@ -290,14 +293,20 @@ def _reordered(local: LocalName, order: tuple[int, int, int], shape: tuple[int, 
             low[order[0]], count[order[0]] = kind, 1
             low[order[1]], count[order[1]] = head, 1
             at = ((rank.tp * heads + head) * 3 + kind) * size
-            parts.append(Part(Box(tuple(low), tuple(count)), (order[2], *(2 + d for d in tail)),
-                              (at, *(0 for _ in tail))))  # fmt: skip
+            parts.append(
+                Part(
+                    Box(tuple(low), tuple(count)),
+                    (order[2], *(2 + d for d in tail)),
+                    (at, *(0 for _ in tail)),
+                )
+            )
     whole = (shape[0] * world.tp, *shape[1:])
     return _named(local, local.rest, source, whole, tuple(parts), rank, world)
 
 
-def _grouped(local: LocalName, lead: str, which: str, shape: tuple[int, ...], rank: Rank,
-             world: World) -> Placement:  # fmt: skip
+def _grouped(
+    local: LocalName, lead: str, which: str, shape: tuple[int, ...], rank: Rank, world: World
+) -> Placement:
     """GroupedMLP: all experts of a rank in one tensor, each as [in, out] (mcore up to 0.16).
 
     weight1 [H, E_local * rows] holds (E_local, H, rows); weight2 [E_local * F, H] holds (E_local, F, H).
@@ -342,8 +351,15 @@ def _under(
     return (count, *whole), tuple(Part(p.inner, (None, *p.dims), (index, *p.at)) for p in parts)
 
 
-def _named(local: LocalName, rest: str, source: tuple[int, ...], whole: tuple[int, ...],
-           parts: tuple[Part, ...], rank: Rank, world: World) -> Placement:  # fmt: skip
+def _named(
+    local: LocalName,
+    rest: str,
+    source: tuple[int, ...],
+    whole: tuple[int, ...],
+    parts: tuple[Part, ...],
+    rank: Rank,
+    world: World,
+) -> Placement:
     if not local.block:
         return Placement(rest, whole, source, parts)
     if local.block == "mtp":

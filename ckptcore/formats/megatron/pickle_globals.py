@@ -169,24 +169,36 @@ def _dataclass_row(name: str) -> Call:
     return Call(name, lambda *args: Record("dataclass", (name,)))
 
 
-_ENUMS = frozenset({
-    # megatron/core/enums.py; megatron/core/transformer/enums.py (before 0.13: megatron/core/enums.py)
-    "megatron.core.enums.ModelType", "megatron.core.transformer.enums.ModelType",
-    "megatron.model.enums.ModelType", "megatron.core.enums.Fp8Recipe", "megatron.core.enums.Fp4Recipe",
-    "megatron.core.transformer.enums.LayerType", "megatron.core.transformer.enums.AttnType",
-    "megatron.core.transformer.enums.AttnMaskType", "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.CudaGraphModule", "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.core.transformer.enums.InferenceCudaGraphScope",
-    # megatron/legacy/model/enums.py, megatron/model/enums.py
-    "megatron.model.enums.LayerType", "megatron.model.enums.AttnType", "megatron.model.enums.AttnMaskType",
-    "megatron.legacy.model.enums.LayerType", "megatron.legacy.model.enums.AttnType",
-    "megatron.legacy.model.enums.AttnMaskType",
-    # megatron/core/rerun_state_machine.py
-    "megatron.core.rerun_state_machine.RerunDiagnostic", "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState",
-    # Lib/signal.py: args.exit_signal
-    "signal.Signals",
-})  # fmt: skip
+_ENUMS = frozenset(
+    {
+        # megatron/core/enums.py; megatron/core/transformer/enums.py (before 0.13: megatron/core/enums.py)
+        "megatron.core.enums.ModelType",
+        "megatron.core.transformer.enums.ModelType",
+        "megatron.model.enums.ModelType",
+        "megatron.core.enums.Fp8Recipe",
+        "megatron.core.enums.Fp4Recipe",
+        "megatron.core.transformer.enums.LayerType",
+        "megatron.core.transformer.enums.AttnType",
+        "megatron.core.transformer.enums.AttnMaskType",
+        "megatron.core.transformer.enums.AttnBackend",
+        "megatron.core.transformer.enums.CudaGraphModule",
+        "megatron.core.transformer.enums.CudaGraphScope",
+        "megatron.core.transformer.enums.InferenceCudaGraphScope",
+        # megatron/legacy/model/enums.py, megatron/model/enums.py
+        "megatron.model.enums.LayerType",
+        "megatron.model.enums.AttnType",
+        "megatron.model.enums.AttnMaskType",
+        "megatron.legacy.model.enums.LayerType",
+        "megatron.legacy.model.enums.AttnType",
+        "megatron.legacy.model.enums.AttnMaskType",
+        # megatron/core/rerun_state_machine.py
+        "megatron.core.rerun_state_machine.RerunDiagnostic",
+        "megatron.core.rerun_state_machine.RerunMode",
+        "megatron.core.rerun_state_machine.RerunState",
+        # Lib/signal.py: args.exit_signal
+        "signal.Signals",
+    }
+)
 MEGATRON_TABLE: dict[str, Any] = {
     **OBJECT_TABLE,
     # Lib/argparse.py, Lib/types.py: the parsed arguments (megatron/training/checkpointing.py)
@@ -207,8 +219,11 @@ MEGATRON_TABLE: dict[str, Any] = {
     "builtins.getattr": Call("getattr", _member),
     "__builtin__.getattr": Call("getattr", _member),
     # dataclasses and plain classes that `args` or the optimizer's state hold
-    **{name: _dataclass_row(name) for name in (
-        "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-        "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
-    )},
-}  # fmt: skip
+    **{
+        name: _dataclass_row(name)
+        for name in (
+            "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+            "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
+        )
+    },
+}

@@ -127,8 +127,12 @@ def grids(blobs: Sequence[Blob]) -> Iterator[Finding]:
             found.setdefault(m["key"], {}).setdefault(shape, set()).add(offset)
     for key, shapes in found.items():
         if len(shapes) > 1:
-            yield finding("overlap", "cover", f"object {key} is stored in grids of different shapes: "
-                          f"{', '.join(map(_text, shapes))}", fqn=key)  # fmt: skip
+            yield finding(
+                "overlap",
+                "cover",
+                f"object {key} is stored in grids of different shapes: {', '.join(map(_text, shapes))}",
+                fqn=key,
+            )
         for shape, offsets in shapes.items():
             if all(len(o) == len(shape) + 1 for o in offsets):
                 # 0.5 cut the last number off a name in two dims: that dim is as long as its cells say.
@@ -141,15 +145,24 @@ def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> It
         o for o in offsets if len(o) == len(shape) and all(a < n for a, n in zip(o, shape, strict=True))
     }
     for offset in sorted(offsets - inside)[:3]:
-        yield finding("out-of-bounds", "cover", f"object {key}: shard {_text(offset)} lies outside its grid "
-                      f"{_text(shape)}", fqn=key)  # fmt: skip
+        yield finding(
+            "out-of-bounds",
+            "cover",
+            f"object {key}: shard {_text(offset)} lies outside its grid {_text(shape)}",
+            fqn=key,
+        )
     total = prod(shape)
     if len(inside) == total:
         return
     cells = (cell(shape, n) for n in range(min(total, len(inside) + 3)))
     first = [_text(c) for c in cells if c not in inside][:3]
-    yield finding("hole", "cover", f"object {key}: {total - len(inside)} of {total} shards are not there"
-                  f"{': ' + ', '.join(first) if first else ''}", fqn=key)  # fmt: skip
+    yield finding(
+        "hole",
+        "cover",
+        f"object {key}: {total - len(inside)} of {total} shards are not there"
+        f"{': ' + ', '.join(first) if first else ''}",
+        fqn=key,
+    )
 
 
 def _text(dims: tuple[int, ...]) -> str:

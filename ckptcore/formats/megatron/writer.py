@@ -160,8 +160,10 @@ def _require_folders(names: Sequence[str]) -> None:
             or len(name) > _MAX_PATH
             or any(_OWN.fullmatch(s) and "/".join(steps[:n]) in folders for n, s in enumerate(steps) if n)
         ):
-            raise NameMismatch(f"{shown(name, 120)} cannot be a folder of a zarr checkpoint",
-                               hint="rename it with --rename, or leave it out with --exclude")  # fmt: skip
+            raise NameMismatch(
+                f"{shown(name, 120)} cannot be a folder of a zarr checkpoint",
+                hint="rename it with --rename, or leave it out with --exclude",
+            )
         taken.add(name)
 
 

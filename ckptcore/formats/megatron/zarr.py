@@ -77,8 +77,11 @@ def read(source: Source) -> Manifest:
 def _arrays(source: Source) -> list[str]:
     """Every array's `.zarray`; those of lock folders are empty."""
     found = {p.removesuffix("/" + _zarr.ARRAY): p for p in source.listing if p.endswith("/" + _zarr.ARRAY)}
-    locks = {k for k, p in found.items() if k.endswith(_LOCKS)
-             and (not source.listing[p] or k.removesuffix(_LOCKS) in found)}  # fmt: skip
+    locks = {
+        k
+        for k, p in found.items()
+        if k.endswith(_LOCKS) and (not source.listing[p] or k.removesuffix(_LOCKS) in found)
+    }
     return [p for k, p in found.items() if k not in locks]
 
 
@@ -111,8 +114,11 @@ def _by_folder(source: Source) -> dict[str, list[str]]:
 
 def _of_another_writer(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
     """Findings about arrays whose elements are in another order than those of most: a save has one order."""
-    kinds = {p: (f"order {a.order}", "big-endian" if a.swapped else "little-endian")
-             for p, a in arrays.items() if a.shape and a.dtype.itemsize > 1}  # fmt: skip
+    kinds = {
+        p: (f"order {a.order}", "big-endian" if a.swapped else "little-endian")
+        for p, a in arrays.items()
+        if a.shape and a.dtype.itemsize > 1
+    }
     counts = Counter(kinds.values()).most_common()
     for path, kind in kinds.items() if counts[1:] else ():
         if kind != counts[0][0]:
@@ -128,13 +134,16 @@ def _uneven(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
     """
     for path, array in arrays.items():
         if any(n % c for n, c in zip(array.shape, array.chunks, strict=True)) and not _PADDED.search(path):
-            message = (f"{path} says shape {list(array.shape)} and chunks of {list(array.chunks)}: "
-                       "Megatron-Core cuts into equal parts, the shape may have been another")  # fmt: skip
+            message = (
+                f"{path} says shape {list(array.shape)} and chunks of {list(array.chunks)}: "
+                "Megatron-Core cuts into equal parts, the shape may have been another"
+            )
             yield finding("unusual-layout", "files", message, file=path)
 
 
-def _add_array(builder: Builder, source: Source, path: str, inside: dict[str, list[str]]
-               ) -> _zarr.Array | None:  # fmt: skip
+def _add_array(
+    builder: Builder, source: Source, path: str, inside: dict[str, list[str]]
+) -> _zarr.Array | None:
     """Adds an array with its chunks; gives None for one that cannot be read."""
     key = path.removesuffix("/" + _zarr.ARRAY)
     try:
@@ -171,8 +180,9 @@ def _add_array(builder: Builder, source: Source, path: str, inside: dict[str, li
     return array
 
 
-def _add_chunk(builder: Builder, source: Source, tensor: int, array: _zarr.Array,
-               index: tuple[int, ...], path: str) -> None:  # fmt: skip
+def _add_chunk(
+    builder: Builder, source: Source, tensor: int, array: _zarr.Array, index: tuple[int, ...], path: str
+) -> None:
     size = source.listing[path]
     if size > array.chunk_bytes:
         message = f"{path} has {size} bytes, a chunk {array.chunk_bytes}"

@@ -148,8 +148,14 @@ def _paths(stored: Manifest, train: Manifest) -> dict[str, Any]:
     if not form:
         return {}
     more = [-1] * len(train.tensors), [-1] * len(train.blobs)
-    return {"paths": form | {"tensors": form["tensors"] + more[0], "objects": form["objects"] + more[1],
-                             "order": form["order"] + more[1]}}  # fmt: skip
+    return {
+        "paths": form
+        | {
+            "tensors": form["tensors"] + more[0],
+            "objects": form["objects"] + more[1],
+            "order": form["order"] + more[1],
+        }
+    }
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:

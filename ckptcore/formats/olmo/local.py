@@ -146,16 +146,20 @@ class _State:
         """Adds one rank's elements of a tensor; ``at``: the first of them in ``data``."""
         count = seen.stop - seen.start
         if data is not seen.data and data.shape != (count,):
-            raise MalformedCheckpoint(f"{path}: {name} has shape {list(data.shape)}, {count} elements of its "
-                                      "parameter are here", file=path)  # fmt: skip
+            raise MalformedCheckpoint(
+                f"{path}: {name} has shape {list(data.shape)}, {count} elements of its parameter are here",
+                file=path,
+            )
         spec = TensorSpec(name, data.dtype, seen.shape)
         tensor = self._tensors.get(name)
         if tensor is None:
             tensor = self._tensors[name] = self.builder.tensor(spec)
         elif self.builder.tensors[tensor] != spec:
             first = self.builder.tensors[tensor]
-            message = (f"{path}: {name} is {spec.dtype} {list(spec.shape)}, in another rank's file it is "
-                       f"{first.dtype} {list(first.shape)}")  # fmt: skip
+            message = (
+                f"{path}: {name} is {spec.dtype} {list(spec.shape)}, in another rank's file it is "
+                f"{first.dtype} {list(first.shape)}"
+            )
             self.builder.findings.append(finding("mixed-saves", "cover", message, fqn=name, file=path))
             return
         if not count:

@@ -112,15 +112,17 @@ def _value(builder: Builder, folder: Folder, stored: Stored) -> Any:
         builder.blobs.append(Blob(stored.name, -1, known=False))
         return None
     start, length = header[1] + entry[2], entry[3] - entry[2]
-    at = builder.item(Item(builder.file(shard.file, folder.source.listing[shard.file]), start, length,
-                           Envelope.RAW))  # fmt: skip
+    at = builder.item(
+        Item(builder.file(shard.file, folder.source.listing[shard.file]), start, length, Envelope.RAW)
+    )
     what = f"{stored.name} in {shard.file}"
     try:
         raw = folder.source.store.read(shard.file, start, length)
         value = int.from_bytes(raw, "little", signed=True) if stored.name == _COUNT else _unpickled(raw, what)
     except (MalformedCheckpoint, UnsafeContent) as error:
-        builder.findings.append(finding("malformed-item", "cover", error.message, fqn=stored.name,
-                                        file=shard.file))  # fmt: skip
+        builder.findings.append(
+            finding("malformed-item", "cover", error.message, fqn=stored.name, file=shard.file)
+        )
         builder.blobs.append(Blob(stored.name, at, known=False))
         return None
     add_object(builder, stored.name, value, what)

@@ -83,8 +83,9 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
             raise _no_place(name, "the parts model, optim and train")
     layouts = train_files(request)
     model = [_entry(t, i, t.fqn[6:]) for i, t in enumerate(request.tensors) if t.fqn.startswith("model.")]
-    optim = [_entry(t, i, _state_name(t.fqn)) for i, t in enumerate(request.tensors)
-             if t.fqn.startswith("optim.")]  # fmt: skip
+    optim = [
+        _entry(t, i, _state_name(t.fqn)) for i, t in enumerate(request.tensors) if t.fqn.startswith("optim.")
+    ]
     objects = {k: decode(v) for k, v in request.objects.items() if not k.startswith("train.")}
     for key in objects:
         if key.startswith("model."):
@@ -173,11 +174,7 @@ def _spec(entry: _Entry, box: Box) -> dict[str, Any]:
     shape = entry.shape
     outer = next(d for d in range(len(shape) + 1) if is_run(shape[d:], box.shape[d:]))
     if outer and len(shape) == 2:
-        return {
-            "flattened_offsets": None,
-            "local_shape": list(box.shape),
-            "global_offset": list(box.offset),
-        }
+        return {"flattened_offsets": None, "local_shape": list(box.shape), "global_offset": list(box.offset)}
     if prod(box.shape[:outer]) > _MAX_RANGES:
         raise UnsupportedFormat(
             f"olmo_v01 would need {prod(box.shape[:outer])} ranges for a part {list(box.shape)} of "
@@ -200,8 +197,11 @@ def _rank_file(path: str, group: Sequence[_Held]) -> FileLayout:
     header: dict[str, Any] = {}
     at = 0
     for h in order:  # the loader takes 1-D tensors only
-        header[h.entry.name] = {"dtype": BY_NAME[h.entry.dtype].safetensors, "shape": [h.box.numel],
-                                "data_offsets": [at, at + h.nbytes]}  # fmt: skip
+        header[h.entry.name] = {
+            "dtype": BY_NAME[h.entry.dtype].safetensors,
+            "shape": [h.box.numel],
+            "data_offsets": [at, at + h.nbytes],
+        }
         at += h.nbytes
     prefix = pack_header(header, 8)
     literals = [Literal(0, prefix)]

@@ -29,8 +29,11 @@ def arrange_step(request: Arrangement, *, folder: str, marker: str) -> tuple[Fil
         for layout in arrange_folder(part, folder=folder, commit=False)
     ]
     told = json.dumps({"ephemeral": False}).encode()
-    return (*layouts, *train_files(_of_no_world(request)),
-            FileLayout(marker, len(told), (), (), (Literal(0, told),), commit=True))  # fmt: skip
+    return (
+        *layouts,
+        *train_files(_of_no_world(request)),
+        FileLayout(marker, len(told), (), (), (Literal(0, told),), commit=True),
+    )
 
 
 def _of_no_world(request: Arrangement) -> Arrangement:

@@ -166,8 +166,12 @@ def _no_tensor(fqn: str) -> tuple[str, TensorSpec]:
 class RankPickled(Pickled):
     """Builds the pickle of one rank's file, and with it that of others."""
 
-    def __init__(self, tensor: Callable[[str], tuple[str, TensorSpec]],
-                 distributed: Mapping[str, tuple[TensorSpec, Layout]], meshes: Meshes) -> None:  # fmt: skip
+    def __init__(
+        self,
+        tensor: Callable[[str], tuple[str, TensorSpec]],
+        distributed: Mapping[str, tuple[TensorSpec, Layout]],
+        meshes: Meshes,
+    ) -> None:
         """tensor: FQN -> (storage key, spec of what this rank has).
 
         distributed: FQN -> (spec of the whole, how it lies) of those that are DTensors.
@@ -289,6 +293,20 @@ _DTENSOR = _Global("torch.distributed.tensor", "DTensor")
 _STRIDED, _CPU = Named("layout", "torch.strided"), Named("device", ["cpu"])
 # Text that the pickle of every tensor has.
 _REPEATED = frozenset(
-    {"_local_tensor", "_spec", "mesh", "placements", "tensor_meta", "shard_order", "_hash", "storage", "cpu",
-     "use_strided_shard_as_shard_order", "exp_avg", "exp_avg_sq", "step", "torch.strided"}
-)  # fmt: skip
+    {
+        "_local_tensor",
+        "_spec",
+        "mesh",
+        "placements",
+        "tensor_meta",
+        "shard_order",
+        "_hash",
+        "storage",
+        "cpu",
+        "use_strided_shard_as_shard_order",
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+        "torch.strided",
+    }
+)

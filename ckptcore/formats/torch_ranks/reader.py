@@ -168,8 +168,9 @@ class RankReader:
         if (spec.dtype, spec.shape) != (dtype, shape):
             raise MalformedCheckpoint(
                 f"{path} says {name} is {dtype} {list(shape)}, another rank says {spec.dtype} "
-                f"{list(spec.shape)}: the files are of different saves", file=path,
-            )  # fmt: skip
+                f"{list(spec.shape)}: the files are of different saves",
+                file=path,
+            )
         return at
 
 

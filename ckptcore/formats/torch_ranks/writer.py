@@ -100,8 +100,13 @@ class _Files:
     same shapes have files that differ in what meshes tell of their own rank.
     """
 
-    def __init__(self, topology: Topology, specs: Mapping[str, tuple[int, TensorSpec]], tree: Any,
-                 inline: Mapping[str, Inline]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        topology: Topology,
+        specs: Mapping[str, tuple[int, TensorSpec]],
+        tree: Any,
+        inline: Mapping[str, Inline],
+    ) -> None:
         self._specs, self._tree, self._inline = specs, tree, inline
         self._names = [n for n in tensors_in(tree) if n in specs]
         self._distributed: dict[str, tuple[TensorSpec, Layout]] = {}
@@ -148,9 +153,12 @@ class _Files:
         made = RankPickled(lookup(list(held.values()), inline).__getitem__, self._distributed, meshes)
         made.value(tree)
         return _Alike(
-            tuple(self._specs[name][0] for name in held), tuple(self._kind[name] for name in held),
-            tuple(spec.nbytes for spec in held.values()), data_of(inline), made.shared(),
-        )  # fmt: skip
+            tuple(self._specs[name][0] for name in held),
+            tuple(self._kind[name] for name in held),
+            tuple(spec.nbytes for spec in held.values()),
+            data_of(inline),
+            made.shared(),
+        )
 
 
 def _rows(request: Arrangement) -> list[Row]:
@@ -235,8 +243,9 @@ def _without(value: Any, gone: set[str]) -> Any:
     Raises `UnsupportedFormat` for a list with such a tensor: positions have a meaning.
     """
     if isinstance(value, dict):
-        kept = ((k, _without(v, gone)) for k, v in value.items()
-                if not (type(v) is TensorRef and v.fqn in gone))  # fmt: skip
+        kept = (
+            (k, _without(v, gone)) for k, v in value.items() if not (type(v) is TensorRef and v.fqn in gone)
+        )
         return type(value)((k, v) for k, v in kept if v != {} or value[k] == {})
     lost = [name for name in tensors_in(value) if name in gone] if isinstance(value, (list, tuple)) else []
     if lost:

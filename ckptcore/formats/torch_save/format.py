@@ -15,15 +15,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, is_zip, read_objects
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
-from ckptcore.formats.base import (
-    Abilities,
-    Arrangement,
-    Evidence,
-    FileLayout,
-    Format,
-    Source,
-    natural,
-)
+from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source, natural
 from ckptcore.formats.common.rank_file_names import is_rank_file
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
@@ -32,8 +24,15 @@ from ckptcore.formats.torch_save.tree import TorchTree
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 DEFAULT = "model.pt"
 # Globals that hold tensor data in ways this reader does not take apart.
-_TENSOR_CLASSES = ("torch._tensor.", "torch._utils.", "torch.distributed", "torch.nested",
-                   "torch.ao.", "torchao.", "torch.sparse")  # fmt: skip
+_TENSOR_CLASSES = (
+    "torch._tensor.",
+    "torch._utils.",
+    "torch.distributed",
+    "torch.nested",
+    "torch.ao.",
+    "torchao.",
+    "torch.sparse",
+)
 
 
 def detect(source: Source) -> Evidence | None:

@@ -18,9 +18,16 @@ Inline = tuple[TensorSpec, bytes]
 _KEPT = 8  # files that others may be like: megabytes each in a large job
 
 
-def torch_file(path: str, tree: Any, tensors: Sequence[TensorSpec], order: Sequence[int], *,
-               commit: bool = False, classes: bool = False,
-               inline: Mapping[str, Inline] | None = None) -> FileLayout:  # fmt: skip
+def torch_file(
+    path: str,
+    tree: Any,
+    tensors: Sequence[TensorSpec],
+    order: Sequence[int],
+    *,
+    commit: bool = False,
+    classes: bool = False,
+    inline: Mapping[str, Inline] | None = None,
+) -> FileLayout:
     """The file that holds ``tree``, a value as `ckptcore.objects.decode` gives it.
 
     order: positions into ``tensors`` of those that the tree refers to, in file order. classes: see `Pickled`.
@@ -65,8 +72,16 @@ class Around:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], _Behind] = {}
 
-    def of(self, path: str, pickled: bytes, tensors: tuple[int, ...], sizes: tuple[int, ...],
-           inline: tuple[bytes, ...], *, commit: bool = False) -> FileLayout:  # fmt: skip
+    def of(
+        self,
+        path: str,
+        pickled: bytes,
+        tensors: tuple[int, ...],
+        sizes: tuple[int, ...],
+        inline: tuple[bytes, ...],
+        *,
+        commit: bool = False,
+    ) -> FileLayout:
         """A file. tensors: see `FileLayout`. sizes: of their slots, bytes. inline: storages behind them."""
         literals, rows, at = [], b"", 0
         for name, data in (("data.pkl", pickled), ("byteorder", b"little")):

@@ -89,8 +89,11 @@ class TorchTree:
                 f"{self._what} holds {unused} bytes of tensors that nothing in it refers to",
                 hint="save a plain dict of tensors",
             )
-        note_hidden(self._builder, {path: (isinstance(v, Refused), refused_in(v), self._what)
-                                    for path, v in self._refused.items()}, unused)  # fmt: skip
+        note_hidden(
+            self._builder,
+            {path: (isinstance(v, Refused), refused_in(v), self._what) for path, v in self._refused.items()},
+            unused,
+        )
 
 
 def note_hidden(
@@ -104,9 +107,12 @@ def note_hidden(
     """
     held = f"{nbytes} bytes of tensors inside what is refused cannot be taken out"
     builder.unread_instead(
-        {name: Unread(f"it needs {', '.join(needs)}, and {held}", file=file)
-         for name, (whole, needs, file) in refused.items() if whole}
-    )  # fmt: skip
+        {
+            name: Unread(f"it needs {', '.join(needs)}, and {held}", file=file)
+            for name, (whole, needs, file) in refused.items()
+            if whole
+        }
+    )
     for name, (_, needs, _) in refused.items():
         message = f"{name} may hold tensors: it needs {', '.join(needs)}, and {held}"
         builder.findings.append(finding("refused-tensors", "cover", message, fqn=name))

@@ -89,8 +89,11 @@ class Batch:
         began = time.monotonic()
         done = subprocess.run(
             [*command, str(self.source(stack, step)), self.run, str(step)],
-            env=env, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         self.seconds[step] = time.monotonic() - began
         if done.returncode:
             self.failed[step] = done.stdout + done.stderr

@@ -60,8 +60,9 @@ def prove(stack: Stack, batch: Batch) -> None:
 
 def standing(stack: Stack, batch: Batch) -> str:
     """What there is to know when it does not end well."""
-    rows = asked(stack, "SELECT uri, state, attempts, flow_run_id, error_message FROM inbox WHERE run = %s",
-                 batch.run)  # fmt: skip
+    rows = asked(
+        stack, "SELECT uri, state, attempts, flow_run_id, error_message FROM inbox WHERE run = %s", batch.run
+    )
     lines = [f"{row}" for row in rows]
     for row in rows:
         if row["state"] != "done" and row["flow_run_id"]:

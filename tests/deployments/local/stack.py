@@ -38,9 +38,13 @@ class Stack:
         self.folder = folder
         self._environment = os.environ | {"CKPTCORE_STATE": str(folder), "PYTHONPATH": str(ROOT)}
         self._watcher = subprocess.Popen(
-            ["/bin/sh", "-c", WATCHER, sys.executable], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            env=self._environment, start_new_session=True, cwd=ROOT,
-        )  # fmt: skip
+            ["/bin/sh", "-c", WATCHER, sys.executable],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=self._environment,
+            start_new_session=True,
+            cwd=ROOT,
+        )
         self.up(*FREE_PORTS)
         self.env = {}
         for line in (folder / "env.sh").read_text().splitlines():
@@ -136,9 +140,13 @@ class Stack:
 
     def _run(self, *arguments: str) -> str:
         done = subprocess.run(
-            [*COMMAND, *arguments], env=self._environment, capture_output=True, text=True, check=False,
+            [*COMMAND, *arguments],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=False,
             cwd=ROOT,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

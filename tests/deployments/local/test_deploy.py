@@ -118,11 +118,12 @@ def test_up_again_mends_what_died_and_doubles_nothing(stack: Stack) -> None:
 def test_an_event_starts_a_run(stack: Stack, checkpoint: Path) -> None:
     target = stack.exports / "by-event"
     event = {
-        "id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat(),
+        "id": str(uuid.uuid4()),
+        "occurred": datetime.now(UTC).isoformat(),
         "event": "ckptcore.consolidate.requested",
         "resource": {"prefect.resource.id": "ckptcore.checkpoint.by-event"},
         "payload": {"source": str(checkpoint), "destination": str(target)},
-    }  # fmt: skip
+    }
     stack.post("/events", [event])
     assert eventually(lambda: bool(stack.runs("consolidate"))), "no run"
     (run,) = stack.runs("consolidate")

@@ -41,8 +41,12 @@ def query(stack: Stack, statement: str) -> list[dict[str, Any]]:
     """What `ckptcore catalog sql` answers."""
     done = subprocess.run(
         [sys.executable, "-m", "ckptcore", "catalog", "sql", "--output", "json", statement],
-        env=os.environ | stack.env, capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
+        env=os.environ | stack.env,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rows: list[dict[str, Any]] = found if isinstance(found, list) else found["rows"]
@@ -74,10 +78,15 @@ def test_from_the_last_line_of_a_job_to_one_sql_query(stack: Stack, tmp_path: Pa
     }
     port = str(free_port())
     ranks = [
-        subprocess.Popen([sys.executable, "-W", "ignore", JOB, str(rank), port, checkpoint, truth],
-                         env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", JOB, str(rank), port, checkpoint, truth],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     told = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], told
 
@@ -102,9 +111,10 @@ def test_from_the_last_line_of_a_job_to_one_sql_query(stack: Stack, tmp_path: Pa
     # The same announcement again is another event about the same work: nothing is converted twice.
     inode = (stack.exports / "gloo-run" / "step-3").stat().st_ino
     repeat = stack.receiver.post(
-        "/hooks/curl", json={"uri": str(checkpoint), "run": "gloo-run", "step": 3},
+        "/hooks/curl",
+        json={"uri": str(checkpoint), "run": "gloo-run", "step": 3},
         headers={"authorization": f"Bearer {stack.env['CKPTCORE_HOOK_TOKEN']}"},
-    )  # fmt: skip
+    )
     assert repeat.status_code == 202
     assert eventually(lambda: len([r for r in stack.runs("arrived") if r["state_name"] == "Already"]) == 1)
     assert (stack.exports / "gloo-run" / "step-3").stat().st_ino == inode
@@ -121,8 +131,11 @@ def every_kind(stack: Stack, tmp_path: Path) -> Iterator[str]:
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "deployments.receiver", tmp_path / "receiver.toml", "--port", str(port)],
-            env=os.environ | stack.env | webhooks.SECRETS, cwd=ROOT, stdout=log, stderr=log,
-        )  # fmt: skip
+            env=os.environ | stack.env | webhooks.SECRETS,
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+        )
     address = f"http://127.0.0.1:{port}"
 
     def ready() -> bool:

@@ -20,18 +20,27 @@ def test_wrong_names_hold_up_nobody(stack: Stack, checkpoint: Path) -> None:
     late = checkpoint.with_name("step-9")
     wrong = [checkpoint.with_name(f"setp-{n}") for n in range(3)]  # more than the worker has places
     ids = {
-        place: stack.start("arrived/arrived", {
-            "source": str(place), "destination": str(stack.exports / "waiting" / place.name),
-            "root": str(stack.root), "verb": "consolidate",
-        })
+        place: stack.start(
+            "arrived/arrived",
+            {
+                "source": str(place),
+                "destination": str(stack.exports / "waiting" / place.name),
+                "root": str(stack.root),
+                "verb": "consolidate",
+            },
+        )
         for place in (*wrong, late, checkpoint)
-    }  # fmt: skip
+    }
     assert stack.ended(ids[checkpoint])["state_type"] == "COMPLETED", stack.told(ids[checkpoint])
     for place in (*wrong, late):
         run = stack.run(ids[place])
         assert run["labels"]["ckptcore.looks"] >= 1, stack.told(ids[place])
-        assert eventually(lambda place=place: stack.run(ids[place])["state"]["name"] in  # type: ignore[misc]
-                          ("AwaitingRetry", "Scheduled", "Late")), stack.told(ids[place])  # fmt: skip
+        assert eventually(
+            lambda place=place: (
+                stack.run(ids[place])["state"]["name"]  # type: ignore[misc]
+                in ("AwaitingRetry", "Scheduled", "Late")
+            )
+        ), stack.told(ids[place])
         assert "source-unreadable" in stack.run(ids[place])["state"]["message"]
     shutil.copytree(checkpoint, late)
     assert stack.ended(ids[late], 180)["state_type"] == "COMPLETED", stack.told(ids[late])
@@ -46,10 +55,15 @@ def test_a_long_pause_is_no_death(stack: Stack, checkpoint: Path) -> None:
     """Runs that give no sign of life for 90 s are crashed; one that is put off for longer gives none."""
     stack.up()
     late = checkpoint.with_name("step-9")
-    id = stack.start("arrived/arrived", {
-        "source": str(late), "destination": str(stack.exports / "long" / late.name),
-        "root": str(stack.root), "verb": "consolidate",
-    })  # fmt: skip
+    id = stack.start(
+        "arrived/arrived",
+        {
+            "source": str(late),
+            "destination": str(stack.exports / "long" / late.name),
+            "root": str(stack.root),
+            "verb": "consolidate",
+        },
+    )
     assert eventually(lambda: stack.run(id)["state"]["name"] == "AwaitingRetry"), stack.told(id)
     stack.api.patch(f"/flow_runs/{id}/labels", json={LOOKS: 4}).raise_for_status()  # 120 s come next
     assert eventually(lambda: stack.run(id)["labels"][LOOKS] == 5), stack.told(id)

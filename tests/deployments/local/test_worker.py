@@ -26,8 +26,17 @@ def worker(stack: Stack, log: Path, name: str = "other") -> Iterator[subprocess.
     """A worker beside that of the stack, as systemd and Kubernetes start it."""
     keep = {"PREFECT_HOME": str(stack.folder / "prefect"), "PREFECT_SERVER_EPHEMERAL_ENABLED": "false"}
     env = os.environ | stack.env | keep | {"PREFECT_WORKER_QUERY_SECONDS": "1"}
-    command = [sys.executable, "-m", "deployments.worker", "--pool", "ckptcore", "--name", name,
-               "--limit", "1"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "deployments.worker",
+        "--pool",
+        "ckptcore",
+        "--name",
+        name,
+        "--limit",
+        "1",
+    ]
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
     try:
@@ -43,10 +52,12 @@ def runs_of(process: subprocess.Popen[bytes]) -> list[int]:
     (below,) = (
         int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     )
-    marks = [line for line in Path(f"/proc/{below}/environ").read_bytes().decode().split("\0")
-             if line.startswith(f"{MARK}=")]  # fmt: skip
-    return [pid for pid in having(marks[0])
-            if b"prefect.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]  # fmt: skip
+    marks = [
+        line
+        for line in Path(f"/proc/{below}/environ").read_bytes().decode().split("\0")
+        if line.startswith(f"{MARK}=")
+    ]
+    return [pid for pid in having(marks[0]) if b"prefect.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("end", ["is told to end", "dies"])
@@ -93,10 +104,15 @@ def test_others_keep_their_runs(stack: Stack, tmp_path: Path) -> None:
         ), (tmp_path / "log").read_text()
         # Taken by another worker, as its label says; this one's end is no business of it.
         deployment = stack.get("/deployments/name/scrub/scrub")["id"]
-        id = stack.post("/flow_runs/", {
-            "flow_id": stack.get(f"/deployments/{deployment}")["flow_id"], "work_pool_name": "ckptcore",
-            "state": {"type": "RUNNING"}, "labels": {"prefect.worker.name": "third"},
-        })["id"]  # fmt: skip
+        id = stack.post(
+            "/flow_runs/",
+            {
+                "flow_id": stack.get(f"/deployments/{deployment}")["flow_id"],
+                "work_pool_name": "ckptcore",
+                "state": {"type": "RUNNING"},
+                "labels": {"prefect.worker.name": "third"},
+            },
+        )["id"]
         process.terminate()
         assert process.wait(60) == 0
     assert stack.run(id)["state_type"] == "RUNNING"
