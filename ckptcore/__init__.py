@@ -107,7 +107,7 @@ class _Package(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _WHERE and isinstance(value, ModuleType):
-            return  # the import system binds submodules here; `from ckptcore.checking.check import ...` still works
+            return  # the import system binds submodules here
         super().__setattr__(name, value)
 
 

@@ -19,7 +19,7 @@ from ckptcore.errors import Interrupted
 from ckptcore.utils import terminal
 from ckptcore.utils.units import show_size
 from flows._prefect import serve_while_alive
-from tasks.markdown import count
+from tasks.markdown_text import count
 
 if TYPE_CHECKING:
     from prefect import Flow, State

@@ -10,7 +10,7 @@ from ckptcore.conversion.pipeline import validate
 from ckptcore.core.manifest import Manifest
 from tasks.artifacts import shown
 from tasks.logs import log
-from tasks.markdown import count
+from tasks.markdown_text import count
 from tasks.retry import STEP
 
 MAX_ROWS = 500  # a browser draws the table; the catalog keeps every finding

@@ -16,7 +16,7 @@ from ckptcore.operations.scrub import scrub as run_scrub
 from ckptcore.planning.request import Settings
 from tasks.artifacts import shown
 from tasks.logs import log
-from tasks.markdown import count
+from tasks.markdown_text import count
 
 MAX_ROWS = 500
 

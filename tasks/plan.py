@@ -11,7 +11,7 @@ from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.units import show_size
 from tasks.artifacts import shown
 from tasks.logs import log
-from tasks.markdown import count, table
+from tasks.markdown_text import count, table
 from tasks.retry import STEP
 
 

@@ -12,7 +12,7 @@ from ckptcore.store import local_path
 from ckptcore.utils.units import show_size
 from tasks.artifacts import shown
 from tasks.logs import log
-from tasks.markdown import count, table
+from tasks.markdown_text import count, table
 from tasks.retry import STEP
 
 MAX_ROWS = 200  # a browser draws the table; a 405B export has about 190 files

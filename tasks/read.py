@@ -8,7 +8,7 @@ from ckptcore.conversion.pipeline import inspect
 from ckptcore.core.manifest import Manifest
 from ckptcore.utils.units import show_size
 from tasks.logs import log
-from tasks.markdown import count, named
+from tasks.markdown_text import count, named
 from tasks.retry import STEP
 
 

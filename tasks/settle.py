@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
 from ckptcore.operations import wait as waiting
-from tasks.markdown import count, named
+from tasks.markdown_text import count, named
 from tasks.retry import passes
 
 log = logging.getLogger("ckptcore.tasks")

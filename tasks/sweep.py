@@ -13,7 +13,7 @@ from ckptcore.catalog.watched_roots import Root
 from ckptcore.operations.sweep import Item, look_through, note_swept
 from tasks.artifacts import shown
 from tasks.logs import log
-from tasks.markdown import count
+from tasks.markdown_text import count
 
 MAX_ROWS = 500
 

@@ -1,7 +1,8 @@
 """What a conversion read its source as, and which published files hold tensors.
 
-`source_stamp` and `source_ctime` are digests over the stamps of the source's files (`ckptcore/execution/source_stamps.py`);
-`role` tells files that hold tensors from the rest of what was published: config, tokenizer, index, card.
+`source_stamp` and `source_ctime` are digests over the stamps of the source's files
+(`ckptcore/execution/source_stamps.py`); `role` tells files that hold tensors from the rest of what was
+published: config, tokenizer, index, card.
 """
 
 import sqlalchemy as sa

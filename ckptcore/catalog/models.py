@@ -139,8 +139,9 @@ class Tensor(Base):
 class Conversion(Base):
     """One run of a conversion, recorded when it begins. request and timings are JSON.
 
-    source_stamp, source_ctime: digests over what the source's files were read as, see `ckptcore.execution.source_stamps`;
-    NULL where it is not known, and the latter where the store has no such time.
+    source_stamp, source_ctime: digests over what the source's files were read as, see
+    `ckptcore.execution.source_stamps`; NULL where it is not known, and the latter where the store has no such
+    time.
     """
 
     __tablename__ = "conversion"

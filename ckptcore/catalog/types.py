@@ -82,7 +82,8 @@ class CheckpointFacts:
     step, run: training step, and the name of the training run, where known.
     origin: what the checkpoint says about its writer: ranks, mesh, versions. Stored as JSON.
     verified: the check level that this very run has proven, or None.
-    fingerprint: of what it holds (`ckptcore.fingerprints.sums`), or None; fingerprints: of those of its tensors
+    fingerprint: of what it holds (`ckptcore.fingerprints.sums`), or None; fingerprints: of those of its
+    tensors
         that are known, by FQN.
     """
 
@@ -165,8 +166,9 @@ class ConversionRow:
 
     fingerprint: of what was carried, under its new names and before any cast; map_digest: of what was done
     to the names. None where no fingerprint was taken. source_stamp, source_ctime: digests
-    (`ckptcore.execution.source_stamps.digest`) over identity and status time of every file of the source that was used, as
-    they were before its first byte was read; None where that is not known, or the store has no such time.
+    (`ckptcore.execution.source_stamps.digest`) over identity and status time of every file of the source that
+    was used, as they were before its first byte was read; None where that is not known, or the store has no
+    such time.
     """
 
     id: str

@@ -52,8 +52,9 @@ class Report:
 
     @property
     def status(self) -> str:
-        """What the findings amount to (`ckptcore.checking.verdicts.verdict`); unproven, where none is an error and
-        nothing proves some of the bytes."""
+        """What the findings amount to (`ckptcore.checking.verdicts.verdict`).
+
+        It is unproven where none is an error and nothing proves some of the bytes."""
         if not self.ok:
             return verdict(self.findings)
         return "unproven" if self.unproven else "ok"
@@ -127,8 +128,8 @@ def require_whole(
 
     selected: whether a tensor or object of this name is asked for. What is wrong with others, or with files
     that nothing asked for lies in, stops nothing. later: codes that the caller looks at itself.
-    Raises what `ckptcore.checking.verdicts.called` names: `DamagedCheckpoint`, `NotComplete`, `UnprovenCheckpoint`,
-    `UnreadablePart`.
+    Raises what `ckptcore.checking.verdicts.called` names: `DamagedCheckpoint`, `NotComplete`,
+    `UnprovenCheckpoint`, `UnreadablePart`.
     """
     report = check(manifest, None, "cover")
     errors = [f for f in report.findings if f.severity == "error" and f.code not in later]

@@ -2,7 +2,8 @@
 
 1. Both must be whole (level ``cover``). Names are brought together: the model part, renames, ties, globs.
 2. Names, dtypes, shapes and plain values are compared from metadata.
-3. Tensors that both have, with equal dtype and shape, are read side by side (`ckptcore.comparison.tensor_compare`).
+3. Tensors that both have, with equal dtype and shape, are read side by side
+   (`ckptcore.comparison.tensor_compare`).
 """
 
 from __future__ import annotations

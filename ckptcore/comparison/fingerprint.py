@@ -1,8 +1,8 @@
 """Fingerprinting: what does a checkpoint that exists hold, read once, in bounded memory?
 
 Workers share the boxes of all tensors, also of one large tensor; a box is read, verified on the way, and
-summed (`ckptcore.fingerprints.sums`), on a device where one is named. At the end every record with a checksum that
-was touched is verified as a whole, and the files must still be those that were opened.
+summed (`ckptcore.fingerprints.sums`), on a device where one is named. At the end every record with a checksum
+that was touched is verified as a whole, and the files must still be those that were opened.
 
 Peak memory: the interpreter, torch where tensors are computed or turned, and ``Settings.memory``.
 """

@@ -52,8 +52,9 @@ class Result:
     warnings: findings that did not stop it. fingerprint: of the tensors as they were before any cast, or
     None when not every file was summed; fingerprints: of each of them. renamed: (old, new) names;
     map_digest: of everything that was done to names. dropped: (name, rule) of what was left out.
-    source_stamp, source_ctime: what the source was read as, see `ckptcore.execution.source_stamps.digest`. published: (path,
-    bytes, BLAKE3 or None) of every published file: those of the receipts and the small ones beside them.
+    source_stamp, source_ctime: what the source was read as, see `ckptcore.execution.source_stamps.digest`.
+    published: (path, bytes, BLAKE3 or None) of every published file: those of the receipts and the small ones
+    beside them.
     """
 
     destination: str

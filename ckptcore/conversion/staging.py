@@ -1,8 +1,8 @@
 """Staging: where does an output lie until it is whole, and who may work on it?
 
 Everything is written into a folder beside the destination: ``/a/.b.ckptcore/`` for ``/a/b``, with
-``plan/``, ``receipts/``, ``files/`` and a lock. `ckptcore.conversion.local_publication` moves ``files/`` into place. A run that
-is killed leaves the staging folder, from which the next one goes on.
+``plan/``, ``receipts/``, ``files/`` and a lock. `ckptcore.conversion.local_publication` moves ``files/`` into
+place. A run that is killed leaves the staging folder, from which the next one goes on.
 
 Its name can be guessed, so somebody else may have put one there. What a run uses, empties or removes is the
 trusted users' own (`ckptcore.store.sealed`); everything else is refused as it is, by `StagingForeign`.

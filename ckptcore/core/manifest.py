@@ -234,7 +234,8 @@ class Manifest:
     order: names of tensors as the saved state dict had them, where the order of ``tensors`` is another. What
         is stored does not depend on it: it is in no digest, and a dump is without it.
     own: (items, files) that are the checkpoint itself, where what lies behind them are second copies
-        (`ckptcore.core.redundant_copies`), which are compared and do not identify it; None without such copies.
+        (`ckptcore.core.redundant_copies`), which are compared and do not identify it; None without such
+        copies.
     """
 
     format: str

@@ -178,7 +178,7 @@ def lane_on(device: str, nbytes: int) -> Lane | None:
 def sum_held(
     lane: Lane | None, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes, room: Bytes
 ) -> Sum:
-    """`ckptcore.fingerprints.sums.box_sum` of elements on the host: through a lane, where that is worth the way."""
+    """`ckptcore.fingerprints.sums.box_sum` of elements on the host: through a lane where that pays."""
     if lane is not None and len(elements) >= _WORTH:
         return lane.sum_held(dtype, shape, box, elements)
     return box_sum(dtype, shape, box, elements, room)

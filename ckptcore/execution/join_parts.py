@@ -153,7 +153,7 @@ def _digest(files: Store, path: str, parts: Sequence[Receipt], patches: dict[int
 
 
 def _sums(parts: Sequence[Receipt]) -> bytes | None:
-    """What the parts add to the fingerprints, together: sums are modulo 2^64, see `ckptcore.fingerprints.sums`."""
+    """The sum of what the parts add to the fingerprints, modulo 2^64 (`ckptcore.fingerprints.sums`)."""
     total = np.zeros(0, "<u8")
     for n, part in enumerate(parts):
         if part.sums is None:

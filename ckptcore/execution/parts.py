@@ -1,8 +1,8 @@
 """Parts: how do several machines write one large file?
 
 A part is a range of whole jobs of a file. Its worker writes it at its place in a file that all of them
-share, and leaves a receipt; `ckptcore.execution.join_parts` proves the parts against what lies there, and makes them one
-file. Only stores that write in any order can do that: on an object store a file is one task.
+share, and leaves a receipt; `ckptcore.execution.join_parts` proves the parts against what lies there, and
+makes them one file. Only stores that write in any order can do that: on an object store a file is one task.
 """
 
 from __future__ import annotations

@@ -26,12 +26,12 @@ class Receipt:
     seconds: wall time it took. verified, unverified: source records whose CRC-32 was checked, and
     those that have none. reused: an earlier run had written it. pending: source records, by their
     numbers, that other files read the rest of: a run that ends well leaves none. sums: what the file adds
-    to the fingerprint of each tensor of its plan (`ckptcore.fingerprints.sums.pack`), or None when fingerprints
-    were off. begin: the first byte of a part of a file (`ckptcore.execution.parts`), whose `nbytes` and `digest` are
-    the part's; None for a whole file. crcs: (tensor, first byte in it, bytes, CRC-32) of what a part holds of
-    tensors whose checksums stand in the file. proven: a bit for each source record of the file's plan, hex:
-    which of them the writer of a part has proven. stamp: of the very file that was written (`seen_as`);
-    None in receipts of versions that took none.
+    to the fingerprint of each tensor of its plan (`ckptcore.fingerprints.sums.pack`), or None when
+    fingerprints were off. begin: the first byte of a part of a file (`ckptcore.execution.parts`), whose
+    `nbytes` and `digest` are the part's; None for a whole file. crcs: (tensor, first byte in it, bytes,
+    CRC-32) of what a part holds of tensors whose checksums stand in the file. proven: a bit for each source
+    record of the file's plan, hex: which of them the writer of a part has proven. stamp: of the very file
+    that was written (`seen_as`); None in receipts of versions that took none.
     """
 
     index: int

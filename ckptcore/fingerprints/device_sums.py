@@ -1,9 +1,10 @@
 """Device sums: what do elements that lie on an accelerator add to the sum of their tensor?
 
-The sums are those of `ckptcore.fingerprints.sums`, bit for bit: int64 in torch wraps around, which is arithmetic
-modulo 2**64. Nothing is laid out in rows of words. All rows of a piece of a box have their elements at the
-same places, so an element at byte s of word r is its value times V0[r] * 256**s, and the bytes of it in
-reverse order times V1[r] * 256**(8 - width - s). Where elements make up whole words, words are taken instead.
+The sums are those of `ckptcore.fingerprints.sums`, bit for bit: int64 in torch wraps around, which is
+arithmetic modulo 2**64. Nothing is laid out in rows of words. All rows of a piece of a box have their
+elements at the same places, so an element at byte s of word r is its value times V0[r] * 256**s, and the
+bytes of it in reverse order times V1[r] * 256**(8 - width - s). Where elements make up whole words, words are
+taken instead.
 
 The elements stay on the device; two numbers a box come back. Beside the elements that takes at most `ROOM`
 bytes of the device's memory, whatever their number.

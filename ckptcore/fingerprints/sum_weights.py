@@ -1,6 +1,7 @@
 """Fingerprint rows: where in the rows of a tensor does a box lie, and which numbers multiply it there?
 
-`ckptcore.fingerprints.sums` says what a row is. Here is the arithmetic that the sums on a host and on a device
+`ckptcore.fingerprints.sums` says what a row is. Here is the arithmetic that the sums on a host and on a
+device
 share: how a tensor is cut into rows, which words of which rows a box has elements in, and the multipliers.
 """
 

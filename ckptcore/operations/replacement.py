@@ -6,8 +6,8 @@ are, by size, times and inode or version, those that the conversion read; otherw
 are never compared. Of a cast child nothing proves its source: it is taken only where somebody says so by the
 name ``cast``; then the conversion's fingerprint, taken before the cast, must be the source's.
 
-Fingerprints speak of tensors. What else lies in the source is looked at name by name (`ckptcore.operations.proven_files`), and
-what the child does not hold may be given up by name only.
+Fingerprints speak of tensors. What else lies in the source is looked at name by name
+(`ckptcore.operations.proven_files`), and what the child does not hold may be given up by name only.
 """
 
 from __future__ import annotations

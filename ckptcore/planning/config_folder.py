@@ -118,8 +118,9 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
     """Compares names and shapes with the model that the config describes.
 
     The installed transformers' own loader is asked, which renames, stacks and splits
-    (`ckptcore.planning.transformers_conversion`): every tensor must be used once, and every parameter get one value of its
-    shape, or be tied. Names as on the hub and names of the live model both fit it.
+    (`ckptcore.planning.transformers_conversion`): every tensor must be used once, and every parameter get one
+    value of its shape, or be tied. Names as on the hub and names of the live model both fit it.
+
     Raises `NameMismatch` naming what is missing, unexpected, of another shape, or cannot be put together;
     without transformers, or for a model type that it does not know, gives a warning instead.
     """

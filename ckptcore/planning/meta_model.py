@@ -1,9 +1,9 @@
 """The model of a config.json, on the meta device: do an export's names and shapes fit it?
 
-Run as ``python -m ckptcore.planning.meta_model`` with JSON on standard input: ``{"config": what config.json holds,
-"tensors": {name: shape}}``; prints JSON. A process of its own, so that transformers' memory is given back
-before any bytes move. No code from the config is run (``trust_remote_code`` stays off), nothing is fetched,
-and no weight is allocated.
+Run as ``python -m ckptcore.planning.meta_model`` with JSON on standard input: ``{"config": what config.json
+holds, "tensors": {name: shape}}``; prints JSON. A process of its own, so that transformers' memory is given
+back before any bytes move. No code from the config is run (``trust_remote_code`` stays off), nothing is
+fetched, and no weight is allocated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Planning: given what is stored and what is wanted, which bytes go where, in which file?
 
 1. The target format arranges the wanted tensors into file layouts (names, offsets, literal bytes).
-2. Per output file, the chunks that overlap its tensors become *reads* (`ckptcore.planning.file_plan`): a box, the
-   item that holds it, and whether it is placed or only compared (replicas, tied tensors).
+2. Per output file, the chunks that overlap its tensors become *reads* (`ckptcore.planning.file_plan`): a box,
+   the item that holds it, and whether it is placed or only compared (replicas, tied tensors).
 3. A plan is a folder: ``head.json`` and one frame per file, each readable alone on any worker.
 
 Plans are pure values: equal manifests and targets give equal bytes and one digest. A plan holds

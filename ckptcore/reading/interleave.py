@@ -2,7 +2,8 @@
 
 One after another, each would touch every row of the tile for a few bytes, and memory moves whole cache
 lines and pages for them. So neighbours are read one by one into slots of the buffer, and copied together,
-row by row of the tile: five times as fast for runs of 64 bytes. All else goes to `ckptcore.reading.gather.gather`.
+row by row of the tile: five times as fast for runs of 64 bytes. All else goes to
+`ckptcore.reading.gather.gather`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Sharding: which box of a tensor does each rank of a mesh hold?
 
-Placements are torch's own in name and meaning (`ckptcore.topology.placement`), and so is the arithmetic: uneven and
-strided shards are cut where torch cuts them (`ckptcore.topology.torch_chunk`), and refused where torch contradicts itself.
-torch's own function is not called: it makes an index of every element. A mesh without axes is a mesh of
+Placements are torch's own in name and meaning (`ckptcore.topology.placement`), and so is the arithmetic:
+uneven and strided shards are cut where torch cuts them (`ckptcore.topology.torch_chunk`), and refused where
+torch contradicts itself. torch's own function is not called: it makes an index of every element. A mesh
+without axes is a mesh of
 one: its only rank holds everything, which is what consolidating is.
 """
 

@@ -3,7 +3,8 @@
 1. The mesh: axes in the order of trainers (`ckptcore.topology.mesh_spec`).
 2. Parameters: the tensors of the model part, under their own names (no prefix, no wrappers).
 3. Rules: one's own, or those of the family that the names are of (`ckptcore.topology.rules`).
-4. Each parameter's layout (`ckptcore.topology.fsdp_over_tp`), its pipeline stage, and the rank of an expert by name.
+4. Each parameter's layout (`ckptcore.topology.fsdp_over_tp`), its pipeline stage, and the rank of an expert
+   by name.
 5. Optimizer state: what has a parameter's name in its own and its shape lies as the parameter does; what
    has another shape (steps, factors) is replicated where the parameter is. What belongs to no parameter is
    replicated on all ranks.
@@ -35,8 +36,8 @@ def lay_out(
 ) -> Topology:
     """Which rank of the mesh holds what of each tensor of the manifest.
 
-    mesh: ``fsdp=4,tp=2``. sharding: the text of a TOML file with rules (`ckptcore.topology.rules_file`), or None for
-    the built-in ones. model_prefix: where the model is, or None to find it.
+    mesh: ``fsdp=4,tp=2``. sharding: the text of a TOML file with rules (`ckptcore.topology.rules_file`), or
+    None for the built-in ones. model_prefix: where the model is, or None to find it.
     Raises `UsageError` for a mesh or rules that cannot be, with the numbers: unknown axes, parameters without
     a rule or a stage, more stages than layers, experts that do not divide, shards that torch cannot tell.
     """

@@ -233,7 +233,8 @@ def test_a_shared_file_system_decides_the_journal(path, monkeypatch):
 def test_opening_imports_neither_alembic_nor_torch(path, python, finish):
     script = (
         "import sys\n"
-        "from ckptcore.catalog import cli, open_catalog\n"
+        "from ckptcore.catalog import open_catalog\n"
+        "from ckptcore.cli import catalog\n"
         "early = {'sqlalchemy', 'rich.table', 'blake3'} & set(sys.modules)\n"
         "open_catalog(sys.argv[1]).close()\n"
         "open_catalog(sys.argv[1], create=False).close()\n"

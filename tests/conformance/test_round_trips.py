@@ -1,8 +1,8 @@
 """Round trips: is a checkpoint that was cut for the ranks of a mesh, and cut again, what it was?
 
 Every sample is written in every format for every mesh, and from there back in its own format for another
-mesh; `ckptcore.comparison.diff` must find nothing, but for what a plan leaves out by a rule that names it, and
-for what `gaps.SAID_OTHERWISE` says of a format. What cannot be cut is refused as wrong use, with numbers.
+mesh; `ckptcore.comparison.diff` must find nothing, but for what a plan leaves out by a rule that names it,
+and for what `gaps.SAID_OTHERWISE` says of a format. What cannot be cut is refused as wrong use, with numbers.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ With ``enable_consolidation`` torch makes whole files of the shards, and leaves 
 that is what the ranks saved. torch's consolidation writes 0-d tensors as 0.0, zeros where a shard is
 missing, and less than there was where the last one is. The whole files are not wasted: names, shapes,
 dtypes and 0-d values are compared with theirs, they prove the shapes, and every difference is a
-finding. Tensors of one shape and dtype here and there are copies (`ckptcore.core.redundant_copies`): their elements are
-compared at level ``bytes``, and while they are converted. To read the whole files instead, move ``sharded/``
-away.
+finding. Tensors of one shape and dtype here and there are copies (`ckptcore.core.redundant_copies`): their
+elements are compared at level ``bytes``, and while they are converted. To read the whole files instead, move
+``sharded/`` away.
 """
 
 from __future__ import annotations
