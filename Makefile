@@ -76,6 +76,7 @@ fuzz: $(stamp)
 docs: $(stamp)
 	@$(python) tests/architecture/readme_tables.py --write
 	@$(python) tests/architecture/rooms.py --write
+	@$(python) tests/architecture/walks.py --write
 
 clean:
 	@rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
