@@ -37,13 +37,14 @@ from ckptcore.conversion.staged_plan import renew, restore, save, saved_digest
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import placed
 from ckptcore.errors import CkptError, DiskFull, Finding, Interrupted, SourceChanged, StagingForeign
 from ckptcore.execution.execute import execute_files, tile_bytes
 from ckptcore.execution.join_parts import join_parts
 from ckptcore.execution.parts import Part, cut
 from ckptcore.execution.receipts import Receipt, read_receipt
 from ckptcore.execution.source_stamps import load as load_stamps
-from ckptcore.execution.source_stamps import require_same, take_ctimes, used_files
+from ckptcore.execution.source_stamps import require_same, take_ctimes
 from ckptcore.execution.source_stamps import take as take_stamps
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.planning.compose import compose
@@ -380,11 +381,11 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
 
 def _noted(request: Request, manifest: Manifest) -> tuple[dict[str, int | None], dict[str, str | None]]:
     """(ctimes, stamps) of the source's files, older than the first byte that the plan rests on."""
-    used, seen = used_files(manifest), manifest.stamps
+    paths, seen = placed(manifest), manifest.stamps
     with closing(open_store(manifest.root)) as source:
-        ctimes, stamps = take_ctimes(used, source), take_stamps(manifest, source)
-    if all(path in seen and seen[path][0] == stamps[path] for path in used):
-        return {path: seen[path][1] for path in used}, stamps
+        ctimes, stamps = take_ctimes(paths, source), take_stamps(manifest, source)
+    if all(path in seen and seen[path][0] == stamps[path] for path in paths):
+        return {path: seen[path][1] for path in paths}, stamps
     # Written since it was listed, or listed by a store that spells versions otherwise.
     if inspect(request.source, request.recover, request.keep_quantized).digest != manifest.digest:
         raise SourceChanged(

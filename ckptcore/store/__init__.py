@@ -93,9 +93,7 @@ class Readable(Protocol):
 
 
 class Store(Readable, Protocol):
-    """A folder of files to read from and to write to. touched: the paths that were read from so far."""
-
-    touched: set[str]
+    """A folder of files to read from and to write to."""
 
     def stamped(self) -> dict[str, Stamped]:
         """As `list`, with what tells whether a file is still the same, from the same look at it."""

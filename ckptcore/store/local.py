@@ -36,7 +36,6 @@ class LocalStore:
         self._real = os.path.realpath(root)
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
-        self.touched: set[str] = set()
         weakref.finalize(self, _close_all, self._open)  # a store that is dropped keeps no file open
         # Half of what the process may have: a checkpoint of 1024 ranks has 1024 files.
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -187,7 +186,6 @@ class LocalStore:
         if fd is not None:
             return fd, True
         fd = self._open_inside(path)
-        self.touched.add(path)
         with self._lock:
             kept = path not in self._open and len(self._open) < self._max_open
             if kept:
