@@ -27,7 +27,7 @@ from ckptcore.formats import open_source, read_manifest
 from ckptcore.planning.config_folder import is_untouched
 from ckptcore.planning.request import Request
 from ckptcore.store import Readable, local_path, open_store, split_url
-from ckptcore.store.inventory import FILE, FOLDER, LINK, MOUNT, SPECIAL, Entry, Inventory, take
+from ckptcore.store.inventory import FILE, FOLDER, LINK, MOUNT, SPECIAL, Entry, Inventory, take, take_settled
 from ckptcore.utils.text import some
 
 _CARD = "README.md"
@@ -49,7 +49,7 @@ def require_accounted(
     Raises `DestinationExists` listing the strangers, unless the request takes them along, and `UsageError`
     for what is never replaced.
     """
-    there = take(request.destination)
+    there = take_settled(request.destination)
     if not there:
         return Replaced()
     require_unprotected(request.destination, _catalog_files(catalog))

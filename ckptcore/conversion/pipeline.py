@@ -302,7 +302,6 @@ def _prepare(
     conclude(staging)
     begun = noted(staging)
     published = published_plan(staging) or publishing_plan(staging)
-    staging.require_ours(published=published is not None)
     if published is None:
         try:
             refuse_existing(request)

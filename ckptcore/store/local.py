@@ -75,7 +75,7 @@ class LocalStore:
 
     def ctime(self, path: str) -> int | None:
         now, seen = time.time_ns(), self._stat(path)
-        return None if seen is None else _ctime(seen, now)
+        return None if seen is None else settled_ctime(seen.st_ctime_ns, now)
 
     def _stat(self, path: str) -> os.stat_result | None:
         try:
@@ -228,7 +228,7 @@ class LocalStore:
 
 
 def _stamped(seen: os.stat_result, now: int) -> Stamped:
-    return Stamped(seen.st_size, _stamp(seen), _ctime(seen, now))
+    return Stamped(seen.st_size, _stamp(seen), settled_ctime(seen.st_ctime_ns, now))
 
 
 def _stamp(seen: os.stat_result) -> str:
@@ -236,10 +236,11 @@ def _stamp(seen: os.stat_result) -> str:
     return f"{seen.st_size} bytes, modified {seen.st_mtime_ns}, inode {seen.st_ino}"
 
 
-def _ctime(seen: os.stat_result, now: int) -> int:
-    """The ctime, unless a write behind ``now`` could get the same one. It may be another machine's clock."""
-    grain = _COARSE_NS if seen.st_ctime_ns % _ROUND_NS == 0 else _FINE_NS
-    return YOUNG if -grain <= now - seen.st_ctime_ns < grain else seen.st_ctime_ns
+def settled_ctime(ctime: int, now: int) -> int:
+    """A ctime in ns, or `YOUNG` while a write behind ``now`` could get the same one. It may be another
+    machine's clock."""
+    grain = _COARSE_NS if ctime % _ROUND_NS == 0 else _FINE_NS
+    return YOUNG if -grain <= now - ctime < grain else ctime
 
 
 def _reraise(error: OSError) -> None:

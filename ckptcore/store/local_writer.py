@@ -219,9 +219,9 @@ class JointWriter(LocalWriter):
         return os.path.samestat(os.fstat(self._fd), now)
 
 
-def sync_folder(path: Path) -> None:
-    """Makes names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync_folder(path: Path | str, at: int | None = None) -> None:
+    """Makes names in a folder durable. at: what a relative path is looked up in, a descriptor."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
     try:
         os.fsync(fd)
     finally:

@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, StagingForeign
@@ -23,17 +23,19 @@ from ckptcore.store.local import LocalStore
 from ckptcore.store.local_errors import unreadable, unwritable
 from ckptcore.store.owners import Owners, strange
 
+Names = Mapping[str, os.stat_result]  # what lies in a folder, by name; links unfollowed
+
 
 class SealedFolder:
     """A folder of ours, by descriptor, once it is opened. Safe to use from several threads.
 
     path: as it was named. name: its last part. parent: the folder that it lies in. owners: whose things in it
     are ours. mode: what it is made with, below the umask. foreign: raises when the names in a folder at a
-    path say that it is somebody else's.
+    path, and what they stand for, say that it is somebody else's.
     """
 
     def __init__(
-        self, path: Path, *, mode: int | None = None, foreign: Callable[[Path, list[str]], None] | None = None
+        self, path: Path, *, mode: int | None = None, foreign: Callable[[Path, Names], None] | None = None
     ) -> None:
         self.path, self.name, self.parent = path, path.name, path.parent
         self.owners = Owners.of_process()
@@ -74,6 +76,13 @@ class SealedFolder:
     def parent_fd(self) -> int:
         """The descriptor of the parent of the folder that is held; not to be listed, nor closed."""
         return self._held["parent"]
+
+    def parent_in_place(self) -> bool:
+        """Whether the path of the parent still leads to the one that is held."""
+        try:
+            return os.path.samestat(os.stat(self.parent), os.fstat(self._held["parent"]))
+        except OSError:
+            return False
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[tuple[int, list[str]]]:
@@ -185,7 +194,7 @@ class SealedFolder:
         try:
             self.owners.require_folder(os.fstat(fd), str(self.path))
             if self._foreign is not None:
-                self._foreign(self.path, os.listdir(fd))
+                self._foreign(self.path, names_in(fd))
         except BaseException as error:
             now, seen = look(parent, self.name), os.fstat(fd)
             os.close(fd)
@@ -315,9 +324,14 @@ class SealedStore(LocalStore):
             yield fd, name
 
 
-def refuse_unknown(path: Path, known: Callable[[str], bool], names: list[str]) -> None:
-    """Raises `StagingForeign` for names in a folder that are none of its own."""
-    odd = sorted(name for name in names if not known(name))
+def names_in(fd: int) -> Names:
+    """What lies in a folder: its names, and what each stands for."""
+    seen = ((name, look(fd, name)) for name in os.listdir(fd))
+    return {name: each for name, each in seen if each is not None}
+
+
+def refuse_odd(path: Path, odd: Sequence[str]) -> None:
+    """Raises `StagingForeign` for names in a folder that are none of its own, if there are any."""
     if odd:
         raise strange(str(path), f"it holds what ckptcore does not put there (got {', '.join(odd[:5])!r})")
 
