@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from ckptcore.checking.check import LEVELS, Report, check
+from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.destination import refuse_existing, require_place
-from ckptcore.conversion.foreign_files import require_accounted
 from ckptcore.conversion.local_publication import conclude
 from ckptcore.conversion.publication_record import DONE, Replaced, note_replaced, noted
 from ckptcore.conversion.publish import (
@@ -46,7 +45,6 @@ from ckptcore.execution.receipts import Receipt, read_receipt
 from ckptcore.execution.source_stamps import load as load_stamps
 from ckptcore.execution.source_stamps import require_same, take_ctimes
 from ckptcore.execution.source_stamps import take as take_stamps
-from ckptcore.formats import open_source, read_manifest
 from ckptcore.planning.compose import compose
 from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
@@ -103,29 +101,6 @@ class Prepared:
     manifest_digest: str
     plan_digest: str
     timings: dict[str, float]
-
-
-def inspect(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:
-    """The manifest of what is at a path or URL; no tensor byte is read.
-
-    recover: take a save as it is that did not finish, or that nothing proves whole. keep_quantized: give
-    quantised weights as they are stored, instead of their values.
-    Raises `SourceUnreadable`, `UnknownFormat`, `UnsupportedFormat`, `NotComplete`, ....
-    """
-    opened = open_source(source, recover=recover, keep_quantized=keep_quantized)
-    with closing(opened.store):
-        return read_manifest(opened)
-
-
-def validate(
-    manifest: Manifest, level: str = "cover", *, workers: int = 2, progress: Progress | None = None
-) -> Report:
-    """Checks a manifest; levels ``bytes`` and ``values`` read its files."""
-    deep = level in LEVELS and LEVELS.index(level) >= LEVELS.index("bytes")
-    if not deep:
-        return check(manifest, None, level)
-    with closing(open_store(manifest.root)) as store:
-        return check(manifest, store, level, workers=workers, progress=progress)
 
 
 def prepare(
@@ -331,6 +306,9 @@ def _prepare(
         if ours is None or not ours.step:  # the second: an earlier version recorded no lists
             replaced = Replaced()
             if request.replaces:
+                # Only who replaces something waits for it.
+                from ckptcore.conversion.foreign_files import require_accounted
+
                 replaced = require_accounted(request, composed.extra, catalog_url, begun)
             note_replaced(staging, replaced)
         # Every time: an equal plan may come with another word on --overwrite.

@@ -18,7 +18,6 @@ from typing import Any
 
 from ckptcore.checking.check import check
 from ckptcore.conversion.file_fingerprints import fingerprints
-from ckptcore.conversion.foreign_files import require_accounted
 from ckptcore.conversion.local_publication import conclude, is_in_place, publish_local
 from ckptcore.conversion.publication_record import DONE, Publication, Replaced, noted, noted_replaced
 from ckptcore.conversion.remote_publication import ITSELF, is_published, publish_remote
@@ -270,13 +269,18 @@ def _publication(
         return begun
     replaces = noted_replaced(staging)
     if replaces is None or replaces.lacks_times:  # an earlier version made the plan
-        replaces = require_accounted(request, {}, begun=begun) if request.replaces else Replaced()
+        replaces = Replaced()
+        if request.replaces:
+            # Only who replaces something waits for it.
+            from ckptcore.conversion.foreign_files import require_accounted
+
+            replaces = require_accounted(request, {}, begun=begun)
     single = plan.target.single is not None
     puts: dict[str, tuple[int, str | None]] = {
         ITSELF if single else r.path: (r.nbytes, r.digest) for r in receipts
     }
     puts |= {path: (staging.files.size(path) or 0, digest) for path, digest in plan.extra}
-    return Publication(plan.digest, None, "", replaces, puts, receipts=receipts)
+    return Publication(plan.digest, None, "", replaces or Replaced(), puts, receipts=receipts)
 
 
 def _require_written(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> None:

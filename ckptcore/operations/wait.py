@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from ckptcore.checking.check import Report
+from ckptcore.checking.examine import inspect, validate
 from ckptcore.checking.verdicts import UNREADABLE_CODES, called
-from ckptcore.conversion.pipeline import inspect, validate
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, DamagedCheckpoint, NotComplete, SourceUnreadable, UnknownFormat
 from ckptcore.store import open_store
