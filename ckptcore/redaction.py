@@ -46,7 +46,9 @@ _SHAPED = r"\b((?:AKIA|ASIA)(?=[A-Z0-9]{16}\b)|hf_(?=\w{30})|gh[pousr]_(?=\w{36}
 # user:password@ of a URL. Passwords are pasted with a slash in them, or a question mark: up to the last @ of
 # the word all goes, unless what follows the colon is the port of a host.
 _USERINFO = (
-    r"(?i)(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30})(?P<sep>://|%3A%2F%2F)"
+    r"(?i)(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30})"
+    # One slash is what a path makes of two.
+    r"(?P<sep>://|%3A%2F%2F|:/(?=[^\s/:@]{1,512}:[^\s@]{1,2048}@))"
     r"(?P<user>[^\s/?#\"'<>]{0,2048}(?:@|%40)"
     r"|[^:/?#@\s\"'<>]{0,512}:(?!:)(?!\d{1,5}(?:[/?#\s,;'\")]|$))[^\s@]{0,2048}@)"
 )
@@ -55,7 +57,7 @@ _NO_SECRET = r"(?i)[^:@]*:\*\*\*@"  # as SQLAlchemy writes it
 _BY_NAME = r"(?i)(?:postgres|mysql|mariadb|ssh|sftp|scp|hdfs|webhdfs|smb|ftp)"
 
 _STRICT_USERINFO = r"(?<=://)[^/@\s]+@"
-_MAY_HOLD = r"(?i)://|%3A%2F%2F|=|bearer|authorization|['\"]\s{0,9}:|<[a-z]|AKIA|ASIA|hf_|gh[pousr]_"
+_MAY_HOLD = r"(?i):/|%3A%2F%2F|=|bearer|authorization|['\"]\s{0,9}:|<[a-z]|AKIA|ASIA|hf_|gh[pousr]_"
 
 
 def redacted(text: str) -> str:

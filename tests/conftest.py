@@ -12,7 +12,8 @@ import pytest
 
 # Under `--import-mode=importlib` pytest adds nothing to `sys.path`; test helpers live in these.
 HERE = Path(__file__).parent
-for folder in (HERE, HERE / "conformance", HERE / "formats", HERE / "property", HERE / "exports"):
+BESIDE = ("conformance", "formats", "property", "exports", "attacks")
+for folder in (HERE, *(HERE / name for name in BESIDE)):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ckptcore.errors import UsageError
+from ckptcore.utils.text import shown
 
 _UNITS = {
     "": 1,
@@ -23,6 +24,8 @@ _UNITS = {
     "T": 1 << 40,
 }
 
+_MOST = float(1 << 63)  # what file offsets and databases count to
+
 
 def parse_size(text: str) -> int:
     """Bytes of a size as people write it; raises `UsageError`.
@@ -30,10 +33,13 @@ def parse_size(text: str) -> int:
     >>> parse_size("5GB"), parse_size("1GiB"), parse_size("1.5 MiB")
     (5000000000, 1073741824, 1572864)
     """
-    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    m = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not m or m[2].upper() not in _UNITS:
-        raise UsageError(f"{text!r} is not a size", hint="write 512MiB, 1GiB or 5GB")
-    return int(float(m[1]) * _UNITS[m[2].upper()])
+        raise UsageError(f"{shown(text)} is not a size", hint="write 512MiB, 1GiB or 5GB")
+    nbytes = float(m[1]) * _UNITS[m[2].upper()]
+    if nbytes >= _MOST:
+        raise UsageError(f"{shown(text)} is not a size: no machine has as much", hint="write less than 8EiB")
+    return int(nbytes)
 
 
 def show_size(nbytes: float) -> str:

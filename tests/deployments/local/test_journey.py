@@ -6,7 +6,6 @@ those of `make up`.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -21,7 +20,7 @@ import httpx
 import pytest
 import torch
 from safetensors import safe_open
-from stack import ROOT, TENSORS, Stack, eventually
+from stack import ROOT, TENSORS, Stack, eventually, query
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -35,22 +34,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def query(stack: Stack, statement: str) -> list[dict[str, Any]]:
-    """What `ckptcore catalog sql` answers."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptcore", "catalog", "sql", "--output", "json", statement],
-        env=os.environ | stack.env,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    rows: list[dict[str, Any]] = found if isinstance(found, list) else found["rows"]
-    return rows
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
