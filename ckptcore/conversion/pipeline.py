@@ -298,10 +298,12 @@ def _prepare(
         if ours is not None and ours.step == DONE:
             restore(staging, composed, stamps, ours, same=same)
         elif not (request.resume and same):
-            staging.clear()
+            # What a killed run began to replace on an object store is known by its record alone, until the
+            # next publication records what it goes on with.
+            staging.clear(publication=publishing_plan(staging) is None)
             save(staging, composed, stamps, ctimes)
             ours = None
-        elif published_plan(staging) is None:
+        elif published_plan(staging) != plan.digest:
             renew(staging, composed, stamps)
         if ours is None or not ours.step:  # the second: an earlier version recorded no lists
             replaced = Replaced()

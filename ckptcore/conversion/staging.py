@@ -174,11 +174,12 @@ class Staging:
             require = self._home.owners.require_file if single else self._home.owners.require_folder
             require(now, target)
 
-    def clear(self) -> None:
-        """Empties the staging folder of everything but the lock."""
+    def clear(self, *, publication: bool = True) -> None:
+        """Empties the staging folder of everything but the lock. publication: also of the record of one."""
         for part in (self.plan, self.receipts, self.files):
             part.remove_all()
-        self.root.remove(PUBLISHING)
+        if publication:
+            self.root.remove(PUBLISHING)
 
     def sweep_parts(self, *, joints: bool = False) -> None:
         """Removes what killed writers left unfinished. joints: also files whose parts were never joined."""

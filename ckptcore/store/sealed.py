@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import threading
@@ -23,6 +24,7 @@ from ckptcore.store.local import LocalStore
 from ckptcore.store.local_errors import unreadable, unwritable
 from ckptcore.store.owners import Owners, strange
 
+_log = logging.getLogger("ckptcore")
 Names = Mapping[str, os.stat_result]  # what lies in a folder, by name; links unfollowed
 
 
@@ -109,8 +111,13 @@ class SealedFolder:
             os.rename(self.name, gone, src_dir_fd=parent, dst_dir_fd=parent)
         moved = look(parent, gone)
         if moved is not None and os.path.samestat(moved, os.fstat(fd)):
-            with contextlib.suppress(OSError, StagingForeign):  # the next run tries again
-                remove_tree(parent, gone, str(self.path.with_name(gone)), self.owners)
+            path = self.path.with_name(gone)
+            try:
+                if self._foreign is not None:  # what came until it was moved is somebody's
+                    self._foreign(path, names_in(fd))
+                remove_tree(parent, gone, str(path), self.owners)
+            except (OSError, StagingForeign) as error:  # the next run tries again
+                _log.warning("%s is kept: %s", path, error)
         self.close()
 
     @contextlib.contextmanager
