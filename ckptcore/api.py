@@ -36,7 +36,7 @@ def open(url: str, *, recover: bool = False, keep_quantized: bool = False) -> Ma
 def check(
     manifest: Manifest, level: str = "cover", *, workers: int = 2, progress: Progress | None = None
 ) -> Report:
-    """Checks a manifest: levels files, cover, bytes, values (see `ckptcore.checking.check`)."""
+    """Checks a manifest: levels files, cover, bytes, values (see `ckptcore.check`)."""
     return validate(manifest, level, workers=workers, progress=progress)
 
 

@@ -59,7 +59,7 @@ def diff(
     progress: Progress | None = None,
     urls: tuple[str, str] | None = None,
 ) -> Difference:
-    """Compares two checkpoints; see `ckptcore.comparison.diff`. urls: what they are called."""
+    """Compares two checkpoints; see `ckptcore.diff`. urls: what they are called."""
     urls = urls or (a.root, b.root)
     sides = (_prepare(a, "A", urls[0], rules, 0), _prepare(b, "B", urls[1], rules, 1))
     _tie(sides, rules.tie)

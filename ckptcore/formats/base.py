@@ -2,7 +2,7 @@
 
 A format's reader turns headers and metadata into a `Manifest` and reads no tensor byte. Its
 `arrange` is pure: given what is to be written it says which literal bytes and which tensor slots
-make up each file. Moving bytes is `ckptcore.execution.execute`'s job alone.
+make up each file. Moving bytes is `ckptcore.execute`'s job alone.
 """
 
 from __future__ import annotations

@@ -110,10 +110,7 @@ class PrefectRuns:
             "id": str(uuid4()),
             "occurred": datetime.now(UTC).isoformat(),
             "event": event,
-            "resource": {
-                "prefect.resource.id": f"ckptcore.operations.announced_target.{uri}",
-                "prefect.resource.name": uri,
-            },
+            "resource": {"prefect.resource.id": f"ckptcore.announced.{uri}", "prefect.resource.name": uri},
             "payload": dict(payload),
         }
         # The client's own way of sending events is a queue in another thread; here it is one of four calls.

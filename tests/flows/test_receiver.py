@@ -112,7 +112,7 @@ def test_an_event_survives_its_receiver_and_its_end_is_told(
         ours = {
             "filter": {
                 "event": {"prefix": ["ckptcore."]},
-                "any_resource": {"id_prefix": ["ckptcore.operations.announced_target"]},
+                "any_resource": {"id_prefix": ["ckptcore.announced"]},
             }
         }
 
