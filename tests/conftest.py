@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import driver
+import gaps
+import postgres as postgresql
 import pytest
+import samples
 
-# Under `--import-mode=importlib` pytest adds nothing to `sys.path`; test helpers live in these.
-HERE = Path(__file__).parent
-for folder in (HERE, HERE / "conformance", HERE / "formats", HERE / "property", HERE / "exports"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-# Programs that tests run in other environments, and what only these import.
-collect_ignore_glob = ["*_job.py", "**/*_job.py"]
-
-import driver  # noqa: E402
-import gaps  # noqa: E402
-import postgres as postgresql  # noqa: E402
-import samples  # noqa: E402
+# Modules that tests import, and programs that they start in environments of other libraries.
+collect_ignore = ["helpers", "jobs"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

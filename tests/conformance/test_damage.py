@@ -24,16 +24,9 @@ import gaps
 import pytest
 from damage_files import swappable
 from damaging import Damage, Folder, NotApplicable, flip, layout
-from driver import GIB, Cli, Outcome
+from driver import Cli
+from outcomes import LIMITS, codes_of, well_behaved
 from samples import FIXTURES, SAMPLES, Sample, differences, flatten, read_torch, tensors_of, tree_digest
-
-from ckptcore.errors import FINDINGS, error_classes
-
-CODES = {c.code: c.exit_code for c in error_classes()}
-BUDGET = 256 << 20
-# The interpreter, torch and what the forked server holds, plus the budget.
-PEAK = BUDGET + (700 << 20)
-SECONDS = 20.0
 
 # Small samples that together hold every kind of item and of metadata: every damage is done to them.
 CORE = frozenset(
@@ -161,9 +154,6 @@ def test_damage(
     )
 
 
-LIMITS: dict[str, Any] = {"seconds": SECONDS, "memory": 6 * GIB}
-
-
 def other_folders(config: pytest.Config, folder: Path) -> tuple[Path, ...]:
     """Good checkpoints to take foreign files from; small ones first."""
     found = [s.dcp_folders for s in config.stash[SAMPLES] if s.name in CORE | {"dcp_stale_4r"}]
@@ -222,38 +212,6 @@ def snapshot(source: Path) -> str:
     if not endless:
         return tree_digest(source)
     return repr(sorted((p.name, p.lstat().st_mode, p.lstat().st_size) for p in source.iterdir()))
-
-
-def well_behaved(outcome: Outcome) -> None:
-    """Documented exit code, stable codes, words and no traceback, bounded memory."""
-    assert "Traceback" not in outcome.stderr, outcome
-    assert outcome.code == 0 or outcome.code in CODES.values(), outcome
-    assert outcome.peak <= PEAK, f"{outcome.peak >> 20} MiB\n{outcome}"
-    answer = outcome.json
-    if "error" in answer:
-        error = answer["error"]
-        assert set(error) >= {"code", "exit_code", "message", "hint", "values"}, outcome
-        assert CODES.get(error["code"]) == error["exit_code"] == outcome.code, outcome
-        assert error["message"], outcome
-        assert error["hint"], outcome
-    if "findings" in answer:
-        for finding in answer["findings"]:
-            assert finding["code"] in FINDINGS, outcome
-            assert finding["message"], outcome
-        errors = [f for f in answer["findings"] if f["severity"] == "error"]
-        assert (outcome.code == 0) == (not errors), outcome
-        assert answer["ok"] is not bool(errors), outcome
-
-
-def codes_of(outcome: Outcome) -> set[str]:
-    """Every error and finding code that was said."""
-    answer = outcome.json
-    found = {f["code"] for f in answer.get("findings", [])}
-    found |= {w["code"] for w in answer.get("warnings", [])}
-    if "error" in answer:
-        found.add(answer["error"]["code"])
-        found |= {f["code"] for f in answer["error"]["values"].get("findings", [])}
-    return found
 
 
 def wrong_with(dst: Path, truth: Truth, *, objects: bool = True) -> list[str]:
