@@ -10,7 +10,7 @@
 #   make bench   measure against the peers, print the table
 #   make soak    the long repeats that `make test` leaves out
 #   make fuzz    change real checkpoints a million times, guided by coverage and not
-#   make docs    write the generated tables of README.md anew
+#   make docs    write the generated tables of README.md and CONTRIBUTING.md, and the picture of the rooms
 #   make clean   remove what these targets made
 
 SHELL := /bin/bash
@@ -58,6 +58,7 @@ check: $(stamp)
 	export CKPTCORE_CATALOG_URL="sqlite:///$$folder/catalog.db"; \
 	{ $(bin)/alembic upgrade head && $(bin)/alembic check; } > "$$folder/log" 2>&1 || { cat "$$folder/log" >&2; exit 1; }
 	@$(python) tests/architecture/readme_tables.py --check
+	@$(python) tests/architecture/rooms.py --check
 
 bench: $(stamp)
 	@$(python) tests/benchmarks/run.py
@@ -74,6 +75,8 @@ fuzz: $(stamp)
 
 docs: $(stamp)
 	@$(python) tests/architecture/readme_tables.py --write
+	@$(python) tests/architecture/rooms.py --write
+	@$(python) tests/architecture/walks.py --write
 
 clean:
 	@rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""README tables: what do the code's own tables look like in the README, and do they still agree?
+"""Writes the tables of the code into README.md and CONTRIBUTING.md, and checks that they agree.
 
 `make docs` writes them between the markers, `make check` compares.
 """
@@ -10,20 +10,25 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+import rooms
 
 import ckptcore
 from ckptcore.errors import FINDINGS, error_classes
 from ckptcore.formats import FORMATS, KNOWN
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 SLOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
 
-def tables() -> dict[str, str]:
-    """Every generated table by the name in its marker."""
-    return {"formats": formats(), "errors": errors(), "findings": findings()}
+def tables() -> dict[str, dict[str, str]]:
+    """Every generated table by page, and by the name in its marker."""
+    return {
+        "README.md": {"formats": formats(), "errors": errors(), "findings": findings()},
+        "CONTRIBUTING.md": {"rooms": rooms.table(rooms.measure())},
+    }
 
 
 def formats() -> str:
@@ -84,34 +89,37 @@ def said(ability: bool) -> str:
     return "yes" if ability else "no"
 
 
-def filled(text: str) -> str:
+def filled(text: str, made: Mapping[str, str]) -> str:
     """The text with every marked table made anew.
 
     Raises ValueError when a table has no marker or a marker no table.
     """
-    made = tables()
     marked = [match[1] for match in SLOT.finditer(text)]
     if sorted(marked) != sorted(made):
-        raise ValueError(f"README marks the tables {marked}, the code makes {sorted(made)}")
+        raise ValueError(f"the page marks the tables {marked}, the code makes {sorted(made)}")
     return SLOT.sub(lambda match: f"{match[1]}{match[2]}\n{made[match[1]]}\n", text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("readme", nargs="?", type=Path, default=README)
+    parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="the folder of the pages")
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="fill the tables in")
     action.add_argument("--check", action="store_true", help="exit with 1 when a table drifted")
     arguments = parser.parse_args()
-    text = arguments.readme.read_text(encoding="utf-8")
-    wanted = filled(text)
-    if wanted == text:
-        return 0
-    if arguments.check:
-        print(f"{arguments.readme.name}: a generated table drifted; run `make docs`", file=sys.stderr)
-        return 1
-    arguments.readme.write_text(wanted, encoding="utf-8")
-    return 0
+    drifted = 0
+    for name, made in tables().items():
+        page = arguments.root / name
+        text = page.read_text(encoding="utf-8")
+        wanted = filled(text, made)
+        if wanted == text:
+            continue
+        if arguments.check:
+            print(f"{name}: a generated table drifted; run `make docs`", file=sys.stderr)
+            drifted = 1
+        else:
+            page.write_text(wanted, encoding="utf-8")
+    return drifted
 
 
 if __name__ == "__main__":
