@@ -13,9 +13,6 @@ import postgres as postgresql
 import pytest
 import samples
 
-# Modules that tests import, and programs that they start in environments of other libraries.
-collect_ignore = ["helpers", "jobs"]
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -48,6 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Only test_*.py and conftest.py are collected: the rest is modules that tests import, and programs that
+    run by themselves, some in environments of other libraries; none of them has doctests."""
+    name = collection_path.name
+    return True if name.endswith(".py") and not name.startswith(("test_", "conftest.")) else None
 
 
 def unpacked(config: pytest.Config) -> list[Path]:

@@ -5,8 +5,8 @@ Every row of the one damage table is done to every sample that it fits. After ea
 the bytes of the undamaged sample. Whatever happens: no traceback, nothing half-published, no code
 from the checkpoint executed, the source as it was, and time and memory bounded.
 
-`make test` does every row to a few small samples that hold every kind of item, and the rows that
-touch data to all of them; the whole grid is a soak.
+`make test` does every row to two or three of a few small samples that hold every kind of item, and the rows
+that touch data to all of these and to a third of the others, each row to other ones; the grid is a soak.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import damage
 import gaps
@@ -50,7 +51,7 @@ class Truth:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "row" not in metafunc.fixturenames:
         return
-    cases = []
+    found: list[tuple[Path, Sample, Damage, str]] = []
     for victim in metafunc.config.stash[SAMPLES]:
         if victim.megatron and victim.name != MEGATRON:
             continue
@@ -58,12 +59,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if gaps.lookup(gaps.REFUSED_DCP, victim.name, folder.name):
                 continue
             name = f"{victim.name}/{folder.name}" if len(victim.dcp_folders) > 1 else victim.name
-            for row in damage.damages(folder):
-                marks = [pytest.mark.xdist_group(victim.name)]
-                if victim.name not in CORE and (NARROW.match(row.name) or is_large(folder)):
-                    marks.append(pytest.mark.soak)
-                cases.append(pytest.param(folder, victim, row, id=f"{name}-{row.name}", marks=marks))
+            found += [(folder, victim, row, f"{name}-{row.name}") for row in damage.damages(folder)]
+    short = chosen([(victim, folder, row) for folder, victim, row, _ in found])
+    cases = []
+    for number, (folder, victim, row, name) in enumerate(found):
+        marks = [pytest.mark.xdist_group(victim.name)]
+        if number not in short:
+            marks.append(pytest.mark.soak)
+        cases.append(pytest.param(folder, victim, row, id=name, marks=marks))
     metafunc.parametrize(("folder", "victim", "row"), cases)
+
+
+def chosen(cases: list[tuple[Sample, Path, Damage]]) -> set[int]:
+    """The numbers of the cases that `make test` does: of what one row does to several samples that are
+    alike for it every second or third, another one for each row, and always one."""
+    alike: dict[tuple[str, bool], list[int]] = {}
+    short = set()
+    for number, (victim, folder, row) in enumerate(cases):
+        core, narrow = victim.name in CORE, bool(NARROW.match(row.name))
+        if core and not narrow:
+            short.add(number)
+        elif core or not (narrow or is_large(folder)):
+            alike.setdefault((row.name, core), []).append(number)
+    for (row_name, core), numbers in alike.items():
+        step = min(2 if core else 3, len(numbers))
+        short.update(numbers[crc32(row_name.encode()) % step :: step])
+    return short
 
 
 def is_large(folder: Path) -> bool:

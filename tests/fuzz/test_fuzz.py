@@ -32,7 +32,7 @@ def test_a_defect_is_seen_kept_and_shown_again(tmp_path: Path) -> None:
     """A reader that raises what is no documented error does not get past."""
     broken = tmp_path / "sitecustomize.py"
     broken.write_text(
-        "import ckptcore.formats.dcp.format as d, dataclasses, ckptcore.formats as f\n"
+        "import dataclasses, ckptcore.formats as f\n"
         "def read(source): raise IndexError('planted')\n"
         "f.FORMATS = tuple(dataclasses.replace(x, read=read) if x.name == 'dcp' else x for x in f.FORMATS)\n"
     )

@@ -18,7 +18,7 @@ from deployments.receiver.settings import load
 EXAMPLE = Path(importlib.import_module("deployments.receiver").__file__ or "").with_name("example.toml")
 
 
-@pytest.mark.parametrize("name", ["event", "roots", "start", "verify"])
+@pytest.mark.parametrize("name", ["dispatch", "event", "roots", "verify"])
 def test_examples(name: str) -> None:
     failed, tried = doctest.testmod(importlib.import_module(f"deployments.receiver.{name}"))
     assert tried > 0
