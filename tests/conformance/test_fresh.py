@@ -24,7 +24,9 @@ JOB = JOBS / "fresh_job.py"
 NOT_IN_SAFETENSORS = frozenset({"complex128"})
 
 
-@pytest.mark.parametrize("ranks", [4, 3, 2, 1])
+@pytest.mark.parametrize(
+    "ranks", [4, pytest.param(3, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 1]
+)
 def test_fresh(ranks: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A job of so many ranks, five random checkpoints."""
     one_job(seed_of(request), ranks, 5, cli, tmp_path)

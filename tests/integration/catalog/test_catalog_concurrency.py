@@ -4,7 +4,7 @@ import time
 
 from ckptcore.catalog import open_catalog
 
-PROCESSES = 8
+PROCESSES = 4
 
 CREATE = """
 import sys, time, pathlib

@@ -100,6 +100,7 @@ def test_ties_that_do_not_hold_stop_the_export(llama: Path, tmp_path: Path) -> N
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_names_that_the_model_does_not_have(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(NameMismatch, match=r"missing: model\.norm\.weight"):
         ckptcore.convert(
@@ -112,6 +113,7 @@ def test_names_that_the_model_does_not_have(llama: Path, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_shapes_that_the_model_does_not_have(llama: Path, tmp_path: Path) -> None:
     config = json.loads((llama / "config/config.json").read_text()) | {"vocab_size": 97}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -147,6 +149,7 @@ def test_casts_round_as_torch_does_and_keep_exceptions(llama: Path, tmp_path: Pa
         assert found[name].dtype == kind
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_the_config_names_the_dtype_that_was_written(llama: Path, tmp_path: Path) -> None:
     config = json.loads((llama / "config/config.json").read_text()) | {"dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -25,7 +25,6 @@ transformers: Any = pytest.importorskip("transformers", minversion="5.0")
 import small_models  # noqa: E402
 
 from ckptcore.planning.config_folder import ConfigFolder, check_names  # noqa: E402
-from ckptcore.planning.meta_model import describe  # noqa: E402
 from ckptcore.planning.transformers_conversion import compare  # noqa: E402
 
 SOME = (
@@ -52,17 +51,6 @@ NOT_REOPENED = ("shieldgemma2",)
 def _quiet() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-
-
-@pytest.fixture
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asks in this process, which has imported transformers already; `test_export` asks in another."""
-
-    def ask(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> Any:
-        answer = describe(json.loads(config.content["config.json"]), {n: list(s) for n, s in found.items()})
-        return json.loads(json.dumps(answer))
-
-    monkeypatch.setattr("ckptcore.planning.config_folder._ask", ask)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +80,7 @@ def export(source: Path, target: Path, config: Path, **options: Any) -> Any:
     return ckptcore.convert(str(source), str(target), verb="export", config=str(config), **options)
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("names", ["ckpt", "live"])
 def test_both_forms_open_as_the_same_model(mixtral: Path, tmp_path: Path, names: str) -> None:
     export(mixtral / names, tmp_path / "out", mixtral / "hub")
@@ -102,7 +90,7 @@ def test_both_forms_open_as_the_same_model(mixtral: Path, tmp_path: Path, names:
     assert all(torch.equal(t, want[n]) for n, t in got.state_dict().items())
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize(
     ("gone", "named"),
     [
@@ -132,7 +120,7 @@ def test_nothing_is_imported_from_the_current_folder(
     assert [p.name for p in tmp_path.iterdir()] == ["transformers.py"]
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("asked_here")
 def test_experts_are_numbered_without_gaps(mixtral: Path, tmp_path: Path) -> None:
     """Four of them would be stacked, whichever they are."""
     with pytest.raises(NameMismatch, match=r"missing: .*experts\.1\..*unexpected: .*experts\.7\."):
@@ -150,7 +138,7 @@ def test_experts_are_numbered_without_gaps(mixtral: Path, tmp_path: Path) -> Non
         )
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("asked_here")
 def test_a_tie_that_the_config_does_not_have(mixtral: Path, tmp_path: Path) -> None:
     """The model would start with a random head."""
     state = load_file(mixtral / "hub/model.safetensors")
@@ -165,7 +153,7 @@ def test_a_tie_that_the_config_does_not_have(mixtral: Path, tmp_path: Path) -> N
         )
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("asked_here")
 def test_fused_parameters_are_warned_of(mixtral: Path) -> None:
     config = folder_of(json.loads((mixtral / "hub/config.json").read_text()))
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig.from_pretrained(mixtral / "hub"))
@@ -179,7 +167,7 @@ def folder_of(config: Mapping[str, Any]) -> ConfigFolder:
     return ConfigFolder("memory", {"config.json": json.dumps(config).encode()})
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"])
 def test_models_whose_patterns_refer_to_groups(model_type: str) -> None:
     """Through the process that builds the model; with names that are renamed on the way."""
@@ -192,7 +180,7 @@ def test_models_whose_patterns_refer_to_groups(model_type: str) -> None:
         check_names(config, {n: s for n, s in names.items() if n != lost})
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("asked_here")
 def test_ties_are_in_the_names_of_the_export() -> None:
     """lm_head shares the embedding, which the hub's files call otherwise than the model."""
     model = small_models.build("qwen2_5_vl")
@@ -205,7 +193,7 @@ def test_ties_are_in_the_names_of_the_export() -> None:
     assert check_names(folder_of(model.config.to_dict()), without).ties == ()
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -221,7 +209,7 @@ def test_models_that_cannot_be_built_here_go_unchecked(config: dict[str, Any], w
     assert words in warning.message
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize(
     "config",
     [

@@ -150,6 +150,7 @@ def every_kind(stack: Stack, tmp_path: Path) -> Iterator[str]:
         process.wait(60)
 
 
+@pytest.mark.soak
 def test_every_kind_of_sender(stack: Stack, every_kind: str, checkpoint: Path) -> None:
     places = {kind: stack.root / "kinds" / kind / "step-7" for kind in webhooks.HOOKS}
     # These name an experiment and a job, and no place.
