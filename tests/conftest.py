@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import driver
+import gaps
+import postgres as postgresql
 import pytest
-
-# Under `--import-mode=importlib` pytest adds nothing to `sys.path`; test helpers live in these.
-HERE = Path(__file__).parent
-BESIDE = ("conformance", "formats", "property", "exports", "attacks")
-for folder in (HERE, *(HERE / name for name in BESIDE)):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-# Programs that tests run in other environments, and what only these import.
-collect_ignore_glob = ["*_job.py", "**/*_job.py"]
-
-import driver  # noqa: E402
-import gaps  # noqa: E402
-import postgres as postgresql  # noqa: E402
-import samples  # noqa: E402
+import samples
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Only test_*.py and conftest.py are collected: the rest is modules that tests import, and programs that
+    run by themselves, some in environments of other libraries; none of them has doctests."""
+    name = collection_path.name
+    return True if name.endswith(".py") and not name.startswith(("test_", "conftest.")) else None
 
 
 def unpacked(config: pytest.Config) -> list[Path]:

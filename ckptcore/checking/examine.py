@@ -1,7 +1,7 @@
 """Examining: what is at a place, and is it whole?
 
-For verbs that look and write nothing. They start without the stages of `ckptcore.conversion.pipeline`, which read and
-check through this module, too.
+For verbs that look and write nothing. They start without the stages of `ckptcore.conversion.pipeline`, which
+read and check through this module, too.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ class Manifest:
     stamps: path -> stamp and ctime (`ckptcore.store.Stamped`) of files as they were before the first byte was
         read, where whoever read it knows them. beside: other files of the place, which neither hold anything
         of it nor were read to describe it. read: paths of the files that its format's reader read from;
-        what was opened only to recognise a format is not among them (`ckptcore.core.used_files`). None of the three
-        is part of what a checkpoint is, saved, or digested.
+        what was opened only to recognise a format is not among them (`ckptcore.core.used_files`). None of the
+        three is part of what a checkpoint is, saved, or digested.
     order: names of tensors as the saved state dict had them, where the order of ``tensors`` is another. What
         is stored does not depend on it: it is in no digest, and a dump is without it.
     own: (items, files) that are the checkpoint itself, where what lies behind them are second copies

@@ -5,9 +5,10 @@ find out which format it is, a stranger's file perhaps, is not. One use counts f
 these that holds: tensors or objects of the checkpoint lie in it; what is compared with them, or cannot be
 read, lies in it; the reader read it to know what the others hold.
 
-Who asks: `ckptcore.execution.source_stamps` for what is read during a conversion (`placed`), `ckptcore.operations.proven_files` for what proves
-to be elsewhere (``data``, ``described``), `ckptcore.conversion.foreign_files` for what a format replaces (all three), and
-`validate` for what nothing proves (all files beside these, `Manifest.beside`).
+Who asks: `ckptcore.execution.source_stamps` for what is read during a conversion (`placed`),
+`ckptcore.operations.proven_files` for what proves to be elsewhere (``data``, ``described``),
+`ckptcore.conversion.foreign_files` for what a format replaces (all three), and `validate` for what nothing
+proves (all files beside these, `Manifest.beside`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "deployments"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import live
 import webhooks

@@ -1,4 +1,8 @@
-"""Do the benchmarks measure what they say? Small sources, one run; times are not judged here."""
+"""Do the benchmarks measure what they say? Small sources, one run; times are not judged here.
+
+`make test` runs the programs once, for one line, and what needs no run; the other lines, peers and servers
+are a soak.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.soak
 def test_one_process_in_turn_writes_the_bytes_of_a_real_job(saved: Path, tmp_path: Path) -> None:
     made = program("make_ckpt.py", SOURCE, tmp_path / "turn", "--scale", SCALE, "--in-turn")
     assert made.returncode == 0, made.stderr
@@ -44,6 +50,7 @@ def test_one_process_in_turn_writes_the_bytes_of_a_real_job(saved: Path, tmp_pat
     assert (different, missing) == ([], [])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("peer", "suffix"), [("dcp_to_torch_save", ".pt"), ("load_and_save_file", ".safetensors")]
 )
@@ -108,15 +115,30 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {line.source for line in LINES} - {None} == set(SOURCES)
 
 
-def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> None:
+def quick_run(folder: Path, only: str) -> list[dict[str, Any]]:
+    """The lines of a quick run, which left nothing in its folders."""
     ran = program(
         "run.py",
-        *("--quick", "--ram", tmp_path / "ram", "--disk", tmp_path / "disk"),
-        *("--json", tmp_path / "figures.json"),
-        *("--only", "^(inspect|ram)/row-2gb|^cover|^memory/row-2gb/safetensors/workers-1"),
+        *("--quick", "--ram", folder / "ram", "--disk", folder / "disk"),
+        *("--json", folder / "figures.json", "--only", only),
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    rows = json.loads((tmp_path / "figures.json").read_text())["lines"]
+    assert not any((folder / "ram").iterdir())
+    assert not any((folder / "disk").iterdir())
+    rows: list[dict[str, Any]] = json.loads((folder / "figures.json").read_text())["lines"]
+    return rows
+
+
+def test_a_line_is_measured_and_verified_and_leaves_nothing(tmp_path: Path) -> None:
+    row, same = quick_run(tmp_path, "^memory/row-2gb/safetensors/workers-1")
+    assert row["line"] == "memory/row-2gb/safetensors/workers-1"
+    assert same["line"] == "memory: same peak, safetensors"
+    assert row["data"]["peak_bytes"] > 50 << 20
+
+
+@pytest.mark.soak
+def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> None:
+    rows = quick_run(tmp_path, "^(inspect|ram)/row-2gb|^cover|^memory/row-2gb/safetensors/workers-1")
     assert [row["line"] for row in rows] == [
         "inspect/row-2gb",
         "inspect/row-2gb: imports",
@@ -128,8 +150,6 @@ def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> Non
     ]
     assert rows[2]["data"]["figure"] > 0
     assert rows[4]["data"]["peak_bytes"] > 50 << 20
-    assert not any((tmp_path / "ram").iterdir())
-    assert not any((tmp_path / "disk").iterdir())
 
 
 def test_programs_judge_by_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,23 +175,16 @@ def test_programs_judge_by_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None
     assert not receiver.verdict(waits, {202: 999, 503: 1}, 200, 1.0)["ok"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "name", ["flow/server-running", "flow/server-none", "flow/two-workers", "receiver/200-a-second"]
 )
 def test_programs_measure_verify_and_leave_nothing(tmp_path: Path, name: str) -> None:
-    ran = program(
-        "run.py",
-        *("--quick", "--ram", tmp_path / "ram", "--disk", tmp_path / "disk"),
-        *("--json", tmp_path / "figures.json", "--only", f"^{name}$"),
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    (row,) = json.loads((tmp_path / "figures.json").read_text())["lines"]
+    (row,) = quick_run(tmp_path, f"^{name}$")
     assert (row["line"], row["ok"]) == (name, None), row["measured"]
     assert row["data"]["figure"] > 0
     if name == "flow/two-workers":
         assert [len(run["cpu"]) for run in row["data"]["runs"]] == [1, 2]
-    assert not any((tmp_path / "ram").iterdir())
-    assert not any((tmp_path / "disk").iterdir())
 
 
 def test_a_command_that_fails_fails_its_line_and_the_run(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from attacks import attack_payloads
 from damaging import rebuild_zip, records
+from outcomes import LIMITS, codes_of, well_behaved
 from samples import differences, read_safetensors, read_torch, tensors_of, tree_digest
-from test_damage import LIMITS, codes_of, well_behaved
 
 if TYPE_CHECKING:
     from driver import Cli

@@ -11,21 +11,10 @@ from pathlib import Path
 
 import pytest
 from damage_judge import Run
+from damage_rows import GROUPS, MORE_PLACES, PLACES, chosen, outcome, rows_of, subjects, truth, unexcused
 from damage_sites import Tree
 from meshes import SETTINGS, WRITERS, cut
-from samples import SAMPLES
-from test_damage_formats import (
-    GROUPS,
-    MORE_PLACES,
-    PLACES,
-    chosen,
-    outcome,
-    rows_of,
-    subjects,
-    truth,
-    unexcused,
-)
-from test_fresh import seed_of
+from samples import SAMPLES, seed_of
 
 import ckptcore
 

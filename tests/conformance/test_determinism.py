@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from samples import read_safetensors, tree_digest
+from samples import contents, read_safetensors, tree_digest
 
 if TYPE_CHECKING:
     from driver import Cli, Outcome
@@ -71,17 +71,6 @@ def undisturbed(cli: Cli, source: Path, tmp_path_factory: pytest.TempPathFactory
         done = convert(cli, source, folder / name, "--workers", 1)
         assert done.code == 0, done
     return {name: folder / name for name in VERBS}
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Every byte of an output but the one part that may differ: the README's provenance."""
-    if path.is_file():
-        return {"": path.read_bytes()}
-    return {
-        str(p.relative_to(path)): p.read_bytes()
-        for p in sorted(path.rglob("*"))
-        if p.is_file() and p.name != "README.md"
-    }
 
 
 @pytest.mark.parametrize("name", VERBS)

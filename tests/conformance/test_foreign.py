@@ -107,13 +107,16 @@ print(json.dumps(digests(flat.items())))
 """
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
-def test_torch_opens_our_torch_file(suffix: str, cli: Cli, tmp_path: Path) -> None:
+def test_torch_opens_our_torch_file(cli: Cli, tmp_path: Path) -> None:
+    """Under each name that people give it, the same bytes."""
     source = FIXTURES / "torch" / "dcp_odd_dtypes_2r"
-    done = cli("consolidate", source / "ckpt", tmp_path / f"out{suffix}")
-    assert done.code == 0, done
+    files = [tmp_path / f"out{suffix}" for suffix in (".pt", ".pth", ".bin")]
+    for file in files:
+        done = cli("consolidate", source / "ckpt", file)
+        assert done.code == 0, done
+    assert len({file.read_bytes() for file in files}) == 1
     truth = tensors_of(read_torch(source / "expected_all.pt", trusted=True))
-    assert foreign(TORCH_LOAD, tmp_path / f"out{suffix}") == digests(truth)
+    assert foreign(TORCH_LOAD, files[0]) == digests(truth)
 
 
 def test_zip_tools_open_our_torch_file(cli: Cli, tmp_path: Path) -> None:
@@ -137,21 +140,23 @@ import json, sys, torch
 import torch.distributed.checkpoint as dcp
 from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(3)
-config = LlamaConfig(vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=sys.argv[2] == "tied")
-model = LlamaForCausalLM(config).to(torch.bfloat16)
-optimizer = torch.optim.AdamW(model.parameters())
-model(torch.arange(20)[None]).logits.sum().backward()
-optimizer.step()
-dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()},
-    checkpoint_id=sys.argv[1] + "/ckpt", no_dist=True)
-config.save_pretrained(sys.argv[1] + "/config")
-model.save_pretrained(sys.argv[1] + "/theirs", max_shard_size="30KB")
-# The oracle is their own folder opened their own way: in memory, `.to(bfloat16)` has also cast the
-# rotary frequencies, which no checkpoint holds.
-with torch.no_grad():
-    same = LlamaForCausalLM.from_pretrained(sys.argv[1] + "/theirs")
-    torch.save(same(torch.arange(20)[None]).logits, sys.argv[1] + "/logits.pt")
+for kind in ("tied", "untied"):
+    folder = sys.argv[1] + "/" + kind
+    config = LlamaConfig(vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=kind == "tied")
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(20)[None]).logits.sum().backward()
+    optimizer.step()
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()},
+        checkpoint_id=folder + "/ckpt", no_dist=True)
+    config.save_pretrained(folder + "/config")
+    model.save_pretrained(folder + "/theirs", max_shard_size="30KB")
+    # The oracle is their own folder opened their own way: in memory, `.to(bfloat16)` has also cast the
+    # rotary frequencies, which no checkpoint holds.
+    with torch.no_grad():
+        same = LlamaForCausalLM.from_pretrained(folder + "/theirs")
+        torch.save(same(torch.arange(20)[None]).logits, folder + "/logits.pt")
 print("{}")
 """
 
@@ -159,34 +164,42 @@ LOAD_LLAMA = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
 out = []
-for folder in sys.argv[2:]:
+for folder, logits in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     with torch.no_grad():
-        same = torch.equal(model(torch.arange(20)[None]).logits, torch.load(sys.argv[1]))
+        same = torch.equal(model(torch.arange(20)[None]).logits, torch.load(logits))
     out.append([same, str(model.dtype), {k: sorted(map(str, v)) for k, v in info.items() if v}])
 print(json.dumps(out))
 """
 
 
-@pytest.mark.parametrize("tied", ["tied", "untied"])
-def test_transformers_opens_our_folder(tied: str, cli: Cli, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def llamas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``tied`` and ``untied``: a small Llama, saved by DCP and by transformers, and its logits."""
+    folder = tmp_path_factory.mktemp("llamas")
+    foreign(SAVE_LLAMA, folder)
+    return folder
+
+
+@pytest.mark.xdist_group("llamas")
+def test_transformers_opens_our_folder(llamas: Path, cli: Cli, tmp_path: Path) -> None:
     """A model written with DCP and exported gives the same logits, with nothing left to guess."""
-    foreign(SAVE_LLAMA, tmp_path, tied)
-    folders = []
-    for number, flags in enumerate(([], ["--max-file-size", "30KB"])):
-        folders.append(tmp_path / f"out{number}")
-        done = cli("export", tmp_path / "ckpt", folders[-1], "--config", tmp_path / "config", *flags)
+    asked: list[Path] = []
+    for kind, flags in (("tied", ["--max-file-size", "30KB"]), ("untied", [])):
+        saved, out = llamas / kind, tmp_path / kind
+        done = cli("export", saved / "ckpt", out, "--config", saved / "config", *flags)
         assert done.code == 0, done
-    found = foreign(LOAD_LLAMA, tmp_path / "logits.pt", *folders)
-    assert found == [[True, "torch.bfloat16", {}]] * 2
+        asked += (out, saved / "logits.pt")
+    assert foreign(LOAD_LLAMA, *asked) == [[True, "torch.bfloat16", {}]] * 2
 
 
-def test_reads_what_transformers_saved(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.xdist_group("llamas")
+def test_reads_what_transformers_saved(llamas: Path, cli: Cli, tmp_path: Path) -> None:
     """A sharded folder of save_pretrained, by its index."""
-    foreign(SAVE_LLAMA, tmp_path, "untied")
-    theirs = read_safetensors(tmp_path / "theirs")
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
-    done = cli("consolidate", tmp_path / "theirs", tmp_path / "out.pt")
+    source = llamas / "untied" / "theirs"
+    theirs = read_safetensors(source)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    done = cli("consolidate", source, tmp_path / "out.pt")
     assert done.code == 0, done
     found = tensors_of(read_torch(tmp_path / "out.pt"))
     assert sorted(found) == sorted(theirs)

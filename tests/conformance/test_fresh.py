@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from samples import differences, flatten, read_safetensors, read_torch, tensors_of, tree_digest
+from paths import JOBS
+from samples import differences, flatten, read_safetensors, read_torch, seed_of, tensors_of, tree_digest
 
 if TYPE_CHECKING:
     from driver import Cli
 
-JOB = Path(__file__).with_name("fresh_job.py")
+JOB = JOBS / "fresh_job.py"
 NOT_IN_SAFETENSORS = frozenset({"complex128"})
 
 
-@pytest.mark.parametrize("ranks", [4, 3, 2, 1])
+@pytest.mark.parametrize(
+    "ranks", [4, pytest.param(3, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 1]
+)
 def test_fresh(ranks: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A job of so many ranks, five random checkpoints."""
     one_job(seed_of(request), ranks, 5, cli, tmp_path)
@@ -35,11 +38,6 @@ def test_fresh_many(number: int, cli: Cli, tmp_path: Path, request: pytest.Fixtu
     """Many jobs of up to 8 ranks."""
     seed = seed_of(request) + number
     one_job(seed, random.Random(seed).choice([1, 2, 3, 4, 5, 6, 8]), 8, cli, tmp_path)
-
-
-def seed_of(request: pytest.FixtureRequest) -> int:
-    given = request.config.getoption("--seed")
-    return int(given) if given is not None else random.SystemRandom().randrange(1 << 30)
 
 
 def one_job(seed: int, ranks: int, cases: int, cli: Cli, folder: Path) -> None:

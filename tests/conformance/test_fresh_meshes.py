@@ -15,10 +15,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from meshes import SETTINGS, WRITERS, Step, glob_of, random_mesh, random_rules, reshard, unlike
-from samples import differences, flatten, read_torch, tensors_of
-from test_fresh import JOB, seed_of
-from test_round_trips import impossible, said_otherwise
+from meshes import (
+    SETTINGS,
+    WRITERS,
+    Step,
+    glob_of,
+    impossible,
+    random_mesh,
+    random_rules,
+    reshard,
+    said_otherwise,
+    unlike,
+)
+from paths import JOBS
+from samples import differences, flatten, read_torch, seed_of, tensors_of
 
 import ckptcore
 from ckptcore.errors import CkptError, UnsupportedFormat, UsageError
@@ -43,7 +53,16 @@ def one_job(seed: int, ranks: int, cases: int, pairs: int, folder: Path) -> None
     """Runs a job and takes every checkpoint that it wrote through pairs of meshes."""
     print(f"--seed {seed}, {ranks} ranks, {cases} cases")
     done = subprocess.run(
-        [sys.executable, str(JOB), str(seed), str(folder), "--ranks", str(ranks), "--cases", str(cases)],
+        [
+            sys.executable,
+            str(JOBS / "fresh_job.py"),
+            str(seed),
+            str(folder),
+            "--ranks",
+            str(ranks),
+            "--cases",
+            str(cases),
+        ],
         capture_output=True,
         text=True,
         timeout=240,

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from samples import tree_digest
-from test_determinism import contents
-from test_fresh import seed_of
+from samples import contents, seed_of, tree_digest
 
 import ckptcore
 from ckptcore.planning.request import Settings

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from paths import JOBS
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 if TYPE_CHECKING:
     from driver import Cli
 
-JOB = Path(__file__).with_name("recipe_job.py")
+JOB = JOBS / "recipe_job.py"
 
 
 def job(verb: str, folder: Path, ranks: int = 0) -> dict[str, str]:

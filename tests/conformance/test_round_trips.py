@@ -8,20 +8,16 @@ and for what `gaps.SAID_OTHERWISE` says of a format. What cannot be cut is refus
 from __future__ import annotations
 
 import random
-import re
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import gaps
 import pytest
+from damage_rows import subjects
 from damage_sites import Tree
-from meshes import MESHES, SETTINGS, WRITERS, Step, Writer, cut, unlike
-from samples import SAMPLES, Sample, tree_digest
-from test_damage_formats import subjects
-from test_fresh import seed_of
+from meshes import MESHES, SETTINGS, WRITERS, Step, Writer, cut, impossible, said_otherwise, unlike
+from samples import SAMPLES, Sample, seed_of, tree_digest
 
 import ckptcore
-from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, UnsupportedDtype, UnsupportedFormat, UsageError
 
 HANDFUL = 40
@@ -113,23 +109,3 @@ def tried(source: Path, target: Path, writer: Writer, mesh: str, about: str) -> 
     except BaseException as error:
         error.add_note(about)
         raise
-
-
-def impossible(error: CkptError, writer: Writer, manifest: Manifest) -> bool:
-    """Whether it was refused for what the format, the mesh or the checkpoint is, in words that tell it."""
-    if isinstance(error, UnsupportedDtype):
-        return any(t.dtype in writer.lacks for t in manifest.tensors)
-    if isinstance(error, UnsupportedFormat):
-        told = ("stands in a list, and not every rank has it", "whose optimizers number their parameters")
-        other = writer.own and manifest.format != writer.to
-        return other or any(t in error.message for t in told) or bool(manifest.blobs and not writer.objects)
-    return error.exit_code == 2 and bool(re.search(r"[0-9]", error.message))
-
-
-def said_otherwise(row: str, *writers: str) -> bool:
-    name, what = row.split(": ", 1)
-    return any(
-        fnmatchcase(name, glob) and what.split()[0] in kinds
-        for writer, glob, kinds, _ in gaps.SAID_OTHERWISE
-        if writer in writers
-    )

@@ -1,8 +1,8 @@
 """Whole files beside shards: which whole tensors do they hold, and which of them are copies?
 
 A folder of ranks' parts may hold the same model once more, in safetensors files of whole tensors. The ranks'
-parts are what is read; the whole files are held against them: elements by `ckptcore.core.redundant_copies`, everything else
-by the headers.
+parts are what is read; the whole files are held against them: elements by `ckptcore.core.redundant_copies`,
+everything else by the headers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,154 @@
+"""The registry: what is the default, and what may a package of the user's own add?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest import SkipTest
+
+import pytest
+from paths import ROOT
+from samples import FIXTURES
+
+from ckptcore.errors import UsageError
+from ckptcore.formats import FORMATS, registry
+from ckptcore.formats.plugins import register
+from ckptcore.testing import CASES, Case, Sample
+
+# A format of somebody else's: `weights.npy` files, one per tensor, named like it.
+PLUGIN = '''
+"""A folder of `<name>.npy` files."""
+import ast, math
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.errors import MalformedCheckpoint
+from ckptcore.formats import Abilities, Evidence, Format
+from ckptcore.core.manifest import Item, TensorSpec, View
+
+DTYPES = {"<f4": "float32", "<i8": "int64"}
+
+def detect(source):
+    names = [p for p in source.listing if p.endswith(".npy")]
+    return Evidence("npy_folder", (f"found {names[0]}",)) if source.name is None and names else None
+
+def read(source):
+    builder = Builder()
+    for path, size in source.listing.items():
+        if not path.endswith(".npy"):
+            continue
+        head = source.store.read(path, 0, min(size, 128))
+        if head[:8] != b"\\x93NUMPY\\x01\\x00" or len(head) < 10:
+            raise MalformedCheckpoint(f"{path} is no .npy file", file=path)
+        start = 10 + int.from_bytes(head[8:10], "little")
+        if start > size:
+            raise MalformedCheckpoint(f"{path} is cut", file=path)
+        form = ast.literal_eval(source.store.read(path, 10, start - 10).decode().strip())
+        spec = TensorSpec(path.removesuffix(".npy"), DTYPES[form["descr"]], form["shape"])
+        if size != start + spec.nbytes:
+            raise MalformedCheckpoint(f"{path} has {size} bytes, {start + spec.nbytes} are needed", file=path)
+        item = builder.item(Item(builder.file(path, size), start, spec.nbytes))
+        builder.chunk(builder.tensor(spec), (0,) * len(spec.shape), spec.shape, item, View())
+    return builder.build("npy_folder", source.store.url, {})
+
+FORMAT = Format("npy_folder", "a folder of .npy files", "`*.npy`", Abilities(True, False, "none", False),
+                detect, read)
+NOT_A_FORMAT = 3
+'''
+
+
+def install(folder: Path, entries: str) -> None:
+    """What pip would leave of a package with these entry points."""
+    (folder / "npy_plugin.py").write_text(PLUGIN)
+    info = folder / "npy_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: npy-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[ckptcore.formats]\n{entries}\n")
+
+
+def test_every_own_format_is_its_own_default() -> None:
+    found = registry()
+    assert found.formats[: len(FORMATS)] == FORMATS
+    for f in FORMATS:
+        assert found.find("read", f.name) is f
+        assert found.find("read", f.name, f.versions[0]) is f
+        assert found.package(f.name) == "ckptcore"
+        assert f.abilities.writes == (f.arrange is not None)
+    for action, name, version in [("read", "nosuch", None), ("read", "dcp", "99")]:
+        with pytest.raises(UsageError) as caught:
+            found.find(action, name, version)  # type: ignore[arg-type]
+        assert caught.value.hint
+
+
+def test_a_package_adds_a_format_and_proves_it(tmp_path: Path) -> None:
+    install(tmp_path, "npy = npy_plugin:FORMAT")
+    test = tmp_path / "test_npy.py"
+    test.write_text(
+        """
+import numpy, pytest, safetensors.numpy
+from ckptcore.testing import CASES, Sample
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+def test_npy(case, tmp_path):
+    truth = {"model.a": numpy.arange(12, dtype="<f4").reshape(3, 4), "model.n": numpy.array([7], "<i8")}
+    (tmp_path / "src").mkdir()
+    for name, value in truth.items():
+        numpy.save(tmp_path / "src" / f"{name}.npy", value)
+    safetensors.numpy.save_file(truth, tmp_path / "truth.safetensors")
+    # Nothing in a folder of arrays says how many there should be.
+    lost = frozenset({"removed"})
+    case(Sample(tmp_path / "src", tmp_path / "truth.safetensors", "npy_folder", lost), tmp_path)
+"""
+    )
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    done = subprocess.run(
+        run, env=_env(tmp_path), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert f"{len(CASES) - 1} passed, 1 skipped" in done.stdout, done.stdout[-500:]
+
+
+def test_a_package_that_cannot_be_used_is_named_and_does_no_harm(tmp_path: Path) -> None:
+    install(tmp_path, "a = npy_plugin:NOT_A_FORMAT\nb = npy_plugin:MISSING\nc = npy_plugin:FORMAT")
+    command = [sys.executable, "-m", "ckptcore", "formats", "--output", "json"]
+    done = subprocess.run(
+        command, env=_env(tmp_path), capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [b["package"] for b in told["broken"]] == ["npy-plugin", "npy-plugin"]
+    assert told["formats"][-1]["name"] == "npy_folder"
+    assert told["formats"][-1]["package"] == "npy-plugin"
+
+
+def test_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        dist = None
+        value = "other:FORMAT"
+
+        def load(self) -> object:
+            return FORMATS[0]
+
+    monkeypatch.setattr("ckptcore.formats.plugins.entry_points", lambda group: [Point()])
+    found = register(FORMATS)
+    assert found.formats == FORMATS
+    assert "already provided by ckptcore" in found.broken[0][1]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("name", ["dcp_dims_4r", "dcp_threads_2r"])
+def test_our_own_formats_keep_the_shipped_conformance(case: Case, name: str, tmp_path: Path) -> None:
+    folder = FIXTURES / "torch" / name
+    try:
+        case(Sample(folder / "ckpt", folder / "expected.safetensors", "dcp"), tmp_path)
+    except SkipTest as skip:
+        pytest.skip(str(skip))
+
+
+def _env(folder: Path) -> dict[str, str]:
+    import os
+
+    root = ROOT
+    # What this run of pytest was given is not meant for another one.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return kept | {"PYTHONPATH": f"{folder}{os.pathsep}{root}", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -1,0 +1,179 @@
+"""DCP folders for a mesh: does a job of that mesh resume from them as from the original?
+
+The oracle is a real job (reshard_job.py): what `torch.distributed.checkpoint` loads into FSDP2, HSDP, TP and
+pipeline models of that mesh, the losses of its next steps, and the folder that it saves itself.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import Cli
+from paths import JOBS
+from reshard_job import BUFFERS, stage_of
+from samples import SAMPLES, Sample
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import ckptcore
+from ckptcore.conversion.pipeline import validate
+from ckptcore.core.box import Box
+from ckptcore.topology.layout import Layout, Mesh, Topology
+
+JOB = JOBS / "reshard_job.py"
+TOYS = ("dcp_fsdp2_bf16_4r", "dcp_fsdp2_tied_4r", "dcp_fsdp2_tp_uneven_4r", "dcp_hsdp_4r")
+TITAN = "dcp_torchtitan_like_4r"
+Axes = tuple[tuple[str, int], ...]
+Chunks = dict[str, dict[Box, int]]
+FSDP = {n: (("fsdp", n),) for n in (1, 2, 3, 4, 8)}
+TP: Axes = (("fsdp", 2), ("tp", 2))
+HSDP: Axes = (("dp_replicate", 2), ("fsdp", 2))
+PP: Axes = (("pp", 2), ("fsdp", 2), ("tp", 2))
+ROWS, COLUMNS = ("up.weight", "embed.weight", "head.weight"), ("down.weight",)
+
+
+def layout(fqn: str, shape: tuple[int, ...], axes: Axes) -> Layout:
+    """What `fully_shard` and `parallelize_module` make of a tensor of the samples."""
+    sizes = dict(axes)
+    name = fqn.removeprefix("model.").removeprefix("optim.state.").removeprefix("optimizer.state.")
+    name = name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq").removesuffix(".step")
+    at = (("pp", (stage_of(name),)),) if "pp" in sizes else ()
+    if not shape or name in (*BUFFERS, "rep", "plain", "zero"):
+        return Layout(at=at)
+    placed: dict[str, Any] = {a: Replicate() for a in sizes if a == "dp_replicate"} | {"fsdp": Shard(0)}
+    if "tp" in sizes and name.endswith(ROWS):
+        placed |= {"fsdp": _StridedShard(0, split_factor=sizes["tp"]), "tp": Shard(0)}
+    elif "tp" in sizes and name.endswith(COLUMNS):
+        placed |= {"tp": Shard(1)}
+    return Layout(tuple(placed), tuple(placed.values()), at)
+
+
+def reshard(source: Path, target: Path, axes: Axes, patch: pytest.MonkeyPatch, **options: Any) -> Topology:
+    """Writes what a job of this mesh would have saved, with the placements above."""
+    manifest = ckptcore.open(str(source))
+    topology = Topology(Mesh(axes), {t.fqn: layout(t.fqn, t.shape, axes) for t in manifest.tensors})
+    patch.setattr("ckptcore.planning.compose.lay_out", lambda *a, **k: topology)
+    mesh = ",".join(f"{a}={n}" for a, n in axes)
+    ckptcore.convert(str(source), str(target), verb="reshard", to="dcp", mesh=mesh, **options)
+    return topology
+
+
+def resume(sample: Sample, axes: Axes, tmp_path: Path) -> list[dict[str, Any]]:
+    """What each rank of the job tells."""
+    spec = {
+        "axes": axes,
+        "truth": str(sample.root / "expected.safetensors"),
+        "original": str(sample.root / "ckpt"),
+        "written": str(tmp_path / "out"),
+        "saved": str(tmp_path / "saved"),
+        "out": str(tmp_path / "told.json"),
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    ran = subprocess.run(
+        [sys.executable, str(JOB), str(tmp_path / "spec.json")],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    told: list[dict[str, Any]] = json.loads((tmp_path / "told.json").read_text())
+    return told
+
+
+def chunks(folder: Path) -> Chunks:
+    """Name -> box -> the rank in whose file torch finds it; empty boxes are left out."""
+    told = FileSystemReader(folder).read_metadata()
+    found: Chunks = {}
+    assert told.storage_data is not None
+    places = {(i.fqn, i.offset): int(s.relative_path.split("_")[2]) for i, s in told.storage_data.items()}
+    for name, entry in told.state_dict_metadata.items():
+        if not hasattr(entry, "chunks"):
+            continue
+        found[name] = {
+            Box(tuple(c.offsets), tuple(c.sizes)): places[name, c.offsets]
+            for c in entry.chunks
+            if 0 not in c.sizes or 0 in entry.size
+        }
+    return found
+
+
+def loaded(sample: Sample, axes: Axes, tmp_path: Path) -> tuple[Chunks, Chunks]:
+    """Has a job of this mesh load what was written; gives the chunks of that, and of what the job saves."""
+    assert validate(ckptcore.open(str(tmp_path / "out")), "bytes").ok
+    told = resume(sample, axes, tmp_path)
+    assert [row["wrong"] for row in told] == [[]] * len(told)
+    for row in told:
+        assert row["losses"].get("written") == row["losses"].get("original") == row["losses"].get("load_into")
+    assert "pp" in dict(axes) or sample.name == TITAN or all(len(row["losses"]) == 3 for row in told)
+    theirs = chunks(tmp_path / "saved")
+    assert theirs
+    return chunks(tmp_path / "out"), theirs
+
+
+def resumes(sample: Sample, axes: Axes, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    topology = reshard(sample.root / "ckpt", tmp_path / "out", axes, patch)
+    ours, theirs = loaded(sample, axes, tmp_path)
+    # As if the job itself had saved: the same parts, each in a file of a rank that has it.
+    for name, parts in theirs.items():
+        assert ours[name].keys() == parts.keys(), name
+        shape = next(t.shape for t in ckptcore.open(str(tmp_path / "out")).tensors if t.fqn == name)
+        held = topology.held(name, shape)
+        for box, rank in ours[name].items():
+            assert held[rank] == box, (name, box, rank)
+            assert rank == parts[box] or held.count(box) > 1
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest) -> dict[str, Sample]:
+    return {s.name: s for s in request.config.stash[SAMPLES]}
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("dcp_fsdp2_tp_uneven_4r", FSDP[3]), ("dcp_fsdp2_bf16_4r", TP), (TITAN, FSDP[2])],
+    ids=["uneven-fsdp3", "bf16-fsdp2-tp2", "titan-fsdp2"],
+)
+def test_a_job_resumes(
+    name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumes(found[name], axes, tmp_path, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "axes", [*FSDP.values(), TP, HSDP, PP], ids=lambda a: "-".join(f"{k}{n}" for k, n in a)
+)
+@pytest.mark.parametrize("name", [*TOYS, TITAN])
+def test_jobs_of_every_mesh_resume(
+    name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "tp" in dict(axes) and name == TITAN:
+        pytest.skip("its tensors have no TP plan")
+    if "pp" in dict(axes) and "tied" in name:
+        pytest.skip("its embeddings are tied across the stages")
+    resumes(found[name], axes, tmp_path, monkeypatch)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param(a, marks=() if a == FSDP[4] else pytest.mark.soak) for a in (*FSDP.values(), HSDP)],
+    ids=lambda a: "-".join(f"{k}{n}" for k, n in a),
+)
+def test_torchtitan_s_keys_by_the_built_in_rules(
+    axes: Axes, found: dict[str, Sample], cli: Cli, tmp_path: Path
+) -> None:
+    mesh = ",".join(f"{a}={n}" for a, n in axes)
+    done = cli("reshard", found[TITAN].root / "ckpt", tmp_path / "out", "--to", "dcp", "--mesh", mesh)
+    assert done.code == 0, done
+    ours, theirs = loaded(found[TITAN], axes, tmp_path)
+    buffers = {"plain", "rep"}  # of floats, whose names say nothing: they look like parameters
+    assert {n for n, parts in theirs.items() if ours[n].keys() != parts.keys()} <= buffers

@@ -1,0 +1,54 @@
+"""From a Hugging Face folder to the ranks of a mesh: does transformers' model train on from there?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from paths import JOBS
+
+import ckptcore
+
+JOB = JOBS / "hf_mesh_job.py"
+
+
+def pretrained(folder: Path) -> Path:
+    """A small Llama, every weight random, as `save_pretrained` leaves it."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(2)
+    config = transformers.LlamaConfig(
+        vocab_size=66,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.1
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mesh", ["fsdp=2,tp=2", pytest.param("fsdp=3", marks=pytest.mark.soak)])
+def test_a_model_is_loaded_on_a_mesh(mesh: str, tmp_path: Path) -> None:
+    source, out, told = pretrained(tmp_path / "hf"), tmp_path / "out", tmp_path / "told.json"
+    ckptcore.convert(str(source), str(out), verb="reshard", to="dcp", mesh=mesh)
+    sizes = dict(part.split("=") for part in mesh.split(","))
+    line = [sys.executable, str(JOB), str(source), str(out), sizes["fsdp"], sizes.get("tp", "1"), str(told)]
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=500, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    rows = json.loads(told.read_text())
+    for differ, (written, whole) in rows:
+        assert differ == []
+        assert written == whole
+    # The file of each rank holds what it asks for, so nothing else has to be read.
+    data = {f.path for f in ckptcore.open(str(out)).files if f.path.endswith(".distcp")}
+    assert data == {f"__{r}_0.distcp" for r in range(len(rows))}

@@ -1,0 +1,137 @@
+"""OLMo-core's own loaders on what is written here, at other world sizes than saved it.
+
+Each generation needs an environment of its own: `CKPTCORE_OLMO_CORE_PYTHON` names the interpreter of
+one with ai2-olmo-core==0.1.0, `CKPTCORE_OLMO_CORE_3_PYTHON` of one with 3.0.0. Without them these tests
+are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from olmo_samples import sample
+from paths import JOBS
+from torch.distributed.tensor import Shard
+
+import ckptcore
+from ckptcore.core.manifest import Manifest
+from ckptcore.topology.layout import Layout, Mesh, Topology
+
+# release -> the variable that names its interpreter
+VARIABLES = {"0.1.0": "CKPTCORE_OLMO_CORE_PYTHON", "3.0.0": "CKPTCORE_OLMO_CORE_3_PYTHON"}
+
+
+def interpreter(release: str) -> str:
+    """The interpreter of a release of ai2-olmo-core; skips where there is none."""
+    python = os.environ.get(VARIABLES[release], sys.executable)
+    probe = f"import importlib.metadata as m; raise SystemExit(m.version('ai2-olmo-core') != {release!r})"
+    if subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode:
+        pytest.skip(
+            f"no ai2-olmo-core {release} in {python}; {VARIABLES[release]} can name another interpreter"
+        )
+    return python
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["v01_fsdp1_fp32_ws2", "v3_bf16params_ws2", "olmo1_local_ws2", "olmo1_unsharded_safetensors"]
+)
+def test_restored_by_its_own_loader(
+    name: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """0.1.0: a model and its optimizer under FSDP are restored bit for bit from every generation."""
+    python = interpreter("0.1.0")
+    root = sample(request, name)
+    step = next(p for p in root.iterdir() if p.name.startswith("step"))
+    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01", max_file_size=100_000)
+    assert run_job(python, "olmo_loader_job.py", ranks, tmp_path / "out", root) >= 60
+
+
+def columns(manifest: Manifest, *_: object) -> Topology:
+    """Rows over one axis and columns over another."""
+    both, rows = Layout(("fsdp", "tp"), (Shard(0), Shard(1))), Layout(("fsdp",), (Shard(0),))
+    found = {t.fqn: both if len(t.shape) > 1 else rows for t in manifest.tensors if t.shape}
+    return Topology(Mesh((("fsdp", 2), ("tp", 2))), found)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("mesh", ["fsdp=2", "fsdp=3", "fsdp=4", "fsdp=2,tp=2"])
+def test_a_mesh_restored_at_another_size(
+    mesh: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1.0 loads the files of so many ranks on others, model and AdamW bit for bit."""
+    python = interpreter("0.1.0")
+    root = sample(request, "v01_fsdp1_fp32_ws2")
+    step = next(p for p in root.iterdir() if p.name.startswith("step"))
+    if "tp" in mesh:
+        monkeypatch.setattr("ckptcore.planning.compose.lay_out", columns)
+    ckptcore.convert(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_v01", mesh=mesh)
+    world = prod(int(part.split("=")[1]) for part in mesh.split(","))
+    assert len(list((tmp_path / "out" / "model").glob("rank_*.safetensors"))) == world
+    assert run_job(python, "olmo_loader_job.py", ranks, tmp_path / "out", root) >= 60
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["v3_bf16params_ws2", "v01_fsdp1_fp32_ws2", "olmo1_local_ws2"])
+def test_steps_restored_by_olmo_core_3(
+    name: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """3.0.0: a step folder fills DTensors of another mesh, model and optimizer."""
+    python = interpreter("3.0.0")
+    root = sample(request, name)
+    step = next(p for p in root.iterdir() if p.name.startswith("step"))
+    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_core", max_file_size=100_000)
+    if not (tmp_path / "out" / "train").exists():  # no trainer's state was in the source
+        (tmp_path / "out" / "train").mkdir()
+        torch.save({}, tmp_path / "out" / "train" / "rank0.pt")
+    assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tp=2"])
+def test_steps_of_a_mesh_restored_by_olmo_core_3(
+    mesh: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3.0.0: a step folder of so many ranks fills DTensors of others."""
+    python = interpreter("3.0.0")
+    root = sample(request, "v3_bf16params_ws2")
+    step = next(p for p in root.iterdir() if p.name.startswith("step"))
+    if "tp" in mesh:
+        monkeypatch.setattr("ckptcore.planning.compose.lay_out", columns)
+    ckptcore.convert(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh=mesh)
+    assert len(list((tmp_path / "out" / "model_and_optim").glob("__*.distcp"))) == 4
+    assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
+
+
+def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
+    """Runs the ranks of a job; gives how many tensors they found equal, all ranks together."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
+    jobs = [
+        subprocess.Popen(
+            [python, str(JOBS / script), str(out), str(root)],
+            env=dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    told = [job.communicate(timeout=240)[0] for job in jobs]
+    assert all(job.returncode == 0 for job in jobs), "\n".join(told)[-3000:]
+    return sum(int(line.split()[1]) for text in told for line in text.splitlines() if "equal:" in line)

@@ -1,0 +1,180 @@
+"""Does PostgreSQL get habits of its own: one driver, one moment for readers, patience, words for failures?"""
+
+import os
+import shutil
+import sys
+import threading
+import time
+
+import postgres as postgresql
+import pytest
+import sqlalchemy as sa
+
+from ckptcore.catalog import open_catalog, upgrade
+from ckptcore.catalog.database import HEAD, engine_for, parse
+from ckptcore.errors import CatalogAway, CatalogError, MissingDependency
+
+
+@pytest.fixture
+def url(postgres, upgraded):
+    with postgres.database(upgraded) as made:
+        yield made
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
+def test_one_driver_for_all_spellings(scheme):
+    assert parse(f"{scheme}://me@host/x").drivername == "postgresql+psycopg"
+
+
+def test_a_server_is_never_set_up_in_passing(postgres):
+    with postgres.database() as url:
+        with pytest.raises(CatalogError, match="no tables yet") as caught:
+            open_catalog(url)
+        assert "ckptcore catalog upgrade" in caught.value.hint
+        assert upgrade(url) == (None, HEAD)
+        with open_catalog(url) as catalog:
+            assert catalog.list() == ()
+
+
+def test_somebody_elses_database_is_left_alone(postgres):
+    with postgres.database() as url:
+        engine = sa.create_engine(url)
+        with engine.begin() as connection:
+            connection.exec_driver_sql("CREATE TABLE songs (id integer)")
+        engine.dispose()
+        for refuses in (open_catalog, upgrade):
+            with pytest.raises(CatalogError, match="not a ckptcore catalog: it has the tables songs"):
+                refuses(url)
+
+
+def test_the_password_is_never_shown(url):
+    wrong = sa.make_url(url).set(password="hunter2").render_as_string(hide_password=False)
+    with pytest.raises(CatalogError, match="password authentication failed") as caught:
+        open_catalog(wrong)
+    assert "hunter2" not in str(caught.value.as_dict())
+    with open_catalog(url) as catalog:
+        assert sa.make_url(url).password not in catalog.url
+
+
+def test_nobody_there():
+    with pytest.raises(CatalogAway, match=r"does not answer: .*onnection") as caught:
+        open_catalog("postgresql://me:hunter2@127.0.0.1:1/x")
+    assert caught.value.transient
+    assert "hunter2" not in str(caught.value.as_dict())
+
+
+def test_waiting_does_not_help(postgres, url):
+    nowhere = sa.make_url(url).set(database="nowhere").render_as_string(hide_password=False)
+    with pytest.raises(CatalogError, match="nowhere") as caught:
+        open_catalog(nowhere)
+    assert not caught.value.transient
+
+
+def write_while_it_dies(catalog, server):
+    with catalog.writing() as connection:
+        server.kill()
+        connection.exec_driver_sql("SELECT 1")
+
+
+def test_a_server_that_dies_and_comes_back(facts):
+    with postgresql.serving(durable=True) as server, server.database() as url:
+        upgrade(url)
+        with open_catalog(url) as catalog:
+            catalog.record_validation(facts("/runs/step-1"))
+            with pytest.raises(CatalogAway, match="does not answer") as caught:
+                write_while_it_dies(catalog, server)
+            assert caught.value.transient
+            with pytest.raises(CatalogAway):
+                catalog.list()
+            server.start()
+            assert [row.uri for row in catalog.list()] == ["/runs/step-1"]
+            catalog.record_validation(facts("/runs/step-2"))
+            assert len(catalog.list()) == 2
+
+
+def test_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(MissingDependency, match="psycopg") as caught:
+        open_catalog("postgresql://host/x")
+    assert "ckptcore[postgres]" in caught.value.hint
+
+
+def test_a_reader_sees_one_moment_and_changes_nothing(url, facts):
+    with open_catalog(url) as catalog, catalog.reading() as reader:
+        count = "SELECT count(*) FROM checkpoint"
+        assert reader.exec_driver_sql(count).scalar() == 0
+        catalog.record_validation(facts("/runs/step-1"))
+        assert reader.exec_driver_sql(count).scalar() == 0
+        with pytest.raises(sa.exc.InternalError, match="read-only transaction"):
+            reader.exec_driver_sql("DELETE FROM checkpoint")
+    with open_catalog(url) as catalog:
+        assert len(catalog.list()) == 1
+
+
+def test_a_writer_waits_only_so_long(url, monkeypatch, facts):
+    short = "SELECT set_config('lock_timeout', '200', true), pg_advisory_xact_lock(7163384699)"
+    monkeypatch.setitem(sys.modules["ckptcore.catalog.database"].WRITER_BEGIN, "postgresql", short)
+    with open_catalog(url) as catalog, catalog.writing():
+        refused = []
+
+        def late():
+            with open_catalog(url) as other:
+                try:
+                    other.record_validation(facts("/runs/step-1"))
+                except CatalogAway as error:
+                    refused.append(error.message)
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        thread.join(30)
+        assert len(refused) == 1
+        assert "lock timeout" in refused[0]
+
+
+def test_a_lost_connection_is_replaced(url, facts):
+    with open_catalog(url) as catalog:
+        catalog.record_validation(facts("/runs/step-1"))
+        engine = sa.create_engine(url)
+        with engine.begin() as connection:
+            connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        engine.dispose()
+        time.sleep(0.1)
+        assert [row.uri for row in catalog.list()] == ["/runs/step-1"]
+
+
+def test_the_url_may_say_more(url):
+    named = sa.make_url(url).update_query_dict({"application_name": "sweep"})
+    engine = engine_for(named)
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("SHOW application_name").scalar() == "sweep"
+    engine.dispose()
+
+
+def test_sqlite_needs_no_driver(tmp_path, python, finish):
+    script = (
+        "import sys\n"
+        "from ckptcore.catalog import open_catalog\n"
+        "open_catalog(sys.argv[1]).close()\n"
+        "print({'psycopg', 'sqlalchemy.dialects.postgresql'} & set(sys.modules))"
+    )
+    assert finish(python(script, tmp_path / "catalog.sqlite")) == ["set()\n"]
+
+
+def test_no_server_outlives_the_tests(postgres, python):
+    script = (
+        "import os, signal, sys\n"
+        "sys.path.insert(0, 'tests/helpers')\n"
+        "from postgres import serving\n"
+        "with serving() as server:\n"
+        "    print(server._process.pid, server.folder, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    pid, folder = python(script).communicate(timeout=120)[0].split()
+    end = time.monotonic() + 30
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
+    shutil.rmtree(folder)

@@ -1,0 +1,300 @@
+"""Are the migrations, the models and the constant `HEAD` one and the same schema?"""
+
+import hashlib
+import shutil
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from alembic.script import ScriptDirectory
+from paths import ROOT
+
+from ckptcore.catalog import open_catalog, upgrade
+from ckptcore.catalog.database import HEAD, REVISIONS
+from ckptcore.catalog.migrate import configuration, migrate, migrating
+from ckptcore.catalog.models import Base
+from ckptcore.catalog.views import VIEWS, making
+from ckptcore.errors import CatalogError
+
+
+def schema(path):
+    """name -> the sorted lines of every CREATE statement: the order of clauses is free, and so are quotes."""
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+        found = {
+            name: sorted(line.strip().rstrip(",").replace('"', "") for line in sql.splitlines())
+            for name, sql in rows
+        }
+    connection.close()
+    return found
+
+
+def test_revisions_are_the_scripts():
+    scripts = ScriptDirectory.from_config(configuration())
+    assert tuple(reversed([s.revision for s in scripts.walk_revisions()])) == REVISIONS
+    assert scripts.get_heads() == [HEAD]
+
+
+def test_a_fresh_catalog_is_what_the_migrations_make(tmp_path):
+    open_catalog(str(tmp_path / "made.sqlite")).close()
+    assert upgrade(str(tmp_path / "migrated.sqlite")) == (None, HEAD)
+    made, migrated = schema(tmp_path / "made.sqlite"), schema(tmp_path / "migrated.sqlite")
+    # Alembic's own table, written on one line in the one and on several in the other.
+    assert made.pop("alembic_version")
+    assert migrated.pop("alembic_version")
+    indexes = [index for table in Base.metadata.tables.values() for index in table.indexes]
+    assert len(made) == len(Base.metadata.tables) + len(indexes) + len(VIEWS)
+    assert made == migrated
+
+
+def test_models_need_no_new_migration(bare, monkeypatch):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
+    upgrade(bare)
+    command.check(configuration())  # raises when the models and the database differ
+
+
+def test_the_check_above_sees_a_difference(bare, monkeypatch):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
+    upgrade(bare)
+    with migrating(bare) as connection:
+        connection.exec_driver_sql("ALTER TABLE checkpoint DROP COLUMN num_files")
+    with pytest.raises(Exception, match="New upgrade operations detected"):
+        command.check(configuration())
+
+
+def test_alembic_finds_its_scripts_from_the_checkout(tmp_path, python, finish):
+    script = "import sys; from alembic.config import main; main(sys.argv[1:])"
+    where = {"CKPTCORE_CATALOG_URL": str(tmp_path / "catalog.sqlite")}
+    finish(python(script, "upgrade", "head", **where))
+    finish(python(script, "check", **where))
+    [current] = finish(python(script, "current", **where))
+    assert current.strip() == f"{HEAD} (head)"
+
+
+def test_down_to_nothing_and_up_again(tmp_path, monkeypatch):
+    path = tmp_path / "catalog.sqlite"
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(path))
+    upgrade(str(path))
+    before = schema(path)
+    command.downgrade(configuration(), "base")
+    assert set(schema(path)) == {"alembic_version"}
+    assert upgrade(str(path)) == (None, HEAD)
+    assert schema(path) == before
+
+
+# One row of every table, in the words of the schema where the table or its columns came; NOW is a time.
+AT = {
+    "0001": """
+        INSERT INTO training_run VALUES (1, 'llama', NOW);
+        INSERT INTO checkpoint VALUES (1, 'u1', 1, 'source', 'dcp', '/a', 'present', 10, 4, 1, 1, 'float32',
+                                       'm', '', '{}', NOW, NULL, NULL, NULL);
+        INSERT INTO checkpoint_file VALUES (1, 'f', 4, NULL);
+        INSERT INTO tensor VALUES (1, 'w', 'float32', '[1]', 4);
+        INSERT INTO conversion VALUES (1, 'c1', 'export', 'succeeded', '/a', '/b', '{}', 'p', '1', NULL,
+                                       NOW, NOW, 4, 4, NULL, NULL, NULL, '{}');
+        INSERT INTO conversion_io VALUES (1, 1, 'in');
+        INSERT INTO finding VALUES (1, 1, 1, 'hole', 'cover', 'error', 'rows', 'w', NULL, '', NOW, NULL);
+        INSERT INTO tag VALUES (1, 'k', 'v', NOW)""",
+    "0002": """
+        UPDATE checkpoint SET fingerprint = 'f';
+        UPDATE tensor SET fingerprint = 'f';
+        UPDATE conversion SET fingerprint = 'f', map_digest = 'm'""",
+    "0003": """
+        INSERT INTO aliases VALUES (1, 'best', 1, 1, NOW);
+        INSERT INTO holds VALUES (1, 'h1', 1, 'paper', '', NOW, NULL, NULL);
+        INSERT INTO watched_roots VALUES (1, 'r', '/r', '[]', '{}', true, NOW, NULL, NULL);
+        INSERT INTO inbox VALUES (1, 'i1', 's', 'e', '', '', '', NULL, '', 'waiting', 0, NOW, NOW, NULL, NULL,
+                                  NULL);
+        INSERT INTO outbox VALUES (1, 'o1', 's', 'k', '', '{}', 'waiting', 0, NOW, NOW, NULL, NULL)""",
+    "0004": "",
+    "0005": """
+        INSERT INTO sightings VALUES (1, '/r/step-1', '/r', 1, 'whole', 's', 'd', 'm', '[]', NOW, NOW, NOW);
+        INSERT INTO claims VALUES (1, 'd', '/b', 'o', '/r/step-1', 'done', 'me', 1, NOW, NOW, NOW, NULL,
+                                   NULL)""",
+    "0006": """
+        UPDATE inbox SET attempts_before = 3;
+        UPDATE outbox SET attempts_before = 4""",
+    "0007": "",
+    "0008": """
+        UPDATE conversion SET source_stamp = 's', source_ctime = 'c';
+        UPDATE checkpoint_file SET role = 'extra'""",
+}
+
+# What the views of the newest schema are: a change needs a revision, or catalogs of today keep the old ones.
+VIEWS_OF = ("0008", "a33cdd3221c974113f26ac7bff24d83dcb2c46c32f4395be1fd11db56ef047cc")
+
+
+def test_views_change_with_a_revision_only():
+    words = "\n".join(line for dialect in ("sqlite", "postgresql") for line in making(dialect))
+    assert (HEAD, hashlib.sha256(words.encode()).hexdigest()) == VIEWS_OF
+
+
+def test_a_catalog_of_0005_gets_the_views_of_today(bare):
+    migrate(bare, "0005")
+    with migrating(bare) as connection:  # as they were when 0005 was made
+        connection.exec_driver_sql("CREATE VIEW lineage_up AS SELECT 1 AS old")
+    assert upgrade(bare) == ("0005", HEAD)
+    with open_catalog(bare) as catalog, catalog.reading() as conn:
+        assert set(VIEWS) <= set(sa.inspect(conn).get_view_names())
+        assert conn.exec_driver_sql("SELECT ancestor_uri FROM lineage_up").all() == []
+
+
+def rows(url):
+    """table -> its rows, as columns by name."""
+    with migrating(url) as connection:
+        return {
+            name: [dict(row) for row in connection.exec_driver_sql(f"SELECT * FROM {name}").mappings()]
+            for name in sorted(sa.inspect(connection).get_table_names())
+            if name != "alembic_version"
+        }
+
+
+def test_data_goes_up_and_down(bare, monkeypatch):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
+    assert tuple(AT) == REVISIONS
+    held = {}
+    for revision, statements in AT.items():
+        migrate(bare, revision)
+        with migrating(bare) as connection:
+            for statement in filter(None, statements.split(";")):
+                connection.exec_driver_sql(statement.replace("NOW", "'2026-01-01 00:00:00+00:00'"))
+        held[revision] = rows(bare)
+    assert all(len(found) == 1 for found in held[HEAD].values())
+    assert set(held[HEAD]) == set(Base.metadata.tables)
+    for revision in reversed(REVISIONS[:-1]):
+        command.downgrade(configuration(), revision)
+        assert rows(bare) == held[revision]
+    assert upgrade(bare) == (REVISIONS[0], HEAD)
+    found = rows(bare)
+    assert {name: len(each) for name, each in found.items()} == {
+        name: int(name in held["0001"]) for name in held[HEAD]
+    }
+    first = found["checkpoint"][0]
+    assert first == held[HEAD]["checkpoint"][0] | {"fingerprint": None}
+    with open_catalog(bare) as catalog:
+        assert catalog.show("/a").findings[0].code == "hole"
+
+
+def test_rows_from_before_fingerprints_have_none(tmp_path):
+    path = tmp_path / "catalog.sqlite"
+    migrate(str(path), "0001")
+    with sqlite3.connect(path) as connection:
+        connection.execute(
+            "INSERT INTO checkpoint (uuid, kind, format, uri, state, total_bytes, num_tensors, num_files,"
+            " dtypes, manifest_digest, content_digest, origin, created_at)"
+            " VALUES ('u', 'source', 'dcp', '/a', 'present', 4, 1, 0, '', 'm', '', '{}',"
+            " '2026-01-01 00:00:00')"
+        )
+        connection.execute("INSERT INTO tensor VALUES (1, 'w', 'float32', '[1]', 4)")
+    connection.close()
+    assert upgrade(str(path)) == ("0001", HEAD)
+    with open_catalog(str(path)) as catalog:
+        detail = catalog.show("/a")
+    assert detail.checkpoint.fingerprint is None
+    assert [(t.fqn, t.shape, t.fingerprint) for t in detail.tensors] == [("w", (1,), None)]
+
+
+def test_upgrade_with_nothing_to_do(tmp_path):
+    upgrade(str(tmp_path / "catalog.sqlite"))
+    assert upgrade(str(tmp_path / "catalog.sqlite")) == (HEAD, HEAD)
+
+
+def test_upgrade_refuses_what_is_newer(tmp_path):
+    path = tmp_path / "catalog.sqlite"
+    open_catalog(str(path)).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num='9999'")
+    connection.close()
+    with pytest.raises(CatalogError, match="newer than this version"):
+        migrate(str(path), HEAD)
+
+
+def test_a_failing_migration_leaves_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "catalog.sqlite"
+    scripts = tmp_path / "alembic"
+    shutil.copytree(ROOT / "alembic", scripts, ignore=shutil.ignore_patterns("__pycache__"))
+    first = scripts / "versions" / "0001_first_tables.py"
+    first.write_text(first.read_text().replace("\n\ndef downgrade", "    1 / 0\n\n\ndef downgrade"))
+    monkeypatch.setattr("ckptcore.catalog.migrate.scripts_folder", lambda: scripts)
+    with pytest.raises(ZeroDivisionError):
+        upgrade(str(path))
+    assert schema(path) == {}
+
+
+@pytest.fixture
+def filled(tmp_path, facts):
+    path = str(tmp_path / "catalog.sqlite")
+    with open_catalog(path) as catalog:
+        catalog.record_validation(facts(tmp_path / "step-1", num_tensors=5))
+    return path
+
+
+def test_rebuilding_a_parent_table_keeps_its_children(filled):
+    # With foreign keys on, SQLite would refuse or cascade the DROP inside a batch operation.
+    with migrating(filled) as connection:
+        operations = Operations(MigrationContext.configure(connection))
+        with operations.batch_alter_table("checkpoint", recreate="always") as batch:
+            batch.add_column(sa.Column("extra", sa.Text()))
+    with sqlite3.connect(filled) as connection:
+        assert connection.execute("SELECT count(*) FROM tensor").fetchone() == (6,)
+        assert connection.execute("SELECT count(extra), count(*) FROM checkpoint").fetchone() == (0, 1)
+    connection.close()
+
+
+def test_a_migration_that_orphans_rows_is_undone(filled):
+    def orphan():
+        with migrating(filled) as connection:
+            connection.exec_driver_sql("DELETE FROM checkpoint_file")
+            connection.exec_driver_sql("DELETE FROM checkpoint")
+
+    with pytest.raises(CatalogError, match="6 rows without their parent, first in table tensor"):
+        orphan()
+    with sqlite3.connect(filled) as connection:
+        assert connection.execute("SELECT count(*) FROM checkpoint").fetchone() == (1,)
+    connection.close()
+
+
+def test_every_foreign_key_leads_an_index():
+    bare = []
+    for table in Base.metadata.tables.values():
+        leading = {next(iter(index.columns)).name for index in table.indexes}
+        leading.add(next(iter(table.primary_key.columns)).name)
+        bare += [
+            f"{table.name}.{key.parent.name}" for key in table.foreign_keys if key.parent.name not in leading
+        ]
+    assert bare == []
+
+
+def test_the_same_scripts_speak_postgresql(python, finish):
+    script = "import sys; from alembic.config import main; main(sys.argv[1:])"
+    [sql] = finish(
+        python(script, "upgrade", "head", "--sql", CKPTCORE_CATALOG_URL="postgresql+psycopg://h/d")
+    )
+    assert sql.count("CREATE TABLE ") == len(Base.metadata.tables) + 1
+    assert sql.count("CREATE VIEW ") == len(VIEWS)
+    assert "id BIGSERIAL NOT NULL" in sql
+    assert "created_at TIMESTAMP WITH TIME ZONE NOT NULL" in sql
+
+
+def test_an_installed_package_brings_its_scripts(tmp_path, python, finish):
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "ckptcore", tmp_path / "site" / "ckptcore", ignore=ignore)
+    shutil.copytree(ROOT / "alembic", tmp_path / "site" / "ckptcore" / "_migrations", ignore=ignore)
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from ckptcore.catalog import upgrade\n"
+        "import ckptcore.catalog.migrate as migrate\n"
+        "print(migrate.scripts_folder(), upgrade(sys.argv[2]))"
+    )
+    [said] = finish(python(script, tmp_path / "site", tmp_path / "catalog.sqlite"))
+    assert said == f"{tmp_path}/site/ckptcore/_migrations (None, '{HEAD}')\n"
+
+
+def test_the_migrations_folder_does_not_hide_alembic():
+    assert not (ROOT / "alembic" / "__init__.py").exists()
+    assert Path(sys.modules["alembic"].__file__).parent != ROOT / "alembic"

@@ -1,0 +1,76 @@
+"""Waiting: what is announced too early, or by a wrong name, keeps no other checkpoint waiting."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from stack import Stack, eventually
+
+from tasks.attempts import LOOKS
+
+pytestmark = [pytest.mark.xdist_group("stack")]
+
+
+def test_wrong_names_hold_up_nobody(stack: Stack, checkpoint: Path) -> None:
+    stack.up()
+    worker = stack.process("worker")
+    late = checkpoint.with_name("step-9")
+    wrong = [checkpoint.with_name(f"setp-{n}") for n in range(3)]  # more than the worker has places
+    ids = {
+        place: stack.start(
+            "arrived/arrived",
+            {
+                "source": str(place),
+                "destination": str(stack.exports / "waiting" / place.name),
+                "root": str(stack.root),
+                "verb": "consolidate",
+            },
+        )
+        for place in (*wrong, late, checkpoint)
+    }
+    assert stack.ended(ids[checkpoint])["state_type"] == "COMPLETED", stack.told(ids[checkpoint])
+    for place in (*wrong, late):
+        run = stack.run(ids[place])
+        assert run["labels"]["ckptcore.looks"] >= 1, stack.told(ids[place])
+        assert eventually(
+            lambda place=place: (
+                stack.run(ids[place])["state"]["name"]  # type: ignore[misc]
+                in ("AwaitingRetry", "Scheduled", "Late")
+            )
+        ), stack.told(ids[place])
+        assert "source-unreadable" in stack.run(ids[place])["state"]["message"]
+    assert stack.process("worker") == worker
+    assert stack.running()["worker"]
+    for place in (*wrong, late):
+        stack.post(f"/flow_runs/{ids[place]}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
+
+
+@pytest.mark.soak
+def test_a_long_pause_is_no_death(stack: Stack, checkpoint: Path) -> None:
+    """Runs that give no sign of life for 90 s are crashed; one that is put off for longer gives none."""
+    stack.up()
+    late = checkpoint.with_name("step-9")
+    id = stack.start(
+        "arrived/arrived",
+        {
+            "source": str(late),
+            "destination": str(stack.exports / "long" / late.name),
+            "root": str(stack.root),
+            "verb": "consolidate",
+        },
+    )
+    assert eventually(lambda: stack.run(id)["state"]["name"] == "AwaitingRetry"), stack.told(id)
+    stack.api.patch(f"/flow_runs/{id}/labels", json={LOOKS: 4}).raise_for_status()  # 120 s come next
+    assert eventually(lambda: stack.run(id)["labels"][LOOKS] == 5), stack.told(id)
+    shutil.copytree(checkpoint, late)
+    assert stack.ended(id, 240)["state_type"] == "COMPLETED", stack.told(id)
+    states = stack.get(f"/flow_run_states/?flow_run_id={id}")
+    names = sorted({state["name"] for state in states})
+    assert "Crashed" not in names, names
+    begun = sorted(
+        datetime.fromisoformat(state["timestamp"]) for state in states if state["name"] == "Running"
+    )
+    assert begun[-1] - begun[-2] > timedelta(seconds=100), begun

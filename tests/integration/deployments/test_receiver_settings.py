@@ -1,0 +1,85 @@
+"""Parts: the examples in the receiver's modules, its tables, and what a configuration must be."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import tomllib
+from pathlib import Path
+
+import pytest
+import webhooks
+
+from ckptcore.errors import UsageError
+from deployments.receiver.http_errors import REFUSALS, Refused
+from deployments.receiver.senders import DIALECTS
+from deployments.receiver.settings import load
+
+EXAMPLE = Path(importlib.import_module("deployments.receiver").__file__ or "").with_name("example.toml")
+
+
+@pytest.mark.parametrize("name", ["dispatch", "event", "roots", "verify"])
+def test_examples(name: str) -> None:
+    failed, tried = doctest.testmod(importlib.import_module(f"deployments.receiver.{name}"))
+    assert tried > 0
+    assert failed == 0
+
+
+def test_the_refusals_are_those_that_senders_know() -> None:
+    assert {status for status, _ in REFUSALS.values()} == {400, 401, 403, 404, 408, 413, 415, 422, 431, 503}
+    assert "secret" not in str(Refused("unauthorized", "no secret fits").told)
+    assert "/var" not in str(Refused("unavailable", "/var/lib/catalog is away").told)
+
+
+def test_the_example_is_a_whole_one_of_every_kind() -> None:
+    named = [line.split('"')[1::2] for line in EXAMPLE.read_text().splitlines() if line.startswith("secret")]
+    env = {name: webhooks.WHSEC for names in named for name in names}
+    settings, senders = load(EXAMPLE, env)
+    assert {source.kind for source in settings.sources.values()} == set(DIALECTS)
+    assert len(senders["slurm"].secrets) == 2
+    assert senders["trainer"].parameters == {"verb": "export", "dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('roots = ["runs"]', "not a plain path"),
+        ('roots = ["/"]', "not a plain path"),
+        ('roots = ["/runs/../etc"]', "not a plain path"),
+        ("roots = []", "source slurm: no roots"),
+        ('destination = "/out/{step}/{name}"', "{name} is not one of"),
+        ("colour = 3", "colour"),
+        ('sources.Big = { kind = "bearer", secrets = ["TOKEN"] }', "small letters"),
+        ('sources.a = { kind = "smoke", secrets = ["TOKEN"] }', "'smoke' is not one of"),
+        ('sources.a = { kind = "bearer", secrets = [] }', "secrets"),
+        ('sources.a = { kind = "bearer", secrets = ["NOWHERE"] }', "NOWHERE is not set"),
+        ('sources.a = { kind = "bearer", secrets = ["SHORT"] }', "SHORT is shorter than 16"),
+        ('sources.a = { kind = "standard-webhooks", secrets = ["TEXT"] }', "base64"),
+        ('sources.a = { kind = "determined", secrets = ["TEXT"] }', "set `uri`"),
+        ('sources.a = { kind = "eventbridge", secrets = ["TOKEN"] }', "set `uri`"),
+        ('sources.a = { kind = "github", secrets = ["TEXT"], header = "x-mine" }', "header"),
+        ('notify.a = { url = "ftp://x", secret = "WHSEC" }', "url"),
+        ('notify.a = { url = "https://x", secret = "TEXT" }', "base64"),
+        ('notify.a = { url = "https://[::1", secret = "WHSEC" }', "is no URL"),
+        ('notify.a = { url = "https:///hook", secret = "WHSEC" }', "names no host"),
+        ("roots = ", "Invalid"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_received(line: str, told: str, tmp_path: Path) -> None:
+    lines = [one for one in webhooks.CONFIG.splitlines() if one.split(" =")[0] != line.split(" =")[0]]
+    config = tmp_path / "receiver.toml"
+    config.write_text("\n".join([line, *lines]))
+    with pytest.raises(UsageError) as caught:
+        load(config, webhooks.SECRETS | {"SHORT": "fifteen-letters"})
+    assert told in caught.value.message
+    assert "fifteen-letters" not in caught.value.message
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no\.toml"):
+        load(tmp_path / "no.toml", {})
+
+
+def test_the_configuration_of_the_tests_has_every_kind() -> None:
+    kinds = {source["kind"] for source in tomllib.loads(webhooks.CONFIG)["sources"].values()}
+    assert kinds == set(DIALECTS)

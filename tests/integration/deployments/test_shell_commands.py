@@ -1,0 +1,51 @@
+"""Words: can what `make up` and the README tell a person to type be typed as it stands?"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from deployments.local.__main__ import told
+from deployments.local.state import Choices, State
+
+FOLDER = ROOT / "deployments"
+
+
+def program(tmp_path: Path) -> str:
+    """What asks the catalog, as `make up` tells it."""
+    (line,) = re.findall(r"^  (\S+ catalog sql .*)$", told(State(tmp_path, Choices(), {})), re.MULTILINE)
+    return shlex.split(line)[0]
+
+
+def test_make_up_names_a_program_that_a_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Path(sys.executable).with_name("ckptcore")
+    if not ours.exists():
+        pytest.skip("ckptcore is not installed here")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # the environment of Python is not active
+    for place in (ROOT, tmp_path):
+        monkeypatch.chdir(place)
+        assert os.access(program(tmp_path), os.X_OK)
+    monkeypatch.setenv("PATH", f"{ours.parent}:/usr/bin:/bin")
+    assert program(tmp_path) == "ckptcore"
+
+
+def test_the_readme_makes_what_the_units_need() -> None:
+    readme = (FOLDER / "README.md").read_text()
+    (steps,) = re.findall(r"```sh\n(useradd --system .*?)```", readme, re.DOTALL)
+    units = {unit.name: unit.read_text() for unit in (FOLDER / "systemd").glob("*.service")}
+    for name, text in units.items():
+        (user,) = re.findall(r"^User=(\w+)$", text, re.MULTILINE)
+        assert f"nologin {user}\n" in steps
+        assert name.removesuffix(".service") in steps
+        for named in re.findall(r"/etc/ckptcore/(\w+\.\w+)", text):
+            assert named in steps, (name, named)
+        for place in re.findall(r"^ReadWritePaths=-(\S+)$", text, re.MULTILINE):
+            assert f"install -d -o {user} -g {user} {place} " in steps
+        (home,) = set(re.findall(r"^ExecStart=(/opt/\w+)/bin/", text, re.MULTILINE))
+        assert f"python3 -m venv {home}\n" in steps

@@ -1,0 +1,207 @@
+"""Command: from a terminal, in processes of their own. Quiet, honest exit codes, nothing left."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import observe
+import pytest
+from observe import ONE_FILE_EACH, TENSORS
+from paths import ROOT
+
+from ckptcore.catalog import open_catalog
+from ckptcore.conversion.pipeline import convert
+from ckptcore.errors import Interrupted, SourceUnreadable, UsageError
+from ckptcore.planning.request import Request
+from ckptcore.utils.units import parse_size
+from flows._command import parser
+
+OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in ONE_FILE_EACH.items()]
+pytestmark = pytest.mark.xdist_group("prefect")
+
+# The flow in a process that is killed when two batches are written and the third is about to be.
+KILLED = """
+import os, signal, sys
+from tasks import write
+real, calls = write.execute, []
+def execute(*arguments):
+    calls.append(1)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments)
+write.execute = execute
+from flows._command import main
+from flows.convert import convert
+main(convert, sys.argv[1:])
+"""
+
+# The flow with a write that takes two minutes, and Ctrl-C in its first second.
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from tasks import write
+def execute(plan_uri, indices, settings, progress):
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    for done in range(1200):
+        progress("write", done, 1200)
+        time.sleep(0.1)
+write.execute = execute
+from flows._command import main
+from flows.convert import convert
+main(convert, sys.argv[1:])
+"""
+
+
+def run(what: str, *arguments: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a module, or a program text, in a process of its own."""
+    kind = "-m" if what.startswith("flows.") else "-c"
+    return subprocess.run(
+        [sys.executable, kind, what, *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def alive(word: str, marker: str) -> list[bytes]:
+    """Command lines of live processes that hold ``word``, and ``marker`` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line, env = ((folder / name).read_bytes() for name in ("cmdline", "environ"))
+        except OSError:  # it has ended, or is not ours to look at
+            continue
+        if word.encode() in line and marker.encode() in env:
+            found.append(line)
+    return found
+
+
+def test_killed_between_files_and_restarted(
+    prefect_api: str, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    target, options = tmp_path / "out", [*OPTIONS, "--catalog", catalog, "--workers", "1"]
+    env = os.environ | {"PREFECT_API_URL": prefect_api}
+    killed = run(KILLED, str(source), str(target), *options, env=env)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not target.exists()
+    staged = {path.name: path.stat() for path in (tmp_path / ".out.ckptcore" / "files").glob("*.safetensors")}
+    assert len(staged) == 2
+
+    done = run("flows.convert", str(source), str(target), *options, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("1 of 1 files kept from an earlier run") == 2
+    for name, before in staged.items():
+        after = (target / name).stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), name
+    assert observe.equal(observe.tensors(target), TENSORS)
+
+    undisturbed = tmp_path / "again"
+    request = Request(str(source), str(undisturbed), max_file_size=parse_size(ONE_FILE_EACH["max_file_size"]))
+    convert(request, catalog_url=False)
+    assert observe.contents(target) == observe.contents(undisturbed)
+
+
+def test_a_reshard_killed_between_files_writes_the_missing_ones(
+    prefect_api: str, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    target, mesh = tmp_path / "out", "fsdp=4"
+    options = ["--mesh", mesh, "--batch", "1KiB", "--catalog", catalog, "--workers", "1"]
+    env = os.environ | {"PREFECT_API_URL": prefect_api}
+    program = KILLED.replace("flows.convert import convert", "flows.reshard import reshard as convert")
+    killed = run(program, str(source), str(target), *options, env=env)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not target.exists()
+    staged = {path.name: path.stat() for path in (tmp_path / ".out.ckptcore" / "files").glob("*.distcp")}
+    assert len(staged) == 2
+
+    done = run("flows.reshard", str(source), str(target), *options, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("1 of 1 files kept from an earlier run") == 2
+    for name, before in staged.items():
+        after = (target / name).stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), name
+
+    undisturbed = tmp_path / "again"
+    convert(Request(str(source), str(undisturbed), verb="reshard", mesh=mesh), catalog_url=False)
+    assert observe.contents(target) == observe.contents(undisturbed)
+
+
+def test_ctrl_c_ends_the_running_batches_too(
+    prefect_api: str, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    began = time.monotonic()
+    env = os.environ | {"PREFECT_API_URL": prefect_api}
+    done = run(INTERRUPTED, str(source), str(tmp_path / "out"), "--catalog", catalog, env=env)
+    assert done.returncode == Interrupted.exit_code, done.stderr
+    assert done.stderr.splitlines()[-1] == f"stopped; {Interrupted.default_hint}"
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began < 60
+    (failed,) = open_catalog(catalog).conversions()
+    assert (failed.state, failed.error_code) == ("failed", Interrupted.code)
+
+
+def test_without_any_set_up_a_failure_is_quiet_and_non_zero(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
+        "HOME": str(tmp_path),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "CKPTCORE_CATALOG_URL": f"sqlite:///{tmp_path / 'catalog.sqlite'}",
+        "PREFECT_API_URL": "",
+    }
+    done = run("flows.convert", str(tmp_path / "nowhere"), str(tmp_path / "out"), env=env)
+    assert done.returncode == SourceUnreadable.exit_code, done.stderr
+    assert "source-unreadable" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) < 15, done.stderr
+    assert (tmp_path / "state" / "ckptcore" / "prefect" / "prefect.db").is_file()
+    assert not (tmp_path / ".prefect").exists()
+    assert alive("uvicorn", str(tmp_path)) == []
+
+
+def test_the_server_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
+    dies = (
+        "import os, signal; from flows._prefect import serve_while_alive; serve_while_alive();"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    home = str(tmp_path / "prefect")
+    # stderr is shared with the server: `run` returns only when that has ended too.
+    killed = run(dies, env=os.environ | {"PREFECT_HOME": home, "PREFECT_API_URL": ""})
+    assert killed.returncode == -signal.SIGKILL
+    assert observe.eventually(lambda: alive("uvicorn", home) == [])
+
+
+def test_a_module_is_a_command_with_help() -> None:
+    done = run("flows.export", "--help", env=os.environ)
+    assert done.returncode == 0
+    assert "usage: python -m flows.export" in done.stdout
+    assert "names and shapes are checked against it" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("flow", ["convert", "consolidate", "export"])
+def test_the_signature_is_the_command_line(flow: str) -> None:
+    function = getattr(importlib.import_module(f"flows.{flow}"), flow).fn
+    given = vars(parser(function, flow).parse_args(["a", "b"]))
+    assert given == {
+        name: {"source": "a", "destination": "b"}.get(name, parameter.default)
+        for name, parameter in inspect.signature(function).parameters.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments", [["only-a-source"], ["a", "b", "--no-such-option"], ["a", "b", "--verb", "x"]]
+)
+def test_a_wrong_command_line_is_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parser(importlib.import_module("flows.convert").convert.fn, "convert").parse_args(arguments)
+    assert stopped.value.code == UsageError.exit_code
+    assert "usage: convert" in capsys.readouterr().err
