@@ -244,23 +244,23 @@ def plan(
     verb = verb or ("reshard" if given["mesh"] else "consolidate")
     request = _request(verb, src, dst, to, given)
     settings = _settings(given)
+    folder = None if given["save"] is None else _here(given["save"], "--save")
     refuse_existing(request)
     manifest = read(src, request.recover, request.keep_quantized)
-    saved = given["save"] is not None
-    composed = plan_into(given["save"], request, manifest) if saved else compose(request, manifest)
+    composed = compose(request, manifest) if folder is None else plan_into(folder, request, manifest)
     show.plan(composed, peak_memory(composed.plan, settings), as_json=given["output"] is Output.JSON)
 
 
 @app.command()
 @takes(MEANS, DEVICE, PROOF, ANSWER)
 def apply(
-    plan_dir: Annotated[Path, typer.Argument(metavar="PLAN", help="What `ckptcore plan --save` wrote.")],
+    plan_dir: Annotated[str, typer.Argument(metavar="PLAN", help="What `ckptcore plan --save` wrote.")],
     **given: Any,
 ) -> None:
     """Carries out a saved plan; refuses when the source has changed since."""
     from ckptcore.conversion.saved_plan import load_request
 
-    _convert(load_request(plan_dir), given)
+    _convert(load_request(_here(plan_dir, "PLAN")), given)
 
 
 @app.command()
@@ -360,11 +360,22 @@ def _request(verb: str, src: str, dst: str | None, to: str, given: dict[str, Any
     )
 
 
-def _text_of(path: Path | None) -> str | None:
+def _here(text: str, option: str) -> Path:
+    """A path of this machine. A URL made into one would be a folder called ``s3:``, credentials and all."""
+    from ckptcore.store import local_path
+
+    path = local_path(text)
     if path is None:
+        raise UsageError(f"{option} {text} is on another machine", hint="name a path of this one")
+    return path
+
+
+def _text_of(named: str | None) -> str | None:
+    if named is None:
         return None
     from ckptcore.topology.rules_file import MAX_BYTES
 
+    path = _here(named, "--sharding")
     try:
         with path.open("rb") as file:  # what is named by mistake is not read to its end
             data = file.read(MAX_BYTES + 1)
