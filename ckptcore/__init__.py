@@ -2,9 +2,9 @@
 
     import ckptcore
     manifest = ckptcore.open("/runs/llama/step-300")
-    report = ckptcore.checking.check(manifest, level="bytes")
+    report = ckptcore.check(manifest, level="bytes")
     weight = ckptcore.read(manifest, "model.lm_head.weight")
-    ckptcore.conversion.pipeline("/runs/llama/step-300", "/models/llama", verb="export")
+    ckptcore.convert("/runs/llama/step-300", "/models/llama", verb="export")
 
 Nothing from a checkpoint is executed, memory is a budget instead of the model's size, and torch is
 imported only when tensors are touched.

@@ -77,7 +77,7 @@ def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> R
 @cache
 def builtin(name: str) -> ShardingFile:
     """A file of `ckptcore/rules/`."""
-    text = (resources.files("ckptcore") / "families" / f"{name}.toml").read_text()
+    text = (resources.files("ckptcore.topology") / "families" / f"{name}.toml").read_text()
     return load(text, f"{name}.toml")
 
 

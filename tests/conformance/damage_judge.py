@@ -71,7 +71,7 @@ def run(source: Path, folder: Path) -> Run:
     out = Run(source, folder / "model.pt")
     started = time.monotonic()
     try:
-        report = ckptcore.checking.check(ckptcore.open(str(source)), "bytes", workers=1)
+        report = ckptcore.check(ckptcore.open(str(source)), "bytes", workers=1)
         out.unsound = not report.ok
         _hear(out, report.findings)
     except CkptError as error:
@@ -80,7 +80,7 @@ def run(source: Path, folder: Path) -> Run:
     except BaseException:
         out.trouble.append(f"validate: {traceback.format_exc(limit=-4)}")
     try:
-        done = ckptcore.conversion.pipeline(str(source), str(out.file), to="torch_save", settings=_SETTINGS)
+        done = ckptcore.convert(str(source), str(out.file), to="torch_save", settings=_SETTINGS)
         _hear(out, done.warnings)
     except CkptError as error:
         out.refused = error.code

@@ -92,8 +92,8 @@ def reshard(
 ) -> Step:
     """Writes a checkpoint for the ranks of a mesh, by the built-in rules where none are given."""
     options |= {"verb": "reshard", "to": writer.to, "mesh": mesh, "sharding": sharding, **writer.options}
-    planned = ckptcore.planning.plan(str(source), str(target), **options).plan
-    ckptcore.conversion.pipeline(str(source), str(target), settings=SETTINGS, **options)
+    planned = ckptcore.plan(str(source), str(target), **options).plan
+    ckptcore.convert(str(source), str(target), settings=SETTINGS, **options)
     return Step(target, frozenset(name for name, _ in planned.dropped))
 
 

@@ -70,7 +70,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             suffix = SUFFIXES.get(to, "")
             out = folder / "out" / f"model{suffix}" if suffix else folder / "out"
             out.parent.mkdir(exist_ok=True)
-            ckptcore.conversion.pipeline(str(source), str(out), to=to, settings=SETTINGS)
+            ckptcore.convert(str(source), str(out), to=to, settings=SETTINGS)
             self[name] = Tree(out.parent, out.name) if suffix else Tree(out)
             return self[name]
 

@@ -71,7 +71,7 @@ def through(case: Path, rng: random.Random, out: Path) -> None:
     second = cut_somehow(first.folder, out / "second", names[1], rng)
     gone = first.dropped | second.dropped
     about = f"{case.name}: {names}"
-    found = ckptcore.comparison.diff(str(source), str(second.folder), settings=SETTINGS)
+    found = ckptcore.diff(str(source), str(second.folder), settings=SETTINGS)
     wrong = [row for row in unlike(found, gone) if not said_otherwise(row, *(WRITERS[n].to for n in names))]
     assert not wrong, f"{about}: {len(wrong)}: {wrong[:5]}"
     last = cut_somehow(second.folder, out / "last", "dcp", rng)

@@ -226,7 +226,7 @@ def test_finished_files_are_kept(
     asked = str(sources[job.source]), str(output(name, tmp_path))
     ready = ckptcore.prepare(*asked, verb="reshard", **words)
     assert len(ready.files) > 2
-    ckptcore.execution.execute(ready, [0, 1], settings=Settings(workers=1))
+    ckptcore.execute(ready, [0, 1], settings=Settings(workers=1))
     staged = sorted((tmp_path / ".out.ckptcore" / "files").rglob("*.*"))
     staged = [p for p in staged if p.is_file()]
     assert len(staged) == 2
@@ -235,7 +235,7 @@ def test_finished_files_are_kept(
     with spoilt.open("r+b") as data:
         data.seek(spoilt.stat().st_size // 2)
         data.write(b"\xee" * 8)
-    done = ckptcore.conversion.pipeline(*asked, verb="reshard", settings=Settings(workers=1), **words)
+    done = ckptcore.convert(*asked, verb="reshard", settings=Settings(workers=1), **words)
     assert sum(r.reused for r in done.files) == 1
     kept = next(p.name for p in staged if p != spoilt)
     found = next(p.stat() for p in Path(asked[1]).rglob(kept))

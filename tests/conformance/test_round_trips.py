@@ -97,7 +97,7 @@ def round_trip(tree: Tree, name: str, there: str, back: str, folder: Path) -> bo
     if isinstance(again, CkptError):
         assert impossible(again, home, manifest), f"{about}: {again.message}"
         again = cut(step.folder, folder / "back", home, "fsdp=3")  # for which every checkpoint can be cut
-    found = ckptcore.comparison.diff(manifest, str(again.folder), settings=SETTINGS)
+    found = ckptcore.diff(manifest, str(again.folder), settings=SETTINGS)
     gone = step.dropped | again.dropped
     wrong = [row for row in unlike(found, gone) if not said_otherwise(row, writer.to, home.to)]
     assert not wrong, f"{about}: {len(wrong)}: {wrong[:5]}"

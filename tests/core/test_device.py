@@ -75,10 +75,10 @@ def test_a_conversion_through_lanes_is_the_same(device: str, tmp_path: Path) -> 
         used.append(nbytes)
         return Lane(there, nbytes)
 
-    ckptcore.conversion.pipeline(source, str(tmp_path / "host"), dtype="bf16")
+    ckptcore.convert(source, str(tmp_path / "host"), dtype="bf16")
     means = Settings(memory=1 << 20, workers=2, device=there)
     with mock.patch("ckptcore.execution.execute.lane_on", lane_on):
-        ckptcore.conversion.pipeline(source, str(tmp_path / "lanes"), settings=means, dtype="bf16")
+        ckptcore.convert(source, str(tmp_path / "lanes"), settings=means, dtype="bf16")
     assert len(used) == 2
     assert not differences(read_safetensors(tmp_path / "host"), read_safetensors(tmp_path / "lanes"))
 

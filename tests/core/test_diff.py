@@ -132,7 +132,7 @@ def test_any_two_partitions_of_the_same_are_equal(data: st.DataObject) -> None:
             )
             for side in "ab"
         )
-        told = ckptcore.comparison.diff(a, b, settings=Settings(workers=data.draw(st.integers(1, 3))))
+        told = ckptcore.diff(a, b, settings=Settings(workers=data.draw(st.integers(1, 3))))
     assert told.equal
     assert (told.equal_tensors, told.a.unverified, told.b.unverified) == (len(found), 0, 0)
 
@@ -154,7 +154,7 @@ def test_changed_bits_are_found_at_their_element(data: st.DataObject) -> None:
     ):
         a = lay(Path(name, "a"), {"w": (one, data.draw(cuts(one.shape)))})
         b = lay(Path(name, "b"), {"w": (two, data.draw(cuts(one.shape)))}, turn=data.draw(st.booleans()))
-        told = ckptcore.comparison.diff(a, b, settings=Settings(workers=2))
+        told = ckptcore.diff(a, b, settings=Settings(workers=2))
     if not len(changed):  # flipped back
         assert told.equal
         return
@@ -183,7 +183,7 @@ def pair(tmp_path: Path) -> Iterator[Any]:
             )
             for side, tensors, o in zip("ab", (a, b), objects, strict=True)
         )
-        return ckptcore.comparison.diff(one, two, **options)
+        return ckptcore.diff(one, two, **options)
 
     return compare
 
@@ -304,7 +304,7 @@ def test_holes_are_errors(tmp_path: Path) -> None:
     a = lay(tmp_path / "a", {"w": (x, [Box((0,), (8,))])})
     b = lay(tmp_path / "b", {"w": (x, [Box((0,), (4,)), Box((5,), (3,))])})
     with pytest.raises(DamagedCheckpoint, match=r"^B .*1 of 8 elements are in no file"):
-        ckptcore.comparison.diff(a, b)
+        ckptcore.diff(a, b)
 
 
 @pytest.mark.parametrize("exclude", [(), ("other",)])
@@ -322,7 +322,7 @@ def test_checksums_are_verified(tmp_path: Path, exclude: tuple[str, ...], turn: 
         patch("ckptcore.comparison.tensor_compare.tile_bytes", return_value=128),
         pytest.raises(DamagedCheckpoint) as error,
     ):
-        ckptcore.comparison.diff(a, b, exclude=exclude)
+        ckptcore.diff(a, b, exclude=exclude)
     assert [f.code for f in error.value.values["findings"]] == ["crc-mismatch"]
 
 
@@ -339,10 +339,10 @@ def test_a_record_is_verified_whole_when_a_part_is_asked_for(tmp_path: Path) -> 
             builder.chunk(tensor, (0,), (4,), item, View(32 * n, (1,)))
         (tmp_path / side / "data").write_bytes(raw)
         sides.append(builder.build("dcp", str(tmp_path / side), {}))
-    assert ckptcore.comparison.diff(*sides, include=["w"]).equal
+    assert ckptcore.diff(*sides, include=["w"]).equal
     (tmp_path / "b" / "data").write_bytes(np.arange(8.0).tobytes()[:63] + b"!")
     with pytest.raises(DamagedCheckpoint, match=r"^B .*CRC-32"):
-        ckptcore.comparison.diff(*sides, include=["w"])
+        ckptcore.diff(*sides, include=["w"])
 
 
 def test_copies_are_compared(tmp_path: Path) -> None:
@@ -350,14 +350,14 @@ def test_copies_are_compared(tmp_path: Path) -> None:
     boxes = {"w": (x, [Box((0,), (8,))])}
     a = lay(tmp_path / "a", boxes)
     b = lay(tmp_path / "b", boxes, copies=True, crc=False)
-    assert ckptcore.comparison.diff(a, b).b.unverified == 2
+    assert ckptcore.diff(a, b).b.unverified == 2
     data = bytearray((tmp_path / "b" / "data").read_bytes())
     data[-1] ^= 1
     (tmp_path / "b" / "data").write_bytes(data)
     with pytest.raises(
         DamagedCheckpoint, match=r"^B .*w: its copies in data and data differ in 1 of 8 elements"
     ):
-        ckptcore.comparison.diff(a, b)
+        ckptcore.diff(a, b)
 
 
 def test_memory_is_the_budget(tmp_path: Path, cli: driver.Cli) -> None:
@@ -406,11 +406,9 @@ def test_a_checkpoint_equals_what_is_made_of_it(
     if "odd_dtypes" not in name:  # some of which safetensors cannot hold
         made["st"] = "safetensors"
     for path, to in made.items():
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / path), to=to)
+        ckptcore.convert(str(source), str(tmp_path / path), to=to)
     for path in made:
-        told = ckptcore.comparison.diff(
-            str(source), str(tmp_path / path), settings=Settings(memory=2 << 20, workers=1)
-        )
+        told = ckptcore.diff(str(source), str(tmp_path / path), settings=Settings(memory=2 << 20, workers=1))
         assert told.equal, (path, told.tensors[:3], told.objects[:3])
         assert told.equal_tensors == ckptcore.open(str(source)).num_tensors
 

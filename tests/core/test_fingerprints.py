@@ -322,7 +322,7 @@ def test_by_default_a_reshard_has_one_and_nothing_else(source: Path, tmp_path: P
 
 def test_the_model_part_has_that_of_its_export(tmp_path: Path) -> None:
     ckpt = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
-    found = ckptcore.fingerprints.sums(str(ckpt), model=True)
+    found = ckptcore.fingerprint(str(ckpt), model=True)
     result = convert(str(ckpt), str(tmp_path / "out"), verb="export")
     assert (found.fingerprint, found.map_digest) == (result.fingerprint, result.map_digest)
     assert found.fingerprint == taken(tmp_path / "out")

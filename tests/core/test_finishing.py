@@ -31,7 +31,7 @@ def test_plans_are_not_held_all_at_once(fingerprint: bool, tmp_path: Path) -> No
         return plan
 
     with mock.patch.object(finishing, "load_file_plan", load):
-        ckptcore.conversion.pipeline(
+        ckptcore.convert(
             str(source),
             str(tmp_path / "out"),
             verb="reshard",

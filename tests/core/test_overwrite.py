@@ -56,7 +56,7 @@ def refused(source: Path, dst: Path, *kinds: type[CkptError], **options: object)
     plain = {k: v for k, v in options.items() if not k.startswith("overwrite")}
     for given in (plain, {"overwrite": True, **options}):
         with pytest.raises(kinds) as caught:
-            ckptcore.conversion.pipeline(str(source), str(dst), **given)  # type: ignore[arg-type]
+            ckptcore.convert(str(source), str(dst), **given)  # type: ignore[arg-type]
         assert caught.value.hint
         assert tree(dst.parent) == before, given
     return caught.value
@@ -75,7 +75,7 @@ def test_special_files_are_never_replaced(kind: str, suffix: str, word: str, tmp
         if target != dst:
             target.symlink_to(dst)
         with pytest.raises(UsageError, match="never replaced"):
-            ckptcore.conversion.pipeline(str(SAMPLE), str(target), **{word: True})
+            ckptcore.convert(str(SAMPLE), str(target), **{word: True})
     assert os.path.samestat(dst.lstat(), before)
     assert {p.name for p in tmp_path.iterdir()} == {dst.name, f"link{suffix}"}
 
@@ -83,7 +83,7 @@ def test_special_files_are_never_replaced(kind: str, suffix: str, word: str, tmp
 @pytest.mark.parametrize("make", [os.mkfifo, lambda p: os.mknod(p, stat.S_IFSOCK)])
 def test_a_folder_with_special_files_is_never_replaced(make: Callable[[Path], None], tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst))
+    ckptcore.convert(str(SAMPLE), str(dst))
     (dst / "deep").mkdir()
     make(dst / "deep" / "special")
     refused(SAMPLE, dst, UsageError, DestinationExists)
@@ -94,7 +94,7 @@ def test_a_folder_with_special_files_is_never_replaced(make: Callable[[Path], No
 @pytest.mark.parametrize("bind", [False, True])
 def test_mount_points_are_never_replaced(bind: bool, tmp_path: Path) -> None:
     dst, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst))
+    ckptcore.convert(str(SAMPLE), str(dst))
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("precious")
     (dst / "mounted").mkdir()
@@ -107,7 +107,7 @@ def test_mount_points_are_never_replaced(bind: bool, tmp_path: Path) -> None:
         for target in (dst, dst / "mounted"):
             for word in ("overwrite", "overwrite_foreign"):
                 with pytest.raises(UsageError, match="mount"):
-                    ckptcore.conversion.pipeline(str(SAMPLE), str(target), **{word: True})
+                    ckptcore.convert(str(SAMPLE), str(target), **{word: True})
     finally:
         subprocess.run(["umount", str(dst / "mounted")], check=True)
     assert (elsewhere / "precious").read_text() == "precious"
@@ -132,13 +132,13 @@ STRANGERS = [
 def test_strangers_are_listed_and_kept(name: str, to: str, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     options = {"verb": "reshard", "mesh": "fsdp=2", "to": "dcp"} if to == "dcp" else {}
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst), **options)
+    ckptcore.convert(str(SAMPLE), str(dst), **options)
     (dst / name).parent.mkdir(parents=True, exist_ok=True)
     (dst / name).write_text("precious")
     error = refused(SAMPLE, dst, DestinationExists, **options)
     assert name in error.message
     assert "--overwrite-foreign" in error.hint
-    ckptcore.conversion.pipeline(str(OTHER), str(dst), overwrite_foreign=True, **options)
+    ckptcore.convert(str(OTHER), str(dst), overwrite_foreign=True, **options)
     assert not (dst / name).exists()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
@@ -148,11 +148,11 @@ def test_links_in_a_folder_are_strangers_and_never_followed(of: str, tmp_path: P
     dst, away = tmp_path / "out", tmp_path / "away"
     away.mkdir()
     (away / "precious").write_text("precious")
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst))
+    ckptcore.convert(str(SAMPLE), str(dst))
     aim = {"link": away / "precious", "folder-link": away, "dangling": away / "nothing"}[of]
     (dst / "linked").symlink_to(aim)
     refused(SAMPLE, dst, DestinationExists)
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst), overwrite_foreign=True)
+    ckptcore.convert(str(SAMPLE), str(dst), overwrite_foreign=True)
     assert (away / "precious").read_text() == "precious"
     assert not (dst / "linked").is_symlink()
 
@@ -164,7 +164,7 @@ def test_a_link_is_not_replaced(aim: str, suffix: str, tmp_path: Path) -> None:
     if aim == "file":
         away.write_text("precious")
     elif aim == "folder":
-        ckptcore.conversion.pipeline(str(SAMPLE), str(away))
+        ckptcore.convert(str(SAMPLE), str(away))
     dst.symlink_to(away)
     refused(SAMPLE, dst, DestinationExists)
     refused(SAMPLE, dst, DestinationExists, overwrite_foreign=True)
@@ -185,10 +185,10 @@ OUTPUTS: dict[str, dict[str, object]] = {
 def test_what_was_written_here_is_replaced(first: str, second: str, tmp_path: Path) -> None:
     """Also without a catalog: the format's own reader accounts for it."""
     dst, fresh = tmp_path / "out", tmp_path / "fresh" / "out"
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst), **OUTPUTS[first])
+    ckptcore.convert(str(SAMPLE), str(dst), **OUTPUTS[first])
     options = OUTPUTS[first if second == "same" else second]
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst), overwrite=True, **options)
-    ckptcore.conversion.pipeline(str(SAMPLE), str(fresh), **options)
+    ckptcore.convert(str(SAMPLE), str(dst), overwrite=True, **options)
+    ckptcore.convert(str(SAMPLE), str(fresh), **options)
     assert tree(dst) == tree(fresh)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fresh", "out"]
 
@@ -200,7 +200,7 @@ def test_files_of_the_catalog_are_accounted_for(
     monkeypatch.setattr("ckptcore.planning.compose.check_names", lambda *_: Expected(()))
     dst, catalog = tmp_path / "models" / "out", str(tmp_path / "catalog.sqlite")
     options = {"verb": "export", "config": str(model), "catalog": catalog}
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst), **options)
+    ckptcore.convert(str(SAMPLE), str(dst), **options)
     (model / "tokenizer.json").write_text('{"version": "2.0"}\n')
     with mock.patch("ckptcore.conversion.foreign_files._recorded") as recorded:
         from blake3 import blake3
@@ -212,16 +212,14 @@ def test_files_of_the_catalog_are_accounted_for(
         error = refused(SAMPLE, dst, DestinationExists, **options)
         assert error.values["strangers"] == ["config.json"]
         shutil.copy(model / "config.json", dst)  # what is about to be put there is no loss either
-        ckptcore.conversion.pipeline(str(SAMPLE), str(dst), overwrite=True, **options)
+        ckptcore.convert(str(SAMPLE), str(dst), overwrite=True, **options)
     assert "2.0" in (dst / "tokenizer.json").read_text()
 
 
 def test_an_edited_card_is_a_stranger(tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst), verb="export")
-    ckptcore.conversion.pipeline(
-        str(OTHER), str(dst), verb="export", overwrite=True
-    )  # as it was written: no loss
+    ckptcore.convert(str(SAMPLE), str(dst), verb="export")
+    ckptcore.convert(str(OTHER), str(dst), verb="export", overwrite=True)  # as it was written: no loss
     card = dst / "README.md"
     for text in (
         card.read_text() + "\n## Evaluation\n",
@@ -237,7 +235,7 @@ def test_an_edited_card_is_a_stranger(tmp_path: Path) -> None:
 def test_a_regular_file_is_replaced(name: str, tmp_path: Path) -> None:
     dst = tmp_path / name
     dst.write_text("old")
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst), overwrite=True)
+    ckptcore.convert(str(SAMPLE), str(dst), overwrite=True)
     assert ckptcore.open(str(dst)).tensors
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
@@ -250,8 +248,8 @@ def test_the_ground_it_stands_on_is_never_replaced(
     catalog, other = tmp_path / "db" / "catalog.sqlite", tmp_path / "other.sqlite"
     (here / "deep").mkdir(parents=True)
     home.mkdir()
-    ckptcore.conversion.pipeline(str(SAMPLE), str(tmp_path / "one"), catalog=str(catalog))
-    ckptcore.conversion.pipeline(str(SAMPLE), str(tmp_path / "two"), catalog=str(other))
+    ckptcore.convert(str(SAMPLE), str(tmp_path / "one"), catalog=str(catalog))
+    ckptcore.convert(str(SAMPLE), str(tmp_path / "two"), catalog=str(other))
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", f"sqlite:///{catalog}")
     monkeypatch.chdir(here / "deep")
@@ -270,10 +268,10 @@ def test_the_ground_it_stands_on_is_never_replaced(
         tmp_path,
     ):
         with pytest.raises(UsageError):
-            ckptcore.conversion.pipeline(str(SAMPLE), str(dst), **{word: True})
+            ckptcore.convert(str(SAMPLE), str(dst), **{word: True})
         assert tree(tmp_path) == before, dst
     with pytest.raises(UsageError, match="catalog"):
-        ckptcore.conversion.pipeline(str(SAMPLE), str(other), catalog=str(other), **{word: True})
+        ckptcore.convert(str(SAMPLE), str(other), catalog=str(other), **{word: True})
 
 
 @pytest.mark.parametrize("word", ["overwrite", "overwrite_foreign"])
@@ -294,9 +292,7 @@ def test_the_systems_folders_are_never_replaced(
     monkeypatch.setattr(destination, "_homes", lambda: iter([str(machine / "people" / "anna")]))
     before = tree(machine)
     with pytest.raises(UsageError, match=r"system|home"):
-        ckptcore.conversion.pipeline(
-            str(tmp_path / "source.safetensors"), str(machine / place), **{word: True}
-        )
+        ckptcore.convert(str(tmp_path / "source.safetensors"), str(machine / place), **{word: True})
     assert tree(machine) == before
 
 
@@ -316,7 +312,7 @@ def test_hard_links_of_the_source_are_never_replaced(word: str, tmp_path: Path) 
     os.link(source / ".metadata", one)
     for target in (dst, one):
         with pytest.raises(UsageError, match="under another name"):
-            ckptcore.conversion.pipeline(str(source), str(target), **{word: True})
+            ckptcore.convert(str(source), str(target), **{word: True})
     assert tree(dst) == tree(source)
 
 
@@ -328,7 +324,7 @@ def test_what_a_link_farm_leads_to_is_never_replaced(tmp_path: Path) -> None:
     for each in blobs.iterdir():
         (source / each.name).symlink_to(os.path.relpath(each, source))
     with pytest.raises(UsageError, match="under another name"):
-        ckptcore.conversion.pipeline(str(source), str(blobs), overwrite_foreign=True)
+        ckptcore.convert(str(source), str(blobs), overwrite_foreign=True)
     assert tree(blobs) == tree(SAMPLE)
 
 
@@ -354,9 +350,9 @@ def test_who_comes_meanwhile_is_kept(
 ) -> None:
     """Between the judgement and the publication: refused, and back in its place."""
     dst = tmp_path / "out"
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst))
+    ckptcore.convert(str(SAMPLE), str(dst))
     prepared = ckptcore.prepare(str(OTHER), str(dst), overwrite=True)
-    ckptcore.execution.execute(prepared)
+    ckptcore.execute(prepared)
     real = publishing._exchange
     monkeypatch.setattr(publishing, "_exchange", lambda a, b: exchange and real(a, b))
     if when == "before":
@@ -380,9 +376,9 @@ def test_who_comes_meanwhile_is_kept(
     monkeypatch.undo()
     assert tree(dst) == (after or done[1])
     with pytest.raises(DestinationExists):
-        ckptcore.conversion.pipeline(str(OTHER), str(dst), overwrite=True)
-    ckptcore.conversion.pipeline(str(OTHER), str(dst), overwrite_foreign=True)
-    ckptcore.conversion.pipeline(str(OTHER), str(tmp_path / "fresh"))
+        ckptcore.convert(str(OTHER), str(dst), overwrite=True)
+    ckptcore.convert(str(OTHER), str(dst), overwrite_foreign=True)
+    ckptcore.convert(str(OTHER), str(tmp_path / "fresh"))
     assert tree(dst) == tree(tmp_path / "fresh")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fresh", "out"]
 
@@ -402,8 +398,8 @@ def test_killed_at_every_step_of_replacing(
     source = tmp_path / "source.safetensors"
     save_file({"weight": torch.arange(6.0)}, source)
     save_file({"weight": torch.zeros(3)}, tmp_path / "old.safetensors")
-    ckptcore.conversion.pipeline(str(source), str(tmp_path / "fresh" / name))
-    ckptcore.conversion.pipeline(str(tmp_path / "old.safetensors"), str(tmp_path / "old" / name))
+    ckptcore.convert(str(source), str(tmp_path / "fresh" / name))
+    ckptcore.convert(str(tmp_path / "old.safetensors"), str(tmp_path / "old" / name))
     fresh, steps = tree(tmp_path / "fresh"), 0
     real_exchange = publishing._exchange
 
@@ -426,7 +422,7 @@ def test_killed_at_every_step_of_replacing(
             for change in ("rename", "unlink", "rmdir", "link"):
                 patch.setattr(publishing.os, change, counted(getattr(os, change)))
             try:
-                ckptcore.conversion.pipeline(str(source), str(here / name), overwrite=True)
+                ckptcore.convert(str(source), str(here / name), overwrite=True)
             except Killed:
                 return False
         return True
@@ -439,14 +435,14 @@ def test_killed_at_every_step_of_replacing(
         if done:
             steps = stop
             break
-        ckptcore.conversion.pipeline(str(source), str(here / name), overwrite=True)
+        ckptcore.convert(str(source), str(here / name), overwrite=True)
         assert tree(here) == fresh, stop
     assert steps > 5
 
 
 def test_a_failed_move_brings_the_old_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dst = tmp_path / "out"
-    ckptcore.conversion.pipeline(str(SAMPLE), str(dst))
+    ckptcore.convert(str(SAMPLE), str(dst))
     before = tree(dst)
 
     def fail(*_: object) -> None:
@@ -455,7 +451,7 @@ def test_a_failed_move_brings_the_old_back(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(publishing, "_exchange", lambda a, b: False)
     monkeypatch.setattr(publishing, "_move_to_free", fail)
     with pytest.raises(CkptError):
-        ckptcore.conversion.pipeline(str(OTHER), str(dst), overwrite=True)
+        ckptcore.convert(str(OTHER), str(dst), overwrite=True)
     assert tree(dst) == before
 
 

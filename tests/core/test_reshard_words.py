@@ -54,9 +54,9 @@ def test_wrong_words_are_told_before_a_source_is_read(
 def test_items_that_loaders_do_not_read(to: str, source: Path, tmp_path: Path) -> None:
     options = {"verb": "reshard", "to": to, "mesh": "fsdp=2"}
     with pytest.raises(UsageError, match=f"safetensors is not for {to}, .* read torch_save") as caught:
-        ckptcore.planning.plan(str(source), str(tmp_path / "out"), serialization="safetensors", **options)
+        ckptcore.plan(str(source), str(tmp_path / "out"), serialization="safetensors", **options)
     assert caught.value.hint == "leave it out, or write dcp"
-    assert ckptcore.planning.plan(str(source), str(tmp_path / "out"), **options)
+    assert ckptcore.plan(str(source), str(tmp_path / "out"), **options)
 
 
 def test_what_stays_behind_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

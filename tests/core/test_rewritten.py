@@ -129,7 +129,7 @@ def test_a_source_rewritten_in_place_is_never_published_mixed(
     options = {"settings": SMALL, "dtype": dtype}
     with disturbed(moment, act):
         try:
-            ckptcore.conversion.pipeline(str(source), str(out), **options)
+            ckptcore.convert(str(source), str(out), **options)
             code = None
         except CkptError as error:
             code = error.code
@@ -137,7 +137,7 @@ def test_a_source_rewritten_in_place_is_never_published_mixed(
     assert code in REFUSED if code else len(held(out)) == 1
     assert out.exists() == (code is None)
     if code:  # and the next run finds nothing of the old one to go on with
-        ckptcore.conversion.pipeline(str(source), str(out), **options)
+        ckptcore.convert(str(source), str(out), **options)
         assert held(out) == {2.0}
     assert sorted(p.name for p in tmp_path.iterdir()) == [out.name, source.name]
 
@@ -164,13 +164,13 @@ def test_plain_values_and_weights_are_of_one_moment(tmp_path: Path, moment: str)
 
     with disturbed(moment, act):
         try:
-            ckptcore.conversion.pipeline(str(source), str(out), settings=SMALL)
+            ckptcore.convert(str(source), str(out), settings=SMALL)
             code = None
         except CkptError as error:
             code = error.code
     if code:
         assert code in REFUSED
-        ckptcore.conversion.pipeline(str(source), str(out), settings=SMALL)
+        ckptcore.convert(str(source), str(out), settings=SMALL)
     assert len(held(out)) == 1
 
 
@@ -213,14 +213,14 @@ def test_a_chmod_costs_a_second_look_and_nothing_else(tmp_path: Path, target: st
     source, out, quiet = tmp_path / "source", tmp_path / "out", tmp_path / "quiet"
     folder(source, 1.0)
     age(source)
-    ckptcore.conversion.pipeline(str(source), str(quiet), **TARGETS[target])
+    ckptcore.convert(str(source), str(quiet), **TARGETS[target])
     rereads = Rereads()
     with mock.patch.object(reproof, "_compare", rereads), disturbed("executed", lambda: touch(source)):
-        ckptcore.conversion.pipeline(str(source), str(out), **TARGETS[target])
+        ckptcore.convert(str(source), str(out), **TARGETS[target])
     assert rereads.count == 1
     assert bytes_of(out) == bytes_of(quiet)
     with mock.patch.object(reproof, "_compare", rereads):
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / "again"), **TARGETS[target])
+        ckptcore.convert(str(source), str(tmp_path / "again"), **TARGETS[target])
     assert rereads.count == 1  # an undisturbed source is read once
 
 
@@ -235,17 +235,15 @@ def test_a_backup_that_comes_by_while_the_source_is_read_again(tmp_path: Path) -
     todo = [touch]
     once = Rereads(lambda: todo.pop()(source) if todo else None)
     with mock.patch.object(reproof, "_compare", once), disturbed("executed", lambda: touch(source)):
-        ckptcore.conversion.pipeline(str(source), str(out))
+        ckptcore.convert(str(source), str(out))
     assert once.count == 2
     assert held(out) == {1.0}
     always = Rereads(lambda: touch(source))
     with mock.patch.object(reproof, "_compare", always), disturbed("executed", lambda: touch(source)):  # noqa: SIM117
         with pytest.raises(SourceChanged, match="again and again"):
-            ckptcore.conversion.pipeline(str(source), str(tmp_path / "other.safetensors"))
+            ckptcore.convert(str(source), str(tmp_path / "other.safetensors"))
     assert always.count == 3
-    ckptcore.conversion.pipeline(
-        str(source), str(tmp_path / "other.safetensors")
-    )  # what was written is kept, and proven
+    ckptcore.convert(str(source), str(tmp_path / "other.safetensors"))  # what was written is kept, and proven
     assert held(tmp_path / "other.safetensors") == {1.0}
 
 
@@ -271,7 +269,7 @@ def test_a_write_in_the_tick_of_the_last_one_is_not_missed(tmp_path: Path) -> No
         mock.patch.object(stages, "inspect", return_value=manifest),
         mock.patch.object(reproof, "_compare", rereads),
     ):
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / "out.safetensors"))
+        ckptcore.convert(str(source), str(tmp_path / "out.safetensors"))
     assert rereads.count == 1
 
 
@@ -282,7 +280,7 @@ def test_a_staging_folder_of_an_older_version_goes_on(tmp_path: Path, changed: b
     age(source)
     options: dict[str, Any] = {"max_file_size": 400_000}
     prepared = ckptcore.prepare(str(source), str(out), **options)
-    ckptcore.execution.execute(prepared, [0, 1])
+    ckptcore.execute(prepared, [0, 1])
     staging = Staging(str(out))
     assert json.loads(staging.plan.read(stamps.NAME, 0, staging.plan.size(stamps.NAME) or 0)) == {
         source.name: f"{source.stat().st_size} bytes, modified {source.stat().st_mtime_ns}, "
@@ -295,11 +293,11 @@ def test_a_staging_folder_of_an_older_version_goes_on(tmp_path: Path, changed: b
     rereads = Rereads()
     with mock.patch.object(reproof, "_compare", rereads):
         try:
-            result = ckptcore.conversion.pipeline(str(source), str(out), **options)
+            result = ckptcore.convert(str(source), str(out), **options)
             kept = [r.reused for r in result.files]
         except SourceChanged:
             assert changed
-            ckptcore.conversion.pipeline(str(source), str(out), **options)
+            ckptcore.convert(str(source), str(out), **options)
     assert rereads.count == 1
     assert held(out) == {2.0 if changed else 1.0}
     assert changed or sum(kept) == 2
@@ -308,11 +306,11 @@ def test_a_staging_folder_of_an_older_version_goes_on(tmp_path: Path, changed: b
 def test_a_plan_that_lost_its_stamps_is_not_published(tmp_path: Path) -> None:
     raw(tmp_path / "source.safetensors", 1.0)
     prepared = ckptcore.prepare(str(tmp_path / "source.safetensors"), str(tmp_path / "out"))
-    ckptcore.execution.execute(prepared)
+    ckptcore.execute(prepared)
     Staging(str(tmp_path / "out")).plan.remove(stamps.NAME)
     with pytest.raises(SourceChanged, match="does not say what its source was"):
         ckptcore.publish(prepared)
-    ckptcore.conversion.pipeline(str(tmp_path / "source.safetensors"), str(tmp_path / "out"))
+    ckptcore.convert(str(tmp_path / "source.safetensors"), str(tmp_path / "out"))
     assert held(tmp_path / "out") == {1.0}
 
 
@@ -360,8 +358,8 @@ def test_a_write_through_a_memory_map_is_seen(tmp_path: Path) -> None:
             os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
 
         with disturbed("half", act), pytest.raises(SourceChanged):
-            ckptcore.conversion.pipeline(str(source), str(out), settings=SMALL)
-        ckptcore.conversion.pipeline(str(source), str(out), settings=SMALL)
+            ckptcore.convert(str(source), str(out), settings=SMALL)
+        ckptcore.convert(str(source), str(out), settings=SMALL)
     assert held(out) == {1.0, 2.0}
 
 
@@ -377,9 +375,9 @@ def test_an_object_that_is_replaced_while_it_is_read(tmp_path: Path, moment: str
     time.sleep(0.01)
     with disturbed(moment, lambda: fs.pipe_file(f"{source}/model.safetensors", objects[2.0])):
         try:
-            ckptcore.conversion.pipeline(source, str(out), settings=SMALL)
+            ckptcore.convert(source, str(out), settings=SMALL)
         except SourceChanged:
-            ckptcore.conversion.pipeline(source, str(out), settings=SMALL)
+            ckptcore.convert(source, str(out), settings=SMALL)
     assert held(out) == {2.0}
 
 
@@ -393,7 +391,7 @@ def test_rewriting_at_any_moment(tmp_path: Path) -> None:
         writer = threading.Timer(0.002 * (n % 30), rewrite, (source, 2.0, raw))
         writer.start()
         try:
-            ckptcore.conversion.pipeline(str(source), str(out), settings=SMALL)
+            ckptcore.convert(str(source), str(out), settings=SMALL)
             published += 1
         except CkptError as error:
             assert error.code in REFUSED, error  # noqa: PT017  either way is right

@@ -102,7 +102,5 @@ def test_commands_tell_it(verb: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     words[2] = str(tmp_path / "again")
     assert run([*words, *(["--no-catalog"] if verb == "reshard" else [])]) == 0
     assert "unused-rule" in capsys.readouterr().out
-    plain = ckptcore.planning.plan(
-        str(source), str(tmp_path / "third"), verb="reshard", to="dcp", mesh="fsdp=2"
-    )
+    plain = ckptcore.plan(str(source), str(tmp_path / "third"), verb="reshard", to="dcp", mesh="fsdp=2")
     assert not plain.warnings

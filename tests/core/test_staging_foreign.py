@@ -51,7 +51,7 @@ def place(tmp_path: Path) -> Path:
 
 def convert(source: Path, place: Path, **options: Any) -> Any:
     settings = options.pop("settings", ckptcore.Settings(workers=1))
-    return ckptcore.conversion.pipeline(
+    return ckptcore.convert(
         str(source),
         str(place / "out"),
         settings=settings,
@@ -65,7 +65,7 @@ def half_done(source: Path, place: Path, files: int = 2) -> Path:
     """The staging folder of a run that was stopped when some files were finished."""
     ready = ckptcore.prepare(str(source), str(place / "out"), to="safetensors", max_file_size=9_000)
     assert len(ready.files) > files
-    ckptcore.execution.execute(ready, range(files), settings=ckptcore.Settings(workers=1))
+    ckptcore.execute(ready, range(files), settings=ckptcore.Settings(workers=1))
     return place / ".out.ckptcore"
 
 
@@ -176,11 +176,7 @@ def test_a_planted_folder_of_another_user_is_not_published(source: Path, place: 
     refused(lambda: ckptcore.prepare(str(source), str(place / "out"), to="safetensors"))
     refused(lambda: stages.execute(plan))
     refused(lambda: stages.finish(plan))
-    refused(
-        lambda: ckptcore.conversion.pipeline(
-            str(source), str(place / "out"), to="safetensors", overwrite=True
-        )
-    )
+    refused(lambda: ckptcore.convert(str(source), str(place / "out"), to="safetensors", overwrite=True))
     assert picture(staging) == before
 
 
@@ -361,7 +357,7 @@ def test_only_planned_names_are_published(where: str, source: Path, left: Path, 
 
 def test_what_comes_while_files_are_written_is_not_published(source: Path, place: Path) -> None:
     ready = ckptcore.prepare(str(source), str(place / "out"), to="safetensors", max_file_size=9_000)
-    ckptcore.execution.execute(ready, settings=ckptcore.Settings(workers=1))
+    ckptcore.execute(ready, settings=ckptcore.Settings(workers=1))
     staged = place / ".out.ckptcore" / "files"
     (staged / "evil").write_bytes(b"evil")
     refused(lambda: stages.finish(ready.plan_uri), "output-mismatch")
@@ -374,19 +370,19 @@ def test_what_comes_while_files_are_written_is_not_published(source: Path, place
     os.utime(file, ns=(kept.st_atime_ns, kept.st_mtime_ns))
     refused(lambda: stages.finish(ready.plan_uri), "output-mismatch")
     assert not (place / "out").exists()
-    ckptcore.execution.execute(ready, settings=ckptcore.Settings(workers=1))
+    ckptcore.execute(ready, settings=ckptcore.Settings(workers=1))
     stages.finish(ready.plan_uri)
     assert right(source, place)
 
 
 def test_small_files_are_held_against_the_plan(source: Path, place: Path) -> None:
     ready = ckptcore.prepare(str(source), str(place / "out"), verb="export")
-    ckptcore.execution.execute(ready)
+    ckptcore.execute(ready)
     staged = place / ".out.ckptcore" / "files" / "README.md"
     text = staged.read_text()
     staged.write_text(text.replace("ckptcore", "evilcore"))
     refused(lambda: stages.finish(ready.plan_uri), "output-mismatch")
-    ckptcore.conversion.pipeline(str(source), str(place / "out"), verb="export")
+    ckptcore.convert(str(source), str(place / "out"), verb="export")
     assert (place / "out" / "README.md").read_text() == text
 
 
@@ -689,7 +685,7 @@ def test_a_place_where_nothing_can_be_made_is_refused(where: str, source: Path, 
     (place / "circle").symlink_to(place / "circle")
     (place / "file").touch()
     before = sorted(p.name for p in place.iterdir())
-    error = _in_time(lambda: ckptcore.conversion.pipeline(str(source), str(place / where), to="safetensors"))
+    error = _in_time(lambda: ckptcore.convert(str(source), str(place / where), to="safetensors"))
     assert error.code == "destination-unwritable", error
     assert where.split("/")[0] in error.message
     assert sorted(p.name for p in place.iterdir()) == before
@@ -843,9 +839,7 @@ def test_what_was_replaced_is_kept_where_no_record_says_by_what(
     (staging / "publishing.json").write_text(record)
     for resume in (True, False):
         with pytest.raises(StagingForeign, match="no record"):
-            ckptcore.conversion.pipeline(
-                str(SAMPLE), str(tmp_path / "out"), overwrite=overwrite, resume=resume
-            )
+            ckptcore.convert(str(SAMPLE), str(tmp_path / "out"), overwrite=overwrite, resume=resume)
         assert (staging / "replaced" / "precious").read_text() == "old"
 
 
@@ -863,6 +857,6 @@ def test_what_is_called_left_is_left(kind: str, name: str, tmp_path: Path) -> No
         (staging / name).symlink_to(precious)
     for _ in range(2):
         with pytest.raises(CkptError):
-            ckptcore.conversion.pipeline(str(SAMPLE), str(tmp_path / "out"))
+            ckptcore.convert(str(SAMPLE), str(tmp_path / "out"))
         assert os.path.lexists(staging / name)
         assert (staging / name / "mine" if kind == "folder" else precious).read_text() == "mine"

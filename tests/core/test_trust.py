@@ -49,7 +49,7 @@ def test_a_flip_in_any_layout_stops_the_conversion(
     flip(file, file.stat().st_size // 2)
     settings = ckptcore.Settings(memory=memory, workers=2)
     with pytest.raises(DamagedCheckpoint) as caught:
-        ckptcore.conversion.pipeline(str(tmp_path / "ckpt"), str(tmp_path / "out"), settings=settings)
+        ckptcore.convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), settings=settings)
     assert caught.value.findings[0].code == "crc-mismatch"
     assert not (tmp_path / "out").exists()
 
@@ -69,14 +69,14 @@ def test_shared_storages_are_right_or_refused(tmp_path: Path, name: str, target:
     source = tmp_path / "a.pt"
     torch.save(truth, source)
     done = tmp_path / target
-    ckptcore.conversion.pipeline(str(source), str(done))
+    ckptcore.convert(str(source), str(done))
     found = torch.load(done) if target.endswith(".pt") else load_file(done)
     assert all(torch.equal(found[n], t) for n, t in truth.items())
     start, length = payload(source)
     flip(source, start + length - 3)  # also where no view looks
     done.unlink()
     with pytest.raises(DamagedCheckpoint):
-        ckptcore.conversion.pipeline(str(source), str(done))
+        ckptcore.convert(str(source), str(done))
     assert not done.exists()
 
 
@@ -90,11 +90,11 @@ def test_a_resume_does_not_mix_two_sources(tmp_path: Path) -> None:
     source = two_shards(tmp_path, 1.0)
     options = {"max_file_size": 4000}
     prepared = ckptcore.prepare(str(source), str(tmp_path / "out"), **options)
-    ckptcore.execution.execute(prepared, [0])
+    ckptcore.execute(prepared, [0])
     two_shards(tmp_path, 2.0)
     with pytest.raises(SourceChanged):
-        ckptcore.execution.execute(prepared, [1])
-    ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"), **options)
+        ckptcore.execute(prepared, [1])
+    ckptcore.convert(str(source), str(tmp_path / "out"), **options)
     found: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "out").glob("*.safetensors"):
         found |= load_file(file)
@@ -104,7 +104,7 @@ def test_a_resume_does_not_mix_two_sources(tmp_path: Path) -> None:
 def test_a_source_that_changed_behind_the_last_read_is_not_published(tmp_path: Path) -> None:
     source = two_shards(tmp_path, 1.0)
     prepared = ckptcore.prepare(str(source), str(tmp_path / "out"))
-    ckptcore.execution.execute(prepared)
+    ckptcore.execute(prepared)
     os.utime(source, ns=(1, 1))
     with pytest.raises(SourceChanged):
         ckptcore.publish(prepared)
@@ -114,8 +114,8 @@ def test_a_source_that_changed_behind_the_last_read_is_not_published(tmp_path: P
 def test_the_api_goes_from_plan_to_output(tmp_path: Path) -> None:
     source = two_shards(tmp_path, 3.0)
     prepared = ckptcore.prepare(str(source), str(tmp_path / "out"), max_file_size=4000)
-    receipts = ckptcore.execution.execute(prepared, [f.index for f in prepared.files])
-    again = ckptcore.execution.execute(prepared)
+    receipts = ckptcore.execute(prepared, [f.index for f in prepared.files])
+    again = ckptcore.execute(prepared)
     assert [r.reused for r in receipts] == [False] * 3
     assert [r.reused for r in again] == [True] * 3
     assert ckptcore.publish(prepared).destination == str(tmp_path / "out")
@@ -129,7 +129,7 @@ def test_what_was_published_is_looked_at_again_after_a_kill(tmp_path: Path, chan
     source = two_shards(tmp_path, 1.0)
     options = {"max_file_size": 4000}
     prepared = ckptcore.prepare(str(source), str(tmp_path / "out"), **options)
-    ckptcore.execution.execute(prepared)
+    ckptcore.execute(prepared)
     finish(prepared.plan_uri)  # a run that is killed here has published, and not cleaned up
     shard = next((tmp_path / "out").glob("model-00001*"))
     if change == "flip":
@@ -141,7 +141,7 @@ def test_what_was_published_is_looked_at_again_after_a_kill(tmp_path: Path, chan
         (tmp_path / "out").mkdir()
         save_file({"x": torch.zeros(3)}, tmp_path / "out" / "model.safetensors")
     with pytest.raises(CkptError) as caught:
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"), **options)
+        ckptcore.convert(str(source), str(tmp_path / "out"), **options)
     assert isinstance(caught.value, (DestinationExists, DamagedCheckpoint))
 
 
@@ -150,7 +150,7 @@ def test_tensors_in_objects_that_are_not_built_stop_the_conversion(tmp_path: Pat
     inner["layer"] = {"w": torch.ones(5)}
     torch.save({"a": torch.zeros(3), "model": inner}, tmp_path / "a.pt")
     with pytest.raises(UnreadablePart, match=r"collections\.defaultdict, and 20 bytes of tensors inside"):
-        ckptcore.conversion.pipeline(str(tmp_path / "a.pt"), str(tmp_path / "out"))
+        ckptcore.convert(str(tmp_path / "a.pt"), str(tmp_path / "out"))
 
 
 class Opaque:
@@ -162,9 +162,9 @@ class Opaque:
 def test_opaque_objects_with_tensors_are_left_out_by_name_only(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3), "thing": Opaque()}, checkpoint_id=tmp_path / "ckpt")
     with pytest.raises(DamagedCheckpoint) as caught:
-        ckptcore.conversion.pipeline(str(tmp_path / "ckpt"), str(tmp_path / "out"))
+        ckptcore.convert(str(tmp_path / "ckpt"), str(tmp_path / "out"))
     assert caught.value.findings[0].code == "refused-tensors"
-    ckptcore.conversion.pipeline(str(tmp_path / "ckpt"), str(tmp_path / "out"), exclude=["thing*"])
+    ckptcore.convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), exclude=["thing*"])
     assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["w"]
 
 
@@ -189,7 +189,7 @@ def test_values_are_counted_in_any_layout(tmp_path: Path, layout: str) -> None:
     whole[:, 20:] = float("nan")
     view = {"gaps": whole[:, :20], "transposed": whole.t(), "expanded": whole[0, 25:26].expand(100)}[layout]
     torch.save({"t": view}, tmp_path / "a.pt")
-    report = ckptcore.checking.check(ckptcore.open(str(tmp_path / "a.pt")), "values")
+    report = ckptcore.check(ckptcore.open(str(tmp_path / "a.pt")), "values")
     told = [f.message for f in report.findings if f.code == "not-finite"]
     want = {
         "gaps": [],

@@ -53,9 +53,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(llama: Path) -> Path:
-    ckptcore.conversion.pipeline(
-        str(llama / "ckpt"), str(llama / "hf"), verb="export", config=str(llama / "config")
-    )
+    ckptcore.convert(str(llama / "ckpt"), str(llama / "hf"), verb="export", config=str(llama / "config"))
     return llama / "hf"
 
 
@@ -95,7 +93,7 @@ def test_ties_that_do_not_hold_stop_the_export(llama: Path, tmp_path: Path) -> N
     state["model"]["lm_head.weight"][5, 7] += 1
     dcp.save(state, checkpoint_id=tmp_path / "ckpt")
     with pytest.raises(DamagedCheckpoint) as caught:
-        ckptcore.conversion.pipeline(
+        ckptcore.convert(
             str(tmp_path / "ckpt"), str(tmp_path / "hf"), verb="export", config=str(llama / "config")
         )
     assert caught.value.findings[0].code == "replica-mismatch"
@@ -104,7 +102,7 @@ def test_ties_that_do_not_hold_stop_the_export(llama: Path, tmp_path: Path) -> N
 
 def test_names_that_the_model_does_not_have(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(NameMismatch, match=r"missing: model\.norm\.weight"):
-        ckptcore.conversion.pipeline(
+        ckptcore.convert(
             str(llama / "ckpt"),
             str(tmp_path / "hf"),
             verb="export",
@@ -118,9 +116,7 @@ def test_shapes_that_the_model_does_not_have(llama: Path, tmp_path: Path) -> Non
     config = json.loads((llama / "config/config.json").read_text()) | {"vocab_size": 97}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(NameMismatch, match=r"embed_tokens\.weight \[96, 32\] \(config says \[97, 32\]\)"):
-        ckptcore.conversion.pipeline(
-            str(llama / "ckpt"), str(tmp_path / "hf"), verb="export", config=str(tmp_path)
-        )
+        ckptcore.convert(str(llama / "ckpt"), str(tmp_path / "hf"), verb="export", config=str(tmp_path))
 
 
 def ckpt_tensors(llama: Path) -> dict[str, torch.Tensor]:
@@ -130,7 +126,7 @@ def ckpt_tensors(llama: Path) -> dict[str, torch.Tensor]:
 
 
 def test_casts_round_as_torch_does_and_keep_exceptions(llama: Path, tmp_path: Path) -> None:
-    ckptcore.conversion.pipeline(
+    ckptcore.convert(
         str(llama / "ckpt"),
         str(tmp_path / "hf"),
         verb="export",
@@ -154,7 +150,7 @@ def test_casts_round_as_torch_does_and_keep_exceptions(llama: Path, tmp_path: Pa
 def test_the_config_names_the_dtype_that_was_written(llama: Path, tmp_path: Path) -> None:
     config = json.loads((llama / "config/config.json").read_text()) | {"dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    ckptcore.conversion.pipeline(
+    ckptcore.convert(
         str(llama / "ckpt"), str(tmp_path / "hf"), verb="export", config=str(tmp_path), dtype="bf16"
     )
     assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "bfloat16"
@@ -162,7 +158,7 @@ def test_the_config_names_the_dtype_that_was_written(llama: Path, tmp_path: Path
 
 def test_files_are_packed_as_the_hub_packs_them(llama: Path, tmp_path: Path) -> None:
     hub: Any = pytest.importorskip("huggingface_hub")
-    ckptcore.conversion.pipeline(str(llama / "ckpt"), str(tmp_path / "hf"), verb="export", max_file_size=8192)
+    ckptcore.convert(str(llama / "ckpt"), str(tmp_path / "hf"), verb="export", max_file_size=8192)
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     tensors = {n: ckpt_tensors(llama)[n].clone() for n in index["weight_map"]}
     split = hub.split_torch_state_dict_into_shards(
@@ -185,13 +181,13 @@ def test_files_are_packed_as_the_hub_packs_them(llama: Path, tmp_path: Path) -> 
 )
 def test_arguments_that_say_nothing(llama: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        ckptcore.conversion.pipeline(str(llama / "ckpt"), str(tmp_path / "out"), verb="export", **options)
+        ckptcore.convert(str(llama / "ckpt"), str(tmp_path / "out"), verb="export", **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_two_names_that_become_one(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(NameMismatch, match="would both be called"):
-        ckptcore.conversion.pipeline(
+        ckptcore.convert(
             str(llama / "ckpt"),
             str(tmp_path / "out"),
             verb="export",

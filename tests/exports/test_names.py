@@ -89,9 +89,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(source: Path, target: Path, config: Path, **options: Any) -> Any:
-    return ckptcore.conversion.pipeline(
-        str(source), str(target), verb="export", config=str(config), **options
-    )
+    return ckptcore.convert(str(source), str(target), verb="export", config=str(config), **options)
 
 
 @pytest.mark.usefixtures("_here")

@@ -274,6 +274,6 @@ def require_equal(url: Path, want: Tensors, prefix: str = "") -> ckptcore.Manife
         found = ckptcore.read(manifest, prefix + name)
         assert (found.dtype, found.shape) == (value.dtype, value.shape), name
         assert torch.equal(found, value), name
-    report = ckptcore.checking.check(manifest, level="bytes")
+    report = ckptcore.check(manifest, level="bytes")
     assert [f for f in report.findings if f.severity == "error"] == []
     return manifest

@@ -50,7 +50,7 @@ def tensors(manifest: Manifest) -> Tensors:
 def codes(path: Path, level: str = "bytes") -> set[str]:
     """Codes of the errors that opening or checking tells."""
     try:
-        report = ckptcore.checking.check(ckptcore.open(str(path)), level)
+        report = ckptcore.check(ckptcore.open(str(path)), level)
     except CkptError as error:
         return {error.code, *(f.code for f in error.values.get("findings", ()))}
     return {f.code for f in report.findings if f.severity == "error"}

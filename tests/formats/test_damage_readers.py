@@ -32,7 +32,7 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Copy:
 
 def findings(path: Path) -> list[Finding]:
     """Findings of level cover that are more than information."""
-    return [f for f in ckptcore.checking.check(ckptcore.open(str(path))).findings if f.severity != "info"]
+    return [f for f in ckptcore.check(ckptcore.open(str(path))).findings if f.severity != "info"]
 
 
 def told(path: Path) -> set[tuple[str, str | None]]:

@@ -59,7 +59,7 @@ def reshard(source: Path, target: Path, axes: Axes, patch: pytest.MonkeyPatch, *
     topology = Topology(Mesh(axes), {t.fqn: layout(t.fqn, t.shape, axes) for t in manifest.tensors})
     patch.setattr("ckptcore.planning.compose.lay_out", lambda *a, **k: topology)
     mesh = ",".join(f"{a}={n}" for a, n in axes)
-    ckptcore.conversion.pipeline(str(source), str(target), verb="reshard", to="dcp", mesh=mesh, **options)
+    ckptcore.convert(str(source), str(target), verb="reshard", to="dcp", mesh=mesh, **options)
     return topology
 
 

@@ -57,9 +57,9 @@ def test_the_job_listed_its_parameters_in_another_order(saved: Path) -> None:
 def test_names_without_the_models_order_are_not_numbered(saved: Path, tmp_path: Path, case: str) -> None:
     """Written from sorted names, a file tells no order any more."""
     whole, out = tmp_path / "whole", tmp_path / "out"
-    ckptcore.conversion.pipeline(str(saved / case / "ckpt"), str(whole))
+    ckptcore.convert(str(saved / case / "ckpt"), str(whole))
     with pytest.raises(UnprovenCheckpoint, match="nothing proves the order"):
-        ckptcore.conversion.pipeline(str(whole), str(out), verb="reshard", to="torch_ranks", mesh="fsdp=2")
+        ckptcore.convert(str(whole), str(out), verb="reshard", to="torch_ranks", mesh="fsdp=2")
     assert not out.exists()
 
 
@@ -69,9 +69,9 @@ def test_a_flat_optimizer_is_kept_rank_by_rank(saved: Path, tmp_path: Path, case
     """As verl saves it: ``optimizer.state_dict()`` of each rank, flat, beside a sharded model."""
     source, out = str(saved / case / "verl"), tmp_path / "out"
     manifest = ckptcore.open(source)
-    told = {f.code: f.severity for f in ckptcore.checking.check(manifest).findings}
+    told = {f.code: f.severity for f in ckptcore.check(manifest).findings}
     assert told == {"unnamed-states": "info", "flat-buffers": "warning"}
-    ckptcore.conversion.pipeline(source, str(out))
+    ckptcore.convert(source, str(out))
     found = ckptcore.open(str(out))
     files = [saved / case / f"verl/optim_world_size_2_rank_{rank}.pt" for rank in range(2)]
     held = {
@@ -83,7 +83,7 @@ def test_a_flat_optimizer_is_kept_rank_by_rank(saved: Path, tmp_path: Path, case
     for name, value in held.items():
         assert torch.equal(ckptcore.read(found, name), value), name
     model = tmp_path / "model"
-    ckptcore.conversion.pipeline(source, str(model), verb="export")
+    ckptcore.convert(source, str(model), verb="export")
     truth = torch.load(saved / case / "truth.pt")
     exported = ckptcore.open(str(model))
     assert {t.fqn for t in exported.tensors} == {n for n in truth if "/" not in n}
@@ -97,7 +97,7 @@ def test_a_flat_optimizer_is_kept_rank_by_rank(saved: Path, tmp_path: Path, case
 
 
 def reshard(source: str, out: Path, **options: Any) -> None:
-    ckptcore.conversion.pipeline(source, str(out), verb="reshard", to="torch_ranks", mesh="fsdp=2", **options)
+    ckptcore.convert(source, str(out), verb="reshard", to="torch_ranks", mesh="fsdp=2", **options)
 
 
 def states(path: Path) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ def pretrained(folder: Path) -> Path:
 @pytest.mark.parametrize("mesh", ["fsdp=2,tp=2", pytest.param("fsdp=3", marks=pytest.mark.soak)])
 def test_a_model_is_loaded_on_a_mesh(mesh: str, tmp_path: Path) -> None:
     source, out, told = pretrained(tmp_path / "hf"), tmp_path / "out", tmp_path / "told.json"
-    ckptcore.conversion.pipeline(str(source), str(out), verb="reshard", to="dcp", mesh=mesh)
+    ckptcore.convert(str(source), str(out), verb="reshard", to="dcp", mesh=mesh)
     sizes = dict(part.split("=") for part in mesh.split(","))
     line = [sys.executable, str(JOB), str(source), str(out), sizes["fsdp"], sizes.get("tp", "1"), str(told)]
     ran = subprocess.run(line, capture_output=True, text=True, timeout=500, check=False)

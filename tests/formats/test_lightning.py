@@ -38,7 +38,7 @@ def point(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def consolidated(source: Path, target: Path, **options: Any) -> dict[str, Any]:
-    ckptcore.conversion.pipeline(str(source), str(target), to="lightning", **options)
+    ckptcore.convert(str(source), str(target), to="lightning", **options)
     assert target.is_file()
     return dict(torch.load(target, weights_only=False))
 
@@ -164,12 +164,12 @@ def test_renames_and_casts_reach_the_nested_file(tmp_path: Path) -> None:
 def test_other_formats_still_take_it(tmp_path: Path) -> None:
     """A flat torch file and a DCP folder hold the values of `meta.pt`, too."""
     source = trainer(tmp_path / "ckpt", "model")
-    ckptcore.conversion.pipeline(str(source), str(tmp_path / "a.pt"))
+    ckptcore.convert(str(source), str(tmp_path / "a.pt"))
     flat = torch.load(tmp_path / "a.pt", weights_only=False)
     assert flat["global_step"] == 12
     assert flat["hyper_parameters.root"] == "/data/run.1"
     assert torch.equal(flat["model.net.embed.weight"], module()["net.embed.weight"])
-    ckptcore.conversion.pipeline(str(source), str(tmp_path / "dcp"), to="dcp")
+    ckptcore.convert(str(source), str(tmp_path / "dcp"), to="dcp")
     assert ckptcore.open(str(tmp_path / "dcp")).format == "dcp"
 
 
@@ -185,7 +185,7 @@ def test_without_meta_pt_it_is_dcp_and_no_lightning_file(tmp_path: Path) -> None
 def test_a_lost_meta_pt_is_said(key: str, tmp_path: Path) -> None:
     """By names that only the Trainer gives. What was converted has all; Fabric's names are anybody's."""
     source = trainer(tmp_path / "ckpt", key)
-    ckptcore.conversion.pipeline(str(source), str(tmp_path / "dcp"), to="dcp")
+    ckptcore.convert(str(source), str(tmp_path / "dcp"), to="dcp")
     assert ckptcore.open(str(tmp_path / "dcp")).findings == ()
     (source / "meta.pt").unlink()
     manifest = ckptcore.open(str(source))
@@ -252,7 +252,7 @@ def test_the_model_is_below_the_modules_one_attribute(tmp_path: Path) -> None:
     one = find_model(ckptcore.open(str(trainer(tmp_path / "one", "state_dict"))))
     assert one.prefix == "state_dict.net."
     assert "attribute net" in one.because
-    ckptcore.conversion.pipeline(str(tmp_path / "one"), str(tmp_path / "hf"), verb="export")
+    ckptcore.convert(str(tmp_path / "one"), str(tmp_path / "hf"), verb="export")
     names = {t.fqn for t in ckptcore.open(str(tmp_path / "hf")).tensors}
     assert names == set(module(""))
     two = {**module(), **module("loss.")}
@@ -275,7 +275,7 @@ def test_which_destination_is_one_file() -> None:
 def test_an_export_is_no_lightning_checkpoint(tmp_path: Path) -> None:
     source = trainer(tmp_path / "ckpt", "model")
     with pytest.raises(UsageError, match="export"):
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / "a.ckpt"), verb="export")
+        ckptcore.convert(str(source), str(tmp_path / "a.ckpt"), verb="export")
 
 
 def test_damage_in_meta_pt_is_seen(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def folder(kind: str, to: Path) -> Path:
 def test_it_is_the_same_checkpoint(kind: str, mesh: str, tmp_path: Path) -> None:
     """What Lightning's own consolidation makes of it, tensors, values and their places."""
     source, out = folder(kind, tmp_path / "in"), tmp_path / "out"
-    ckptcore.conversion.pipeline(str(source), str(out), verb="reshard", to="lightning", mesh=mesh)
+    ckptcore.convert(str(source), str(out), verb="reshard", to="lightning", mesh=mesh)
     world = {"fsdp=1": 1, "fsdp=3": 3}.get(mesh, 4)
     assert {p.name for p in out.iterdir()} == {
         ".metadata",
@@ -43,7 +43,7 @@ def test_it_is_the_same_checkpoint(kind: str, mesh: str, tmp_path: Path) -> None
 
 
 def test_meta_comes_last(tmp_path: Path) -> None:
-    plan = ckptcore.planning.plan(
+    plan = ckptcore.plan(
         str(trainer(tmp_path / "in", "model")),
         str(tmp_path / "out"),
         verb="reshard",
@@ -56,7 +56,7 @@ def test_meta_comes_last(tmp_path: Path) -> None:
 def test_the_folder_may_be_called_as_a_trainer_calls_it(tmp_path: Path) -> None:
     """``ckpt_path="last"`` looks for the suffix (Lightning: callbacks/model_checkpoint.py)."""
     source, out = trainer(tmp_path / "in", "model"), tmp_path / "step=4.ckpt"
-    ckptcore.conversion.pipeline(str(source), str(out), verb="reshard", mesh="fsdp=2")
+    ckptcore.convert(str(source), str(out), verb="reshard", mesh="fsdp=2")
     assert ckptcore.open(str(out)).format == "lightning"
     assert (out / "meta.pt").is_file()
 
@@ -64,7 +64,7 @@ def test_the_folder_may_be_called_as_a_trainer_calls_it(tmp_path: Path) -> None:
 def test_a_model_of_fsdp_becomes_one_of_model_parallel(tmp_path: Path) -> None:
     """The strategies differ in one name."""
     source = trainer(tmp_path / "in", "model")
-    ckptcore.conversion.pipeline(
+    ckptcore.convert(
         str(source),
         str(tmp_path / "out"),
         verb="reshard",
@@ -79,9 +79,9 @@ def test_a_model_of_fsdp_becomes_one_of_model_parallel(tmp_path: Path) -> None:
 def test_what_is_no_sharded_checkpoint_is_refused(tmp_path: Path) -> None:
     source = trainer(tmp_path / "in", "model")
     for name, options in (("one.ckpt", {"to": "lightning"}), ("plain", {"to": "dcp"})):
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / name), **options)
+        ckptcore.convert(str(source), str(tmp_path / name), **options)
         with pytest.raises(UnsupportedFormat) as caught:
-            ckptcore.conversion.pipeline(
+            ckptcore.convert(
                 str(tmp_path / name), str(tmp_path / "out"), verb="reshard", to="lightning", mesh="fsdp=2"
             )
         assert caught.value.hint

@@ -50,7 +50,7 @@ def test_its_consolidation_gives_the_same(python: str, tmp_path: Path, kind: str
         source = fabric(tmp_path / "a.ckpt")
         torch.save({"iter": 7, "hparams": {"lr": 0.1}}, source / "meta.pt")
     run(python, "-m", f"lightning.{kind}.utilities.consolidate_checkpoint", str(source))
-    ckptcore.conversion.pipeline(str(source), str(tmp_path / "ours"), to="lightning")
+    ckptcore.convert(str(source), str(tmp_path / "ours"), to="lightning")
     theirs = load(tmp_path / "a.ckpt.consolidated")
     assert differences(theirs, load(tmp_path / "ours")) == []
 
@@ -72,7 +72,7 @@ def test_a_trainer_goes_on_from_our_file(python: str, real: Path, tmp_path: Path
         state = {key: truth["state_dict"], "optimizer_0": truth["optimizer_states"][0]}
         source = save(tmp_path / "mp.ckpt", state, meta)
     file = tmp_path / "ours.ckpt"
-    ckptcore.conversion.pipeline(str(source), str(file), to="lightning")
+    ckptcore.convert(str(source), str(file), to="lightning")
     assert differences(truth, load(file)) == []
     run(python, str(JOB), "fit", str(file))
     seen = load(Path(f"{file}.state"))
@@ -87,7 +87,7 @@ def test_a_trainer_goes_on_from_our_file(python: str, real: Path, tmp_path: Path
 def test_fabric_loads_our_file(python: str, tmp_path: Path) -> None:
     source = fabric(tmp_path / "ckpt")
     file = tmp_path / "ours.ckpt"
-    ckptcore.conversion.pipeline(str(source), str(file), to="lightning")
+    ckptcore.convert(str(source), str(file), to="lightning")
     run(python, str(JOB), "fabric", str(file))
     seen = load(Path(f"{file}.state"))
     assert all(torch.equal(v, module("")[k]) for k, v in seen["model"].items())

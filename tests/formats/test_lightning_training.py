@@ -121,7 +121,7 @@ def test_a_sharded_folder(
     manifest = ckptcore.open(str(folder))
     assert manifest.format == "lightning"
     assert validate(manifest, "bytes").findings == ()
-    ckptcore.conversion.pipeline(str(folder), str(tmp_path / "one.ckpt"), to="lightning")
+    ckptcore.convert(str(folder), str(tmp_path / "one.ckpt"), to="lightning")
     ours = load(tmp_path / "one.ckpt")
     assert differences(official(folder), ours) == []
     model = ours["state_dict" if verb == "trainer" else "model"]
@@ -163,9 +163,7 @@ def test_a_run_of_another_size_goes_on_from_our_folder(
 ) -> None:
     """Saved on two ranks, written for a mesh, resumed on one, two and four as from the original."""
     folder = train(verb, kind, "adamw")
-    ckptcore.conversion.pipeline(
-        str(folder), str(tmp_path / "out"), verb="reshard", to="lightning", mesh=mesh
-    )
+    ckptcore.convert(str(folder), str(tmp_path / "out"), verb="reshard", to="lightning", mesh=mesh)
     ours, theirs = (train(verb, later_kind, "adamw", start, 5) for start in (tmp_path / "out", folder))
     for moment in ("start.truth", "truth"):
         told = differences(load(f"{theirs}.{moment}"), load(f"{ours}.{moment}"))
@@ -183,7 +181,7 @@ def test_a_run_goes_on_from_our_file(
 ) -> None:
     """From four steps' state in one file: the same model and optimizer on every parameter."""
     folder = train(verb, kind, "adamw")
-    ckptcore.conversion.pipeline(str(folder), str(tmp_path / "one.ckpt"), to="lightning")
+    ckptcore.convert(str(folder), str(tmp_path / "one.ckpt"), to="lightning")
     later = train(verb, kind, "adamw", tmp_path / "one.ckpt", 5)
     end, begin = load(f"{folder}.truth"), load(f"{later}.start.truth")
     assert differences(end["model"], begin["model"]) == []

@@ -144,7 +144,7 @@ def test_a_metadata_without_anything(tmp_path: Path) -> None:
     manifest = ckptcore.open(str(source))
     assert [f.code for f in manifest.findings if f.severity == "error"] == ["no-tensors"]
     with pytest.raises(DamagedCheckpoint):
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / "a.ckpt"), to="lightning")
+        ckptcore.convert(str(source), str(tmp_path / "a.ckpt"), to="lightning")
 
 
 def test_meta_pt_beside_another_torch_file_is_none_of_ours(tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_part_of_a_tuple_cannot_be_left_out(tmp_path: Path) -> None:
     torch.save({**VERSION, "state_dict": {"w": torch.ones(2)}, "pair": pair}, tmp_path / "a.ckpt")
     source, target = str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")
     with pytest.raises(NameMismatch):
-        ckptcore.conversion.pipeline(source, target, to="lightning", exclude=["pair.1"])
-    ckptcore.conversion.pipeline(source, target, to="lightning", exclude=["pair*"])
+        ckptcore.convert(source, target, to="lightning", exclude=["pair.1"])
+    ckptcore.convert(source, target, to="lightning", exclude=["pair*"])
     assert set(torch.load(target, weights_only=True)) == {*VERSION, "state_dict"}
 
 
@@ -205,7 +205,7 @@ def test_a_tensor_of_another_class_is_none(tmp_path: Path) -> None:
         assert [t.fqn for t in plain.tensors] == ["v"]
         assert (plain.unread["w"].dtype, plain.unread["w"].shape) == ("float32", (4,))
         with pytest.raises(UnreadablePart, match=r"users_code\.Quantized"):
-            ckptcore.conversion.pipeline(str(tmp_path / "plain.pt"), str(tmp_path / "out"))
+            ckptcore.convert(str(tmp_path / "plain.pt"), str(tmp_path / "out"))
         found = read(tmp_path, meta).findings
         assert {f.code for f in found} == {"refused-global", "refused-tensors"}
         assert any("users_code.Quantized" in f.message for f in found)
@@ -223,9 +223,7 @@ def test_a_tensor_of_another_class_is_none(tmp_path: Path) -> None:
 def test_names_that_do_not_nest(old: str, new: str, tmp_path: Path) -> None:
     source = trainer(tmp_path / "ckpt", "model")
     with pytest.raises(NameMismatch):
-        ckptcore.conversion.pipeline(
-            str(source), str(tmp_path / "a.ckpt"), to="lightning", rename=[(old, new)]
-        )
+        ckptcore.convert(str(source), str(tmp_path / "a.ckpt"), to="lightning", rename=[(old, new)])
     assert not (tmp_path / "a.ckpt").exists()
 
 
@@ -235,4 +233,4 @@ def test_metadata_that_does_not_tell_the_nesting(tmp_path: Path) -> None:
     dcp.save({"model.net.w": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt", planner=planner, no_dist=True)
     torch.save(dict(VERSION), tmp_path / "ckpt" / "meta.pt")
     with pytest.raises(UnsupportedFormat, match="does not record which names are nested"):
-        ckptcore.conversion.pipeline(str(tmp_path / "ckpt"), str(tmp_path / "a.ckpt"), to="lightning")
+        ckptcore.convert(str(tmp_path / "ckpt"), str(tmp_path / "a.ckpt"), to="lightning")

@@ -264,9 +264,9 @@ def test_a_zarr_array_that_cannot_be_read_is_left_out_by_name(
     assert {t.fqn for t in manifest.tensors} == others
     assert manifest.unread["misc.grid_int64"].file == "misc.grid_int64/.zarray"
     with pytest.raises(UnreadablePart, match=r"misc\.grid_int64") as caught:
-        ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"))
+        ckptcore.convert(str(folder), str(tmp_path / "out"))
     assert "--exclude 'misc.grid_int64'" in caught.value.hint
-    ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"), exclude=["misc.grid_int64"])
+    ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["misc.grid_int64"])
     found = {t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors}
     assert found == others
 

@@ -59,7 +59,7 @@ def test_every_parameter_has_its_state(buckets: Any) -> None:
         else:
             assert torch.equal(ckptcore.read(manifest, f"optimizer.state.{kind}.{name}"), want), key
     assert not [t for t in manifest.tensors if "gbuf_idx" in t.fqn]
-    report = ckptcore.checking.check(manifest, level="bytes")
+    report = ckptcore.check(manifest, level="bytes")
     assert {f.code for f in report.findings} == {"alignment-gap"}
 
 

@@ -48,9 +48,7 @@ def reshard(source: Path, target: Path, tp: int, pp: int, patch: pytest.MonkeyPa
     tensors = ckptcore.open(str(source)).tensors
     topology = Topology(mesh, {t.fqn: layout(t.fqn, t.shape, mesh) for t in tensors})
     patch.setattr("ckptcore.planning.compose.lay_out", lambda *a, **k: topology)
-    ckptcore.conversion.pipeline(
-        str(source), str(target), verb="reshard", to="torch_dist", mesh=f"pp={pp},tp={tp}"
-    )
+    ckptcore.convert(str(source), str(target), verb="reshard", to="torch_dist", mesh=f"pp={pp},tp={tp}")
 
 
 def saved_in(sample: Sample) -> Path:

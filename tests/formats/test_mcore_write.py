@@ -44,7 +44,7 @@ def contents(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_everything_again(name: str, to: str, found: dict[str, Sample], tmp_path: Path) -> None:
     source = found[name].root / "ckpt"
     odd = ("misc.fp8_e4m3",) if to == "zarr" and "torch_dist" in name else ()
-    ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"), to=to, exclude=odd)
+    ckptcore.convert(str(source), str(tmp_path / "out"), to=to, exclude=odd)
     tensors, objects = contents(source)
     for key in odd:
         tensors.pop(key)
@@ -62,7 +62,7 @@ def test_from_another_format(to: str, tmp_path: Path) -> None:
     """Any checkpoint can become one: tensors are sharded tensors, objects are common state."""
     source = FIXTURES / "torch" / "dcp_nested_2r"
     folder = next(p for p in source.rglob(".metadata")).parent
-    ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"), to=to)
+    ckptcore.convert(str(folder), str(tmp_path / "out"), to=to)
     tensors, objects = contents(folder)
     written, carried = contents(tmp_path / "out")
     assert sorted(written) == sorted(tensors)
@@ -74,14 +74,14 @@ def test_from_another_format(to: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [OLD, ZARR])
 def test_a_plain_folder_of_it_is_plain(name: str, found: dict[str, Sample], tmp_path: Path) -> None:
     """What is converted to DCP has Megatron's keys, and is neither unfinished nor Megatron's."""
-    ckptcore.conversion.pipeline(str(found[name].root / "ckpt"), str(tmp_path / "out"), to="dcp")
+    ckptcore.convert(str(found[name].root / "ckpt"), str(tmp_path / "out"), to="dcp")
     assert ckptcore.open(str(tmp_path / "out")).format == "dcp"
     tensors, written = contents(found[name].root / "ckpt")[0], contents(tmp_path / "out")[0]
     assert not differences(tensors, written)
 
 
 def test_without_its_last_file_it_is_unfinished(found: dict[str, Sample], tmp_path: Path) -> None:
-    ckptcore.conversion.pipeline(str(found[OLD].root / "ckpt"), str(tmp_path / "out"), to="torch_dist")
+    ckptcore.convert(str(found[OLD].root / "ckpt"), str(tmp_path / "out"), to="torch_dist")
     (tmp_path / "out" / "metadata.json").unlink()
     with pytest.raises(NotComplete):
         ckptcore.open(str(tmp_path / "out"))
@@ -90,10 +90,10 @@ def test_without_its_last_file_it_is_unfinished(found: dict[str, Sample], tmp_pa
 def test_zarr_refuses(found: dict[str, Sample], tmp_path: Path) -> None:
     """zarr has no float8, and a key must be a folder's name."""
     with pytest.raises(UnsupportedDtype) as caught:
-        ckptcore.conversion.pipeline(str(found[DIST].root / "ckpt"), str(tmp_path / "out"), to="zarr")
+        ckptcore.convert(str(found[DIST].root / "ckpt"), str(tmp_path / "out"), to="zarr")
     assert "misc.fp8_e4m3" in caught.value.message
     with pytest.raises(NameMismatch):
-        ckptcore.conversion.pipeline(
+        ckptcore.convert(
             str(found[ZARR].root / "ckpt"), str(tmp_path / "out"), to="zarr", rename=(("misc.", "../misc."),)
         )
     assert not (tmp_path / "out").exists()
@@ -102,7 +102,7 @@ def test_zarr_refuses(found: dict[str, Sample], tmp_path: Path) -> None:
 def test_tensorstore_opens_it(found: dict[str, Sample], tmp_path: Path) -> None:
     ts = pytest.importorskip("tensorstore", reason="tensorstore is not installed")
     source, out = found[ZARR].root / "ckpt", tmp_path / "out"
-    ckptcore.conversion.pipeline(str(source), str(out), to="zarr")
+    ckptcore.convert(str(source), str(out), to="zarr")
     for key, spec in mcore.open(str(source)).tensors_metadata.items():
         place = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(out / key)}}
         array = ts.open(place).result().read().result()
@@ -119,7 +119,7 @@ def test_megatron_loads_it(to: str, ranks: int, found: dict[str, Sample], tmp_pa
         pytest.skip("megatron-core 0.16 and later have no zarr backend")
     name = DIST if to == "torch_dist" else ZARR
     out, told = tmp_path / "out", tmp_path / "told.json"
-    ckptcore.conversion.pipeline(str(found[name].root / "ckpt"), str(out), to=to)
+    ckptcore.convert(str(found[name].root / "ckpt"), str(out), to=to)
     truth = found[name].root / "expected.safetensors"
     line = [sys.executable, str(JOB), str(out), str(truth), json.dumps(GRIDS), str(told)]
     job = [

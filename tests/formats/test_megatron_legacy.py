@@ -81,7 +81,7 @@ def test_layers_of_two_kinds_stay_apart(tmp_path: Path) -> None:
 
 def codes(url: Path, level: str = "bytes") -> set[str]:
     try:
-        report = ckptcore.checking.check(ckptcore.open(str(url)), level=level)
+        report = ckptcore.check(ckptcore.open(str(url)), level=level)
     except DamagedCheckpoint as error:
         return {error.code}
     return {f.code for f in report.findings if f.severity == "error"}

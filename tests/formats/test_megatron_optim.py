@@ -241,10 +241,8 @@ def test_flat_buffers(case: Case, tmp_path: Path) -> None:
     add_flat(case, save(case, tmp_path))
     for kind in (*KINDS, "param"):
         manifest = require_equal(tmp_path, truth(case, kind), f"optimizer.state.{kind}.")
-    assert ckptcore.checking.check(manifest, level="values").ok
-    assert not [
-        f for f in ckptcore.checking.check(manifest, level="values").findings if f.code == "not-finite"
-    ]
+    assert ckptcore.check(manifest, level="values").ok
+    assert not [f for f in ckptcore.check(manifest, level="values").findings if f.code == "not-finite"]
 
 
 def in_buckets(values: list[torch.Tensor], full: int) -> list[torch.Tensor]:

@@ -97,7 +97,7 @@ def require_same_without(case: Case, base: Path, stage: int) -> None:
     kept = {p for p in places(whole) if p[2] not in lost}
     assert places(left) == kept
     assert kept
-    assert {"hole", "missing-rank"} <= {f.code for f in ckptcore.checking.check(left, "cover").findings}
+    assert {"hole", "missing-rank"} <= {f.code for f in ckptcore.check(left, "cover").findings}
 
 
 @pytest.mark.parametrize("stage", [0, 1, -1])
@@ -176,7 +176,7 @@ def test_chunks_that_do_not_divide(tmp_path: Path) -> None:
     """Six layers on two stages are three each: no two chunks of them."""
     case = Case(pp=2, vpp=2, layers=6, counts=[[2, 1], [1, 2]])
     base = save(case, tmp_path)
-    assert ckptcore.checking.check(ckptcore.open(str(base)), "bytes").ok  # all ranks there: they tell
+    assert ckptcore.check(ckptcore.open(str(base)), "bytes").ok  # all ranks there: they tell
     lose(case, base, 1)
     with pytest.raises(MalformedCheckpoint):
         ckptcore.open(str(base))

@@ -202,7 +202,7 @@ def cost_of(path: Path, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> t
         try:
             with metered():
                 manifest = ckptcore.open(str(path))
-            ckptcore.checking.check(manifest, "cover")
+            ckptcore.check(manifest, "cover")
             assert manifest.digest
             outcome = "read"
         except CkptError as error:
@@ -314,7 +314,7 @@ def test_large_plain_values_are_read_and_carried(cli: Cli, tmp_path: Path) -> No
     source = tmp_path / "a.pt"
     torch.save({"w": torch.arange(4.0)} | {k: {"value": v} for k, v in HONEST.items()}, source)
     manifest = ckptcore.open(str(source))
-    assert ckptcore.checking.check(manifest, "bytes").ok
+    assert ckptcore.check(manifest, "bytes").ok
     assert {b.key: decode(b.tree)["value"] for b in manifest.blobs} == HONEST
     assert cli("inspect", source).code == 0
     for form in ("torch_save", "dcp"):

@@ -127,7 +127,7 @@ def test_a_plain_torch_file_has_tensors_instead(name: str, tmp_path: Path) -> No
     """So that it opens with weights_only, which knows no numpy; text is nested lists."""
     array = ARRAYS[name]
     torch.save({"w": torch.ones(2), "state": ("key", array, 7)}, tmp_path / "in.pt")
-    ckptcore.conversion.pipeline(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"))
+    ckptcore.convert(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"))
     key, found, number = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)["state"]
     assert (key, number) == ("key", 7)
     if array.dtype.kind in "SU":

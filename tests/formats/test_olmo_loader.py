@@ -50,7 +50,7 @@ def test_restored_by_its_own_loader(
     python = interpreter("0.1.0")
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
-    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to="olmo_v01", max_file_size=100_000)
+    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01", max_file_size=100_000)
     assert run_job(python, "olmo_loader_job.py", ranks, tmp_path / "out", root) >= 60
 
 
@@ -72,7 +72,7 @@ def test_a_mesh_restored_at_another_size(
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     if "tp" in mesh:
         monkeypatch.setattr("ckptcore.planning.compose.lay_out", columns)
-    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_v01", mesh=mesh)
+    ckptcore.convert(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_v01", mesh=mesh)
     world = prod(int(part.split("=")[1]) for part in mesh.split(","))
     assert len(list((tmp_path / "out" / "model").glob("rank_*.safetensors"))) == world
     assert run_job(python, "olmo_loader_job.py", ranks, tmp_path / "out", root) >= 60
@@ -87,7 +87,7 @@ def test_steps_restored_by_olmo_core_3(
     python = interpreter("3.0.0")
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
-    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to="olmo_core", max_file_size=100_000)
+    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_core", max_file_size=100_000)
     if not (tmp_path / "out" / "train").exists():  # no trainer's state was in the source
         (tmp_path / "out" / "train").mkdir()
         torch.save({}, tmp_path / "out" / "train" / "rank0.pt")
@@ -105,7 +105,7 @@ def test_steps_of_a_mesh_restored_by_olmo_core_3(
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     if "tp" in mesh:
         monkeypatch.setattr("ckptcore.planning.compose.lay_out", columns)
-    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh=mesh)
+    ckptcore.convert(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh=mesh)
     assert len(list((tmp_path / "out" / "model_and_optim").glob("__*.distcp"))) == 4
     assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
 

@@ -218,7 +218,7 @@ def test_groups_become_those_of_0_1(spelling: str, tmp_path: Path) -> None:
     options = {"a.w": {"lr": 0.1, "betas": (0.9, 0.95)}, "b.w": {"lr": 0.2, "betas": (0.9, 0.95)}}
     groups: Any = [{**options[n], "params": [n]} for n in ("a.w", "b.w")]
     optim = {"state": moments, "param_groups": groups if spelling == "by option" else options}
-    ckptcore.conversion.pipeline(str(saved(tmp_path, optim)), str(tmp_path / "out"), to="olmo_v01")
+    ckptcore.convert(str(saved(tmp_path, optim)), str(tmp_path / "out"), to="olmo_v01")
     found = pickled_groups(tmp_path / "out")
     assert [(g["lr"], tuple(g["betas"]), g["params"], g["_param_names"]) for g in found] == [
         (0.1, (0.9, 0.95), [0], ["a.w"]),
@@ -246,7 +246,7 @@ def test_groups_that_0_1_cannot_have(groups: Any, told: str, tmp_path: Path) -> 
     )
     step = saved(tmp_path, optim)
     with pytest.raises(UnsupportedFormat, match=told):
-        ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to="olmo_v01")
+        ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01")
     assert not (tmp_path / "out").exists()
-    ckptcore.conversion.pipeline(str(step), str(tmp_path / "model"), to="olmo_v01", exclude=("optim.*",))
+    ckptcore.convert(str(step), str(tmp_path / "model"), to="olmo_v01", exclude=("optim.*",))
     assert tensors(ckptcore.open(str(tmp_path / "model")))["model.a.w"] == value(torch.ones(2, 3))

@@ -37,7 +37,7 @@ def test_step_folders_are_the_truth(name: str, request: pytest.FixtureRequest) -
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     manifest = ckptcore.open(str(step))
-    assert ckptcore.checking.check(manifest, "bytes").ok
+    assert ckptcore.check(manifest, "bytes").ok
     found = tensors(manifest)
     assert found.keys() == truth(root).keys()
     assert not differences(truth(root), found)
@@ -72,7 +72,7 @@ def test_trainer_state_that_differs_by_rank(tmp_path: Path, request: pytest.Fixt
     assert [found[f"train.rank{r}.rng.python"] for r in (0, 1)] == [0, 1]
     held = tensors(ckptcore.open(str(step)))
     assert held["train.rank1.rng.torch"] == value(torch.arange(4) + 1)
-    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to="olmo_v01")
+    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01")
     for rank in (0, 1):
         back = torch.load(tmp_path / "out" / "train" / f"rank{rank}.pt", weights_only=True)
         assert torch.equal(back["rng"]["torch"], torch.arange(4) + rank)
@@ -150,16 +150,16 @@ def test_direct_saves_keep_their_flat_weights(tmp_path: Path) -> None:
         "router.score_bias": torch.zeros(2),
     }
     dcp.save(state, checkpoint_id=tmp_path / "step1" / "model_and_optim", no_dist=True)
-    ckptcore.conversion.pipeline(str(tmp_path / "step1"), str(tmp_path / "out"))
+    ckptcore.convert(str(tmp_path / "step1"), str(tmp_path / "out"))
     assert read_safetensors(tmp_path / "out") == {k: value(v) for k, v in state.items()}
     with pytest.raises(AmbiguousModel, match="flat"):
-        ckptcore.conversion.pipeline(str(tmp_path / "step1"), str(tmp_path / "hf"), verb="export")
+        ckptcore.convert(str(tmp_path / "step1"), str(tmp_path / "hf"), verb="export")
 
 
 def test_export_takes_the_model(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Of a whole step, an export holds the weights under their own names, and nothing of the trainer."""
     root = sample(request, CORE)
-    ckptcore.conversion.pipeline(str(root / "step3"), str(tmp_path / "hf"), verb="export")
+    ckptcore.convert(str(root / "step3"), str(tmp_path / "hf"), verb="export")
     assert read_safetensors(tmp_path / "hf") == read_safetensors(root / "expected.safetensors")
 
 
@@ -173,7 +173,7 @@ def test_flat_parameters_of_every_torch(generation: str, padding: int, tmp_path:
     wanted = write_local(tmp_path / "step1", generation, padding=padding)
     manifest = ckptcore.open(str(tmp_path / "step1"))
     assert manifest.format == "olmo_local"
-    found = ckptcore.checking.check(manifest, "bytes").findings
+    found = ckptcore.check(manifest, "bytes").findings
     assert [(f.code, f.file) for f in found] == [("unproven", "config.yaml")]
     assert tensors(manifest) == wanted
     groups = objects(tmp_path / "step1")
@@ -203,7 +203,7 @@ def test_local_optimizer_without_names(tmp_path: Path) -> None:
     """State that nothing names stops a consolidation, and not an export of the model."""
     wanted = write_local(tmp_path / "step1", "infos", names=False)
     assert codes(tmp_path / "step1") == {"refused-tensors"}
-    ckptcore.conversion.pipeline(str(tmp_path / "step1"), str(tmp_path / "hf"), verb="export")
+    ckptcore.convert(str(tmp_path / "step1"), str(tmp_path / "hf"), verb="export")
     assert read_safetensors(tmp_path / "hf") == {k.removeprefix("model."): v for k, v in wanted.items()}
 
 

@@ -126,7 +126,7 @@ def test_boxes_ranges_replicas_and_empty_shards(tmp_path: Path) -> None:
     held.pop("half")  # its shard there is empty: optimizers leave such keys out
     save_file(held, tmp_path / "s" / "rank_1.safetensors")
     manifest = ckptcore.open(str(tmp_path / "s"))
-    assert ckptcore.checking.check(manifest, "bytes").ok
+    assert ckptcore.check(manifest, "bytes").ok
     assert tensors(manifest) == {k: value(t) for k, (t, _) in spec.items()}
 
 
@@ -315,7 +315,7 @@ def test_written_back(name: str, tmp_path: Path, request: pytest.FixtureRequest)
     """Every generation becomes a 0.1 folder that reads as the same tensors, in files as small as asked."""
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
-    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to="olmo_v01", max_file_size=50_000)
+    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01", max_file_size=50_000)
     manifest = ckptcore.open(str(tmp_path / "out"))
     assert not differences(truth(root), tensors(manifest))
     assert len(list((tmp_path / "out" / "optim").glob("rank_*.safetensors"))) > 3
@@ -332,7 +332,7 @@ def test_written_files_are_the_formats_own(tmp_path: Path) -> None:
     """1-D tensors, scalars as one element, every field of the metadata, no foreign header block."""
     state = OrderedDict(a=torch.randn(2, 3), b=torch.tensor(7), c=torch.zeros(0, 4))
     save_file(dict(state), tmp_path / "in.safetensors")
-    ckptcore.conversion.pipeline(str(tmp_path / "in.safetensors"), str(tmp_path / "out"), to="olmo_v01")
+    ckptcore.convert(str(tmp_path / "in.safetensors"), str(tmp_path / "out"), to="olmo_v01")
     raw = (tmp_path / "out" / "rank_0.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
     assert {k: v["shape"] for k, v in header.items()} == {"a": [6], "b": [1], "c": [0]}
@@ -353,17 +353,15 @@ def test_what_the_format_cannot_hold(tmp_path: Path, request: pytest.FixtureRequ
     """Refused before anything is written: foreign dtypes, parts without a place, groups that are lost."""
     save_file({"a": torch.ones(2, dtype=torch.uint16)}, tmp_path / "u16.safetensors")
     with pytest.raises(UnsupportedDtype):
-        ckptcore.conversion.pipeline(str(tmp_path / "u16.safetensors"), str(tmp_path / "o"), to="olmo_v01")
+        ckptcore.convert(str(tmp_path / "u16.safetensors"), str(tmp_path / "o"), to="olmo_v01")
     torch.save({"model": {"w": torch.ones(2)}, "optim": {}, "ema": {"w": torch.ones(2)}}, tmp_path / "a.pt")
     with pytest.raises(UnsupportedFormat, match="ema"):
-        ckptcore.conversion.pipeline(str(tmp_path / "a.pt"), str(tmp_path / "o"), to="olmo_v01")
+        ckptcore.convert(str(tmp_path / "a.pt"), str(tmp_path / "o"), to="olmo_v01")
     step = sample(request, NAME) / "step3"
     with pytest.raises(UnsupportedFormat, match="parameter groups"):
-        ckptcore.conversion.pipeline(
-            str(step), str(tmp_path / "o"), to="olmo_v01", exclude=("optim.param_groups.*",)
-        )
+        ckptcore.convert(str(step), str(tmp_path / "o"), to="olmo_v01", exclude=("optim.param_groups.*",))
     assert not (tmp_path / "o").exists()
-    ckptcore.conversion.pipeline(str(step), str(tmp_path / "o"), to="olmo_v01", exclude=("optim.*",))
+    ckptcore.convert(str(step), str(tmp_path / "o"), to="olmo_v01", exclude=("optim.*",))
     assert not (tmp_path / "o" / "optim").exists()
 
 
@@ -392,7 +390,7 @@ def test_written_for_ranks(
     layouts = {n: cut if t.ndim > 1 else one for n, t in state.items() if t.ndim and n != "all"}
     monkeypatch.setattr("ckptcore.planning.compose.lay_out", lambda *_: Topology(Mesh(mesh), layouts))
     torch.save(state, tmp_path / "in.pt")
-    ckptcore.conversion.pipeline(
+    ckptcore.convert(
         str(tmp_path / "in.pt"),
         str(tmp_path / "out"),
         verb="reshard",
@@ -403,7 +401,7 @@ def test_written_for_ranks(
     files = [f"rank_{r}.safetensors" for r in range(world)]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["metadata.json", *files]
     manifest = ckptcore.open(str(tmp_path / "out"))
-    assert not ckptcore.checking.check(manifest).findings
+    assert not ckptcore.check(manifest).findings
     assert not differences({k: value(t) for k, t in state.items()}, tensors(manifest))
     stored = sum(t.numel() for f in files for t in load_file(tmp_path / "out" / f).values())
     assert stored == sum(t.numel() for t in state.values())

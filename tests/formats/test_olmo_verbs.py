@@ -172,9 +172,7 @@ def test_remote_source(root: Path, step: Path, tmp_path: Path) -> None:
         manifest = ckptcore.open("memory://olmo/step3")
         assert manifest.format == "olmo_core"
         assert not differences(truth(root), tensors(manifest))
-        ckptcore.conversion.pipeline(
-            "memory://olmo/step3", str(tmp_path / "model.safetensors"), include=("model.*",)
-        )
+        ckptcore.convert("memory://olmo/step3", str(tmp_path / "model.safetensors"), include=("model.*",))
         found = read_safetensors(tmp_path / "model.safetensors")
         assert found == {k: v for k, v in truth(root).items() if k.startswith("model.")}
     finally:

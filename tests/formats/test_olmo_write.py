@@ -34,7 +34,7 @@ def test_every_generation_becomes_a_step(name: str, tmp_path: Path, request: pyt
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     out = tmp_path / "step9"
-    ckptcore.conversion.pipeline(str(step), str(out), to="olmo_core", max_file_size=100_000)
+    ckptcore.convert(str(step), str(out), to="olmo_core", max_file_size=100_000)
     assert len(list((out / "model_and_optim").glob("*.distcp"))) > 1
     manifest = ckptcore.open(str(out))
     assert manifest.format == "olmo_core"
@@ -68,7 +68,7 @@ def test_the_trainers_state_of_every_rank(tmp_path: Path, request: pytest.Fixtur
         }
         torch.save(state, step / "train" / f"rank{rank}.pt")
         saved.append(state)
-    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to="olmo_core")
+    ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_core")
     assert sorted(p.name for p in (tmp_path / "out" / "train").iterdir()) == ["rank0.pt", "rank1.pt"]
     for rank, state in enumerate(saved):
         back = torch.load(tmp_path / "out" / "train" / f"rank{rank}.pt", weights_only=False)
@@ -85,7 +85,7 @@ def test_the_trainers_state_of_every_rank(tmp_path: Path, request: pytest.Fixtur
 
 def test_a_state_that_all_ranks_share_is_a_file_each(tmp_path: Path) -> None:
     write_local(tmp_path / "step1", "infos")
-    ckptcore.conversion.pipeline(str(tmp_path / "step1"), str(tmp_path / "out"), to="olmo_core")
+    ckptcore.convert(str(tmp_path / "step1"), str(tmp_path / "out"), to="olmo_core")
     for rank in range(3):
         back = torch.load(tmp_path / "out" / "train" / f"rank{rank}.pt", weights_only=True)
         assert back == {"global_step": 1, "world_size": 3}
@@ -94,7 +94,7 @@ def test_a_state_that_all_ranks_share_is_a_file_each(tmp_path: Path) -> None:
 def test_a_step_without_a_trainer(tmp_path: Path) -> None:
     """Nothing of a trainer is made up; the step is readable without, and that is said."""
     torch.save({"model": {"w": torch.ones(3)}}, tmp_path / "x.pt")
-    ckptcore.conversion.pipeline(str(tmp_path / "x.pt"), str(tmp_path / "step1"), to="olmo_core")
+    ckptcore.convert(str(tmp_path / "x.pt"), str(tmp_path / "step1"), to="olmo_core")
     assert not (tmp_path / "step1" / "train").exists()
     manifest = ckptcore.open(str(tmp_path / "step1"))
     assert tensors(manifest) == {"model.w": value(torch.ones(3))}
@@ -106,9 +106,7 @@ def test_an_unlikely_world_size_makes_no_files(tmp_path: Path) -> None:
     write_local(tmp_path / "step1", "infos")
     for rank in range(3):
         torch.save({"world_size": 1 << 40}, tmp_path / "step1" / "train" / f"rank{rank}.pt")
-    ckptcore.conversion.pipeline(
-        str(tmp_path / "step1"), str(tmp_path / "out"), to="olmo_core", exclude=("optim.*",)
-    )
+    ckptcore.convert(str(tmp_path / "step1"), str(tmp_path / "out"), to="olmo_core", exclude=("optim.*",))
     assert [p.name for p in (tmp_path / "out" / "train").iterdir()] == ["rank0.pt"]
 
 
@@ -117,11 +115,9 @@ def test_values_inside_each_other_are_refused(tmp_path: Path) -> None:
     torch.save({"model.w": torch.ones(2), "train.a": 5, "train.a.b": torch.ones(1)}, tmp_path / "x.pt")
     for to in ("olmo_core", "olmo_v01"):
         with pytest.raises(UnsupportedFormat, match="lies inside another value"):
-            ckptcore.conversion.pipeline(str(tmp_path / "x.pt"), str(tmp_path / to), to=to)
+            ckptcore.convert(str(tmp_path / "x.pt"), str(tmp_path / to), to=to)
         assert not (tmp_path / to).exists()
-    ckptcore.conversion.pipeline(
-        str(tmp_path / "x.pt"), str(tmp_path / "out"), to="olmo_core", exclude=("train.a.*",)
-    )
+    ckptcore.convert(str(tmp_path / "x.pt"), str(tmp_path / "out"), to="olmo_core", exclude=("train.a.*",))
     assert torch.load(tmp_path / "out" / "train" / "rank0.pt", weights_only=True) == {"a": 5}
 
 
@@ -134,7 +130,7 @@ def test_lists_of_tensors_are_lists_again(to: str, tmp_path: Path) -> None:
             {"world_size": 3, "cuda": states, "by": {"0": 1, "2": states[0]}, "rank": rank},
             step / "train" / f"rank{rank}.pt",
         )
-    ckptcore.conversion.pipeline(str(step), str(tmp_path / "out"), to=to)
+    ckptcore.convert(str(step), str(tmp_path / "out"), to=to)
     for rank in range(3):
         back = torch.load(tmp_path / "out" / "train" / f"rank{rank}.pt", weights_only=True)
         assert [t.tolist() for t in back["cuda"]] == [[0, 1, 2], [0, 1, 2, 3]]

@@ -101,7 +101,7 @@ def reshard(source: Path, target: Path, mesh: str, found: dict[str, Layout] | No
         if found is not None:
             topology = Topology(Mesh(tuple(axes_of(mesh).items())), found)
             patch.setattr("ckptcore.planning.compose.lay_out", lambda *_: topology)
-        ckptcore.conversion.pipeline(str(source), str(target), verb="reshard", to="torch_ranks", mesh=mesh)
+        ckptcore.convert(str(source), str(target), verb="reshard", to="torch_ranks", mesh=mesh)
 
 
 def axes_of(mesh: str) -> dict[str, int]:
@@ -177,7 +177,7 @@ def test_torch_loads_every_ranks_file(mesh: str, loaded: Path) -> None:
     assert (loaded / mesh / "equal").exists(), (loaded / "told").read_text()
     truth = model()
     manifest = ckptcore.open(str(loaded / mesh / "ckpt"))
-    assert not ckptcore.checking.check(manifest, level="bytes").findings
+    assert not ckptcore.check(manifest, level="bytes").findings
     assert {t.fqn for t in manifest.tensors} == truth.keys()
     for name, tensor in truth.items():
         assert equal(ckptcore.read(manifest, name), tensor), name
@@ -238,7 +238,7 @@ def states() -> dict[str, Any]:
 def test_an_optimizer_is_numbered_as_torch_does(tmp_path: Path) -> None:
     """State by number in the groups' order, names beside where the numbers alone would prove nothing."""
     torch.save(truth := states(), tmp_path / "in.pt")
-    ckptcore.conversion.pipeline(str(tmp_path / "in.pt"), str(tmp_path / "out"), to="torch_ranks")
+    ckptcore.convert(str(tmp_path / "in.pt"), str(tmp_path / "out"), to="torch_ranks")
     found = torch.load(tmp_path / "out" / "optim_world_size_1_rank_0.pt")
     assert list(found["state"]) == [1, 2]
     assert equal(found["state"][2]["exp_avg"], truth["optim"]["state"]["a"]["exp_avg"])
@@ -250,7 +250,7 @@ def test_an_optimizer_is_numbered_as_torch_does(tmp_path: Path) -> None:
     assert list(torch.load(tmp_path / "out" / "model_world_size_1_rank_0.pt")) == ["a", "b", "c"]
     extra = torch.load(tmp_path / "out" / "extra_state_world_size_1_rank_0.pt", weights_only=False)
     assert np.array_equal(extra["tables"]["a"], truth["extra_state"]["tables"]["a"])
-    found = ckptcore.comparison.diff(str(tmp_path / "in.pt"), str(tmp_path / "out"))
+    found = ckptcore.diff(str(tmp_path / "in.pt"), str(tmp_path / "out"))
     assert not found.tensors
     assert all("param_names" in o.name for o in found.objects), found.objects
 

@@ -62,4 +62,4 @@ def test_what_lies_beside(folder: Path) -> None:
 def test_a_name_that_headers_keep_for_themselves(tmp_path: Path) -> None:
     torch.save({"__metadata__": torch.ones(2)}, tmp_path / "a.pt")
     with pytest.raises(NameMismatch, match="__metadata__"):
-        ckptcore.conversion.pipeline(str(tmp_path / "a.pt"), str(tmp_path / "out"))
+        ckptcore.convert(str(tmp_path / "a.pt"), str(tmp_path / "out"))

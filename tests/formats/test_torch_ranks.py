@@ -224,9 +224,9 @@ def test_plain_tensors_that_differ(tmp_path: Path) -> None:
     ]
     assert "w is a plain tensor in every rank's file" in found.findings[0].message
     with pytest.raises(UnreadablePart, match="how they belong together"):
-        ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"))
+        ckptcore.convert(str(folder), str(tmp_path / "out"))
     folder = save_each(tmp_path / "b", [{"w": torch.zeros(4 + r), "v": torch.ones(2)} for r in range(2)])
-    ckptcore.conversion.pipeline(str(folder), str(tmp_path / "out"), exclude=["w.rank*"])
+    ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["w.rank*"])
     assert [t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors] == ["v"]
 
 

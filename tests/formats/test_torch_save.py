@@ -90,7 +90,7 @@ def test_values_of_unknown_classes_are_left_out_by_name(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2), "config": {"act": torch.nn.GELU}, "step": 3})
     manifest = ckptcore.open(str(path))
     assert [(f.code, f.fqn) for f in manifest.findings] == [("refused-global", "config")]
-    ckptcore.conversion.pipeline(str(path), str(tmp_path / "out.pt"), to="torch_save")
+    ckptcore.convert(str(path), str(tmp_path / "out.pt"), to="torch_save")
     assert set(torch.load(tmp_path / "out.pt")) == {"w", "step"}
 
 
@@ -100,8 +100,8 @@ def test_tensors_in_an_unknown_class_are_not_left_out(tmp_path: Path) -> None:
     assert {t.fqn for t in ckptcore.open(str(path)).tensors} == {"w"}
     for verb in ("consolidate", "export"):
         with pytest.raises(UnreadablePart, match=r"torch\.nn\.modules\.linear\.Linear"):
-            ckptcore.conversion.pipeline(str(path), str(tmp_path / "out"), verb=verb)
-    ckptcore.conversion.pipeline(str(path), str(tmp_path / "out"), exclude=["net"])
+            ckptcore.convert(str(path), str(tmp_path / "out"), verb=verb)
+    ckptcore.convert(str(path), str(tmp_path / "out"), exclude=["net"])
     assert {t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors} == {"w"}
 
 
@@ -115,7 +115,7 @@ class Foreign:
 def test_tensors_in_a_class_of_the_user(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2), "x": Foreign()})
     with pytest.raises(UnreadablePart, match="20 bytes of tensors inside"):
-        ckptcore.conversion.pipeline(str(path), str(tmp_path / "out"))
+        ckptcore.convert(str(path), str(tmp_path / "out"))
 
 
 def test_one_view_under_many_names(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_value_that_is_a_tensor_is_written_once(tmp_path: Path) -> None:
     """A Lightning file's top-level tensor is an object there, and a plain tensor here."""
     full = {**VERSION, "state_dict": {"w": torch.ones(2)}, "seed": torch.tensor([7, 8])}
     source = saved(tmp_path, full, "full.ckpt")
-    ckptcore.conversion.pipeline(str(source), str(tmp_path / "out.pt"), to="torch_save")
+    ckptcore.convert(str(source), str(tmp_path / "out.pt"), to="torch_save")
     found = torch.load(tmp_path / "out.pt")
     assert torch.equal(found["seed"], torch.tensor([7, 8]))
     assert torch.equal(found["state_dict.w"], torch.ones(2))
@@ -151,9 +151,7 @@ def test_a_value_that_is_a_tensor_is_written_once(tmp_path: Path) -> None:
 def test_a_tensor_and_a_value_of_one_name(tmp_path: Path) -> None:
     source = saved(tmp_path, {"w": torch.ones(2), "step": 3})
     with pytest.raises(NameMismatch, match="step"):
-        ckptcore.conversion.pipeline(
-            str(source), str(tmp_path / "out.pt"), to="torch_save", rename=[("w", "step")]
-        )
+        ckptcore.convert(str(source), str(tmp_path / "out.pt"), to="torch_save", rename=[("w", "step")])
 
 
 def test_one_ranks_file_by_itself_is_said(tmp_path: Path) -> None:

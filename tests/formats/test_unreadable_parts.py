@@ -89,21 +89,21 @@ def stops_nothing_else(source: Path, odd: str, out: Path | None = None) -> None:
     root = odd.removesuffix("odd")
     assert odd not in names(manifest)
     assert {root + "w", root + "b"} <= names(manifest)
-    errors = [f for f in ckptcore.checking.check(manifest).findings if f.severity == "error"]
+    errors = [f for f in ckptcore.check(manifest).findings if f.severity == "error"]
     assert {f.fqn for f in errors} == {odd}
     assert Manifest.load(manifest.dump()).unread == manifest.unread
     for verb in ("consolidate", "export"):
         with pytest.raises(UnreadablePart) as caught:
-            ckptcore.planning.plan(manifest, str(source) + ".out", verb=verb)
+            ckptcore.plan(manifest, str(source) + ".out", verb=verb)
         assert (caught.value.code, caught.value.exit_code) == ("unreadable-part", 27)
         assert odd in caught.value.message
         assert f"--exclude '{odd}'" in caught.value.hint
         for chosen in ({"exclude": [odd]}, {"include": [root + "w", root + "b"]}):
-            planned = ckptcore.planning.plan(manifest, str(source) + ".out", verb=verb, **chosen)
+            planned = ckptcore.plan(manifest, str(source) + ".out", verb=verb, **chosen)
             assert sum(f.tensors for f in planned.plan.files) >= 2
             assert odd in {name for name, _ in planned.plan.dropped}
         if out is not None:
-            ckptcore.conversion.pipeline(str(source), str(out / verb), verb=verb, exclude=[odd])
+            ckptcore.convert(str(source), str(out / verb), verb=verb, exclude=[odd])
             found = ckptcore.open(str(out / verb))
             (name,) = [n for n in names(found) if n.endswith("w")]
             assert torch.equal(ckptcore.read(found, name), W)
@@ -139,14 +139,14 @@ def test_a_subclass_in_a_dcp_folder_shows_when_it_is_read(tmp_path: Path) -> Non
     source = tmp_path / "ckpt"
     dcp.save(state("subclass"), checkpoint_id=source, no_dist=True)
     manifest = ckptcore.open(str(source))
-    (told,) = [f for f in ckptcore.checking.check(manifest, "bytes").findings if f.severity == "error"]
+    (told,) = [f for f in ckptcore.check(manifest, "bytes").findings if f.severity == "error"]
     assert (told.code, told.fqn) == ("unreadable-part", "model.odd")
     with pytest.raises(UnreadablePart, match="Scaled") as caught:
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"))
+        ckptcore.convert(str(source), str(tmp_path / "out"))
     assert "--exclude 'model.odd'" in caught.value.hint
     with pytest.raises(UnreadablePart):
         ckptcore.read(manifest, "model.odd")
-    ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"), exclude=["model.odd"])
+    ckptcore.convert(str(source), str(tmp_path / "out"), exclude=["model.odd"])
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "I4", "float32"])
@@ -177,20 +177,20 @@ def test_whoever_asks_for_it_is_told(tmp_path: Path) -> None:
     assert torch.equal(target["model"]["w"], W)
     for model in (False, True):
         with pytest.raises(UnreadablePart):
-            ckptcore.comparison.diff(source, source, model=model)
-        assert ckptcore.comparison.diff(source, source, model=model, exclude=["*odd"]).equal
+            ckptcore.diff(source, source, model=model)
+        assert ckptcore.diff(source, source, model=model, exclude=["*odd"]).equal
         with pytest.raises(UnreadablePart):
-            ckptcore.fingerprints.sums(source, model=model)
-        assert ckptcore.fingerprints.sums(source, model=model, exclude=["model.odd"]).fingerprint
+            ckptcore.fingerprint(source, model=model)
+        assert ckptcore.fingerprint(source, model=model, exclude=["model.odd"]).fingerprint
 
 
 def test_globs_that_leave_out_many(tmp_path: Path) -> None:
     layers = {f"l.{n}.{k}": v for n in range(20) for k, v in {"q": quantized(), "s": B}.items()}
     torch.save(layers, tmp_path / "a.pt")
     with pytest.raises(UnreadablePart) as caught:
-        ckptcore.conversion.pipeline(str(tmp_path / "a.pt"), str(tmp_path / "out"))
+        ckptcore.convert(str(tmp_path / "a.pt"), str(tmp_path / "out"))
     assert "--exclude 'l.*.q'" in caught.value.hint
-    ckptcore.conversion.pipeline(str(tmp_path / "a.pt"), str(tmp_path / "out"), exclude=["l.*.q"])
+    ckptcore.convert(str(tmp_path / "a.pt"), str(tmp_path / "out"), exclude=["l.*.q"])
     assert len(ckptcore.open(str(tmp_path / "out")).tensors) == 20
 
 
@@ -208,7 +208,7 @@ def test_what_can_run_is_still_called_unsafe(tmp_path: Path) -> None:
         ckptcore.open(str(tmp_path / "ckpt"))
     assert caught.value.code == "unsafe"
     torch.save({"w": W, "x": Evil()}, tmp_path / "a.pt")
-    told = ckptcore.checking.check(ckptcore.open(str(tmp_path / "a.pt"))).findings
+    told = ckptcore.check(ckptcore.open(str(tmp_path / "a.pt"))).findings
     assert [(f.code, f.fqn) for f in told] == [("refused-global", "x")]
 
 
@@ -243,11 +243,9 @@ def index(folder: Path, total: int) -> None:
 def test_evenly_cut_shards_are_unproven_and_not_damaged(tmp_path: Path) -> None:
     source = shards(tmp_path / "a", 4, 4)
     with pytest.raises(UnprovenCheckpoint) as caught:
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"))
+        ckptcore.convert(str(source), str(tmp_path / "out"))
     assert (caught.value.code, caught.value.exit_code) == ("unproven", 26)
-    ckptcore.conversion.pipeline(
-        str(ckptcore.open(str(source), recover=True).root), str(tmp_path / "out"), recover=True
-    )
+    ckptcore.convert(str(ckptcore.open(str(source), recover=True).root), str(tmp_path / "out"), recover=True)
 
 
 @pytest.mark.parametrize("ranks", [4, 3])
@@ -263,12 +261,12 @@ def test_what_proves_evenly_cut_shards(proof: str, ranks: int, tmp_path: Path) -
             json.dumps({"text_config": config} if proof == "text config" else config)
         )
     if ranks == 4:
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"))
+        ckptcore.convert(str(source), str(tmp_path / "out"))
         found = ckptcore.open(str(tmp_path / "out"))
         assert {t.shape for t in found.tensors} == {(32, 8), (16, 8)}
     else:
         with pytest.raises(UnprovenCheckpoint):
-            ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"))
+            ckptcore.convert(str(source), str(tmp_path / "out"))
 
 
 def test_a_shape_that_more_than_one_number_of_ranks_gives(tmp_path: Path) -> None:
@@ -276,4 +274,4 @@ def test_a_shape_that_more_than_one_number_of_ranks_gives(tmp_path: Path) -> Non
     source = shards(tmp_path / "a", 4, 4, rows=4)
     (source / "config.json").write_text(json.dumps({"vocab_size": 4, "hidden_size": 8}))
     with pytest.raises(UnprovenCheckpoint):
-        ckptcore.conversion.pipeline(str(source), str(tmp_path / "out"))
+        ckptcore.convert(str(source), str(tmp_path / "out"))

@@ -73,14 +73,14 @@ def test_overlap_is_refused_both_ways_under_every_name(root: str, model: str, tm
         for n, dst in enumerate(spellings(where)):
             for word in ("overwrite", "overwrite_foreign"):
                 with pytest.raises(UsageError) as caught:
-                    ckptcore.conversion.pipeline(source, dst, **verbs[n % 3], **{word: True})  # type: ignore[arg-type]
+                    ckptcore.convert(source, dst, **verbs[n % 3], **{word: True})  # type: ignore[arg-type]
                 assert caught.value.hint
             assert content(root) == before, dst
     for dst in (f"{root}/config", f"{root}//config/"):
         with pytest.raises(UsageError, match="config"):
-            ckptcore.conversion.pipeline(source, dst, verb="export", config=f"{root}/config", overwrite=True)
+            ckptcore.convert(source, dst, verb="export", config=f"{root}/config", overwrite=True)
     with pytest.raises(UsageError, match="staging folder"):
-        ckptcore.conversion.pipeline(f"{root}/.out.ckptcore/files", f"{root}/out", overwrite=True)
+        ckptcore.convert(f"{root}/.out.ckptcore/files", f"{root}/out", overwrite=True)
     assert content(root) == before
 
 
@@ -91,12 +91,10 @@ def test_overlap_on_this_machine(tmp_path: Path, model: str) -> None:
     (tmp_path / "link").symlink_to(run)
     for dst in (run, tmp_path / "link", f"file://{run}", run / "step-1.safetensors", f"{run}/../run"):
         with pytest.raises((UsageError, DestinationExists)):
-            ckptcore.conversion.pipeline(str(source), str(dst), overwrite_foreign=True)
+            ckptcore.convert(str(source), str(dst), overwrite_foreign=True)
     for dst in (model, f"{model}/config.json", str(Path(model).parent)):
         with pytest.raises(UsageError):
-            ckptcore.conversion.pipeline(
-                str(source), dst, verb="export", config=model, overwrite_foreign=True
-            )
+            ckptcore.convert(str(source), dst, verb="export", config=model, overwrite_foreign=True)
     assert sorted(p.name for p in run.iterdir()) == ["step-1.safetensors"]
     assert sorted(p.name for p in Path(model).iterdir()) == ["config.json", "tokenizer.json"]
 
@@ -130,30 +128,30 @@ STRANGERS = ["precious", "x/precious", "/precious", "model.safetensors.bak", ".c
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_strangers_are_listed_and_kept(stranger: str, root: str) -> None:
     source, dst = f"{root}/source/step-3", f"{root}/out"
-    ckptcore.conversion.pipeline(source, dst, verb="export")
+    ckptcore.convert(source, dst, verb="export")
     put(f"{dst}/{stranger}")
     before = content(root)
     if stranger == "/precious" and "/precious" not in content(dst):
         pytest.skip("this store folds slashes")
     with pytest.raises(DestinationExists, match="nothing accounts for 1 ") as caught:
-        ckptcore.conversion.pipeline(source, dst, verb="export", max_file_size=2_000, overwrite=True)
+        ckptcore.convert(source, dst, verb="export", max_file_size=2_000, overwrite=True)
     assert "--overwrite-foreign" in caught.value.hint
     assert {k: v for k, v in content(root).items() if not k.startswith(".out.ckptcore")} == before
-    ckptcore.conversion.pipeline(source, dst, verb="export", max_file_size=2_000, overwrite_foreign=True)
+    ckptcore.convert(source, dst, verb="export", max_file_size=2_000, overwrite_foreign=True)
     assert content(dst).keys() == {"model.safetensors.index.json", "README.md", *content(dst)}
     assert content(dst).get(stranger) != b"precious"
 
 
 def test_an_object_and_a_folder_replace_each_other(root: str) -> None:
     source = f"{root}/source/step-3"
-    ckptcore.conversion.pipeline(source, f"{root}/fresh")
+    ckptcore.convert(source, f"{root}/fresh")
     put(f"{root}/out")
     with pytest.raises(DestinationExists):
-        ckptcore.conversion.pipeline(source, f"{root}/out")
-    ckptcore.conversion.pipeline(source, f"{root}/out", overwrite=True)
+        ckptcore.convert(source, f"{root}/out")
+    ckptcore.convert(source, f"{root}/out", overwrite=True)
     assert content(f"{root}/out") == content(f"{root}/fresh")
     put(f"{root}/one.pt")
-    ckptcore.conversion.pipeline(source, f"{root}/one.pt", overwrite=True)
+    ckptcore.convert(source, f"{root}/one.pt", overwrite=True)
     assert ckptcore.open(f"{root}/one.pt").tensors
 
 
@@ -212,10 +210,10 @@ def test_killed_at_every_change_and_run_again(
         put(f"{place}/out-2/precious")
         put(f"{place}/out.pt")
         if first != "nothing":
-            ckptcore.conversion.pipeline(f"{root}/old", f"{place}/out", **old)
+            ckptcore.convert(f"{root}/old", f"{place}/out", **old)
 
     def work(place: str) -> object:
-        return ckptcore.conversion.pipeline(f"{root}/new", f"{place}/out", overwrite=True, **options)  # type: ignore[arg-type]
+        return ckptcore.convert(f"{root}/new", f"{place}/out", overwrite=True, **options)  # type: ignore[arg-type]
 
     begin(f"{root}/fresh")
     work(f"{root}/fresh")
@@ -240,7 +238,7 @@ def test_killed_in_the_cleaning_and_run_again_deletes_nothing(
 ) -> None:
     """Also without --overwrite: what is published is only read."""
     source, dst = f"{root}/source/step-3", f"{root}/out"
-    ckptcore.conversion.pipeline(source, f"{root}/fresh/out", verb="export", config=model)
+    ckptcore.convert(source, f"{root}/fresh/out", verb="export", config=model)
     fresh = content(f"{root}/fresh/out")
     real_end, real_remove = Staging.remove, FsspecStore.remove
 
@@ -259,7 +257,7 @@ def test_killed_in_the_cleaning_and_run_again_deletes_nothing(
 
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
             patch.setattr(Staging, "remove", end)
-            ckptcore.conversion.pipeline(source, dst, verb="export", config=model)
+            ckptcore.convert(source, dst, verb="export", config=model)
         if ended[0]:
             break
         recorded = PUBLISHING in content(f"{root}/.out.ckptcore")
@@ -267,7 +265,7 @@ def test_killed_in_the_cleaning_and_run_again_deletes_nothing(
             patch.setattr(FsspecStore, "copy_to", _never)
             patch.setattr(FsspecStore, "remove", of_others)
             with contextlib.nullcontext() if recorded else pytest.raises(DestinationExists):
-                ckptcore.conversion.pipeline(source, dst, verb="export", config=model)
+                ckptcore.convert(source, dst, verb="export", config=model)
         assert content(dst) == fresh, stop
     assert stop > 5
 
@@ -282,13 +280,13 @@ def test_what_was_published_and_changed_since_is_not_taken_for_it(
     source, dst = f"{root}/source/step-3", f"{root}/out"
     monkeypatch.setattr(Staging, "remove", _killed)
     with pytest.raises(Killed):
-        ckptcore.conversion.pipeline(source, dst, verb="export")
+        ckptcore.convert(source, dst, verb="export")
     monkeypatch.undo()
     data = content(dst)["model.safetensors"]
     put(f"{dst}/model.safetensors", data[:-1] + bytes([data[-1] ^ 1]))
     before = content(dst)
     with pytest.raises(DestinationExists, match="changed since"):
-        ckptcore.conversion.pipeline(source, dst, verb="export")
+        ckptcore.convert(source, dst, verb="export")
     assert content(dst) == before
 
 
@@ -306,7 +304,7 @@ def test_who_comes_meanwhile_is_kept(
     save_file({"other": torch.arange(600.0)}, tmp_path / "old.safetensors")
     put(f"{dst}/old.safetensors", (tmp_path / "old.safetensors").read_bytes())
     prepared = ckptcore.prepare(source, dst, verb="export", overwrite=True)
-    ckptcore.execution.execute(prepared)
+    ckptcore.execute(prepared)
     if when == "prepared":
         put(f"{dst}/{name}")
     real = remotepublishing.note
@@ -322,11 +320,11 @@ def test_who_comes_meanwhile_is_kept(
     monkeypatch.undo()
     assert content(dst)[name] == b"precious"
     with pytest.raises(DestinationExists):
-        ckptcore.conversion.pipeline(source, dst, verb="export", overwrite=True)
+        ckptcore.convert(source, dst, verb="export", overwrite=True)
     assert content(dst)[name] == b"precious"
     fsspec.url_to_fs(dst)[0].rm_file(fsspec.url_to_fs(f"{dst}/{name}")[1])
-    ckptcore.conversion.pipeline(source, dst, verb="export", overwrite=True)
-    ckptcore.conversion.pipeline(source, f"{root}/fresh/out", verb="export")
+    ckptcore.convert(source, dst, verb="export", overwrite=True)
+    ckptcore.convert(source, f"{root}/fresh/out", verb="export")
     assert content(dst) == content(f"{root}/fresh/out")
 
 
@@ -336,15 +334,15 @@ def test_a_publication_of_an_earlier_version_is_gone_on_with(
 ) -> None:
     """Its record has no lists: what was put is known by its bytes, and nothing is removed."""
     source, dst = f"{root}/source/step-3", f"{root}/out"
-    ckptcore.conversion.pipeline(source, f"{root}/fresh/out", verb="export", max_file_size=2_000)
+    ckptcore.convert(source, f"{root}/fresh/out", verb="export", max_file_size=2_000)
     prepared = ckptcore.prepare(source, dst, verb="export", max_file_size=2_000)
-    ckptcore.execution.execute(prepared)
+    ckptcore.execute(prepared)
     staging = Staging(dst)
     staging.root.remove("replaces.json")
     staging.root.put(PUBLISHING, b'{"identity":null,"plan":"%s"}' % prepared.plan_digest.encode())
     for name in sorted(_names_of(staging))[:2]:
         staging.files.copy_to(name, open_store(dst), name)
-    ckptcore.conversion.pipeline(source, dst, verb="export", max_file_size=2_000)
+    ckptcore.convert(source, dst, verb="export", max_file_size=2_000)
     assert content(dst) == content(f"{root}/fresh/out")
 
 

@@ -29,7 +29,7 @@ def test_at_the_top_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A name right behind the scheme has the scheme as its parent, not a local folder of that name."""
     monkeypatch.chdir(tmp_path)
     for name in ("top", "top.safetensors"):
-        ckptcore.conversion.pipeline(str(SAMPLE), f"memory://{name}")
+        ckptcore.convert(str(SAMPLE), f"memory://{name}")
         try:
             assert ckptcore.open(f"memory://{name}").tensors, name
         finally:
@@ -40,8 +40,8 @@ def test_at_the_top_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # aiobotocore leaves its session to the exit
 def test_export_equals_the_local_one(root: str, tmp_path: Path) -> None:
     options = {"verb": "export", "max_file_size": 2_000}
-    ckptcore.conversion.pipeline(f"{root}/source/step-3", f"{root}/out", **options)
-    ckptcore.conversion.pipeline(str(SAMPLE), str(tmp_path / "out"), **options)
+    ckptcore.convert(f"{root}/source/step-3", f"{root}/out", **options)
+    ckptcore.convert(str(SAMPLE), str(tmp_path / "out"), **options)
     far, near = content(f"{root}/out"), content(str(tmp_path / "out"))
     assert sorted(far) == sorted(near)
     assert len(far) > 3
@@ -63,25 +63,25 @@ def test_versions_are_those_of_the_listing(s3: str, tmp_path: Path) -> None:
     assert {p: seen.stamp for p, seen in store.stamped().items()} == {p: store.stamp(p) for p in store.list()}
     module = import_module("ckptcore.conversion.pipeline")
     with mock.patch.object(module, "read_manifest", wraps=module.read_manifest) as read:
-        ckptcore.conversion.pipeline(url, str(tmp_path / "out"))
+        ckptcore.convert(url, str(tmp_path / "out"))
     assert read.call_count == 1
 
 
 def test_existing_output_is_refused_and_replaced_as_a_whole(root: str) -> None:
     source = f"{root}/source/step-3"
-    ckptcore.conversion.pipeline(source, f"{root}/out", verb="export", max_file_size=2_000)
+    ckptcore.convert(source, f"{root}/out", verb="export", max_file_size=2_000)
     before = content(f"{root}/out")
     with pytest.raises(DestinationExists):
-        ckptcore.conversion.pipeline(source, f"{root}/out", verb="export")
+        ckptcore.convert(source, f"{root}/out", verb="export")
     assert content(f"{root}/out") == before
-    ckptcore.conversion.pipeline(source, f"{root}/out", verb="export", overwrite=True)
+    ckptcore.convert(source, f"{root}/out", verb="export", overwrite=True)
     assert names(f"{root}/out") == ["README.md", "model.safetensors"]
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_single_file_and_deep_check(root: str) -> None:
-    result = ckptcore.conversion.pipeline(f"{root}/source/step-3", f"{root}/whole.pt")
-    report = ckptcore.checking.check(ckptcore.open(result.destination), "bytes")
+    result = ckptcore.convert(f"{root}/source/step-3", f"{root}/whole.pt")
+    report = ckptcore.check(ckptcore.open(result.destination), "bytes")
     assert report.ok
     assert report.unverified == 0
 

@@ -45,9 +45,7 @@ def exported(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     config.mkdir()
     (config / "config.json").write_text(json.dumps(CONFIG))
     (config / "tokenizer.json").write_text('{"version": "1.0"}')
-    ckptcore.conversion.pipeline(
-        str(source), str(out), verb="export", config=str(config), max_file_size=500, catalog=url
-    )
+    ckptcore.convert(str(source), str(out), verb="export", config=str(config), max_file_size=500, catalog=url)
     return out
 
 
@@ -115,7 +113,7 @@ def test_rows_of_every_format_are_what_is_there(tmp_path: Path, url: str, target
     dcp.save({"w": torch.randn(30, 4), "step": 3}, checkpoint_id=tmp_path / "source", no_dist=True)
     options = dict(TARGETS[target])
     out = tmp_path / options.pop("out", "out")
-    ckptcore.conversion.pipeline(str(tmp_path / "source"), str(out), catalog=url, **options)
+    ckptcore.convert(str(tmp_path / "source"), str(out), catalog=url, **options)
     detail = shown(url, out)
     there = {
         p.relative_to(out if out.is_dir() else tmp_path): p for p in [out, *out.rglob("*")] if p.is_file()
@@ -225,7 +223,7 @@ def test_a_missing_catalog_is_not_made_to_look_into_it(
 
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "none" / "catalog.sqlite"))
     manifest = ckptcore.open(str(exported))
-    report = ckptcore.checking.check(manifest, "bytes")
+    report = ckptcore.check(manifest, "bytes")
     assert against_catalog(manifest, report, str(exported), None) == report
     assert not (tmp_path / "none").exists()
     assert validated(None, exported, capsys)[0] == 0
@@ -236,7 +234,7 @@ def test_a_staged_file_that_was_swapped_is_not_published(tmp_path: Path, exporte
     config = tmp_path / "config"
     options = {"verb": "export", "config": str(config), "max_file_size": 500}
     prepared = ckptcore.prepare(str(tmp_path / "step-1.safetensors"), str(tmp_path / "other"), **options)
-    ckptcore.execution.execute(prepared)
+    ckptcore.execute(prepared)
     Staging(str(tmp_path / "other")).files.put("config.json", b"{}")
     with pytest.raises(OutputMismatch, match=r"config\.json is not as it was planned"):
         ckptcore.publish(prepared)
@@ -271,7 +269,7 @@ def test_overwriting_an_output_keeps_no_row_of_the_old_files(
     tmp_path: Path, url: str, exported: Path
 ) -> None:
     source = tmp_path / "step-1.safetensors"
-    ckptcore.conversion.pipeline(
+    ckptcore.convert(
         str(source), str(exported), verb="export", max_file_size=500, overwrite=True, catalog=url
     )
     paths = {f.path for f in shown(url, exported).files}
