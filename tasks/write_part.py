@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import task
 
-from ckptcore.conversion.pipeline import Part, execute_part
+from ckptcore.conversion.pipeline import FilePart, execute_part
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
@@ -14,7 +14,7 @@ from tasks.retry import STEP
 
 
 @task(task_run_name="write {name}", **STEP)
-def write_part(name: str, plan_uri: str, part: Part, settings: Settings) -> Receipt:
+def write_part(name: str, plan_uri: str, part: FilePart, settings: Settings) -> Receipt:
     """The receipt of one part; one that is there already, and verified, is kept.
 
     name: what the run is called.

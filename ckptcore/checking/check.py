@@ -22,10 +22,10 @@ from ckptcore.core.manifest import Envelope, Manifest
 from ckptcore.errors import Finding, UnreadablePart, UsageError, finding
 from ckptcore.store import Store
 from ckptcore.utils.globs import leave_out
+from ckptcore.utils.workers import Progress
 
 LEVELS = ("files", "cover", "bytes", "values")
 _NAMED = 5  # files that a finding names; the report has all of them
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,8 @@ def require_unprotected(destination: str, catalogs: Mapping[str, Path]) -> None:
     here = identify(destination)
     if not here.exists:
         return
-    program = (os.path.dirname(__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    package = os.path.dirname(os.path.dirname(__file__))
+    program = (package, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     for tree in filter(os.path.isdir, (*SYSTEM_TREES, *program)):
         if relation(here, identify(tree)) is Relation.INSIDE and not _is_ram(destination):
             raise UsageError(
