@@ -9,7 +9,7 @@ from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
 from tasks.logs import log
-from tasks.progress import Progress
+from tasks.progress import BatchProgress
 from tasks.retry import STEP
 
 
@@ -19,7 +19,7 @@ def write_part(name: str, plan_uri: str, part: FilePart, settings: Settings) -> 
 
     name: what the run is called.
     """
-    receipt = execute_part(plan_uri, part, settings, Progress(name, part.nbytes))
+    receipt = execute_part(plan_uri, part, settings, BatchProgress(name, part.nbytes))
     kept = ", kept from an earlier run" if receipt.reused else ""
     log.info("%s: %s, bytes %d to %d%s", name, show_size(part.nbytes), part.begin, part.end, kept)
     return receipt

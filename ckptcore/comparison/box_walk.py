@@ -15,7 +15,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.execution.tiles import Budget
 from ckptcore.reading.box_reader import BoxReader
-from ckptcore.utils.workers import Meter, run_jobs
+from ckptcore.utils.workers import ProgressMeter, run_jobs
 
 
 class OpenTensor:
@@ -41,7 +41,10 @@ Open = TypeVar("Open", bound=OpenTensor)
 
 
 def walk_boxes(
-    tensors: Iterable[Open], worker: Callable[[], Callable[[Open, Box], None]], budget: Budget, meter: Meter
+    tensors: Iterable[Open],
+    worker: Callable[[], Callable[[Open, Box], None]],
+    budget: Budget,
+    meter: ProgressMeter,
 ) -> None:
     """Read every box of the tensors.
 

@@ -35,7 +35,7 @@ from ckptcore.naming.model_part import find_model, in_model
 from ckptcore.naming.rename import is_kept, remap
 from ckptcore.planning.request import Settings
 from ckptcore.reading.gather import tile_view
-from ckptcore.utils.workers import Meter, Progress
+from ckptcore.utils.workers import Progress, ProgressMeter
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _tensors(opened: Opened, settings: Settings, progress: Progress | None) -> t
         return read
 
     tensors = (_Summed(opened, row) for row in range(len(specs)))
-    walk_boxes(tensors, worker, budget, Meter(progress, "read", opened.manifest.nbytes))
+    walk_boxes(tensors, worker, budget, ProgressMeter(progress, "read", opened.manifest.nbytes))
     return tuple(
         (s.fqn, s.dtype, s.shape, tensor_fingerprint(s.dtype, s.shape, total))
         for s, total in zip(specs, sums, strict=True)

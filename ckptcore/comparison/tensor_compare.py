@@ -31,7 +31,7 @@ from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import differing
 from ckptcore.reading.gather import beside, tile_view
 from ckptcore.store import open_store
-from ckptcore.utils.workers import Meter, Progress
+from ckptcore.utils.workers import Progress, ProgressMeter
 
 _SMALL = 1 << 20
 
@@ -103,7 +103,7 @@ def walk(
             found.append(_Pair(pair, (a, b)))
             yield found[-1]
 
-    meter = Meter(progress, "compare", sum(p.a.nbytes for p in pairs))
+    meter = ProgressMeter(progress, "compare", sum(p.a.nbytes for p in pairs))
     walk_boxes(opened(), lambda: _worker((a, b), budget, lock), budget, meter)
     a.finish()
     b.finish()

@@ -30,7 +30,7 @@ from ckptcore.execution.tiles import Budget, Job, jobs
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
-from ckptcore.utils.workers import Buffers, Meter, Progress, run_jobs
+from ckptcore.utils.workers import Buffers, Progress, ProgressMeter, run_jobs
 
 _log = logging.getLogger("ckptcore")
 _Task = tuple[FileWork, Job, Bytes]
@@ -65,7 +65,7 @@ def execute_files(
     for index, receipt in done.items():
         if receipt.pending and settings.verify:
             expect(run.load(index), receipt.pending, records)
-    meter = Meter(progress, "write", run.total)
+    meter = ProgressMeter(progress, "write", run.total)
     kept = sum(receipt.nbytes for receipt in done.values())
     if kept:
         meter.add(kept)
@@ -105,7 +105,7 @@ def recompute_files(
     """
     records = Records(run.source, run.items, settings.verify, run.scratch)
     means = replace(settings, digest=False, fingerprint=False)
-    meter = Meter(progress, "verify", run.total)
+    meter = ProgressMeter(progress, "verify", run.total)
     _, differing = _Run(run, means, records, meter, compare=True).finish(indices)
     for writer in differing:
         raise writer.mismatch()
@@ -123,7 +123,7 @@ class _Run:
         run: PlanRun,
         settings: Settings,
         records: Records,
-        meter: Meter,
+        meter: ProgressMeter,
         *,
         part: FilePart | None = None,
         compare: bool = False,

@@ -1,4 +1,4 @@
-"""Sizes: how do people write numbers of bytes, and how are they shown?"""
+"""Read and write sizes and lengths of time as people spell them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from ckptcore.errors import UsageError
 
-_UNITS = {
+_SIZES = {
     "": 1,
     "B": 1,
     "KB": 10**3,
@@ -22,6 +22,7 @@ _UNITS = {
     "G": 1 << 30,
     "T": 1 << 40,
 }
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def parse_size(text: str) -> int:
@@ -31,9 +32,9 @@ def parse_size(text: str) -> int:
     (5000000000, 1073741824, 1572864)
     """
     m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not m or m[2].upper() not in _UNITS:
+    if not m or m[2].upper() not in _SIZES:
         raise UsageError(f"{text!r} is not a size", hint="write 512MiB, 1GiB or 5GB")
-    return int(float(m[1]) * _UNITS[m[2].upper()])
+    return int(float(m[1]) * _SIZES[m[2].upper()])
 
 
 def show_size(nbytes: float) -> str:
@@ -46,3 +47,15 @@ def show_size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds; raises `UsageError`.
+
+    >>> parse_duration("90"), parse_duration("10m"), parse_duration("1.5h")
+    (90.0, 600.0, 5400.0)
+    """
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text)
+    if not m or m[2] not in _SECONDS:
+        raise UsageError(f"{text!r} is not a length of time", hint="write 90s, 10m or 2h")
+    return float(m[1]) * _SECONDS[m[2]]

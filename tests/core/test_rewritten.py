@@ -31,7 +31,7 @@ from ckptcore.planning.request import Request, Settings
 from ckptcore.store import YOUNG, open_store
 from ckptcore.store.listing import stamp_of, survey
 from ckptcore.store.local import LocalStore
-from ckptcore.utils.workers import Meter
+from ckptcore.utils.workers import ProgressMeter
 
 # By their names in the package, which are those of functions, too.
 stages, executing = import_module("ckptcore.conversion.pipeline"), import_module("ckptcore.execution.execute")
@@ -88,8 +88,8 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "header": (stages, "read_manifest", 1),
     "inspected": (stages, "inspect", 1),
     "prepared": (stages, "_prepare", 1),
-    "first tile": (Meter, "add", 1),
-    "half": (Meter, "add", 2),
+    "first tile": (ProgressMeter, "add", 1),
+    "half": (ProgressMeter, "add", 2),
     "receipt": (executing, "write_receipt", 1),
     "executed": (stages, "_execute", 1),
     "read back": (finishing, "_read_back", 1),
