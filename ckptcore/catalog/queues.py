@@ -142,7 +142,8 @@ class Queue(Generic[Row]):
         key: tuple[str, str],
         put_back: Mapping[str, Any] | None = None,
     ) -> None:
-        self._table, self._row, self._key = table, row, key
+        self._table, self._key = table, key
+        self._row: type[Row] = row
         self._put_back = put_back or {}
 
     def take(
@@ -276,7 +277,12 @@ class Queue(Generic[Row]):
         return conn.execute(update(table).where(*taken).values(values)).rowcount == 1
 
     def _read(self, row: Any) -> Row:
-        return self._row(**{f.name: getattr(row, _COLUMNS.get(f.name, f.name)) for f in fields(self._row)})
+        read: Row = self._row(**self._values(row))
+        return read
+
+    def _values(self, row: Any) -> dict[str, Any]:
+        """The fields of a row of the table."""
+        return {f.name: getattr(row, _COLUMNS.get(f.name, f.name)) for f in fields(self._row)}
 
 
 class _Inbox(Queue[InboxEvent]):
@@ -332,8 +338,8 @@ class _Outbox(Queue[Message]):
         }
         return self._insert(conn, now, values)
 
-    def _read(self, row: Any) -> Message:
-        return super()._read(row._replace(body=json.loads(row.body)))
+    def _values(self, row: Any) -> dict[str, Any]:
+        return super()._values(row) | {"body": json.loads(row.body)}
 
 
 # A run of an event that is put back is another run.

@@ -4,7 +4,7 @@
 - The first error of any thread, or Ctrl-C, stops all of them; it is raised when the last thread has ended.
 - A thread runs in a copy of the caller's context: who logs on behalf of a run says so there.
 
-`Buffers` is the budget of memory of jobs that outlive their worker's turn; `ProgressMeter` counts what is done.
+`Buffers` is the budget of memory of jobs that outlive their turn; `ProgressMeter` counts what is done.
 """
 
 from __future__ import annotations
