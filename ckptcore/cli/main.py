@@ -421,7 +421,7 @@ def _convert(request: Any, given: dict[str, Any]) -> None:
 
 def _once(request: Any, given: dict[str, Any], progress: Any, catalog: str | bool | None) -> Any:
     from ckptcore.operations.convert_once import convert_once
-    from ckptcore.utils.durations import parse_duration
+    from ckptcore.utils.units import parse_duration
 
     return convert_once(
         request,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -32,27 +32,29 @@ from ckptcore.conversion.publish import (
     receipt_of,
 )
 from ckptcore.conversion.registration import Registration, fail, start, succeed
-from ckptcore.conversion.staged_plan import renew, restore, save, saved_digest
+from ckptcore.conversion.staged_plan import plan_run, renew, restore, save, saved_digest
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import CkptError, DiskFull, Finding, Interrupted, SourceChanged, StagingForeign
-from ckptcore.execution.execute import execute_files, tile_bytes
+from ckptcore.execution.execute import execute_files
 from ckptcore.execution.join_parts import join_parts
-from ckptcore.execution.parts import Part, cut
+from ckptcore.execution.parts import FilePart, cut
 from ckptcore.execution.receipts import Receipt, read_receipt
 from ckptcore.execution.source_stamps import load as load_stamps
 from ckptcore.execution.source_stamps import require_same, take_ctimes
 from ckptcore.execution.source_stamps import take as take_stamps
+from ckptcore.execution.tiles import Budget
 from ckptcore.planning.compose import compose
 from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
 from ckptcore.store import open_store
+from ckptcore.utils.workers import Progress
 
 __all__ = [
-    "Part",
+    "FilePart",
     "Prepared",
     "Progress",
     "Receipt",
@@ -71,7 +73,6 @@ __all__ = [
     "tidy",
     "validate",
 ]
-Progress = Callable[[str, int, int], None]
 _log = logging.getLogger("ckptcore")
 # Resident before any buffer: without, and with torch (casts and computed tensors need it).
 _BASE_MEMORY = {False: 160 << 20, True: 420 << 20}
@@ -138,7 +139,7 @@ def execute(
         return _execute(staging, indices, settings or Settings(), progress)
 
 
-def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[Part, ...]:
+def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[FilePart, ...]:
     """One output file as parts of about ``nbytes``, for `execute_part` under the same settings. None at all
     where a file can only be written as a whole: on an object store, or when it is finished."""
     staging = Staging.of_plan(plan_uri)
@@ -147,10 +148,12 @@ def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[P
     if staging.files.local is None or done:
         return ()
     settings = settings.of(plan.target.mesh)
-    return cut(load_file_plan(staging.plan, index), nbytes, tile_bytes(settings), settings.threads)
+    return cut(load_file_plan(staging.plan, index), nbytes, Budget.of(settings))
 
 
-def execute_part(plan_uri: str, part: Part, settings: Settings, progress: Progress | None = None) -> Receipt:
+def execute_part(
+    plan_uri: str, part: FilePart, settings: Settings, progress: Progress | None = None
+) -> Receipt:
     """Writes one part of a file; one that is there and hashes to its receipt is kept. `join` ends the file.
 
     Raises `DamagedCheckpoint` when bytes fail their checksum.
@@ -344,7 +347,7 @@ def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:
 
 def _require_means(settings: Settings, request: Request) -> None:
     """Budget and device are tried before anything is touched."""
-    tile_bytes(settings)
+    Budget.of(settings)
     if settings.device != "cpu" and (request.dtype or request.dtype_for):
         torch_on(settings.device)
 
@@ -352,9 +355,8 @@ def _require_means(settings: Settings, request: Request) -> None:
 def peak_memory(plan: Plan, settings: Settings) -> int:
     """Expected peak, bytes: the process and its buffers, whatever the checkpoint's size."""
     largest = max((f.nbytes for f in plan.files), default=0)
-    buffers = min(
-        settings.memory, 4 * settings.threads * tile_bytes(settings), 4 * settings.threads * max(largest, 1)
-    )
+    tile = Budget.of(settings).tile
+    buffers = min(settings.memory, 4 * settings.threads * tile, 4 * settings.threads * max(largest, 1))
     return _BASE_MEMORY[bool(plan.cast or plan.derived)] + buffers
 
 
@@ -379,32 +381,18 @@ def _execute(
     indices: Sequence[int] | None,
     settings: Settings,
     progress: Progress | None,
-    part: Part | None = None,
+    part: FilePart | None = None,
 ) -> tuple[Receipt, ...]:
     plan = load_head(staging.plan)
     wanted = [f.index for f in plan.files] if indices is None else list(indices)
     if published_plan(staging) == plan.digest:
         return tuple(receipt_of(staging, plan, i) for i in wanted)
-    scratch = str(staging.root.local) if staging.root.local is not None else None
     noted = load_stamps(staging.plan) or {}
     settings = settings.of(plan.target.mesh)
     with closing(open_store(plan.source)) as source, closing(staging.files):
         require_same(noted, source)
-        return execute_files(
-            lambda i: load_file_plan(staging.plan, i),
-            wanted,
-            plan_digest=plan.digest,
-            source=source,
-            files=staging.files,
-            receipts=staging.receipts,
-            settings=settings,
-            scratch=scratch,
-            items=plan.items,
-            progress=progress,
-            total=plan.bytes_out,
-            unchanged=lambda paths: require_same(noted, source, paths),
-            part=part,
-        )
+        run = plan_run(staging, plan, source, noted)
+        return execute_files(run, wanted, settings, part=part, progress=progress)
 
 
 def _require_room(staging: Staging, plan: Plan) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,8 +35,8 @@ from ckptcore.formats import Format, Source, by_name, open_source, read_manifest
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import Readable, Store
+from ckptcore.utils.workers import Progress
 
-Progress = Callable[[str, int, int], None]
 REQUEST = "request.json"
 _log = logging.getLogger("ckptcore")
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable, OutputMismatch, StagingForeign, UsageError
 from ckptcore.store import Store, join_url, local_path, open_store, split_url
 from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tree
-from ckptcore.store.local_errors import unwritable
+from ckptcore.store.local_writer import unwritable
 from ckptcore.store.owners import VARIABLE, strange
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
 

@@ -99,7 +99,7 @@ def _load(plan: Store, name: str) -> dict[str, Any] | None:
     return form if isinstance(form, dict) else None
 
 
-def require_same(noted: dict[str, str | None], source: Store, paths: Sequence[str] | None = None) -> None:
+def require_same(noted: Mapping[str, str | None], source: Store, paths: Sequence[str] | None = None) -> None:
     """Raises `SourceChanged` when a file (one of ``paths``, or any) is not as it was noted."""
     for path in noted if paths is None else paths:
         now = source.stamp(path)

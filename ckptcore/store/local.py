@@ -18,8 +18,7 @@ from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
 from ckptcore.store import YOUNG, Buffer, Joint, Stamped, Store, Writer
-from ckptcore.store.local_errors import short, unreadable, unwritable
-from ckptcore.store.local_writer import JointWriter, LocalWriter
+from ckptcore.store.local_writer import JointWriter, LocalWriter, short, unreadable, unwritable
 
 _BLOCK = 64 << 20  # bytes of a copy between stores
 # Times move on by a tick of the kernel, 10 ms at most; on FAT and older file systems by up to 2 s.

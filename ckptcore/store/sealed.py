@@ -21,7 +21,7 @@ from ckptcore.errors import CkptError, SourceUnreadable, StagingForeign
 from ckptcore.store import Joint, inner_path
 from ckptcore.store.folder_tree import FOLDER, closing_fd, enter, look, remove_tree, walk
 from ckptcore.store.local import LocalStore
-from ckptcore.store.local_errors import unreadable, unwritable
+from ckptcore.store.local_writer import unreadable, unwritable
 from ckptcore.store.owners import Owners, strange
 
 _log = logging.getLogger("ckptcore")

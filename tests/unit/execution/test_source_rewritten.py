@@ -31,6 +31,7 @@ from ckptcore.planning.request import Request, Settings
 from ckptcore.store import YOUNG, open_store
 from ckptcore.store.listing import stamp_of, survey
 from ckptcore.store.local import LocalStore
+from ckptcore.utils.workers import ProgressMeter
 
 # By their names in the package, which are those of functions, too.
 stages, executing = import_module("ckptcore.conversion.pipeline"), import_module("ckptcore.execution.execute")
@@ -88,8 +89,8 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "header": (examining, "read_manifest", 1),
     "inspected": (stages, "inspect", 1),
     "prepared": (stages, "_prepare", 1),
-    "first tile": (executing._Run, "_advance", 1),
-    "half": (executing._Run, "_advance", 2),
+    "first tile": (ProgressMeter, "add", 1),
+    "half": (ProgressMeter, "add", 2),
     "receipt": (executing, "write_receipt", 1),
     "executed": (stages, "_execute", 1),
     "read back": (finishing, "_read_back", 1),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptcore.errors import UsageError
-from ckptcore.utils.durations import parse_duration
-from ckptcore.utils.units import parse_size
+from ckptcore.utils.units import parse_duration, parse_size
 
 HUGE = ("9" * 400, "9" * 5000, f"{'9' * 400}GiB", f"{'9' * 400}d", "8388608TiB", "1e400", "9" * 20 + "d")
 
