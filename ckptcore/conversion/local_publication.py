@@ -65,7 +65,10 @@ def conclude(staging: Staging) -> None:
     with staging.spots() as spots:
         if spots is None:
             return
-        held = _waiting(spots, begun)
+        try:
+            held = _waiting(spots, begun)
+        except OSError as error:
+            raise _unpublished(spots, error) from error
         # What was exchanged may be anybody's, and lie where the staged files did.
         moved = held in (spots.folder, spots.file) or (begun is not None and _is_in_place(spots, begun))
         staging.require_ours(published=moved)
@@ -86,8 +89,11 @@ def conclude(staging: Staging) -> None:
 
 def is_in_place(staging: Staging, begun: Publication) -> bool:
     """Whether the output of a publication on this machine is at its destination, and nothing came to it."""
-    with staging.spots() as spots:
-        return spots is not None and _is_in_place(spots, begun)
+    try:
+        with staging.spots() as spots:
+            return spots is not None and _is_in_place(spots, begun)
+    except OSError:  # what cannot be looked at was not put there by this
+        return False
 
 
 def _is_in_place(spots: Spots, begun: Publication) -> bool:
@@ -213,9 +219,7 @@ def _move_to_free(staged: Spot, target: Spot) -> None:
             raise
         return
     try:
-        os.link(
-            staged.name, target.name, **at, follow_symlinks=False
-        )  # never replaces a file, as rename does
+        os.link(staged.name, target.name, **at, follow_symlinks=False)  # unlike rename, over no file
     except FileExistsError as error:
         raise DestinationExists(f"{target.path} appeared meanwhile") from error
     os.unlink(staged.name, dir_fd=staged.at)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
     """A child with its files, as the catalog has it now; raises `UsageError` unless it is there."""
     detail = catalog.show(public, tensors=False)
-    assert isinstance(detail, CheckpointDetail)
+    if not isinstance(detail, CheckpointDetail):
+        raise UsageError(f"{public} is no checkpoint")
     if detail.checkpoint.state != State.PRESENT.value:
         raise UsageError(f"{detail.checkpoint.uri} is {detail.checkpoint.state}")
     return detail

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckptcore.catalog import CheckpointDetail
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.catalog.types import State
+from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.errors import Busy, CkptError, UsageError
 from ckptcore.operations.child_proof import child_of, files_now, require_holding
 from ckptcore.operations.distinct import require_apart
@@ -26,7 +26,7 @@ from ckptcore.operations.removal_record import (
     records_at,
     remove_rest,
 )
-from ckptcore.operations.set_aside import Aside, bring_back, leftovers, partly_gone, place_of
+from ckptcore.operations.set_aside import Aside, Record, bring_back, leftovers, partly_gone, place_of
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path, split_url
 
@@ -89,18 +89,21 @@ def _end_recorded(catalog: Catalog, home: str, means: Settings) -> str:
     record = read_record(home)
     if record is None:
         return ""
-    source = catalog.show(record.checkpoint, tensors=False)
-    assert isinstance(source, CheckpointDetail)
-    if (source.checkpoint.id, source.checkpoint.uri) != (record.checkpoint, record.uri):
-        raise UsageError(f"this catalog does not know the checkpoint that it is of at {record.uri}")
+    source = _known_source(catalog, record)
     there = left_of(record)
-    if source.checkpoint.state != State.DELETED.value:
+    if source.state != State.DELETED.value:
         if partly_gone(record, there) and as_recorded(record, there):
-            raise UsageError(f"a part of it is gone, and the catalog calls it {source.checkpoint.state}")
+            raise UsageError(f"a part of it is gone, and the catalog calls it {source.state}")
         drop_record(home)  # nothing was removed, or all of it and something else is there now
         return ""
+    with catalog.reading() as conn:
+        children = {child.id for _, child in tending.children(conn, source.id)}
     left: tuple[str, ...] = tuple(there)
     if as_recorded(record, there):
+        if record.child not in children or record.fingerprint not in (None, source.fingerprint):
+            raise UsageError(
+                f"nothing that was made of it and is there proves it (recorded was {record.child})"
+            )
         detail = child_of(catalog, record.child)
         require_holding(detail, record.fingerprint, means)
         require_apart(record.uri, there, detail.checkpoint.uri, files_now(detail))
@@ -109,6 +112,17 @@ def _end_recorded(catalog: Catalog, home: str, means: Settings) -> str:
     if not left:
         return ""
     return f"{record.uri} has what nobody approved, or changed since, and keeps it: {', '.join(left[:5])}"
+
+
+def _known_source(catalog: Catalog, record: Record) -> CheckpointRow:
+    """The row of a recorded source; raises `UsageError` unless it is the last that is known of its place."""
+    known, there = (catalog.show(name, tensors=False) for name in (record.checkpoint, record.uri))
+    if not isinstance(known, CheckpointDetail) or not isinstance(there, CheckpointDetail):
+        raise UsageError(f"{record.checkpoint} is no checkpoint in this catalog")
+    row = known.checkpoint
+    if (row.id, row.uri) != (record.checkpoint, record.uri) or there.checkpoint.id != row.id:
+        raise UsageError(f"{record.uri} is another checkpoint in this catalog than the record says")
+    return row
 
 
 def _end_older(catalog: Catalog, root: str, parent: str, name: str) -> str:

@@ -145,7 +145,11 @@ def _objects(url: str) -> dict[str, Thing]:
     for name, seen in found.items():
         if seen.stamp == _UNKNOWN:
             raise UsageError(f"cannot prove that {url}/{name} stays as it is: the store tells no version")
-    return {name: Thing(Kind.FILE, seen.nbytes, seen.stamp) for name, seen in found.items()}
+    # The version may be a digest: of an object that was put again with equal bytes only the time changes.
+    return {
+        name: Thing(Kind.FILE, seen.nbytes, seen.stamp, None if seen.at is None else round(seen.at * 1e9))
+        for name, seen in found.items()
+    }
 
 
 def _local(root: str, follow: bool) -> Iterator[tuple[str, Thing]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning"
 )  # aiobotocore leaves its session to the exit
 SAMPLE = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
+# Against a server in the long tier.
+many = pytest.mark.parametrize("root", ["memory", pytest.param("s3", marks=pytest.mark.soak)], indirect=True)
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
 
 
@@ -92,7 +95,7 @@ def of(step: int, there: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in there.items() if name.startswith(f"step-{step}/")}
 
 
-@pytest.mark.parametrize("stop", [0, 1, 3, 5])
+@pytest.mark.parametrize("stop", [0, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 5))])
 def test_a_killed_deletion_is_gone_on_with(stop: int, world: World) -> None:
     before = world.there()
     assert world.kill(stop)
@@ -108,15 +111,23 @@ def test_what_changed_or_came_is_left_and_listed(world: World) -> None:
     assert world.kill(2)
     rest = sorted(of(3, world.there()))
     world.fs.pipe_file(f"{world.path}/runs/{rest[0]}", b"saved again")
+    time.sleep(1.1)  # S3 counts in seconds
+    world.fs.pipe_file(f"{world.path}/runs/{rest[1]}", before[rest[1]])
     world.fs.pipe_file(f"{world.path}/runs/step-3/precious", b"mine")
     left = world.go_on()
     assert len(left) == 1
     assert rest[0].partition("/")[2] in left[0]
     assert "precious" in left[0]
-    assert world.there() == {**of(4, before), rest[0]: b"saved again", "step-3/precious": b"mine"}
+    assert world.there() == {
+        **of(4, before),
+        rest[0]: b"saved again",
+        rest[1]: before[rest[1]],
+        "step-3/precious": b"mine",
+    }
     assert world.go_on() == ()
 
 
+@many
 def test_nothing_goes_when_the_child_proves_nothing_any_more(world: World) -> None:
     assert world.kill(2)
     before, file = world.there(), next(iter(world.child.glob("*.safetensors")))
@@ -130,7 +141,10 @@ def test_nothing_goes_when_the_child_proves_nothing_any_more(world: World) -> No
     assert not of(3, world.there())
 
 
-@pytest.mark.parametrize("forged", ["another's place", "another's name", "no record", "too deep", "unknown"])
+@many
+@pytest.mark.parametrize(
+    "forged", ["another's place", "another's name", "no record", "too deep", "unknown", "another child"]
+)
 def test_a_record_that_is_none_removes_nothing(forged: str, world: World) -> None:
     assert world.kill(2)
     name = next(n for n in world.there() if n.endswith("record.json"))
@@ -141,6 +155,8 @@ def test_a_record_that_is_none_removes_nothing(forged: str, world: World) -> Non
     elif forged == "another's name":
         world.fs.pipe_file(f"{world.path}/runs/{name.replace('.step-3.', '.step-4.')}", data)
         world.fs.rm_file(f"{world.path}/runs/{name}")
+    elif forged == "another child":
+        form["child"] = world.catalog.show(world.new).checkpoint.id
     elif forged == "unknown":
         form["checkpoint"] = "00000000-0000-0000-0000-000000000000"
     text = {"no record": b"{}", "too deep": b"[" * 100_000}.get(forged, json.dumps(form).encode())
@@ -151,6 +167,7 @@ def test_a_record_that_is_none_removes_nothing(forged: str, world: World) -> Non
     assert world.there() == before
 
 
+@many
 def test_a_source_that_was_not_deleted_loses_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between the record and the commit."""
     before = world.there()

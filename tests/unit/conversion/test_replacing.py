@@ -244,7 +244,7 @@ class World:
         )
 
 
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_parent_that_is_swapped_leads_nobody_elsewhere(
     exchange: bool, place: Path, single: bool, tmp_path: Path
 ) -> None:
@@ -262,7 +262,7 @@ def test_a_parent_that_is_swapped_leads_nobody_elsewhere(
     assert steps > 5
 
 
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_parent_that_is_swapped_while_a_killed_run_is_ended(
     exchange: bool, place: Path, single: bool, tmp_path: Path
 ) -> None:
@@ -284,7 +284,9 @@ def test_a_parent_that_is_swapped_while_a_killed_run_is_ended(
 
 
 @root_only
-@pytest.mark.parametrize("whose", ["receipts", "plan", "request.json"])
+@pytest.mark.parametrize(
+    "whose", ["receipts", *(pytest.param(w, marks=pytest.mark.soak) for w in ("plan", "request.json"))]
+)
 @pytest.mark.parametrize("end", ["convert", "finish", "settle", "tidy"])
 def test_nothing_is_ended_in_a_folder_with_others_files(
     end: str, whose: str, place: Path, single: bool, tmp_path: Path
@@ -358,7 +360,9 @@ def _link(path: Path) -> None:
 
 @pytest.mark.parametrize("single", [False], indirect=True, ids=["folder"])
 @pytest.mark.parametrize("make", [_folder, _link, os.mkfifo])
-@pytest.mark.parametrize("taken", TAKEN)
+@pytest.mark.parametrize(
+    "taken", [TAKEN[1], *(pytest.param(n, marks=pytest.mark.soak) for n in (TAKEN[0], TAKEN[2]))]
+)
 @pytest.mark.parametrize("where", [".out.ckptcore", ".out.ckptcore.gone-1-1", "while it runs"])
 def test_only_regular_files_are_ours_by_name(
     where: str,
