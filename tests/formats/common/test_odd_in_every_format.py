@@ -225,7 +225,7 @@ def test_an_odd_tensor(
 
     manifest = ckptcore.open(str(source))
     assert manifest.format == form
-    errors = [f for f in ckptcore.checking.check(manifest).findings if f.severity == "error"]
+    errors = [f for f in ckptcore.check(manifest).findings if f.severity == "error"]
     assert errors
     assert {f.code for f in errors} == {"unreadable-part"}
     names = {f.fqn for f in errors}
@@ -240,9 +240,9 @@ def test_an_odd_tensor(
     assert names == {f["fqn"] for f in json.loads(capsys.readouterr().out)["findings"] if f["fqn"] in names}
     for verb in ("consolidate", "export"):
         with pytest.raises(UnreadablePart) as caught:
-            ckptcore.planning.plan(manifest, str(tmp_path / "out"), verb=verb)
+            ckptcore.plan(manifest, str(tmp_path / "out"), verb=verb)
         assert caught.value.exit_code == 27
-        planned = ckptcore.planning.plan(manifest, str(tmp_path / "out"), verb=verb, exclude=list(odd.fqn))
+        planned = ckptcore.plan(manifest, str(tmp_path / "out"), verb=verb, exclude=list(odd.fqn))
         assert sum(f.tensors for f in planned.plan.files)
     assert main(["consolidate", str(source), str(tmp_path / "no")]) == 27
     excluded = [a for name in odd.fqn for a in ("--exclude", name)]
@@ -271,7 +271,7 @@ def test_odd_tensors_of_megatron_ranks(kind: str, where: str, tmp_path: Path) ->
 
     source = save(Case(tp=2, pp=2), tmp_path / "ckpt", edit)
     manifest = ckptcore.open(str(source))
-    errors = [f for f in ckptcore.checking.check(manifest).findings if f.severity == "error"]
+    errors = [f for f in ckptcore.check(manifest).findings if f.severity == "error"]
     names = {f.fqn for f in errors}
     whole = "decoder.layers.self_attention.linear_proj.weight"
     ranks = {f"mp_rank_0{t}_00{p}" for t in range(2) for p in range(2)}
@@ -287,8 +287,8 @@ def test_odd_tensors_of_megatron_ranks(kind: str, where: str, tmp_path: Path) ->
         }[where]
     )
     with pytest.raises(UnreadablePart):
-        ckptcore.planning.plan(manifest, str(tmp_path / "out"), verb="consolidate")
+        ckptcore.plan(manifest, str(tmp_path / "out"), verb="consolidate")
     for verb in ("consolidate", "export"):
         excluded = [str(n) for n in names]
-        planned = ckptcore.planning.plan(manifest, str(tmp_path / "out"), verb=verb, exclude=excluded)
+        planned = ckptcore.plan(manifest, str(tmp_path / "out"), verb=verb, exclude=excluded)
         assert sum(f.tensors for f in planned.plan.files) >= 8

@@ -35,7 +35,7 @@ def actor(tmp_path: Path) -> Path:
 
 
 def findings(folder: Path, level: str = "bytes") -> list[tuple[str, str | None]]:
-    found = ckptcore.checking.check(ckptcore.open(str(folder)), level)
+    found = ckptcore.check(ckptcore.open(str(folder)), level)
     return [(f.code, f.fqn) for f in found.findings if f.code not in ("unproven", "no-checksum")]
 
 
@@ -64,8 +64,8 @@ def test_equal_copies_are_proven_and_change_nothing(actor: Path, tmp_path: Path)
     bare = tmp_path / "bare"
     shutil.copytree(actor, bare, ignore=lambda _, names: [n for n in names if n.endswith("safetensors")])
     assert ckptcore.open(str(bare)).digest == manifest.digest
-    ckptcore.conversion.pipeline(str(actor), str(tmp_path / "out"))
-    ckptcore.conversion.pipeline(str(bare), str(tmp_path / "out-bare"))
+    ckptcore.convert(str(actor), str(tmp_path / "out"))
+    ckptcore.convert(str(bare), str(tmp_path / "out-bare"))
     for path in (tmp_path / "out").iterdir():
         assert path.read_bytes() == (tmp_path / "out-bare" / path.name).read_bytes()
     assert Manifest.load(manifest.dump()).dump() == manifest.dump()
@@ -81,7 +81,7 @@ def test_a_flipped_bit_in_the_whole_file(end: int, actor: Path, tmp_path: Path) 
             flip(path, start if end == 0 else stop - 1)
             (found,) = [
                 f
-                for f in ckptcore.checking.check(ckptcore.open(str(actor)), "bytes").findings
+                for f in ckptcore.check(ckptcore.open(str(actor)), "bytes").findings
                 if f.severity == "error"
             ]
             assert (found.code, found.fqn) == ("replica-mismatch", name)
@@ -90,10 +90,10 @@ def test_a_flipped_bit_in_the_whole_file(end: int, actor: Path, tmp_path: Path) 
             flip(path, start if end == 0 else stop - 1)
     flip(path, span(path, names[1])[0])
     with pytest.raises(CkptError) as caught:
-        ckptcore.conversion.pipeline(str(actor), str(tmp_path / "out"))
+        ckptcore.convert(str(actor), str(tmp_path / "out"))
     assert caught.value.exit_code != 70
     assert not (tmp_path / "out").exists()
-    ckptcore.conversion.pipeline(str(actor), str(tmp_path / "out"), exclude=[names[1]])
+    ckptcore.convert(str(actor), str(tmp_path / "out"), exclude=[names[1]])
 
 
 def test_a_changed_element_in_a_ranks_file(actor: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_changed_element_in_a_ranks_file(actor: Path) -> None:
     torch.save(tree, path)
     (found,) = [
         f
-        for f in ckptcore.checking.check(ckptcore.open(str(actor)), "bytes").findings
+        for f in ckptcore.check(ckptcore.open(str(actor)), "bytes").findings
         if f.severity == "error"
     ]
     assert (found.code, found.fqn) == ("replica-mismatch", name)
@@ -142,7 +142,7 @@ def test_what_cannot_be_compared_is_said(actor: Path) -> None:
     shutil.copy(two, two.with_name("stale.safetensors"))  # the index names it not: it is not compared
     flip(two.with_name("stale.safetensors"), -1)
     two.write_bytes(two.read_bytes()[:4])
-    found = ckptcore.checking.check(ckptcore.open(str(actor)), "bytes")
+    found = ckptcore.check(ckptcore.open(str(actor)), "bytes")
     assert found.ok
     messages = [f.message for f in found.findings if f.code == "consolidated-differs"]
     for part in (

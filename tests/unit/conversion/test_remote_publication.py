@@ -251,7 +251,7 @@ def test_what_a_killed_run_began_to_replace_is_ended_by_another(
         real(*given)  # type: ignore[arg-type]
 
     def work(place: str, nbytes: int) -> object:
-        return ckptcore.conversion.pipeline(
+        return ckptcore.convert(
             f"{root}/new", f"{place}/out", verb="export", max_file_size=nbytes, overwrite=True
         )
 
@@ -259,7 +259,7 @@ def test_what_a_killed_run_began_to_replace_is_ended_by_another(
         open_store(place).remove_all()
         calls.clear()
         put(f"{place}/out-2/precious")
-        ckptcore.conversion.pipeline(f"{root}/old", f"{place}/out", verb="reshard", mesh="fsdp=3")
+        ckptcore.convert(f"{root}/old", f"{place}/out", verb="reshard", mesh="fsdp=3")
         with monkeypatch.context() as patch:
             patch.setattr(remotepublishing, "_remove", dying)
             with pytest.raises(Killed):

@@ -41,7 +41,7 @@ def place(tmp_path: Path, single: bool) -> Path:
     save_file({f"w{n}": torch.arange(6.0) + n for n in range(3)}, tmp_path / "new.safetensors")
     save_file({f"w{n}": torch.zeros(3) for n in range(3)}, tmp_path / "old.safetensors")
     (tmp_path / "place").mkdir()
-    ckptcore.conversion.pipeline(
+    ckptcore.convert(
         str(tmp_path / "old.safetensors"), str(name(tmp_path / "place", single)), **options(single)
     )
     return tmp_path / "place"
@@ -57,7 +57,7 @@ def options(single: bool) -> dict[str, Any]:
 
 def replaced(place: Path, single: bool, **more: Any) -> Any:
     source = place.parent / "new.safetensors"
-    return ckptcore.conversion.pipeline(
+    return ckptcore.convert(
         str(source), str(name(place, single)), overwrite=True, **options(single), **more
     )
 
@@ -103,7 +103,7 @@ def test_what_changes_behind_its_times_is_not_replaced(
 ) -> None:
     dst, source = name(place, single), str(place.parent / "new.safetensors")
     ready = ckptcore.prepare(source, str(dst), overwrite=True, **options(single))
-    ckptcore.execution.execute(ready)
+    ckptcore.execute(ready)
     how(a_file(dst))
     before = picture(dst.parent)
     with pytest.raises(DestinationExists, match="status") as caught:
@@ -142,7 +142,7 @@ def test_a_judgement_without_times_of_status_is_made_again(place: Path, single: 
     dst, source = name(place, single), str(place.parent / "new.safetensors")
     for strange in (True, False):
         ready = ckptcore.prepare(source, str(dst), overwrite=True, **options(single))
-        ckptcore.execution.execute(ready)
+        ckptcore.execute(ready)
         record = place / f".{dst.name}.ckptcore" / "replaces.json"
         form = json.loads(record.read_text())
         for entry in form["inventory"].values():
@@ -217,7 +217,7 @@ class World:
         for each in ("new.safetensors", "old.safetensors"):
             os.link(work.parent / each, work / each)
         old = str(work / "old.safetensors")
-        ckptcore.conversion.pipeline(old, str(name(self.here, single)), **options(single))
+        ckptcore.convert(old, str(name(self.here, single)), **options(single))
         self.staging = Staging(str(name(self.here, single)))
         self.seen: dict[str, Any] = {}
 
