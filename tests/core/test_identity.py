@@ -15,7 +15,7 @@ from ckptcore.formats import FORMATS
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 SUFFIX = {"torch_save": ".pt"}
-WRITTEN = [f.name for f in FORMATS if f.arrange is not None]
+WRITTEN = [f.name for f in FORMATS if f.writer is not None]
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,16 @@ from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.encodings.safetensors_header import MAX_HEADER, pack_header
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import (
-    Abilities,
     Arrangement,
     Evidence,
     FileLayout,
     Format,
+    Layout,
     Literal,
+    Reader,
     Slot,
     Source,
+    Writer,
     natural,
 )
 from ckptcore.formats.huggingface.folder import INDEX, OBJECTS, SINGLE, read_folder, recognised
@@ -156,8 +158,7 @@ FORMAT = Format(
     name="safetensors",
     title="safetensors file or Hugging Face folder",
     recognised_by="`model.safetensors.index.json`, one `*.safetensors` file, or all `*-I-of-N.safetensors`",
-    abilities=Abilities(reads=True, writes=True, checksums="none", objects=True),
     detect=detect,
-    read=read,
-    arrange=arrange,
+    reader=Reader(read, objects=True),
+    writer=Writer(Layout(arrange)),
 )

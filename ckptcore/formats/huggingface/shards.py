@@ -23,7 +23,7 @@ from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.redundant_copies import Whole, with_copies
 from ckptcore.errors import Finding, UnsupportedFormat, finding
-from ckptcore.formats.base import Abilities, Evidence, Format, Source, natural
+from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.huggingface import shard_extent as proof
 from ckptcore.formats.huggingface.expected_shapes import INDEX, known_shapes, proves_all
@@ -212,7 +212,6 @@ FORMAT = Format(
     name="hf_shards",
     title="shards of torch's HuggingFaceStorageWriter",
     recognised_by="`shard-*-model-*-of-*.safetensors`, here or in `sharded/`",
-    abilities=Abilities(reads=True, writes=False, checksums="none", objects=False),
     detect=detect,
-    read=read,
+    reader=Reader(read),
 )
