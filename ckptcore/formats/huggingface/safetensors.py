@@ -14,6 +14,7 @@ from typing import Any
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.object_tree import VERSION
 from ckptcore.encodings.safetensors_header import MAX_HEADER, pack_header
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import (
@@ -29,7 +30,14 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
-from ckptcore.formats.huggingface.folder import INDEX, OBJECTS, SINGLE, read_folder, recognised
+from ckptcore.formats.huggingface.folder import (
+    INDEX,
+    OBJECTS,
+    OBJECTS_VERSION,
+    SINGLE,
+    read_folder,
+    recognised,
+)
 
 METADATA = "__metadata__"  # the key of a header that is no tensor
 
@@ -73,6 +81,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         metadata = {"format": "pt"}
         if number == 0 and request.objects:
             metadata[OBJECTS] = canonical_json(dict(request.objects)).decode()
+            metadata[OBJECTS_VERSION] = str(VERSION)
         layouts.append(_layout(path, group, request.tensors, metadata, commit=count == 1))
     if count > 1:
         layouts.append(_index(layouts, request.tensors))
