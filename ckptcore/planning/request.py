@@ -117,8 +117,9 @@ class Request:
         """The output's file name when it is one file, else None."""
         if self.verb == "reshard":
             return None
-        writers = (f.writer for f in registry().formats if f.name == self.format)
-        alone = any(w is not None and w.single_file for w in writers)
+        writers = (f.writer for f in registry().formats if f.name == self.format and f.writer is not None)
+        writer = next(writers, None)  # as `by_name` chooses it
+        alone = writer is not None and writer.single_file
         return split_url(self.destination)[1] if alone or _suffix(self.destination) else None
 
     def as_dict(self) -> dict[str, Any]:

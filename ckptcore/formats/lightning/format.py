@@ -7,7 +7,7 @@ strategies/fsdp.py and model_parallel.py, save_checkpoint). Fabric keeps the use
 (lightning/fabric/strategies/fsdp.py). What is written is what Lightning's consolidation gives: one
 dict with the values of `meta.pt`, ``state_dict`` and the list ``optimizer_states``
 (pytorch/utilities/consolidate_checkpoint.py), or Fabric's own structure; for the ranks of a mesh it is
-such a folder again (`_lightningwrite`).
+such a folder again (`writer`).
 """
 
 from __future__ import annotations
