@@ -1,4 +1,4 @@
-"""ckptcore: sharded training checkpoints made whole, in bounded memory.
+"""Convert sharded training checkpoints into verified models, in bounded memory.
 
     import ckptcore
     manifest = ckptcore.open("/runs/llama/step-300")
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -49,6 +48,8 @@ _WHERE = {
 }
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from ckptcore.api import (
         check,
         convert,
@@ -102,19 +103,25 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
-    """Keeps `ckptcore.check` the function, although a module of that name is imported below it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _WHERE and isinstance(value, ModuleType):
-            return  # the import system binds submodules here
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'ckptcore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Moved:
+    """Asked for modules below `ckptcore` that nothing else finds: those of release 0.1 have moved."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not name.startswith("ckptcore."):
+            return None
+        found: ModuleSpec | None = import_module("ckptcore.moved_modules").find(name)
+        return found
+
+
+sys.meta_path.append(_Moved)  # last: whatever is found is found without it

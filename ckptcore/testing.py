@@ -127,7 +127,7 @@ def damage_is_found(sample: Sample, tmp: Path) -> None:
 def written_and_read_back(sample: Sample, tmp: Path) -> None:
     """Where the format is written too: what is written is recognised, whole and bit-equal."""
     found, _ = detect(open_source(str(sample.source)))
-    if found.arrange is None:
+    if found.writer is None:
         raise Skip(f"{found.name} is not written")
     target = tmp / "again"
     _convert(sample.source, target, to=found.name)
@@ -142,8 +142,8 @@ def registered(sample: Sample, tmp: Path) -> None:
     """The format is in the registry, under a version, and says what it can do."""
     found, _ = detect(open_source(str(sample.source)))
     assert registry().find("read", found.name) is found
-    assert found.abilities.reads == (found.read is not None)
-    assert found.abilities.writes == (found.arrange is not None)
+    assert found.abilities.reads
+    assert found.abilities.writes == (found.writer is not None)
 
 
 CASES: tuple[Case, ...] = (

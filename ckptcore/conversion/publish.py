@@ -319,9 +319,9 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     """The staged output's own manifest, when it holds what was planned; and its commit files."""
     _require_written(staging, plan, receipts)
     source = Source(staging.files, plan.target.single, staging.files.list())
-    reader = by_name(plan.target.format)
-    assert reader.read is not None  # every format that writes reads
-    written = reader.read(source)
+    form = by_name(plan.target.format)
+    assert form.reader is not None  # by_name finds those that read
+    written = form.reader.read(source)
     report = check(written, None, "cover")
     wanted, last = _planned(staging, plan)
     known = _in_literals(staging, plan, written, {name for name, *_ in wanted})
@@ -333,7 +333,7 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
         )
     # config.json makes a folder loadable, too: with the index it comes last.
     commit = [path for path, _ in plan.extra if path == "config.json"]
-    return _as_found(written, source, reader), (*commit, *last)
+    return _as_found(written, source, form), (*commit, *last)
 
 
 def _as_found(written: Manifest, source: Source, reader: Format) -> Manifest:

@@ -1,8 +1,8 @@
-"""Objects: how does a tree of plain values travel, without ever being a pickle?
+"""Encode trees of plain values as JSON, so that they never travel as a pickle.
 
 Everything that is not a tensor is kept as JSON. JSON's own values stand for themselves, except
 that an object ``{"$": kind, ...}`` stands for a Python value JSON does not have. A reference to a
-tensor is ``{"$": "tensor", "fqn": name}``.
+tensor is ``{"$": "tensor", "fqn": name}``. ``docs/objects.md`` is the specification.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any
 
 from ckptcore.core.metadata_budget import CONTAINER, SLOT, meter
 
+# Of the JSON form, where it is stored outside of this project's own files. A kind that an older reader would
+# misread makes a new version.
+VERSION = 1
 # Values that hold no others; long runs of them are encoded and decoded at once.
 SCALARS: frozenset[type] = frozenset({type(None), bool, int, float, complex, str, bytes})
 _AS_IS: frozenset[type] = frozenset({type(None), bool, str})  # JSON has them
@@ -34,7 +37,7 @@ class TensorRef:
 class Named:
     """A value that torch or the standard library has a name for: ``torch.Size``, a dtype, a path.
 
-    kind: ``size``, ``dtype``, ``device``, ``path``, ``layout``, ``ndarray``. value: plain.
+    kind: ``size``, ``dtype``, ``path``, ... (``docs/objects.md`` lists them). value: plain.
     """
 
     kind: str

@@ -1,4 +1,21 @@
-"""Formats: what is at this URL, and who reads it? The whole world of formats is one tuple."""
+"""Recognise, read and lay out checkpoints of every format. One package a family; `FORMATS` lists them.
+
+A reader turns names, sizes, headers and metadata into a `Manifest`; a writer lays out files. Neither moves a
+tensor byte, opens a URL (each is given a `Source`) or knows the other formats' targets. This room may use
+core, store, encodings, naming and topology; it knows nothing of checking, planning or execution.
+
+For users: `detect`, `open_source`, `read_manifest`, `by_name`, `registry`, `FORMATS`, `KNOWN`.
+For plug-ins, stable from release to release together with `ckptcore.errors` and `ckptcore.testing`:
+
+- what a format is: `Format`, `Reader`, `Writer`, `Layout`, `Evidence`, `Source`, and the protocols `Detect`,
+  `Read`, `Arrange`, `Place`; `Abilities` is what a format says of itself;
+- what a reader makes: `Builder`, `Manifest`, `TensorSpec`, `Box`, `Item`, `Envelope`, `View`, `Blob`,
+  `Unread`;
+- what a writer makes: `Arrangement`, `FileLayout`, `Slot`, `Literal`, `natural`.
+
+Its modules: `base` (the seam), `common` (what several families share), `plugins` (the registry), `old_fields`
+(constructors of release 0.1), `step_roots` (folders of steps), `refused` (formats known only by name).
+"""
 
 from __future__ import annotations
 
@@ -6,79 +23,109 @@ from collections.abc import Set
 from dataclasses import replace
 from functools import cache
 
-from ckptcore.core.manifest import Manifest, StoredFile
+from ckptcore.core.box import Box
+from ckptcore.core.manifest import Blob, Envelope, Item, Manifest, StoredFile, TensorSpec, Unread, View
+from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import metered, passing
 from ckptcore.errors import AmbiguousModel, SourceUnreadable, UnknownFormat, UnsupportedFormat, finding
-from ckptcore.formats.accelerate import format as accelerate
+from ckptcore.formats.accelerate.format import FORMAT as ACCELERATE
 from ckptcore.formats.base import (
     Abilities,
+    Arrange,
     Arrangement,
+    Detect,
     Evidence,
     FileLayout,
     Format,
     KnownFormat,
+    Layout,
     Literal,
+    Place,
+    Read,
+    Reader,
     Slot,
     Source,
+    Writer,
+    natural,
 )
 from ckptcore.formats.common.rank_file_names import unread
-from ckptcore.formats.dcp import format as dcp
-from ckptcore.formats.huggingface import quantized as hf_quantized
-from ckptcore.formats.huggingface import safetensors
-from ckptcore.formats.huggingface import shards as hf_shards
-from ckptcore.formats.lightning import format as lightning
-from ckptcore.formats.megatron import dcp as megatron_dcp
-from ckptcore.formats.megatron import legacy as megatron_legacy
-from ckptcore.formats.megatron import torch_dist as mcore_dist
-from ckptcore.formats.megatron import zarr as mcore_zarr
-from ckptcore.formats.olmo import core as olmo_core
-from ckptcore.formats.olmo import local as olmo_local
-from ckptcore.formats.olmo import unsharded as olmo_unsharded
-from ckptcore.formats.olmo import v01 as olmo_v01
+from ckptcore.formats.dcp.format import FORMAT as DCP
+from ckptcore.formats.huggingface.quantized import FORMAT as HF_QUANTIZED
+from ckptcore.formats.huggingface.safetensors import FORMAT as SAFETENSORS
+from ckptcore.formats.huggingface.shards import FORMAT as HF_SHARDS
+from ckptcore.formats.lightning.format import FORMAT as LIGHTNING
+from ckptcore.formats.megatron.dcp import FSDP_DTENSOR, TORCH_DCP
+from ckptcore.formats.megatron.legacy import FORMAT as MEGATRON_LEGACY
+from ckptcore.formats.megatron.torch_dist import FORMAT as MCORE_DIST
+from ckptcore.formats.megatron.zarr import FORMAT as MCORE_ZARR
+from ckptcore.formats.old_fields import accept_old_fields
+from ckptcore.formats.olmo.core import FORMAT as OLMO_CORE
+from ckptcore.formats.olmo.local import FORMAT as OLMO_LOCAL
+from ckptcore.formats.olmo.unsharded import FORMAT as OLMO_UNSHARDED
+from ckptcore.formats.olmo.v01 import FORMAT as OLMO_V01
 from ckptcore.formats.plugins import Registry, register
 from ckptcore.formats.refused import KNOWN
 from ckptcore.formats.step_roots import beside_steps, located
-from ckptcore.formats.torch_ranks import format as torch_ranks
-from ckptcore.formats.torch_save import format as torch_save
+from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
+from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
 from ckptcore.store import Stamped, Store, join_url, open_store, split_url
 from ckptcore.store.subfolder import Noting
 
+accept_old_fields()
+
 # In the order they are asked. A format is recognised by its own files, never by elimination.
 FORMATS: tuple[Format, ...] = (
-    dcp.FORMAT,
-    mcore_dist.FORMAT,
-    mcore_zarr.FORMAT,
-    megatron_dcp.FSDP_DTENSOR,
-    megatron_dcp.TORCH_DCP,
-    megatron_legacy.FORMAT,
-    olmo_core.FORMAT,
-    olmo_local.FORMAT,
-    olmo_unsharded.FORMAT,
-    olmo_v01.FORMAT,
-    hf_shards.FORMAT,
-    hf_quantized.FORMAT,
-    safetensors.FORMAT,
-    lightning.FORMAT,
-    accelerate.FORMAT,
-    torch_ranks.FORMAT,
-    torch_save.FORMAT,
+    DCP,
+    MCORE_DIST,
+    MCORE_ZARR,
+    FSDP_DTENSOR,
+    TORCH_DCP,
+    MEGATRON_LEGACY,
+    OLMO_CORE,
+    OLMO_LOCAL,
+    OLMO_UNSHARDED,
+    OLMO_V01,
+    HF_SHARDS,
+    HF_QUANTIZED,
+    SAFETENSORS,
+    LIGHTNING,
+    ACCELERATE,
+    TORCH_RANKS,
+    TORCH_SAVE,
 )
 
 __all__ = [
     "FORMATS",
     "KNOWN",
     "Abilities",
+    "Arrange",
     "Arrangement",
+    "Blob",
+    "Box",
+    "Builder",
+    "Detect",
+    "Envelope",
     "Evidence",
     "FileLayout",
     "Format",
+    "Item",
     "KnownFormat",
+    "Layout",
     "Literal",
+    "Manifest",
+    "Place",
+    "Read",
+    "Reader",
     "Slot",
     "Source",
+    "TensorSpec",
+    "Unread",
+    "View",
+    "Writer",
     "by_name",
     "detect",
     "located",
+    "natural",
     "open_source",
     "read_manifest",
     "registry",
@@ -170,9 +217,9 @@ def _read_manifest(source: Source) -> Manifest:
     if source is not root:
         _require_notes_only(root, source)
     found, evidence = detect(source)
-    assert found.read is not None  # every entry of FORMATS reads
+    assert found.reader is not None  # `_recognised` asks those that read
     names: set[str] = set()
-    manifest = found.read(replace(source, store=Noting(source.store, names)))
+    manifest = found.reader.read(replace(source, store=Noting(source.store, names)))
     if source.name is None and (others := unread(source.listing, {f.path for f in manifest.files})):
         more = f" and {len(others) - 1} more" if others[1:] else ""
         message = f"{others[0]}{more} are named by rank, like another checkpoint's, and are not read"
@@ -206,14 +253,14 @@ def _as_listed(root: Source, manifest: Manifest, read: Set[str]) -> Manifest:
 def _recognised(source: Source) -> list[tuple[Format, Evidence]]:
     """The formats that see their own files in a source, without those that give way."""
     with passing():  # what was looked at is read again by the format that it is of
-        found = [(f, e) for f in registry().formats if f.read and (e := f.detect(source)) is not None]
+        found = [(f, e) for f in registry().formats if f.reader and (e := f.detect(source)) is not None]
     general = {name for _, e in found for name in e.refines}
     return [(f, e) for f, e in found if f.name not in general]
 
 
 def _require_notes_only(root: Source, below: Source) -> None:
     """Raises `AmbiguousModel` when a root of steps is a checkpoint itself: a tracker may be a stale one."""
-    others = [(f, e) for f, e in _recognised(beside_steps(root)) if f.name != torch_save.FORMAT.name]
+    others = [(f, e) for f, e in _recognised(beside_steps(root)) if f.name != TORCH_SAVE.name]
     if others:
         form, evidence = others[0]
         raise AmbiguousModel(

@@ -1,8 +1,8 @@
 """The seam every format fills: recognise a checkpoint, read its manifest, arrange output files.
 
-A format's reader turns headers and metadata into a `Manifest` and reads no tensor byte. Its
-`arrange` is pure: given what is to be written it says which literal bytes and which tensor slots
-make up each file. Moving bytes is `ckptcore.execute`'s job alone.
+A `Reader` turns headers and metadata into a `Manifest` and reads no tensor byte. A `Writer` is pure: given
+what is to be written it says which literal bytes and which tensor slots make up each file. Moving bytes
+is the job of `ckptcore.execution` alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Manifest, TensorSpec
@@ -118,7 +118,7 @@ class FileLayout:
 class Arrangement:
     """What a writer is asked to lay out.
 
-    tensors: what to write, names final. objects: key -> value tree in `ckptcore.objects` JSON form.
+    tensors: what to write, names final. objects: key -> value tree in `ckptcore.core.object_tree` JSON form.
     paths: name of a tensor or object -> where it stood in the saved tree (dict keys are text, list
     positions are ints), where that is known.
     order: names as their modules had them in the saved state dict, where that is known better than by paths.
@@ -137,33 +137,111 @@ class Arrangement:
     order: Sequence[str] = ()
 
 
+class Detect(Protocol):
+    """Recognises a source by names and first bytes."""
+
+    def __call__(self, source: Source, /) -> Evidence | None:
+        """Return the evidence, or None for a source of another format."""
+
+
+class Read(Protocol):
+    """Reads the manifest of a source, and no tensor byte."""
+
+    def __call__(self, source: Source, /) -> Manifest:
+        """Return the manifest; raise an error of `ckptcore.errors` where there is none."""
+
+
+class Arrange(Protocol):
+    """Lays out output files. It is pure: workers move the bytes."""
+
+    def __call__(self, request: Arrangement, /) -> Iterable[FileLayout]:
+        """Return every file; raise an error of `ckptcore.errors` for what the format cannot hold."""
+
+
+class Place(Protocol):
+    """Says where the paths of a source go in an output that has a structure of its own."""
+
+    def __call__(self, source: Manifest, /) -> Callable[[Path], Path]:
+        """Return the rule; raise `UnsupportedFormat` when the source cannot be written so."""
+
+
 @dataclass(frozen=True, slots=True)
+class Reader:
+    """How a format is read.
+
+    read: the function. checksums: what the format itself stores to prove its bytes, for people.
+    objects: whether it carries non-tensor values.
+    """
+
+    read: Read
+    checksums: str = "none"
+    objects: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one kind of output is laid out in files.
+
+    arrange: the function. nests: whether it asks where names stand in the tree. place: where the paths of a
+    source go, for an output that only some sources fit; None keeps every path.
+    """
+
+    arrange: Arrange
+    nests: bool = False
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """How a format is written.
+
+    whole: what one process writes (consolidate, export). for_mesh: what the ranks of a mesh write (reshard),
+    often the same; None where they cannot. single_file: whether ``whole`` is always one file, whatever the
+    destination is called. serializations: the values of `--serialization` that it knows.
+    """
+
+    whole: Layout
+    for_mesh: Layout | None = None
+    single_file: bool = False
+    serializations: tuple[str, ...] = ("torch_save",)
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: a plug-in's reader may be unhashable
 class Format:
-    """A format: its facts, and its three functions.
+    """A format: its facts, how it is recognised, read and written.
 
     name: as in `--to` and `inspect`. title: for people. recognised_by: for the support matrix.
     versions: of the format itself, where it counts them; the first is what is written by default.
-    single_file: whether what is written is always one file, whatever the destination is called.
-    shards: whether it can be written for a mesh. for_mesh: how it is written for one, where that is another
-    layout with another ``place``. serializations: how its items can be written.
-    nests: whether `arrange` asks where names stand in the tree. place: for a source, the path in the
-    output of each of its paths; raises `UnsupportedFormat` when it cannot be written so.
+    Raises TypeError for what is no reader or writer, and for a writer without a reader.
     """
 
     name: str
     title: str
     recognised_by: str
-    abilities: Abilities
-    detect: Callable[[Source], Evidence | None]
-    read: Callable[[Source], Manifest] | None = None
-    arrange: Callable[[Arrangement], Iterable[FileLayout]] | None = None
+    detect: Detect
+    reader: Reader | None = None
+    writer: Writer | None = None
     versions: tuple[str, ...] = ("1",)
-    single_file: bool = False
-    nests: bool = False
-    shards: bool = False
-    place: Callable[[Manifest], Callable[[Path], Path]] | None = None
-    for_mesh: Format | None = None
-    serializations: tuple[str, ...] = ("torch_save",)
+
+    def __post_init__(self) -> None:
+        for field_, kind in (("reader", Reader), ("writer", Writer)):
+            value = getattr(self, field_)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(
+                    f"{field_} of format {self.name!r} must be a {kind.__name__} (got {type(value).__name__})"
+                )
+        if self.writer is not None and self.reader is None:
+            raise TypeError(
+                f"format {self.name!r} has a writer and no reader: every output is read back before it is "
+                "published"
+            )
+
+    @property
+    def abilities(self) -> Abilities:
+        """The format's columns of the support matrix."""
+        read, written = self.reader is not None, self.writer is not None
+        checksums, objects = (self.reader.checksums, self.reader.objects) if self.reader else ("none", False)
+        return Abilities(read, written, checksums, objects)
 
 
 @dataclass(frozen=True, slots=True)

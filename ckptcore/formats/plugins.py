@@ -107,7 +107,7 @@ def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
 
 
 def _rows(format: Format, package: str) -> Iterator[tuple[Key, Entry]]:
-    actions: list[tuple[Action, object]] = [("read", format.read), ("write", format.arrange)]
-    for action, function in actions:
-        for version in format.versions if function is not None else ():
+    actions: list[tuple[Action, object]] = [("read", format.reader), ("write", format.writer)]
+    for action, able in actions:
+        for version in format.versions if able is not None else ():
             yield (action, format.name, version), Entry(action, format, version, package)

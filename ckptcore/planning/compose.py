@@ -22,7 +22,8 @@ from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.core.object_tree import references
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.fingerprints.sums import map_digest
-from ckptcore.formats import FORMATS, by_name
+from ckptcore.formats import by_name, registry
+from ckptcore.formats.base import Layout, Writer
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.rename import Mapped, is_kept, keep_blobs, matches, remap
 from ckptcore.planning.config_folder import ConfigFolder, check_names, model_card, read_config
@@ -65,35 +66,18 @@ def compose(request: Request, manifest: Manifest, each: Callable[[FilePlan], Non
     `UsageError`.
     """
     began = time.perf_counter()
-    writer = by_name(request.format, writes=True)
-    if request.verb == "reshard":
-        writer = writer.for_mesh or writer
+    writer = by_name(request.format, writes=True).writer
+    assert writer is not None  # by_name finds those that write
+    reshard = request.verb == "reshard"
     selected = _selected(request, manifest)
     by_config = request.verb == "export" and request.config is not None
     report = require_whole(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
     export = request.verb == "export"
-    if request.verb == "reshard" and not writer.shards:
-        raise UsageError(
-            f"{writer.name} is not written for the ranks of a mesh",
-            hint=f"one of: {', '.join(f.name for f in FORMATS if f.shards)}",
-        )
-    if request.serialization not in writer.serializations:
-        able = ", ".join(f.name for f in FORMATS if request.serialization in f.serializations)
-        read = ", ".join(writer.serializations)
-        raise UsageError(
-            f"--serialization {request.serialization} is not for {writer.name}, whose loaders read {read}",
-            hint=f"leave it out, or write {able}",
-        )
-    if export and writer.place is not None:
-        raise UsageError(
-            f"an export holds the model only, which is no {writer.name} checkpoint",
-            hint="consolidate writes it; export writes safetensors or torch_save",
-        )
+    layout = _layout(request, writer)
     config = read_config(request.config) if request.config else None
     model = find_model(manifest, request.model_prefix) if export else None
-    reshard = request.verb == "reshard"
     free, bound = without_bound(manifest, parse_mesh(request.mesh)) if reshard else (manifest, ())
     mapped, told = _names(request, free, model, config)
     if told and by_config:  # the model class was not asked, and proves nothing
@@ -102,7 +86,7 @@ def compose(request: Request, manifest: Manifest, each: Callable[[FilePlan], Non
     casts = _dtypes(request, mapped.manifest)
     objects = {} if export else _objects(request, free, warnings)
     carried = set(objects)
-    mapped, objects, paths, moved = nest(writer, manifest, mapped, objects)
+    mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
     casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
     target = Target(
         request.format,
@@ -131,7 +115,7 @@ def compose(request: Request, manifest: Manifest, each: Callable[[FilePlan], Non
     plan, files = make_plan(
         mapped.manifest,
         target,
-        writer,
+        layout,
         twins=mapped.twins,
         ties=mapped.ties,
         renamed=mapped.renamed,
@@ -149,6 +133,33 @@ def compose(request: Request, manifest: Manifest, each: Callable[[FilePlan], Non
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     ranks = None if topology is None else balance(topology, mapped.manifest.tensors)
     return Composed(plan, files, extra, report, tuple(warnings), model, timings, ranks)
+
+
+def _layout(request: Request, writer: Writer) -> Layout:
+    """How the output is laid out; raises `UsageError` for what the format cannot be written as."""
+    layout = writer.for_mesh if request.verb == "reshard" else writer.whole
+    if layout is None:
+        raise UsageError(
+            f"{request.format} is not written for the ranks of a mesh",
+            hint=f"one of: {_writers(lambda w: w.for_mesh is not None)}",
+        )
+    if request.serialization not in writer.serializations:
+        raise UsageError(
+            f"--serialization {request.serialization} is not for {request.format}, whose loaders read "
+            f"{', '.join(writer.serializations)}",
+            hint=f"leave it out, or write {_writers(lambda w: request.serialization in w.serializations)}",
+        )
+    if request.verb == "export" and layout.place is not None:
+        raise UsageError(
+            f"an export holds the model only, which is no {request.format} checkpoint",
+            hint="consolidate writes it; export writes safetensors or torch_save",
+        )
+    return layout
+
+
+def _writers(able: Callable[[Writer], bool]) -> str:
+    """The names of the formats whose writer can do this."""
+    return ", ".join(f.name for f in registry().formats if f.writer is not None and able(f.writer))
 
 
 def _order(manifest: Manifest, mapped: Mapped) -> tuple[str, ...]:

@@ -15,23 +15,23 @@ from ckptcore.core.object_tree import references
 from ckptcore.core.subset import select
 from ckptcore.core.tree_paths import Path, Paths, renamed
 from ckptcore.errors import NameMismatch
-from ckptcore.formats.base import Format
+from ckptcore.formats.base import Layout
 from ckptcore.naming.rename import Mapped
 
 Objects = dict[str, Any]
 
 
 def nest(
-    writer: Format, source: Manifest, mapped: Mapped, objects: Objects
+    layout: Layout, source: Manifest, mapped: Mapped, objects: Objects
 ) -> tuple[Mapped, Objects, Paths, Mapping[str, str]]:
-    """The tensors and objects as the writer names them, their paths, and old name -> new name.
+    """The tensors and objects as the layout names them, their paths, and old name -> new name.
 
     mapped: the kept tensors. objects: key -> tree of those that are carried. Paths are in saved order.
-    Raises `NameMismatch` when two would stand in one place, and what the writer's ``place`` raises.
+    Raises `NameMismatch` when two would stand in one place, and what the layout's ``place`` raises.
     """
-    if not writer.nests:
+    if not layout.nests:
         return mapped, objects, Paths(), {}
-    rule = writer.place(source) if writer.place is not None else None
+    rule = layout.place(source) if layout.place is not None else None
     paths, moved = Paths(), dict[str, str]()
     for name, path in _in_order(source, mapped, objects):
         target = rule(path) if rule is not None else path

@@ -23,7 +23,7 @@ from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import told_of
 from ckptcore.core.tree_paths import Path
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
-from ckptcore.formats.base import Arrangement, Format
+from ckptcore.formats.base import Arrangement, Layout
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.file_planner import file_plans
 from ckptcore.planning.reads import followers_of
@@ -108,7 +108,7 @@ class Plan:
 def make_plan(
     manifest: Manifest,
     target: Target,
-    writer: Format,
+    layout: Layout,
     *,
     twins: Manifest | None = None,
     ties: Sequence[tuple[str, str]] = (),
@@ -126,11 +126,11 @@ def make_plan(
     twins: tensors, one per tie, whose bytes must equal those of the tie's kept tensor.
     extra: (path, text digest) of small files that go beside the output; they are part of the digest.
     source: the manifest before remapping, when that differs; its digest goes into the plan.
-    paths: where names stand in the tree, for writers that nest. topology: which rank holds what, for
-    writers of a mesh; None for a mesh of one. each: called with every file's plan as it is made.
+    paths: where names stand in the tree, for layouts that nest. topology: which rank holds what, for
+    layouts of a mesh; None for a mesh of one. each: called with every file's plan as it is made.
     order: names as the saved state dict had them, where paths are in another order.
     File plans that would take much memory are not kept, but made anew whenever they are gone through.
-    Raises `DamagedCheckpoint` for a chunk without a place, and what the writer's `arrange` raises.
+    Raises `DamagedCheckpoint` for a chunk without a place, and what the layout's `arrange` raises.
     """
     stored = (manifest.chunks, *([manifest.inputs.chunks] if manifest.inputs is not None else []))
     if any(bool((chunks.item < 0).any()) for chunks in stored):
@@ -138,8 +138,6 @@ def make_plan(
             "a chunk of the manifest has no place in any file", findings=manifest.findings
         )
     wanted = [TensorSpec(t.fqn, target.dtypes.get(t.fqn, t.dtype), t.shape) for t in manifest.tensors]
-    assert writer.arrange is not None  # the caller asked for a format that writes
-    arrange = writer.arrange
     request = Arrangement(
         wanted,
         target.objects,
@@ -151,7 +149,7 @@ def make_plan(
         order,
     )
     followers = followers_of(manifest, twins, ties)
-    plans = FilePlans(lambda: file_plans(arrange(request), manifest, wanted, twins, followers))
+    plans = FilePlans(lambda: file_plans(layout.arrange(request), manifest, wanted, twins, followers))
     rows: list[PlannedFile] = []
     whole = blake3()
     for p in plans:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ckptcore.errors import UsageError
-from ckptcore.formats import FORMATS
+from ckptcore.formats import registry
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
 
@@ -117,7 +117,9 @@ class Request:
         """The output's file name when it is one file, else None."""
         if self.verb == "reshard":
             return None
-        alone = any(f.name == self.format and f.single_file for f in FORMATS)
+        writers = (f.writer for f in registry().formats if f.name == self.format and f.writer is not None)
+        writer = next(writers, None)  # as `by_name` chooses it
+        alone = writer is not None and writer.single_file
         return split_url(self.destination)[1] if alone or _suffix(self.destination) else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
 
 import pytest
+
+import ckptcore
+import ckptcore.formats
 
 VERBS = ("open", "read", "load_into", "check", "plan", "execute", "convert")
 EVERY_MODULE = """
@@ -18,15 +22,24 @@ for module in pkgutil.walk_packages(ckptcore.__path__, "ckptcore."):
 
 @pytest.mark.parametrize("before", ["import ckptcore", EVERY_MODULE], ids=["first", "after all"])
 def test_verbs_are_functions(before: str) -> None:
-    # A module of the same name (ckptcore/checking/check.py) takes the package's attribute when imported.
     code = f"{before}\nprint(*(type(getattr(ckptcore, v)).__name__ for v in {VERBS}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["function"] * len(VERBS)
 
 
-def test_every_public_name_is_there() -> None:
-    import ckptcore
+def test_no_module_takes_the_place_of_a_public_name() -> None:
+    # The import system binds a module in its package: a room called `diff` would hide the function.
+    for package in (ckptcore, ckptcore.formats):
+        modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+        assert modules.isdisjoint(package.__all__)
+    # Nor does a name in a package hide a module: `import ckptcore.formats.dcp.format as f` goes by names.
+    for module in pkgutil.walk_packages(ckptcore.formats.__path__, "ckptcore.formats."):
+        found = pkgutil.resolve_name(module.name)
+        assert found.__name__ == module.name
 
+
+def test_every_public_name_is_there() -> None:
+    assert set(ckptcore.__all__) <= set(dir(ckptcore))
     assert set(VERBS) <= set(ckptcore.__all__)
     assert [name for name in ckptcore.__all__ if not hasattr(ckptcore, name)] == []

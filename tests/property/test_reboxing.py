@@ -22,7 +22,7 @@ from ckptcore import Box, CkptError, Settings, api
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.execution.execute import execute_files
 from ckptcore.execution.plan_run import PlanRun
-from ckptcore.formats.base import Abilities, Arrangement, FileLayout, Format, Literal, Slot
+from ckptcore.formats.base import Arrangement, FileLayout, Layout, Literal, Slot
 from ckptcore.planning.plan import Target, load_file_plan, make_plan, save_plan
 from ckptcore.store import open_store
 
@@ -32,13 +32,13 @@ slow = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 DTYPES = ["float32", "int64", "bfloat16", "uint8", "float64"]
 
 
-def writer(files: list[list[Piece]]) -> Format:
-    """A format that writes the given boxes into the given files."""
+def layout(files: list[list[Piece]]) -> Layout:
+    """A layout of the given boxes in the given files."""
 
     def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         return tuple(_layout(f"{n}.raw", request.tensors, pieces) for n, pieces in enumerate(files))
 
-    return Format("raw", "raw boxes", "", Abilities(False, True, "", False), lambda _: None, arrange=arrange)
+    return Layout(arrange)
 
 
 def _layout(path: str, tensors: Any, pieces: list[Piece]) -> FileLayout:
@@ -60,7 +60,7 @@ def _layout(path: str, tensors: Any, pieces: list[Piece]) -> FileLayout:
 def rebox(source: Path, out: Path, files: list[list[Piece]], means: Settings) -> Any:
     """Writes the boxes; gives the receipts. The plan goes by disk, as it does between machines."""
     manifest = api.open(str(source))
-    plan, made = make_plan(manifest, Target("raw"), writer(files))
+    plan, made = make_plan(manifest, Target("raw"), layout(files))
     with closing(open_store(str(out / "plan"))) as saved:
         save_plan(saved, plan, made)
         with closing(open_store(str(source))) as store:

@@ -1,11 +1,16 @@
-"""Columns: what stands for millions of records that are spelled alike, and which spelling that is.
+"""Hold millions of records that are spelled alike in columns, and what they are looked up in.
 
 A record's class, names and kinds of values are its *pattern*; what differs between the records of a run are
-sizes, numbers and texts, a column of each. `ckptcore.encodings.pickle.record_runs` finds and decodes runs.
+sizes, numbers and texts, a column of each (`Columns`). `ckptcore.encodings.pickle.record_runs` finds and
+decodes runs. Metadata of a large job spells every name once a rank: in `Texts` a hash of the bytes finds
+the known name for a whole column, and the bytes are compared, so the hash need not be trusted. Protocol 4
+cuts a pickle into frames of about 64 KiB (PEP 3154), whose header may lie before any opcode: a `Window`
+leaves the headers out, and remembers where they were.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,3 +162,172 @@ class Taken:
         made = Record(pattern.kind, (), pattern.fields)
         made.state = self._columns.state(k, row)
         return made
+
+
+_QUICK = 1 << 16  # texts that are found by hash; more would cost more to sort than they save
+_WORD = 8
+_FACTORS = np.array([(0x9E3779B97F4A7C15 * (2 * k + 1)) & (1 << 64) - 1 for k in range(33)], np.uint64)
+_TAILS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
+
+
+class Texts:
+    """Distinct texts, numbered as they are met.
+
+    values: the texts.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[str] = []
+        self._ids: dict[bytes, int] = {}
+        self._hashes, self._hashed = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        self._words = np.zeros((0, 0), np.uint64)
+        self._lengths = np.zeros(0, np.int64)
+
+    def add(self, raw: bytes) -> int:
+        """The number of a text; raises `UnicodeDecodeError`."""
+        at = self._ids.get(raw)
+        if at is None:
+            self.values.append(raw.decode("utf-8", "surrogatepass"))
+            at = self._ids[raw] = len(self.values) - 1
+        return at
+
+    def find(self, data: bytes, words: npt.NDArray[np.uint64], begin: Ints, length: Ints) -> Ints:
+        """int64 [n]: the numbers of the texts ``data[begin:begin + length]``, each up to 255 bytes.
+
+        words: the eight bytes at each place of the data, little-endian.
+        Raises `UnicodeDecodeError`.
+        """
+        if not len(begin):
+            return np.zeros(0, np.int64)
+        spelled = _spelled(words, begin, length)
+        hashes = (spelled * _FACTORS[: spelled.shape[1]]).sum(axis=1, dtype=np.uint64)
+        hashes += length.astype(np.uint64) * _FACTORS[32]
+        found = self._look(spelled, hashes, length)
+        rows = np.flatnonzero(found < 0)
+        # Sorting anew is worth it for many; a few are looked up one by one.
+        if len(self._hashes) >> 3 < len(rows) and len(self._hashes) < _QUICK:
+            _, one = np.unique(hashes[rows], return_index=True)
+            self._learn(data, begin, length, spelled, hashes, rows[one])
+            found[rows] = self._look(spelled[rows], hashes[rows], length[rows])
+        for row in np.flatnonzero(found < 0).tolist():
+            at = int(begin[row])
+            found[row] = self.add(data[at : at + int(length[row])])
+        return found
+
+    def _look(self, spelled: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64], length: Ints) -> Ints:
+        """The numbers of those that are known by hash, -1 for the others."""
+        if not len(self._hashes):
+            return np.full(len(hashes), -1, np.int64)
+        at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        found = self._hashed[at]
+        width = spelled.shape[1]
+        known = np.zeros((len(found), width), np.uint64)
+        known[:, : self._words.shape[1]] = self._words[at][:, :width]
+        # Of equal lengths, so all words of a known text are among those that are compared.
+        same = (self._lengths[at] == length) & (known == spelled).all(axis=1)
+        return np.where(same, found, -1)
+
+    def _learn(
+        self,
+        data: bytes,
+        begin: Ints,
+        length: Ints,
+        spelled: npt.NDArray[np.uint64],
+        hashes: npt.NDArray[np.uint64],
+        rows: Ints,
+    ) -> None:
+        rows = rows[~np.isin(hashes[rows], self._hashes)][: _QUICK - len(self._hashes)]
+        ids = np.array([self.add(data[int(begin[r]) : int(begin[r] + length[r])]) for r in rows], np.int64)
+        both = np.concatenate([self._hashes, hashes[rows]])
+        order = np.argsort(both)
+        self._hashes, self._hashed = both[order], np.concatenate([self._hashed, ids])[order]
+        self._lengths = np.concatenate([self._lengths, length[rows]])[order]
+        self._words = np.concatenate(_padded(self._words, spelled[rows]))[order]
+
+
+def _spelled(words: npt.NDArray[np.uint64], begin: Ints, length: Ints) -> npt.NDArray[np.uint64]:
+    """uint64 [n, w]: the bytes of each text, filled up with zeros."""
+    count = max(-(-int(length.max()) // _WORD), 1)
+    out = np.empty((len(begin), count), np.uint64)
+    for k in range(count):
+        left = np.clip(length - _WORD * k, 0, _WORD)
+        # A word behind a text's end is masked away; it need not lie inside the data.
+        out[:, k] = words[np.where(left > 0, begin + _WORD * k, 0)] & _TAILS[left]
+    return out
+
+
+def _padded(*tables: npt.NDArray[np.uint64]) -> list[npt.NDArray[Any]]:
+    width = max(t.shape[1] for t in tables)
+    return [np.pad(t, ((0, 0), (0, width - t.shape[1]))) for t in tables]
+
+
+_BYTES = 4 << 20
+_MOST_FRAMES = 1024  # real ones have 64 KiB
+_FRAME, _HEADER = 0x95, 9
+_PADDING = bytes(2048)  # what looks like an instance may be decoded to behind the last byte
+# EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: an instance, and its attributes follow.
+_HEAD = int.from_bytes(b")\x81\x94}\x94(", "little")
+_HEAD_BYTES = np.uint64((1 << 48) - 1)
+
+
+class Window:
+    """A part of a pickle from ``begin`` on.
+
+    data: its opcodes. words: uint64 per byte of it, the eight bytes there, little-endian. heads: where
+    instances begin, or bytes that look like it. cuts: where frame headers stood.
+    """
+
+    def __init__(self, pickle: bytes, begin: int, frame_end: int) -> None:
+        """frame_end: where the frame ends that ``begin`` lies in; behind the pickle if there are none."""
+        self._raw: list[int] = []  # of each piece: first byte in the pickle, in the window, frame's end
+        self._at: list[int] = []
+        self._ends: list[int] = []
+        pieces: list[bytes] = []
+        at, held = begin, 0
+        view = memoryview(pickle)
+        while held < _BYTES and at < len(pickle) and len(pieces) < _MOST_FRAMES:
+            end = min(frame_end, at + _BYTES - held, len(pickle))
+            if end <= at:
+                break
+            self._raw.append(at)
+            self._at.append(held)
+            self._ends.append(frame_end)
+            pieces.append(view[at:end])  # type: ignore[arg-type]
+            held += end - at
+            if end != frame_end or end + _HEADER > len(pickle) or pickle[end] != _FRAME:
+                break
+            at = end + _HEADER
+            frame_end = at + int.from_bytes(pickle[end + 1 : at], "little")
+        self.begin, self.end = begin, at if not self._raw else self._raw[-1] + held - self._at[-1]
+        self._whole = self.end == len(pickle)
+        self.data = b"".join((*pieces, _PADDING))
+        self.words: npt.NDArray[np.uint64] = np.ndarray(
+            (len(self.data) - 7,), "<u8", buffer=self.data, strides=(1,)
+        )
+        self.cuts = np.array(self._at[1:], np.int64)
+        found = np.flatnonzero(np.frombuffer(self.data, np.uint8, held) == 0x81) - 1
+        found = found[1:] if len(found) and found[0] < 0 else found
+        self.heads: Ints = found[(self.words[found] & _HEAD_BYTES) == _HEAD]
+
+    def holds(self, at: int, cycle: int) -> bool:
+        """Whether more than so many instances begin behind a place of the window, or nothing follows it."""
+        left = len(self.heads) - int(np.searchsorted(self.heads, at))
+        return left > cycle or self._whole
+
+    def place(self, raw: int) -> int | None:
+        """Where a byte of the pickle lies in the window; None when it does not."""
+        if not self.begin <= raw < self.end:
+            return None
+        n = bisect_right(self._raw, raw) - 1
+        at = self._at[n] + raw - self._raw[n]
+        return at if n + 1 == len(self._at) or at < self._at[n + 1] else None
+
+    def raw(self, at: int) -> tuple[int, int]:
+        """Where the window's byte ``at`` lies in the pickle, and where its frame ends.
+
+        A place between two frames is the end of the first.
+        """
+        n = bisect_right(self._at, at) - 1
+        if n and self._at[n] == at:
+            n -= 1
+        return self._raw[n] + at - self._at[n], self._ends[n]

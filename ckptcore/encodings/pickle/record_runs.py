@@ -25,13 +25,13 @@ from ckptcore.encodings.pickle.columns import (
     Pattern,
     Sizes,
     Taken,
+    Texts,
+    Window,
     pattern_of,
 )
 from ckptcore.encodings.pickle.records import Call, Memo, Shortcuts
-from ckptcore.encodings.pickle.text_columns import Texts
-from ckptcore.encodings.pickle.window import Window
 
-_HEAD = 6  # bytes of `_picklewindow`'s head
+_HEAD = 6  # bytes of `Window`'s head
 _MOST_DIMS = 8
 _WORTH = 32  # instances that are quicker decoded at once than one by one
 _FEWEST, _USUAL, _MOST = 64, 2048, 1 << 15  # instances to decode at once

@@ -19,7 +19,7 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.limits import absent
 from ckptcore.errors import AmbiguousModel, CkptError, MalformedCheckpoint, MetadataTooLarge, finding
 from ckptcore.formats.accelerate import file_names as names
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import read_folder
 from ckptcore.formats.torch_ranks.reader import RankReader
@@ -131,7 +131,6 @@ FORMAT = Format(
     name=_NAME,
     title="Accelerate or Hugging Face Trainer checkpoint of an FSDP job",
     recognised_by="`pytorch_model_fsdp_N/` or `pytorch_model_fsdp*.bin`, beside `optimizer_N/`",
-    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per item", objects=True),
     detect=detect,
-    read=read,
+    reader=Reader(read, checksums="CRC-32 per item", objects=True),
 )

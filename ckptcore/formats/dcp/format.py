@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import finding
-from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source
+from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.dcp.reader import DATA, RANK_METADATA, ranges, read_folder
 from ckptcore.formats.dcp.writer import arrange_folder
 
@@ -53,15 +53,12 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     return tuple(arrange_folder(request))
 
 
+_LAYOUT = Layout(arrange, nests=True)
 FORMAT = Format(
     name="dcp",
     title="PyTorch Distributed Checkpoint (torch.distributed.checkpoint)",
     recognised_by="`.metadata` (or `__R.metadata` per rank) beside `__R_I.distcp`",
-    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item", objects=True),
     detect=detect,
-    read=read,
-    arrange=arrange,
-    nests=True,
-    shards=True,
-    serializations=("torch_save", "safetensors"),
+    reader=Reader(read, checksums="CRC-32 per item", objects=True),
+    writer=Writer(_LAYOUT, for_mesh=_LAYOUT, serializations=("torch_save", "safetensors")),
 )

@@ -10,8 +10,7 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError
 from ckptcore.formats.base import Source
-from ckptcore.formats.huggingface.shard_extent import Shape, extent
-from ckptcore.formats.huggingface.shard_headers import Shards
+from ckptcore.formats.huggingface.shard_headers import Shape, Shards, extent
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 _MAX_INDEX, _MAX_CONFIG = 256 << 20, 1 << 20

@@ -12,20 +12,22 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckptcore.core.manifest import Blob, Item, Manifest, TensorSpec, View
+from ckptcore.core.manifest import Blob, Item, Manifest, TensorSpec, Unread, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import meter
-from ckptcore.core.object_tree import decode
+from ckptcore.core.object_tree import VERSION, decode
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.store import inner_path
+from ckptcore.utils.text import shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
-OBJECTS = "ckptcore.objects"  # `__metadata__` key that carries non-tensor values, as JSON
+# Keys of `__metadata__`: the non-tensor values as JSON, and the version of that form. See docs/objects.md.
+OBJECTS, OBJECTS_VERSION = "ckptcore.objects", "ckptcore.objects.version"
 
 
 def recognised(source: Source) -> str | None:
@@ -195,6 +197,13 @@ def _add_file(
 def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> None:
     raw = metadata.get(OBJECTS)
     if raw is None:
+        return
+    version = metadata.get(OBJECTS_VERSION, "1")  # files of release 0.1 bear none
+    if version != str(VERSION):
+        why = (
+            f"its form is version {shown(version, 20)}, and version {VERSION} is read here: upgrade ckptcore"
+        )
+        builder.unread(OBJECTS, Unread(why, file=path))
         return
     try:
         objects = parse(raw, path)

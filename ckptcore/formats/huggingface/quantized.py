@@ -24,7 +24,7 @@ from ckptcore.core.subset import derive
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.huggingface.folder import INDEX, read_folder, recognised, unindexed, weight_map
 from ckptcore.utils.text import shown
 
@@ -139,7 +139,6 @@ FORMAT = Format(
     name="hf_quantized",
     title="Hugging Face folder with quantised weights (fp8 blocks, MXFP4), read as float32",
     recognised_by="`X.weight` with `X.weight_scale_inv`, or `X_blocks` with `X_scales`, in safetensors",
-    abilities=Abilities(reads=True, writes=False, checksums="none", objects=True),
     detect=detect,
-    read=read,
+    reader=Reader(read, objects=True),
 )

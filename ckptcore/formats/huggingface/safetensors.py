@@ -14,20 +14,30 @@ from typing import Any
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.object_tree import VERSION
 from ckptcore.encodings.safetensors_header import MAX_HEADER, pack_header
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import (
-    Abilities,
     Arrangement,
     Evidence,
     FileLayout,
     Format,
+    Layout,
     Literal,
+    Reader,
     Slot,
     Source,
+    Writer,
     natural,
 )
-from ckptcore.formats.huggingface.folder import INDEX, OBJECTS, SINGLE, read_folder, recognised
+from ckptcore.formats.huggingface.folder import (
+    INDEX,
+    OBJECTS,
+    OBJECTS_VERSION,
+    SINGLE,
+    read_folder,
+    recognised,
+)
 
 METADATA = "__metadata__"  # the key of a header that is no tensor
 
@@ -71,6 +81,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         metadata = {"format": "pt"}
         if number == 0 and request.objects:
             metadata[OBJECTS] = canonical_json(dict(request.objects)).decode()
+            metadata[OBJECTS_VERSION] = str(VERSION)
         layouts.append(_layout(path, group, request.tensors, metadata, commit=count == 1))
     if count > 1:
         layouts.append(_index(layouts, request.tensors))
@@ -156,8 +167,7 @@ FORMAT = Format(
     name="safetensors",
     title="safetensors file or Hugging Face folder",
     recognised_by="`model.safetensors.index.json`, one `*.safetensors` file, or all `*-I-of-N.safetensors`",
-    abilities=Abilities(reads=True, writes=True, checksums="none", objects=True),
     detect=detect,
-    read=read,
-    arrange=arrange,
+    reader=Reader(read, objects=True),
+    writer=Writer(Layout(arrange)),
 )

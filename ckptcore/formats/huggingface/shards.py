@@ -1,8 +1,8 @@
 """hf_shards: what the ranks of torch's HuggingFaceStorageWriter leave, with or without consolidation.
 
 With ``save_distributed`` every rank writes ``shard-*-model-*-of-*.safetensors``, pieces with offsets
-(`_hfshards`). Global shapes are not stored: they are how far the pieces reach, once it is proven that
-no piece is missing (`_hfproof`); what cannot be proven is said. Replicated tensors lie in one shard only.
+(`shard_headers`). Global shapes are not stored: they are how far the pieces reach, once it is proven that
+no piece is missing; what cannot be proven is said. Replicated tensors lie in one shard only.
 
 With ``enable_consolidation`` torch makes whole files of the shards, and leaves both: shards in
 ``sharded/``, the whole files above. Named by its root, such a checkpoint is read from ``sharded/``:
@@ -23,11 +23,20 @@ from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.redundant_copies import Whole, with_copies
 from ckptcore.errors import Finding, UnsupportedFormat, finding
-from ckptcore.formats.base import Abilities, Evidence, Format, Source, natural
+from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.join import Part, join
-from ckptcore.formats.huggingface import shard_extent as proof
 from ckptcore.formats.huggingface.expected_shapes import INDEX, known_shapes, proves_all
-from ckptcore.formats.huggingface.shard_headers import INFO, Shards, has_info, is_shard, load, named
+from ckptcore.formats.huggingface.shard_headers import (
+    INFO,
+    Shards,
+    extent,
+    has_info,
+    is_shard,
+    load,
+    missing,
+    named,
+    unproven,
+)
 from ckptcore.formats.huggingface.shard_headers import Part as Shard
 from ckptcore.formats.huggingface.whole_files import WholeTensor, differs, whole_tensors
 
@@ -94,7 +103,7 @@ def _manifest(shards: Shards, folder: Source, source: Source, whole: _Whole, tol
     ]
     files = {path: builder.file(path, size) for path, size in shards.sizes.items()}
     for fqn, parts in shards.parts.items():
-        shape = proof.extent(parts)
+        shape = extent(parts)
         if fqn in whole and len(whole[fqn].shape) == len(shape):
             # What is missing is seen as a hole when the whole is known.
             shape = tuple(max(a, b) for a, b in zip(shape, whole[fqn].shape, strict=True))
@@ -122,7 +131,7 @@ def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -
     proven = (bool(whole) and _same_shapes(shards, whole)) or any(
         proves_all(beside, shards) for beside in {id(s): s for s in (folder, source)}.values()
     )
-    lost = [] if proven else list(islice(proof.missing(shards), _MAX_TOLD))
+    lost = [] if proven else list(islice(missing(shards), _MAX_TOLD))
     for file in lost:
         code = "missing-file" if file.sure and not folder.recover else "missing-part"
         yield finding(
@@ -132,7 +141,7 @@ def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -
             file=file.path,
             hint=_AWAY if whole else _ALONE,
         )
-    names = () if proven else proof.unproven(shards, known_shapes([folder, source], shards))
+    names = () if proven else unproven(shards, known_shapes([folder, source], shards))
     if names:
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         yield finding(
@@ -150,7 +159,7 @@ def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -
 def _same_shapes(shards: Shards, whole: _Whole) -> bool:
     """Whether the consolidated files hold these tensors, and no other, in these shapes."""
     return whole.keys() == shards.parts.keys() and all(
-        proof.extent(parts) == whole[fqn].shape for fqn, parts in shards.parts.items()
+        extent(parts) == whole[fqn].shape for fqn, parts in shards.parts.items()
     )
 
 
@@ -164,7 +173,7 @@ def _copied(shards: Shards, whole: _Whole) -> dict[str, Whole]:
         for fqn, parts in shards.parts.items()
         if (one := whole.get(fqn)) is not None
         and one.shape
-        and (one.dtype, one.shape) == (parts[0].dtype, proof.extent(parts))
+        and (one.dtype, one.shape) == (parts[0].dtype, extent(parts))
     }
 
 
@@ -194,7 +203,7 @@ def _differences(shards: Shards, folder: Source, source: Source, whole: _Whole) 
             continue
         one = whole[fqn]
         dtype, shape, start, path = one.dtype, one.shape, one.start, one.path
-        here = parts[0].dtype, proof.extent(parts)
+        here = parts[0].dtype, extent(parts)
         if here != (dtype, shape):
             told = f"{here[0]} {list(here[1])} in the shards"
             yield fqn, f"{fqn} is {dtype} {list(shape)} in {path}, and {told}"
@@ -212,7 +221,6 @@ FORMAT = Format(
     name="hf_shards",
     title="shards of torch's HuggingFaceStorageWriter",
     recognised_by="`shard-*-model-*-of-*.safetensors`, here or in `sharded/`",
-    abilities=Abilities(reads=True, writes=False, checksums="none", objects=False),
     detect=detect,
-    read=read,
+    reader=Reader(read),
 )

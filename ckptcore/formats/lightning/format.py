@@ -7,7 +7,7 @@ strategies/fsdp.py and model_parallel.py, save_checkpoint). Fabric keeps the use
 (lightning/fabric/strategies/fsdp.py). What is written is what Lightning's consolidation gives: one
 dict with the values of `meta.pt`, ``state_dict`` and the list ``optimizer_states``
 (pytorch/utilities/consolidate_checkpoint.py), or Fabric's own structure; for the ranks of a mesh it is
-such a folder again (`_lightningwrite`).
+such a folder again (`writer`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ from ckptcore.core.object_tree import TensorRef, decode, tensors_in
 from ckptcore.core.tree_paths import Path, Paths
 from ckptcore.encodings.torchzip.reader import head_holds, is_zip
 from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat, finding
-from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source, natural
+from ckptcore.formats.base import (
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Layout,
+    Reader,
+    Source,
+    Writer,
+    natural,
+)
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.reader import DATA, read_folder
@@ -183,18 +193,15 @@ def _with_model(manifest: Manifest, root: str) -> Manifest:
     return replace(manifest, origin={**manifest.origin, "model": {"prefix": start, "because": because}})
 
 
-_FILE = Format(
+FORMAT = Format(
     name=NAME,
     title="Lightning and Fabric checkpoint (Trainer, FSDPStrategy, ModelParallelStrategy)",
     recognised_by="`meta.pt` beside a DCP folder; a torch zip with the key `pytorch-lightning_version`",
-    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item or record", objects=True),
     detect=detect,
-    read=read,
-    arrange=arrange,
-    single_file=True,
-    nests=True,
-    shards=True,
-    place=place,
+    reader=Reader(read, checksums="CRC-32 per item or record", objects=True),
+    writer=Writer(
+        Layout(arrange, nests=True, place=place),
+        for_mesh=Layout(arrange_sharded, nests=True, place=keeps_its_place),
+        single_file=True,
+    ),
 )
-_FOLDER = replace(_FILE, arrange=arrange_sharded, single_file=False, place=keeps_its_place)
-FORMAT = replace(_FILE, for_mesh=_FOLDER)

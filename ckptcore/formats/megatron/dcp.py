@@ -8,10 +8,9 @@ the two apart (megatron/training/checkpointing.py). Megatron-FSDP stores fp32 ma
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from ckptcore.core.manifest import Manifest
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Detect, Evidence, Format, Read, Reader, Source
 from ckptcore.formats.dcp.reader import read_folder
 from ckptcore.formats.megatron.config import CONFIG, METADATA, read_config, scan, shard_keys
 from ckptcore.formats.megatron.sharded_objects import BARE
@@ -20,7 +19,7 @@ _VERSION = re.compile(rb"checkpoint_version")
 _WRAPPED = re.compile(rb"model\.module\.")
 
 
-def _detect(name: str, wrapped: bool) -> Callable[[Source], Evidence | None]:
+def _detect(name: str, wrapped: bool) -> Detect:
     def detect(source: Source) -> Evidence | None:
         if source.name is not None or METADATA not in source.listing:
             return None
@@ -42,7 +41,7 @@ def _detect(name: str, wrapped: bool) -> Callable[[Source], Evidence | None]:
     return detect
 
 
-def _read(name: str) -> Callable[[Source], Manifest]:
+def _read(name: str) -> Read:
     def read(source: Source) -> Manifest:
         return read_folder(source, name, BARE)
 
@@ -54,9 +53,8 @@ def _format(name: str, title: str, keys: str, wrapped: bool) -> Format:
         name=name,
         title=title,
         recognised_by=f"`.metadata` without `metadata.json`, keys `checkpoint_version` and {keys}",
-        abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per item", objects=True),
         detect=_detect(name, wrapped),
-        read=_read(name),
+        reader=Reader(_read(name), checksums="CRC-32 per item", objects=True),
     )
 
 

@@ -18,7 +18,7 @@ from ckptcore.core.object_tree import Named, Refused, RefusedTensor, encode
 from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import Objects, refused_in
 from ckptcore.errors import finding
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.megatron.legacy_merge import Chunk, Merger, model_of, unequal
 from ckptcore.formats.megatron.legacy_optimizer import add_buffers, add_numbered
@@ -192,7 +192,6 @@ FORMAT = Format(
     name=NAME,
     title="Legacy Megatron-LM checkpoint of mp_rank folders",
     recognised_by="`mp_rank_*/model_optim_rng.pt`",
-    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per record", objects=True),
     detect=detect,
-    read=read,
+    reader=Reader(read, checksums="CRC-32 per record", objects=True),
 )

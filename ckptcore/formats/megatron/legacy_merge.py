@@ -19,9 +19,8 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.megatron.legacy_names import current_names
 from ckptcore.formats.megatron.legacy_ranks import RankFile, Ranks
-from ckptcore.formats.megatron.model_size import known_rows
 from ckptcore.formats.megatron.partition_rules import Placement, Rank, World, parse_name, place, whole_name
-from ckptcore.formats.megatron.pipeline import Counts, first_layers, layers_per_chunk
+from ckptcore.formats.megatron.pipeline import Counts, first_layers, known_rows, layers_per_chunk
 from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
 from ckptcore.utils.text import shown
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
-from ckptcore.formats.megatron.model_size import known_rows
 from ckptcore.formats.megatron.partition_rules import LAYERS, Placement, Rank, World, cut_shape, place
-from ckptcore.formats.megatron.pipeline import Counts, first_layers, layers_per_chunk
+from ckptcore.formats.megatron.pipeline import Counts, first_layers, known_rows, layers_per_chunk
 from ckptcore.utils.text import shown
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import Finding, finding
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import DATA, parse_folder, read_folder
 from ckptcore.formats.megatron.config import (
@@ -111,13 +111,12 @@ def _origin(folder: Manifest, told: Config | None, sha256: dict[str, str]) -> di
     return {**origin, "sha256": sha256} if sha256 else origin
 
 
+_LAYOUT = Layout(arrange_torch_dist)
 FORMAT = Format(
     name=NAME,
     title="Megatron-Core distributed checkpoint, torch_dist (0.6 to 0.19)",
     recognised_by="`metadata.json` with `sharded_backend` torch_dist, beside `.metadata`",
-    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item, SHA-256 per file", objects=True),
     detect=detect,
-    read=read,
-    arrange=arrange_torch_dist,
-    shards=True,
+    reader=Reader(read, checksums="CRC-32 per item, SHA-256 per file", objects=True),
+    writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
 )

@@ -16,7 +16,7 @@ from ckptcore.core.manifest import Envelope, Manifest, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.encodings import zarr_v2 as _zarr
 from ckptcore.errors import Finding, UnreadablePart, finding
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.megatron.config import CONFIG, finished_config, read_config
 from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, add_file, grids
@@ -196,8 +196,7 @@ FORMAT = Format(
     name=NAME,
     title="Megatron-Core distributed checkpoint, zarr (0.5 to 0.15)",
     recognised_by="`metadata.json` with `sharded_backend` zarr, beside folders with `.zarray`",
-    abilities=Abilities(reads=True, writes=True, checksums="none", objects=True),
     detect=detect,
-    read=read,
-    arrange=arrange_zarr,
+    reader=Reader(read, objects=True),
+    writer=Writer(Layout(arrange_zarr)),
 )

@@ -35,7 +35,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import loads
 from ckptcore.errors import Finding, NotComplete, finding
-from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source
+from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import DATA, read_folder
 from ckptcore.formats.olmo.common import (
@@ -163,14 +163,12 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     return arrange_step(request, folder=DCP, marker=MARKER)
 
 
+_LAYOUT = Layout(arrange, nests=True)
 FORMAT = Format(
     name=NAME,
     title="OLMo-core checkpoint (1.0 and later), OLMo torch_new",
     recognised_by="`model_and_optim/` (and `.metadata.json`), or `.metadata` of OLMo-core's storage class",
-    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per item", objects=True),
     detect=detect,
-    read=read,
-    arrange=arrange,
-    nests=True,
-    shards=True,
+    reader=Reader(read, checksums="CRC-32 per item", objects=True),
+    writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
 )

@@ -22,7 +22,7 @@ from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import Objects, read_objects
 from ckptcore.errors import MalformedCheckpoint, NotComplete, finding
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.olmo.common import missing_part, model_told, require_renamed, train_part
 from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
@@ -210,7 +210,6 @@ FORMAT = Format(
     name=NAME,
     title="OLMo `local` checkpoint (flat parameters a rank)",
     recognised_by="`metadata.yaml` beside `model/rankR.pt` and `optim/rankR.pt`",
-    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per record", objects=True),
     detect=detect,
-    read=read,
+    reader=Reader(read, checksums="CRC-32 per record", objects=True),
 )

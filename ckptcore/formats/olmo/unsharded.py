@@ -20,7 +20,7 @@ from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.encodings.torchzip.reader import bound_tree, read_objects
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, finding
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.olmo.common import missing_part, model_told, plain_name
 from ckptcore.formats.olmo.param_groups import numbered, plain_groups
@@ -187,7 +187,6 @@ FORMAT = Format(
     name=NAME,
     title="OLMo unsharded checkpoint",
     recognised_by="`model.pt`, `optim.pt`, `train.pt`, `config.yaml`; safetensors whose names are pickles",
-    abilities=Abilities(reads=True, writes=False, checksums="CRC-32 per record (`.pt`)", objects=True),
     detect=detect,
-    read=read,
+    reader=Reader(read, checksums="CRC-32 per record (`.pt`)", objects=True),
 )

@@ -26,7 +26,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.encodings.torchzip.reader import bound_tree, refused_in
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsafeContent, finding
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.olmo.common import missing_part, model_told, require_renamed, train_part
 from ckptcore.formats.olmo.v01_reader import METADATA, Folder, Stored
@@ -170,14 +170,13 @@ _RENAMES: dict[str, Callable[[Callable[[str], str]], Callable[[str], str]]] = {
     "optim": lambda rename: lambda name: f"optim.{rename(name)}",
 }
 
+# In the order of saving, flattened parameter groups become groups again: that is why it nests.
+_LAYOUT = Layout(arrange, nests=True)
 FORMAT = Format(
     name="olmo_v01",
     title="OLMo-core 0.1 checkpoint (safetensors a rank)",
     recognised_by="`metadata.json` beside `rank_R.safetensors`, also in `model/` and `optim/`",
-    abilities=Abilities(reads=True, writes=True, checksums="none", objects=True),
     detect=detect,
-    read=read,
-    arrange=arrange,
-    shards=True,
-    nests=True,  # in the order of saving, flattened parameter groups become groups again
+    reader=Reader(read, objects=True),
+    writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
 )

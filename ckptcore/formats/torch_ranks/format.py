@@ -12,7 +12,7 @@ import re
 from ckptcore.core.manifest import Manifest
 from ckptcore.encodings.torchzip.reader import is_zip
 from ckptcore.errors import AmbiguousModel
-from ckptcore.formats.base import Abilities, Evidence, Format, Source
+from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.rank_file_names import RankFiles, rank_files
 from ckptcore.formats.huggingface.whole_files import with_whole_folder
@@ -97,14 +97,12 @@ def _is_zip(source: Source, path: str) -> bool:
     return source.listing[path] >= 4 and is_zip(source.store.read(path, 0, 4))
 
 
+_LAYOUT = Layout(arrange, nests=True)
 FORMAT = Format(
     name=_NAME,
     title="torch.save file per rank (verl, Accelerate, OLMo, FSDP scripts)",
     recognised_by="torch zips named by rank: `*_rank_R.pt`, `*_rankR.bin`, `rankR.pt`",
-    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per record", objects=True),
     detect=detect,
-    read=read,
-    arrange=arrange,
-    nests=True,
-    shards=True,
+    reader=Reader(read, checksums="CRC-32 per record", objects=True),
+    writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
 )

@@ -15,7 +15,17 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, is_zip, read_objects
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
-from ckptcore.formats.base import Abilities, Arrangement, Evidence, FileLayout, Format, Source, natural
+from ckptcore.formats.base import (
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Layout,
+    Reader,
+    Source,
+    Writer,
+    natural,
+)
 from ckptcore.formats.common.rank_file_names import is_rank_file
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
@@ -118,8 +128,7 @@ FORMAT = Format(
     name="torch_save",
     title="torch.save file of a full state dict",
     recognised_by="a torch zip named `.pt`, `.pth`, `.bin` or `.ckpt`",
-    abilities=Abilities(reads=True, writes=True, checksums="CRC-32 per record", objects=True),
     detect=detect,
-    read=read,
-    arrange=arrange,
+    reader=Reader(read, checksums="CRC-32 per record", objects=True),
+    writer=Writer(Layout(arrange)),
 )

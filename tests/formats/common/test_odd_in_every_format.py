@@ -210,7 +210,7 @@ ALIKE = {"torch_dcp"}
 
 
 def test_every_format_is_here() -> None:
-    assert {f.name for f in FORMATS if f.read} - ELSEWHERE - ALIKE == FORMATS_WITH.keys()
+    assert {f.name for f in FORMATS if f.reader} - ELSEWHERE - ALIKE == FORMATS_WITH.keys()
 
 
 @pytest.mark.parametrize("form", FORMATS_WITH)

@@ -21,10 +21,8 @@ from ckptcore.testing import CASES, Case, Sample
 PLUGIN = '''
 """A folder of `<name>.npy` files."""
 import ast, math
-from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import MalformedCheckpoint
-from ckptcore.formats import Abilities, Evidence, Format
-from ckptcore.core.manifest import Item, TensorSpec, View
+from ckptcore.formats import Builder, Evidence, Format, Item, Reader, TensorSpec, View
 
 DTYPES = {"<f4": "float32", "<i8": "int64"}
 
@@ -51,8 +49,7 @@ def read(source):
         builder.chunk(builder.tensor(spec), (0,) * len(spec.shape), spec.shape, item, View())
     return builder.build("npy_folder", source.store.url, {})
 
-FORMAT = Format("npy_folder", "a folder of .npy files", "`*.npy`", Abilities(True, False, "none", False),
-                detect, read)
+FORMAT = Format("npy_folder", "a folder of .npy files", "`*.npy`", detect, Reader(read))
 NOT_A_FORMAT = 3
 '''
 
@@ -73,7 +70,7 @@ def test_every_own_format_is_its_own_default() -> None:
         assert found.find("read", f.name) is f
         assert found.find("read", f.name, f.versions[0]) is f
         assert found.package(f.name) == "ckptcore"
-        assert f.abilities.writes == (f.arrange is not None)
+        assert f.abilities.writes == (f.writer is not None)
     for action, name, version in [("read", "nosuch", None), ("read", "dcp", "99")]:
         with pytest.raises(UsageError) as caught:
             found.find(action, name, version)  # type: ignore[arg-type]

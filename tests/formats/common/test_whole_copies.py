@@ -104,9 +104,7 @@ def test_a_changed_element_in_a_ranks_file(actor: Path) -> None:
     tree[name]._local_tensor.view(-1)[-1] += 1
     torch.save(tree, path)
     (found,) = [
-        f
-        for f in ckptcore.check(ckptcore.open(str(actor)), "bytes").findings
-        if f.severity == "error"
+        f for f in ckptcore.check(ckptcore.open(str(actor)), "bytes").findings if f.severity == "error"
     ]
     assert (found.code, found.fqn) == ("replica-mismatch", name)
     assert "model_world_size_4_rank_2.pt" in found.message

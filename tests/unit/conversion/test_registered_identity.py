@@ -15,7 +15,7 @@ from ckptcore.errors import CkptError
 from ckptcore.formats import FORMATS
 
 SUFFIX = {"torch_save": ".pt"}
-WRITTEN = [f.name for f in FORMATS if f.arrange is not None]
+WRITTEN = [f.name for f in FORMATS if f.writer is not None]
 
 
 @pytest.fixture(scope="module")

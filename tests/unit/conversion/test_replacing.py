@@ -57,9 +57,7 @@ def options(single: bool) -> dict[str, Any]:
 
 def replaced(place: Path, single: bool, **more: Any) -> Any:
     source = place.parent / "new.safetensors"
-    return ckptcore.convert(
-        str(source), str(name(place, single)), overwrite=True, **options(single), **more
-    )
+    return ckptcore.convert(str(source), str(name(place, single)), overwrite=True, **options(single), **more)
 
 
 def picture(folder: Path) -> dict[str, Any]:
