@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paths import ROOT
 import json
 import re
 from collections import OrderedDict
@@ -19,7 +20,7 @@ from ckptcore.core.object_tree import Named, Refused, TensorRef, decode, encode
 from ckptcore.errors import UnreadablePart
 from ckptcore.formats.huggingface.folder import OBJECTS, OBJECTS_VERSION
 
-PAGE = (Path(__file__).parents[2] / "docs/objects.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/objects.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (?:`(?P<kind>\w+)`)? ?\| `(?P<form>.+?)` \| (?P<value>.+) \|$", re.MULTILINE)
 KINDS, NAMED = (list(ROW.finditer(part)) for part in PAGE.split("\n## ")[2:])
 NAMES: dict[str, Any] = {"OrderedDict": OrderedDict, "TensorRef": TensorRef, "Refused": Refused}

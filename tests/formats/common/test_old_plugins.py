@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paths import ROOT
 import dataclasses
 import importlib
 import importlib.util
@@ -135,7 +136,7 @@ def install(folder: Path, **modules: str) -> None:
 
 def run(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Runs code where the package is installed."""
-    paths = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
+    paths = os.pathsep.join([str(folder), str(ROOT)])
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, *options, "-c", code],
