@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paths import ROOT
 import dataclasses
 import importlib
 import importlib.util
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 import ckptcore
 from ckptcore import moved_modules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paths import ROOT
 import json
 import re
 from collections import OrderedDict
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from paths import ROOT
 from safetensors import safe_open
 from safetensors.torch import save_file
 
