@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from ckptcore.catalog import sqlworker
 from ckptcore.catalog.database import CONNECT_S, connect, connect_arguments, engine_for, parse, sqlite_path
-from ckptcore.errors import CatalogError, UsageError
+from ckptcore.errors import CatalogAway, CkptError, UsageError
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL
@@ -138,11 +138,11 @@ def _postgresql(url: URL, statement: str, limit: int, seconds: float, explain: b
     return _worker(place, statement, limit, seconds, explain, _PATIENCE, 0, shown)
 
 
-def _error_of(kind: str, said: str, seconds: float, shown: str) -> CatalogError | UsageError:
+def _error_of(kind: str, said: str, seconds: float, shown: str) -> CkptError:
     if kind == sqlworker.STOPPED:
         return _stopped(seconds)
-    if kind == sqlworker.AWAY:
-        return CatalogError(f"the catalog cannot be used: {said.strip()}", url=shown)
+    if kind == sqlworker.AWAY:  # it answered a moment ago
+        return CatalogAway(f"the catalog does not answer: {said.strip()}", url=shown)
     if kind == sqlworker.ADMINISTRATOR:
         return UsageError(
             said, hint="connect as a role that only reads; ckptcore/catalog/README.md makes one"

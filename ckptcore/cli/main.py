@@ -366,7 +366,7 @@ def _here(text: str, option: str) -> Path:
 
     path = local_path(text)
     if path is None:
-        raise UsageError(f"{option} {text} is on another machine", hint="name a path of this one")
+        raise UsageError(f"cannot use {option} {text}: it is no path of this machine", hint="name one")
     return path
 
 

@@ -108,7 +108,7 @@ LONG = (
     *("0" * 64, "f" * 64, "a" * 60 + "!", "*" * 300 + "b"),
 )
 WORDS = """
-    . .. ../.. ../../x - -- --help -1x = a= =a a=b a=b=c *=* a*=b* ** * ? [ a[ [! { {} {0}
+    . .. ../.. ../keep.txt/x - -- --help -1x = a= =a a=b a=b=c *=* a*=b* ** * ? [ a[ [! { {} {0}
     {root.__class__} %s%n {run!r:>99999999} $(x) `x` NULL null [] , =,= : \\ \\0 (a+)+$ blake3: abcd 0000
     deadbeef "a" \U0001f600 fsdp=0 fsdp=-1 fsdp=999999999 tp=2,tp=2 cuda: pp=2,ep=3 fsdp=\u0662
     float4_e2m1fn_x2 int8 complex64 bool
