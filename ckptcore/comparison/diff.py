@@ -78,8 +78,8 @@ def diff(
     found = {d.name: d for d in [*tensors, *compared]}
     order = [*sides[0].rows, *(n for n in sides[1].rows if n not in sides[0].rows)]
     return Difference(
-        sides[0].told(),
-        sides[1].told(),
+        sides[0].result(),
+        sides[1].result(),
         tuple(found[name] for name in order if name in found),
         tuple(different),
         len(pairs) - len(compared),
@@ -109,7 +109,7 @@ class _Side:
         """A tensor under its stored name."""
         return replace(self.named.tensors[self.rows[name]], fqn=self.stored[name])
 
-    def told(self) -> Side:
+    def result(self) -> Side:
         """The side as the answer has it."""
         specs = [self.named.tensors[row] for row in self.rows.values()]
         return Side(

@@ -71,8 +71,8 @@ def as_tensor(value: Any) -> tuple[str, tuple[int, ...], bytes] | None:
     """(dtype, shape, row-major little-endian bytes) of a numpy array that is a leaf; None for all else."""
     if not isinstance(value, dict) or value.get("$") != "ndarray" or "refused" in value["value"]:
         return None
-    told = decode(value["value"])
-    array = np.frombuffer(told["data"], told["dtype"]).reshape(told["shape"], order=told.get("order", "C"))
+    form = decode(value["value"])
+    array = np.frombuffer(form["data"], form["dtype"]).reshape(form["shape"], order=form.get("order", "C"))
     if array.dtype.name not in BY_NAME:
         return None
     little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)

@@ -101,9 +101,9 @@ def _tiling(plan: FilePlan, known: dict[int, list[Receipt]]) -> list[Receipt]:
             )
         part = max(here, key=lambda p: p.nbytes)
         if part.pending:
-            told = f"bytes {at} to {at + part.nbytes} of {plan.path} were written"
+            written = f"bytes {at} to {at + part.nbytes} of {plan.path} were written"
             raise UsageError(
-                f"{told}, but {len(part.pending)} source records of them are not proven yet",
+                f"{written}, but {len(part.pending)} source records of them are not proven yet",
                 hint="write the part again: what is written is kept",
             )
         found.append(part)
@@ -145,9 +145,10 @@ def _digest(files: Store, path: str, parts: Sequence[Receipt], patches: dict[int
                     waiting.insert(0, (until, data[len(inside) :]))
             whole.update(view)
         if own.hexdigest() != part.digest:
-            told = f"bytes {part.begin} to {end} of {path} have BLAKE3 {own.hexdigest()}"
+            written = f"bytes {part.begin} to {end} of {path} have BLAKE3 {own.hexdigest()}"
             raise OutputMismatch(
-                f"{told}, {part.digest} was written", hint="run the command again: the part is written anew"
+                f"{written}, {part.digest} was written",
+                hint="run the command again: the part is written anew",
             )
     return whole.hexdigest()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptcore.core.box import is_run
+from ckptcore.core.box import Box, is_run
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, view_of
@@ -23,8 +23,8 @@ from ckptcore.planning.file_plan import COMPARE, FilePlan, PlannedTensor
 from ckptcore.planning.request import Settings
 from ckptcore.reading.casting import cast_into, derive_into
 from ckptcore.reading.checksums import Records
-from ckptcore.reading.chunk_reader import COPY, READ, ChunkReader, Overlap, StoredTensor
-from ckptcore.reading.gather import Bytes, tile_view
+from ckptcore.reading.chunk_reader import COPY, READ, ChunkedTensor, ChunkReader
+from ckptcore.reading.gather import Bytes, Overlap, tile_view
 from ckptcore.reading.payload import Payload, StoredChunk
 
 
@@ -106,13 +106,13 @@ class TensorFiller:
         """Release what was found of the source."""
         self._chunks.close()
 
-    def _stored(self, number: int) -> StoredTensor:
+    def _stored(self, number: int) -> ChunkedTensor:
         """A tensor of the plan, or, behind these, one that others are computed from, as it is stored."""
         own = self._plan.tensors
         if number < len(own):
-            return StoredTensor(number, own[number].name, own[number].source_dtype, own[number].box)
+            return ChunkedTensor(number, own[number].name, own[number].source_dtype, once=True)
         tensor = self._plan.inputs[number - len(own)]
-        return StoredTensor(number, tensor.name, tensor.source_dtype)
+        return ChunkedTensor(number, tensor.name, tensor.source_dtype)
 
     def _scatters(self, part: TensorPart) -> bool:
         """Whether a part is more than runs of what is stored."""
@@ -178,7 +178,10 @@ class _PlannedReads:
     def role(self, row: int) -> int:
         return COPY if self._plan.op[row] == COMPARE else READ
 
-    def stored(self, tensor: StoredTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
+    def asked(self, tensor: ChunkedTensor) -> Box:
+        return self._plan.tensors[tensor.number].box
+
+    def stored(self, tensor: ChunkedTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
         return _stored_chunk(self._plan, row, shape, tensor.dtype, tensor.fqn)
 
 

@@ -14,7 +14,7 @@ from ckptcore.core.manifest import Chunks, Derived, Manifest, view_of
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.reading.casting import derive_into
 from ckptcore.reading.checksums import Records
-from ckptcore.reading.chunk_reader import COPY, READ, SKIP, ChunkReader, StoredTensor, Tile
+from ckptcore.reading.chunk_reader import COPY, READ, SKIP, ChunkedTensor, ChunkReader, Tile
 from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.reading.payload import StoredChunk
 
@@ -35,8 +35,7 @@ class BoxReader:
         self, manifest: Manifest, row: int, records: Records, *, once: bool = True, copies: bool = True
     ) -> None:
         spec = manifest.tensors[row]
-        box = Box.whole(spec.shape) if once else None
-        self._tensor = StoredTensor(row, spec.fqn, spec.dtype, box)
+        self._tensor = ChunkedTensor(row, spec.fqn, spec.dtype, once)
         self._chunks = ChunkReader(_ManifestChunks(manifest, row), records, compare=copies)
         self._node: Derived | None = manifest.derived.get(row)
         self._below: list[BoxReader] = []
@@ -105,7 +104,10 @@ class _ManifestChunks:
             return SKIP
         return COPY if row in self._copies else READ
 
-    def stored(self, tensor: StoredTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
+    def asked(self, tensor: ChunkedTensor) -> Box:
+        return Box.whole(self._manifest.tensors[tensor.number].shape)
+
+    def stored(self, tensor: ChunkedTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
         manifest = self._manifest
         index, fqn = int(manifest.chunks.item[row]), tensor.fqn
         if index < 0:

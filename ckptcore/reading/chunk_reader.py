@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
@@ -20,7 +19,7 @@ from ckptcore.core.manifest import Chunks
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import require_equal
-from ckptcore.reading.gather import Bytes, Placed, overlaps, sub_tile, tile_view
+from ckptcore.reading.gather import Bytes, Overlap, RemoteTile, overlaps, sub_tile, tile_view
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload, StoredChunk
 
@@ -29,31 +28,20 @@ Tile = npt.NDArray[Any]
 Found = tuple[StoredChunk, Payload]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class ChunkedTensor(NamedTuple):  # made for every part of a file: a dataclass takes three times as long
     """A tensor as it is stored.
 
     Attributes:
         number: Of the tensor in its table: chunks are grouped by it.
         fqn: Its name, for messages.
         dtype: Of the stored elements.
-        box: What will be asked for of it, each element once; None where elements may be asked for again,
-            and chunks are kept until the reader is closed.
+        once: Whether each element is asked for once; otherwise chunks are kept until the reader is closed.
     """
 
     number: int
     fqn: str
     dtype: str
-    box: Box | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """A chunk that shares elements with a box. row: of the chunk. chunk: its box. common: what is shared."""
-
-    row: int
-    chunk: Box
-    common: Box
+    once: bool = False
 
 
 class ChunkTable(Protocol):
@@ -65,7 +53,10 @@ class ChunkTable(Protocol):
     def role(self, row: int) -> int:
         """READ: its elements are the tensor's. COPY: they must equal what was read. SKIP: of no use."""
 
-    def stored(self, tensor: StoredTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
+    def asked(self, tensor: ChunkedTensor) -> Box:
+        """What is asked for of a tensor in all."""
+
+    def stored(self, tensor: ChunkedTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
         """Where a chunk is stored."""
 
 
@@ -82,9 +73,9 @@ class ChunkReader:
         self._table, self._records, self._compares = table, records, compare
         self._lock = threading.Lock()
         self._found: dict[int, Found] = {}
-        self._left: dict[int, int] = {}  # chunk -> elements that nobody has read yet
+        self._left: dict[int, int] = {}  # of chunks that are read in part: elements that nobody has read yet
 
-    def read(self, tensor: StoredTensor, want: Box, tile: Tile, scratch: Bytes) -> None:
+    def read(self, tensor: ChunkedTensor, want: Box, tile: Tile, scratch: Bytes) -> None:
         """Fill a tile with the elements ``want`` of a tensor, and hold copies against it.
 
         Args:
@@ -98,7 +89,9 @@ class ChunkReader:
         """
         self.compare(tensor, want, self.fill(tensor, want, tile, scratch), tile, scratch)
 
-    def fill(self, tensor: StoredTensor, want: Box, tile: Tile | Placed, scratch: Bytes) -> list[Overlap]:
+    def fill(
+        self, tensor: ChunkedTensor, want: Box, tile: Tile | RemoteTile, scratch: Bytes
+    ) -> list[Overlap]:
         """As `read`, of a tile that may lie elsewhere; gives the copies, which are not read yet."""
         copies: list[Overlap] = []
         into = Interleaver(tile, want, tensor.dtype, scratch)
@@ -117,7 +110,7 @@ class ChunkReader:
         return copies
 
     def compare(
-        self, tensor: StoredTensor, want: Box, copies: list[Overlap], tile: Tile, scratch: Bytes
+        self, tensor: ChunkedTensor, want: Box, copies: list[Overlap], tile: Tile, scratch: Bytes
     ) -> None:
         """Hold copies against what `fill` has read, half a scratch buffer at a time."""
         half = len(scratch) // 2 // 16 * 16
@@ -130,14 +123,13 @@ class ChunkReader:
                 paths = partial(self._paths, tensor, piece, copy)
                 require_equal(sub_tile(tile, piece, want), other, piece, tensor.fqn, paths)
 
-    def overlaps(self, tensor: StoredTensor, want: Box) -> Iterator[Overlap]:
+    def overlaps(self, tensor: ChunkedTensor, want: Box) -> Iterator[Overlap]:
         """Every chunk of a tensor that shares elements with a box of it."""
         chunks = self._table.chunks
         first, last = int(chunks.first[tensor.number]), int(chunks.first[tensor.number + 1])
-        for row, chunk, common in overlaps(chunks.lo, chunks.shape, first, last, want):
-            yield Overlap(row, chunk, common)
+        return overlaps(chunks.lo, chunks.shape, first, last, want)
 
-    def find(self, tensor: StoredTensor, each: Overlap) -> Found:
+    def find(self, tensor: ChunkedTensor, each: Overlap) -> Found:
         """Where a chunk is stored, and its bytes; the reader's own, which closes them."""
         known = self._found.get(each.row)
         if known is not None:
@@ -149,17 +141,21 @@ class ChunkReader:
             fresh[1].close()
         return found
 
-    def done(self, tensor: StoredTensor, each: Overlap) -> None:
+    def done(self, tensor: ChunkedTensor, each: Overlap) -> None:
         """Count elements that were read; a chunk of which none is left is forgotten."""
-        if tensor.box is None:
+        if not tensor.once:
             return
-        with self._lock:
-            left = self._left.get(each.row)
-            if left is None:
-                asked = each.chunk.intersect(tensor.box)
-                left = asked.numel if asked is not None else 0
-            self._left[each.row] = left - each.common.numel
-            gone = self._found.pop(each.row, None) if left <= each.common.numel else None
+        if each.common is not each.chunk:  # else all of it was read at once
+            with self._lock:
+                left = self._left.pop(each.row, None)
+                if left is None:
+                    asked = each.chunk.intersect(self._table.asked(tensor))
+                    left = asked.numel if asked is not None else 0
+                left -= each.common.numel
+                if left > 0:
+                    self._left[each.row] = left
+                    return
+        gone = self._found.pop(each.row, None)
         if gone is not None:
             gone[1].close()
 
@@ -169,12 +165,12 @@ class ChunkReader:
             payload.close()
         self._found.clear()
 
-    def _put(self, tensor: StoredTensor, each: Overlap, into: Interleaver) -> None:
+    def _put(self, tensor: ChunkedTensor, each: Overlap, into: Interleaver) -> None:
         stored, payload = self.find(tensor, each)
         into.put(payload, each.chunk, each.common, self._records.seen(payload, stored))
         self.done(tensor, each)
 
-    def _paths(self, tensor: StoredTensor, piece: Box, copy: Overlap) -> tuple[str, str]:
+    def _paths(self, tensor: ChunkedTensor, piece: Box, copy: Overlap) -> tuple[str, str]:
         """The file that a piece was read from, or the first of several, and that of its copy."""
         read = next(e for e in self.overlaps(tensor, piece) if self._table.role(e.row) == READ)
         one, other = (self._table.stored(tensor, e.row, e.chunk.shape).path for e in (read, copy))

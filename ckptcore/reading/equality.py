@@ -55,8 +55,8 @@ def require_equal(
         return
     one, two = (np.ascontiguousarray(tile).reshape(-1).view(np.uint8) for tile in (mine, other))
     at, count = differing(one, two, mine.dtype.itemsize) or (0, 0)
-    told = mismatch(fqn, paths(), index_in(box, at), count, box.numel)
-    raise DamagedCheckpoint(told.message, hint=told.hint, findings=(told,), fqn=fqn, file=told.file)
+    found = mismatch(fqn, paths(), index_in(box, at), count, box.numel)
+    raise DamagedCheckpoint(found.message, hint=found.hint, findings=(found,), fqn=fqn, file=found.file)
 
 
 def index_in(box: Box, at: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import row_major
-from ckptcore.reading.gather import UNITS, Bytes, Placed, Seen, gather, range_of, sub_tile
+from ckptcore.reading.gather import UNITS, Bytes, RemoteTile, Seen, gather, range_of, sub_tile
 from ckptcore.reading.payload import Payload
 from ckptcore.utils.crc32 import crc32
 
@@ -45,7 +45,7 @@ class Interleaver:
     scratch: working memory, in use until `flush`.
     """
 
-    def __init__(self, tile: npt.NDArray[Any] | Placed, of: Box, dtype: str, scratch: Bytes) -> None:
+    def __init__(self, tile: npt.NDArray[Any] | RemoteTile, of: Box, dtype: str, scratch: Bytes) -> None:
         self._tile: Any = tile
         self._of, self._dtype, self._scratch = of, dtype, scratch
         self._itemsize = BY_NAME[dtype].itemsize
@@ -56,7 +56,7 @@ class Interleaver:
     def put(self, payload: Payload, chunk: Box, want: Box, seen: Seen | None) -> None:
         """Reads the elements ``want`` of a chunk; they are in the tile when `flush` has been called.
 
-        chunk, want: boxes of the tensor. seen: told the CRC-32 of every range read.
+        chunk, want: boxes of the tensor. seen: called with the CRC-32 of every range read.
         """
         found = self._range(payload, chunk, want, seen is not None)
         if found is None:
