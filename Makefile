@@ -6,6 +6,7 @@
 #                (make up UP="--prefect-port 4300 --root /runs --exports /models")
 #   make down    end them; a run that does not end in a minute goes on after the next `make up`
 #   make test    `make check`, then the tests
+#   make quick   a test or two of each room and family, before a commit: no servers, under 90 s on 2 cores
 #   make check   format, lint, types, layers, migrations, generated tables
 #   make bench   measure against the peers, print the table
 #   make soak    the long repeats that `make test` leaves out
@@ -32,7 +33,7 @@ stamp := .venv/.stamp
 torch := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 paths := ckptcore tasks flows deployments alembic tests
 
-.PHONY: help demo up down test check bench soak fuzz docs clean
+.PHONY: help demo up down test quick check bench soak fuzz docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,6 +49,9 @@ down: $(stamp)
 
 test: check
 	@$(python) -m pytest -n $(JOBS)
+
+quick: $(stamp)
+	@$(python) -m pytest -n $(JOBS) -q -k 'not postgresql' @tests/quick.txt
 
 check: $(stamp)
 	@$(bin)/ruff format --check --quiet $(paths) || { echo "run: $(bin)/ruff format $(paths)" >&2; exit 1; }

@@ -39,7 +39,7 @@ def test_alembic_folder_does_not_shadow_the_library() -> None:
 
 
 def test_tests_hold_no_packages() -> None:
-    # With tests/flows/__init__.py, `import flows` inside a test would find the tests.
+    # With an __init__.py beside the tests of flows, `import flows` inside a test would find the tests.
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 

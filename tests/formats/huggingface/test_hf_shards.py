@@ -104,7 +104,9 @@ def test_whole_files_that_differ_are_told(cli: Cli) -> None:
     assert not codes(validated(cli, BOTH / "ckpt" / "sharded"), "warning")
 
 
-@pytest.mark.parametrize("ranks", [4, 3, 2])
+@pytest.mark.parametrize(
+    "ranks", [4, pytest.param(3, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)]
+)
 def test_fresh(ranks: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """What torch writes today, in any shape, comes out bit for bit."""
     given = request.config.getoption("--seed")

@@ -57,7 +57,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 @pytest.mark.xdist_group("torch_ranks")
-@pytest.mark.parametrize(("ranks", "case"), CASES)
+@pytest.mark.parametrize(
+    ("ranks", "case"), [pytest.param(*c, marks=pytest.mark.soak if c[0] == 3 else ()) for c in CASES]
+)
 def test_equals_what_the_job_held(
     ranks: int, case: str, jobs: Callable[[int], Path], cli: Cli, tmp_path: Path
 ) -> None:

@@ -1,0 +1,66 @@
+"""Quick: does `make quick` have something of every room and every folder of tests, and start no server?"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+from paths import ROOT
+
+LINES = (ROOT / "tests" / "quick.txt").read_text(encoding="utf-8").splitlines()
+# Where a room is tested that has no folder below tests/unit.
+ELSEWHERE = {
+    "catalog": "tests/integration/catalog",
+    "checking": "tests/conformance",
+    "fingerprints": "tests/property",
+    "formats": "tests/formats",
+    "operations": "tests/integration/operations",
+    "utils": "ckptcore/utils",
+}
+SERVERS = ("postgres", "prefect_api", "stack", "s3")  # fixtures that start one
+
+
+def has_a_line(folder: str) -> bool:
+    return any(line.startswith(folder) for line in LINES)
+
+
+def test_lines_are_sorted_and_name_what_there_is() -> None:
+    assert sorted(set(LINES)) == LINES
+    for line in LINES:
+        path, _, test = line.partition("::")
+        assert (ROOT / path).exists(), line
+        if test:
+            text = (ROOT / path).read_text(encoding="utf-8")
+            assert re.search(rf"^ *def {test.partition('[')[0]}\(", text, re.MULTILINE), line
+
+
+def test_every_room_is_tested_by_name_and_quickly() -> None:
+    rooms = [path.parent.name for path in (ROOT / "ckptcore").glob("*/__init__.py")]
+    assert rooms
+    places = [ELSEWHERE.get(room, f"tests/unit/{room}") for room in rooms]
+    assert [place for place in places if not (ROOT / place).is_dir() or not has_a_line(place)] == []
+    families = [path.parent.name for path in (ROOT / "ckptcore" / "formats").glob("*/__init__.py")]
+    places = [f"tests/formats/{family}" for family in families]
+    assert [place for place in places if not (ROOT / place).is_dir() or not has_a_line(place)] == []
+
+
+@pytest.mark.parametrize("top", ["conformance", "formats", "integration", "property", "unit"])
+def test_every_folder_of_tests_has_a_line(top: str) -> None:
+    holding = {path.parent for path in (ROOT / "tests" / top).rglob("test_*.py")}
+    names = sorted(str(path.relative_to(ROOT)) for path in holding)
+    names = [name for name in names if name != "tests/integration/deployments/local"]  # all servers
+    assert names
+    assert [name for name in names if not has_a_line(name)] == []
+
+
+def test_no_server_is_started() -> None:
+    """By fixtures of whole files; the other lines were chosen, and PostgreSQL's are left out by name."""
+    asking = re.compile(rf"^def test_\w+\([^)]*\b({'|'.join(SERVERS)})\b", re.MULTILINE)
+    whole = [ROOT / line for line in LINES if line.endswith(".py")]
+    assert [str(path) for path in whole if asking.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, times in names.items() if times > 1] == []
