@@ -191,9 +191,10 @@ def _require_one_mount(above: int, below: int, what: str) -> None:
         raise strange(what, "another folder is mounted there")
 
 
-def _mount(fd: int) -> str:
+def _mount(fd: int) -> bytes:
+    # Bytes: whoever may not read Python's own files cannot load a codec.
     try:
-        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
-            return next((line for line in file if line.startswith("mnt_id:")), "")
+        with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
+            return next((line for line in file if line.startswith(b"mnt_id:")), b"")
     except OSError:  # no /proc: the device number tells what it can
-        return str(os.fstat(fd).st_dev)
+        return str(os.fstat(fd).st_dev).encode()

@@ -11,7 +11,7 @@ import shutil
 import stat
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -479,19 +479,16 @@ def as_user(uid: int, call: Callable[[], Any], **env: str) -> None:
 
 
 @pytest.fixture
-def shared(source: Path, place: Path) -> Iterator[Path]:
+def shared(source: Path, place: Path) -> Path:
     """Parents that other users may pass, and a folder that one group writes to."""
     above = [
         p for p in {*place.parents, *source.parents} if p.stat().st_uid == os.geteuid() and p != Path("/")
     ]
-    modes = [(p, stat.S_IMODE(p.stat().st_mode)) for p in above]
-    for path, mode in modes:
-        path.chmod(mode | 0o055)
+    for path in above:  # and they stay so: another process of this test run may be in the same parents
+        path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o055)
     os.chown(place, MINE, MINE)
     place.chmod(0o2770)
-    yield place
-    for path, mode in modes:
-        path.chmod(mode)
+    return place
 
 
 @root_only
