@@ -1,7 +1,8 @@
 """`ckptcore` and `python -m ckptcore`: how does one command begin and end as a process of its own?
 
 Fast, both: a short conversion should cost what it does. Importing makes hardly anything but what stays,
-so looking for garbage all the while is in vain, and taking the modules apart in the end is, too.
+so looking for garbage all the while is in vain, and taking the modules apart in the end is, too: that is a
+sixth of the CPU time of `inspect` and of a small `consolidate` (decision 56 in DESIGN.md).
 """
 
 from __future__ import annotations

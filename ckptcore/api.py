@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.checking.check import Report
@@ -14,6 +14,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed, compose
 from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference
     from ckptcore.core.box import Box
-
-Progress = Callable[[str, int, int], None]
 
 
 def open(url: str, *, recover: bool = False, keep_quantized: bool = False) -> Manifest:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,7 +19,7 @@ _SHORTEST = 4  # characters of a secret that is looked for by itself
 # What a parameter of a URL's query is called when its value opens the door: any name with one of these in it.
 _OPENS = r"sig|token|secret|passw|pwd|passphrase|cred|auth|key|jwt|session|policy|accessid"
 # Every repeat is bounded: a text of a million letters must not cost the square of it.
-_QUERY = re.compile(
+_QUERY = (
     rf"(?i)((?:[?&;]|%3F|%26)[\w.~\[\]%-]{{0,80}}?(?:{_OPENS})[\w.~\[\]-]{{0,80}}(?:=|%3D))"
     r"(?:(?!%26)[^&\s\"'<>;])+"
 )
@@ -32,31 +33,31 @@ _NAMED = (
     r"|signature|sig|token|sas|secret|client[_-]?secret|(?:ssl)?password|passwd|passphrase|pwd"
     r"|private[_-]?key|credentials?|authkey|jwt)"
 )
-_ASSIGNED = re.compile(rf"(?i)(?<![\w./-])({_NAMED}=)(?:\"[^\"]*\"|'[^']*'|[^&\s\"'<>;]+)")
-_QUOTED = re.compile(rf"(?i)((['\"]){_NAMED}\2\s{{0,9}}:\s{{0,9}})(?:b?\"[^\"]*\"|b?'[^']*')")
-_TAGGED = re.compile(rf"(?i)(<({_NAMED}|StringToSign|CanonicalRequest|SignatureProvided)>)[^<]*")
-_HEADER = re.compile(
+_ASSIGNED = rf"(?i)(?<![\w./-])({_NAMED}=)(?:\"[^\"]*\"|'[^']*'|[^&\s\"'<>;]+)"
+_QUOTED = rf"(?i)((['\"]){_NAMED}\2\s{{0,9}}:\s{{0,9}})(?:b?\"[^\"]*\"|b?'[^']*')"
+_TAGGED = rf"(?i)(<({_NAMED}|StringToSign|CanonicalRequest|SignatureProvided)>)[^<]*"
+_HEADER = (
     r"(?i)(\bauthorization['\"]?\s{0,9}[:=]\s{0,9}b?['\"]?(?:[\w-]{1,20} +)?)[^'\"\r\n]+"
     r"|((?-i:\bBearer)\s{1,9})[\w.~+/=-]{12,}"
 )
 # Keys that are known by their shape: AWS, Hugging Face, GitHub.
-_SHAPED = re.compile(r"\b((?:AKIA|ASIA)(?=[A-Z0-9]{16}\b)|hf_(?=\w{30})|gh[pousr]_(?=\w{36}))\w+")
+_SHAPED = r"\b((?:AKIA|ASIA)(?=[A-Z0-9]{16}\b)|hf_(?=\w{30})|gh[pousr]_(?=\w{36}))\w+"
 
 # user:password@ of a URL. Passwords are pasted with a slash in them, or a question mark: up to the last @ of
 # the word all goes, unless what follows the colon is the port of a host.
-_USERINFO = re.compile(
-    r"(?i)(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30})(?P<sep>://|%3A%2F%2F)"
+_USERINFO = (
+    r"(?i)(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30})"
+    # One slash is what a path makes of two.
+    r"(?P<sep>://|%3A%2F%2F|:/(?=[^\s/:@]{1,512}:[^\s@]{1,2048}@))"
     r"(?P<user>[^\s/?#\"'<>]{0,2048}(?:@|%40)"
     r"|[^:/?#@\s\"'<>]{0,512}:(?!:)(?!\d{1,5}(?:[/?#\s,;'\")]|$))[^\s@]{0,2048}@)"
 )
-_NO_SECRET = re.compile(r"(?i)[^:@]*:\*\*\*@")  # as SQLAlchemy writes it
+_NO_SECRET = r"(?i)[^:@]*:\*\*\*@"  # as SQLAlchemy writes it
 # Where a user alone is a name, and no key that opens something.
-_BY_NAME = re.compile(r"(?i)(?:postgres|mysql|mariadb|ssh|sftp|scp|hdfs|webhdfs|smb|ftp)")
+_BY_NAME = r"(?i)(?:postgres|mysql|mariadb|ssh|sftp|scp|hdfs|webhdfs|smb|ftp)"
 
-_STRICT_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
-_MAY_HOLD = re.compile(
-    r"(?i)://|%3A%2F%2F|=|bearer|authorization|['\"]\s{0,9}:|<[a-z]|AKIA|ASIA|hf_|gh[pousr]_"
-)
+_STRICT_USERINFO = r"(?<=://)[^/@\s]+@"
+_MAY_HOLD = r"(?i):/|%3A%2F%2F|=|bearer|authorization|['\"]\s{0,9}:|<[a-z]|AKIA|ASIA|hf_|gh[pousr]_"
 
 
 def redacted(text: str) -> str:
@@ -69,15 +70,15 @@ def redacted(text: str) -> str:
     >>> redacted("postgresql+psycopg://user@host/database"), redacted("http://host:9000/run@5")
     ('postgresql+psycopg://user@host/database', 'http://host:9000/run@5')
     """
-    if not _MAY_HOLD.search(text):
+    if not _compiled(_MAY_HOLD).search(text):
         return text
-    text = _USERINFO.sub(_without_user, text)
-    text = _QUERY.sub(rf"\1{GONE}", text)
-    text = _ASSIGNED.sub(rf"\1{GONE}", text)
-    text = _QUOTED.sub(rf"\1'{GONE}'", text)
-    text = _TAGGED.sub(rf"\1{GONE}", text)
-    text = _HEADER.sub(lambda found: f"{found[1] or found[2]}{GONE}", text)
-    return _SHAPED.sub(rf"\1{GONE}", text)
+    text = _compiled(_USERINFO).sub(_without_user, text)
+    text = _compiled(_QUERY).sub(rf"\1{GONE}", text)
+    text = _compiled(_ASSIGNED).sub(rf"\1{GONE}", text)
+    text = _compiled(_QUOTED).sub(rf"\1'{GONE}'", text)
+    text = _compiled(_TAGGED).sub(rf"\1{GONE}", text)
+    text = _compiled(_HEADER).sub(lambda found: f"{found[1] or found[2]}{GONE}", text)
+    return _compiled(_SHAPED).sub(rf"\1{GONE}", text)
 
 
 def redacted_of(text: str, url: str) -> str:
@@ -86,7 +87,8 @@ def redacted_of(text: str, url: str) -> str:
     >>> redacted_of('Invalid bucket name "me:secret@bucket"', "s3://me:secret@bucket/a")
     'Invalid bucket name "...bucket"'
     """
-    found = {m["user"] for m in _USERINFO.finditer(url)} | {m[0][len(m[1]) :] for m in _QUERY.finditer(url)}
+    found = {m["user"] for m in _compiled(_USERINFO).finditer(url)}
+    found |= {m[0][len(m[1]) :] for m in _compiled(_QUERY).finditer(url)}
     found |= {user.removesuffix("@").partition(":")[2] for user in found}
     found |= {unquote(each) for each in found}
     for secret in sorted(found, key=len, reverse=True):
@@ -114,12 +116,18 @@ def bare_url(url: str) -> str:
     >>> bare_url("s3://me:secret@bucket/token=1/a"), bare_url("https://h/a?part=1&sig=x")
     ('s3://bucket/token=1/a', 'https://h/a?part=1&sig=...')
     """
-    place, mark, query = _STRICT_USERINFO.sub("", url).partition("?")
-    return place + _QUERY.sub(rf"\1{GONE}", mark + query)
+    place, mark, query = _compiled(_STRICT_USERINFO).sub("", url).partition("?")
+    return place + _compiled(_QUERY).sub(rf"\1{GONE}", mark + query)
 
 
 def _without_user(found: re.Match[str]) -> str:
     user = found["user"]
-    named = ":" not in user and "%3a" not in user.lower() and _BY_NAME.match(found["scheme"])
-    kept = user if named or _NO_SECRET.fullmatch(user) else ""
+    named = ":" not in user and "%3a" not in user.lower() and _compiled(_BY_NAME).match(found["scheme"])
+    kept = user if named or _compiled(_NO_SECRET).fullmatch(user) else ""
     return f"{found['scheme']}{found['sep']}{kept}"
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern, compiled when it is first needed: all of them take 4 ms, and most commands need one."""
+    return re.compile(pattern)

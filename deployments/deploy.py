@@ -142,7 +142,7 @@ def _automate(wanted: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = terminal.Parser(prog="python -m deployments.deploy", description=__doc__)
+    parser = terminal.parser(prog="python -m deployments.deploy", description=__doc__)
     parser.add_argument("--wait", type=float, default=120.0, help="seconds for the server to answer")
     try:
         deploy(parser.parse_args().wait)

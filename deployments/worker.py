@@ -30,7 +30,7 @@ STEP = 0.1
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs until it is told to end; the exit status: 0 when it was told, else the worker's."""
-    parser = terminal.Parser(prog="python -m deployments.worker", description=(__doc__ or "").split("\n")[0])
+    parser = terminal.parser(prog="python -m deployments.worker", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pool", required=True, help="the work pool")
     parser.add_argument(
         "--name",

@@ -64,7 +64,7 @@ def parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:
     """
     text, told = inspect.getdoc(function) or "", meanings(function)
     types = typing.get_type_hints(function)
-    found = terminal.Parser(prog=prog, description=text.split("\n\n")[0])
+    found = terminal.parser(prog=prog, description=text.split("\n\n")[0])
     for name, parameter in inspect.signature(function).parameters.items():
         help, default = told[name], parameter.default
         if default is parameter.empty:

@@ -16,7 +16,7 @@ from uuid import UUID
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.futures import PrefectFuture, as_completed
 
-from ckptcore.conversion.pipeline import Part, Prepared, parts
+from ckptcore.conversion.pipeline import FilePart, Prepared, parts
 from ckptcore.errors import WorkerLost
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
@@ -89,7 +89,7 @@ def _work(prepared: Prepared, settings: Settings, batch_bytes: int, *, large: bo
     found: list[Work] = []
     files = []
     for file in prepared.files:
-        cut: tuple[Part, ...] = ()
+        cut: tuple[FilePart, ...] = ()
         if large and file.nbytes > LARGE * batch_bytes:
             cut = parts(prepared.plan_uri, file.index, batch_bytes, settings)
         if len(cut) < 2:

@@ -12,7 +12,7 @@ from prefect import State, flow
 from prefect.states import Completed, Failed
 
 from ckptcore.errors import CkptError
-from ckptcore.utils.durations import parse_duration
+from ckptcore.utils.units import parse_duration
 from flows._naming import explain
 from tasks.maintenance import scrub as look_again
 

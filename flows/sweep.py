@@ -19,8 +19,7 @@ from ckptcore.catalog import open_catalog
 from ckptcore.errors import CkptError
 from ckptcore.operations.sweep import Item, Standing, Swept, forget_events, watched, work
 from ckptcore.planning.request import Request, Settings
-from ckptcore.utils.durations import parse_duration
-from ckptcore.utils.units import parse_size
+from ckptcore.utils.units import parse_duration, parse_size
 from flows._engine import engine as parse_engine
 from flows._naming import closed, explain
 from flows.convert import steps

@@ -7,6 +7,8 @@ from typing import Any
 
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
+from ckptcore.errors import WorkerLost
+
 LOOKS = "ckptcore.looks"  # a label of a run: how often it was put off, to look at its checkpoint later
 
 TAKEN = (StateType.PENDING, StateType.RUNNING)  # of a run that somebody has taken, to start it
@@ -31,6 +33,7 @@ def begun(run: FlowRun, states: Iterable[State[Any]] = ()) -> int:
 
 
 def given_up(times: int, last: str) -> str:
-    """What is said of a run that is not started any more."""
+    """What is said of a run that is not started any more: it has lost its worker, and no error of ours."""
     end = last or "it said nothing"
-    return f"given up: it was started {times} times, and its process went away each time; at last: {end}"
+    lost = f"given up: it was started {times} times, and its process went away each time; at last: {end}"
+    return f"{WorkerLost.code}: {lost}"

@@ -6,7 +6,7 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from ckptcore.checking.check import Report
-from ckptcore.conversion.pipeline import validate
+from ckptcore.checking.examine import validate
 from ckptcore.core.manifest import Manifest
 from tasks.artifacts import shown
 from tasks.logs import log

@@ -1,4 +1,4 @@
-"""Progress: how far is a batch, for somebody who looks at the run, and must it go on?"""
+"""Show how far a batch is as an artifact of its run, and end it when the run is to end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ STOP = threading.Event()  # set when the run is to end now: the core asks betwee
 SECONDS = 2.0  # between two updates; a batch that is done sooner needs none
 
 
-class Progress:
-    """The core's progress callback for one batch; safe to call from its threads.
+class BatchProgress:
+    """The `ckptcore.utils.workers.Progress` of one batch; safe to call from the core's threads.
 
     The core's threads do not know which run they belong to: the artifact is written in the context
     of the task that made this object.
@@ -39,7 +39,7 @@ class Progress:
         if time.monotonic() < self._next or not self._one.acquire(blocking=False):
             return
         try:
-            self._context.run(self._tell, done)
+            self._context.run(self._show, done)
             self._next = time.monotonic() + SECONDS
         except Exception as error:  # whatever ails the server, the bytes go on being written
             self._context.run(log.warning, "progress of %s is no longer shown: %s", self._name, error)
@@ -47,10 +47,10 @@ class Progress:
         finally:
             self._one.release()
 
-    def _tell(self, done: int) -> None:
+    def _show(self, done: int) -> None:
         percent = min(100.0, 100.0 * done / max(self._nbytes, 1))
-        told = f"{self._name}: {show_size(done)} of {show_size(self._nbytes)}"
+        described = f"{self._name}: {show_size(done)} of {show_size(self._nbytes)}"
         if self._artifact is None:
-            self._artifact = cast("UUID", create_progress_artifact(percent, description=told))
+            self._artifact = cast("UUID", create_progress_artifact(percent, description=described))
         else:
-            update_progress_artifact(self._artifact, percent, description=told)
+            update_progress_artifact(self._artifact, percent, description=described)

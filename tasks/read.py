@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import task
 
-from ckptcore.conversion.pipeline import inspect
+from ckptcore.checking.examine import inspect
 from ckptcore.core.manifest import Manifest
 from ckptcore.utils.units import show_size
 from tasks.logs import log

@@ -9,7 +9,7 @@ from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
 from tasks.logs import log
-from tasks.progress import Progress
+from tasks.progress import BatchProgress
 from tasks.retry import STEP
 
 
@@ -20,7 +20,7 @@ def write(name: str, plan_uri: str, indices: list[int], nbytes: int, settings: S
     name: what the run is called. nbytes: of these files. Receipts lie beside the files, so a run
     that was killed goes on behind its last whole file: nothing rests on Prefect's memory.
     """
-    receipts = list(execute(plan_uri, indices, settings, Progress(name, nbytes)))
+    receipts = list(execute(plan_uri, indices, settings, BatchProgress(name, nbytes)))
     kept = sum(receipt.reused for receipt in receipts)
     told = f", {kept} of {len(indices)} files kept from an earlier run" if kept else ""
     log.info("%s: %s%s", name, show_size(nbytes), told)

@@ -1,8 +1,11 @@
-"""The catalog: which checkpoints are there, what was made from what, and how did it go?
+"""Keep the catalog: which checkpoints are there, what was made from what, and how it went.
 
-`open_catalog` is the way in; a `Catalog` writes with `begin`, `succeed`, `fail`,
-`record_validation`, `tag` and reads with `list`, `conversions`, `show`, `lineage`, `which`.
-SQLAlchemy is imported with the first call, so that commands which need no catalog start without it.
+The only room that knows SQL; it knows errors and utils alone. The data is the truth, and the catalog points
+to it. `queues.inbox` and `queues.outbox` hold events and messages, `claims` who makes what.
+
+`open_catalog` is the way in; a `Catalog` writes with `begin`, `succeed`, `fail`, `record_validation`, `tag`
+and reads with `list`, `conversions`, `show`, `lineage`, `which`. SQLAlchemy is imported with the first
+call, so that commands which need no catalog start without it.
 """
 
 from __future__ import annotations

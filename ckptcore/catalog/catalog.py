@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, lineage, query
 from ckptcore.catalog.database import BEGIN, QUEUE_BEGIN, READER_BEGIN, translated
+from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.types import (
     LEVELS,
     CheckpointDetail,
@@ -23,6 +24,7 @@ from ckptcore.catalog.types import (
     CheckpointRow,
     ConversionDetail,
     ConversionRow,
+    FileRow,
     Kind,
     Lineage,
     Origin,
@@ -214,6 +216,11 @@ class Catalog:
         """
         with self.reading() as conn:
             return query.show(conn, ref, tensors)
+
+    def at(self, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
+        """What stands at a place now, or was the last to, and its files; None where nothing was recorded."""
+        with self.reading() as conn:
+            return query.at(conn, normal_uri(uri))
 
     def lineage(self, ref: str, *, up: bool = True, down: bool = True) -> Lineage:
         """What a checkpoint was made from and what was made from it, to the ends."""

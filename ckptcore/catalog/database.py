@@ -97,7 +97,7 @@ def connect(url: str, *, create: bool) -> Engine:
     path = sqlite_path(parsed)
     shown = parsed.render_as_string(hide_password=True)
     if path is not None:
-        if not create and not path.exists():
+        if not create and not os.path.exists(path):  # a name that no file can have is none that is there
             raise CatalogError(
                 f"there is no catalog at {path}",
                 hint="the first conversion makes it; name another with --catalog URL",
@@ -166,8 +166,7 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
         pool, options = (StaticPool if path is None else NullPool), {}
         options["connect_args"] = {"check_same_thread": False}
     elif url.drivername == PSYCOPG:
-        known = {"connect_timeout": CONNECT_S, "application_name": "ckptcore"}
-        options["connect_args"] = {k: v for k, v in known.items() if k not in url.query}
+        options["connect_args"] = connect_arguments(url)
     try:
         engine = create_engine(url, poolclass=pool, **options)
     except (exc.NoSuchModuleError, ModuleNotFoundError) as error:
@@ -199,6 +198,12 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
             connection.exec_driver_sql(statement)
 
     return engine
+
+
+def connect_arguments(url: URL) -> dict[str, Any]:
+    """What psycopg is given beside the URL; the URL's own query goes before it."""
+    known = {"connect_timeout": CONNECT_S, "application_name": "ckptcore"}
+    return {k: v for k, v in known.items() if k not in url.query}
 
 
 @contextmanager

@@ -72,6 +72,13 @@ def show(conn: Connection, ref: str, tensors: bool) -> CheckpointDetail | Conver
     return _checkpoint_detail(conn, row_id, tensors)
 
 
+def at(conn: Connection, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
+    """What stands at a normal URI now, or was the last to, and its files; None where nothing was recorded."""
+    there = checkpoint_rows().where(Checkpoint.uri == uri).order_by(*current_first())
+    row = conn.execute(there).first()
+    return None if row is None else (checkpoint_row(row), _files_of(conn, row.id))
+
+
 def files_at(conn: Connection, uri: str) -> tuple[FileRow, ...]:
     """The files of every checkpoint that is, or was, recorded at a normal URI."""
     rows = select(CheckpointFile).join(Checkpoint, Checkpoint.id == CheckpointFile.checkpoint_id)
@@ -229,7 +236,6 @@ def checkpoints_of(conn: Connection, conversion: str, direction: Direction) -> t
 
 def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> CheckpointDetail:
     row = conn.execute(checkpoint_rows().where(Checkpoint.id == row_id)).one()
-    files = select(CheckpointFile).where(CheckpointFile.checkpoint_id == row_id)
     named = select(Tensor).where(Tensor.checkpoint_id == row_id)
     tags = select(Tag.key, Tag.value).where(Tag.checkpoint_id == row_id).order_by(Tag.key)
     found = select(FindingRecord).where(
@@ -237,12 +243,7 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
     )
     return CheckpointDetail(
         checkpoint=checkpoint_row(row),
-        files=tuple(
-            sorted(
-                (FileRow(r.path, r.nbytes, r.digest, r.role) for r in conn.execute(files)),
-                key=lambda file: _natural(file.path),
-            )
-        ),
+        files=_files_of(conn, row_id),
         tensors=tuple(
             sorted(
                 (
@@ -257,6 +258,12 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
         written_by=conversions_of(conn, row_id, Direction.OUT),
         used_by=conversions_of(conn, row_id, Direction.IN),
     )
+
+
+def _files_of(conn: Connection, row_id: int) -> tuple[FileRow, ...]:
+    files = conn.execute(select(CheckpointFile).where(CheckpointFile.checkpoint_id == row_id))
+    rows = (FileRow(r.path, r.nbytes, r.digest, r.role) for r in files)
+    return tuple(sorted(rows, key=lambda file: _natural(file.path)))
 
 
 def _conversion_detail(conn: Connection, row_id: int) -> ConversionDetail:

@@ -1,12 +1,11 @@
 """SQL that only reads: what does the catalog answer to a statement of the user's own?
 
-That nothing is changed is the database's doing, not a look at the words of the statement. SQLite opens the
-file for reading and is asked, action by action, to allow nothing but reading, in a process that is killed
-when the time is over (`sqliteworker`). PostgreSQL runs one statement in a READ ONLY transaction that is never
-committed, as a cursor, which is a query and nothing else. A superuser, and whoever may run programs or write
-files there, is refused: to such a role a function can do anything, whatever the transaction is.
+That nothing is changed is the database's doing, not a look at the words of the statement, and what it may
+cost is the operating system's: it is asked in a process of its own, which is killed when the time is over
+and whose memory ends (`sqlworker`). To a superuser of PostgreSQL, and to whoever may run programs or write
+files there, nothing is answered: to such a role a function can do anything, whatever the transaction is.
 How a statement would be answered is asked with `explain`: a cursor takes no EXPLAIN, so it is put before the
-statement here, and the transaction is what keeps anything from being changed (EXPLAIN ANALYZE runs it).
+statement, and the transaction is what keeps anything from being changed (EXPLAIN ANALYZE runs it).
 """
 
 from __future__ import annotations
@@ -15,35 +14,24 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ckptcore.catalog import sqlite_worker as sqliteworker
-from ckptcore.catalog.database import connect, engine_for, parse, sqlite_path, translated
+from ckptcore.catalog import sqlworker
+from ckptcore.catalog.database import CONNECT_S, connect, connect_arguments, engine_for, parse, sqlite_path
 from ckptcore.errors import CatalogError, UsageError
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL
 
 _START = 30.0  # seconds for a process to start and to hand its answer over, on a busy machine
-MEMORY = 256 << 20  # bytes that SQLite may use for one statement
-_LARGEST = 64 << 20  # bytes of an answer, about
-_BATCH = 100  # rows that are fetched at a time
+_PATIENCE = 4.0 * CONNECT_S  # for a server that has just answered; a URL may name several
+MEMORY = 256 << 20  # bytes that SQLite may use for one statement, beside the answer
 _MOST_ROWS = 1 << 31
 _LONGEST_S = 24 * 3600.0
-# Roles of PostgreSQL to whom a function that looks like reading can do more.
-_ADMINISTRATORS = (
-    "pg_execute_server_program",
-    "pg_write_server_files",
-    "pg_read_server_files",
-    "pg_signal_backend",
-    "pg_checkpoint",
-    "pg_maintain",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +75,32 @@ def ask(
     if path is None and not name.startswith("file:"):
         raise UsageError("a catalog in memory cannot be asked", hint="name the file of a catalog")
     place = name.partition("?")[0] if path is None else f"file:{quote(str(path.absolute()))}"
-    asked = f"EXPLAIN QUERY PLAN {statement}" if explain else statement
-    return _sqlite(f"{place}?mode=ro", asked, limit, seconds)
+    return _worker(f"{place}?mode=ro", statement, limit, seconds, explain, 0, MEMORY, place)
 
 
-def _sqlite(uri: str, statement: str, limit: int, seconds: float) -> Answer:
-    asked = {"uri": uri, "statement": statement, "rows": limit + 1, "seconds": seconds, "bytes": MEMORY}
-    # -I: nothing of the user's environment; -S: no site-packages, which take longer than the rest.
-    command = [sys.executable, "-I", "-S", sqliteworker.__file__]
+def _worker(
+    place: str | dict[str, Any],
+    statement: str,
+    limit: int,
+    seconds: float,
+    explain: bool,
+    patience: float,
+    heap: int,
+    shown: str,
+) -> Answer:
+    asked = sqlworker.Asked(
+        place=place,
+        statement=statement,
+        explain=explain,
+        rows=limit + 1,
+        seconds=seconds,
+        patience=patience,
+        heap=heap,
+        path=sys.path,
+    )
+    # -I: nothing of the user's environment; -S: no look for site-packages, which takes longer than the rest.
+    command = [sys.executable, "-I", "-S", sqlworker.__file__]
+    most = seconds + patience + sqlworker.GRACE
     try:
         done = subprocess.run(
             command,
@@ -102,110 +108,55 @@ def _sqlite(uri: str, statement: str, limit: int, seconds: float) -> Answer:
             capture_output=True,
             text=True,
             check=False,
-            timeout=seconds + sqliteworker.GRACE + _START,
+            timeout=most + _START,
         )
     except subprocess.TimeoutExpired as error:
-        raise _refused("", True, seconds) from error
+        raise _stopped(seconds) from error
     if done.returncode == -signal.SIGALRM:
-        raise _refused("", True, seconds)
+        raise _stopped(seconds)
     try:
         found = json.loads(done.stdout)
     except ValueError as error:  # it ran out of memory where Python has none left to say so
-        raise _refused(f"it ended with status {done.returncode}, out of memory", False, seconds) from error
+        raise _refused(f"it ended with status {done.returncode}, out of memory") from error
     if "error" in found:
-        raise _refused(found["error"], found["error"] == sqliteworker.STOPPED, seconds)
+        raise _error_of(found["kind"], found["error"], seconds, shown)
     if found["columns"] is None:
-        raise _no_query()
-    rows = tuple(
-        tuple(bytes.fromhex(v["hex"]) if isinstance(v, dict) else v for v in r) for r in found["rows"]
-    )
+        raise UsageError("the database did not answer: this is no query", hint="for example SELECT 1")
+    rows = tuple(tuple(sqlworker.unpacked(value) for value in row) for row in found["rows"])
     return Answer(tuple(found["columns"]), rows[:limit], len(rows) > limit)
 
 
 def _postgresql(url: URL, statement: str, limit: int, seconds: float, explain: bool) -> Answer:
-    import psycopg
-
     engine = engine_for(url)
-    shown = url.render_as_string(hide_password=True)
     try:
-        with translated(shown), closing(engine.raw_connection()) as pooled:
-            connection: psycopg.Connection[Any] = pooled.driver_connection  # type: ignore[assignment]
-            try:
-                return _in_transaction(connection, statement, limit, seconds, explain)
-            except psycopg.OperationalError as error:
-                # What the server ended for its length is an answer; a server that is gone is not.
-                if not isinstance(error, psycopg.errors.QueryCanceled):
-                    raise CatalogError(f"the catalog cannot be used: {error}", url=shown) from error
-                raise _refused(str(error), True, seconds) from error
-            except psycopg.Error as error:
-                raise _refused(str(error), False, seconds) from error
-            finally:
-                connection.rollback()
+        # As SQLAlchemy would connect: it knows how a URL's query becomes arguments.
+        _, place = engine.dialect.create_connect_args(url)
     finally:
         engine.dispose()
+    place = connect_arguments(url) | {k: v for k, v in place.items() if k != "context"}
+    shown = url.render_as_string(hide_password=True)
+    return _worker(place, statement, limit, seconds, explain, _PATIENCE, 0, shown)
 
 
-def _in_transaction(connection: Any, statement: str, limit: int, seconds: float, explain: bool) -> Answer:
-    with connection.cursor() as cursor:
-        _require_plain_role(cursor)
-        connection.rollback()
-        cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        cursor.execute("SELECT set_config('statement_timeout', %s, true)", (str(int(seconds * 1000)),))
-        # A cursor can be declared for a query only. Prepared, because that takes one statement at a time.
-        query = statement.strip().rstrip(";")
-        if explain:
-            cursor.execute(f"EXPLAIN {query}".encode(), prepare=True)
-            return _answer(cursor, limit)
-        cursor.execute(f"DECLARE asked NO SCROLL CURSOR FOR {query}".encode(), prepare=True)
-        cursor.execute(f"FETCH {limit + 1} FROM asked")
-        return _answer(cursor, limit)
-
-
-def _require_plain_role(cursor: Any) -> None:
-    """Raises `UsageError` where the database itself would not hold a function back."""
-    # The one who logged in counts, and not who he is now: a statement could go back to that.
-    cursor.execute(
-        "SELECT session_user, rolsuper, rolreplication, ARRAY(SELECT m.rolname::text FROM pg_roles m"
-        " WHERE m.rolname = ANY(%s) AND pg_has_role(session_user, m.oid, 'MEMBER'))"
-        " FROM pg_roles WHERE rolname = session_user",
-        (list(_ADMINISTRATORS),),
-    )
-    name, superuser, replication, member = cursor.fetchone()
-    found = [
-        *(["a superuser"] if superuser else []),
-        *(["a replication role"] if replication else []),
-        *(() if superuser else member),
-    ]
-    if found:
-        raise UsageError(
-            f"cannot ask as {name}: no transaction keeps {', '.join(found)} from changing anything",
-            hint="connect as a role that only reads; ckptcore/catalog/README.md makes one",
-        )
-
-
-def _answer(cursor: Any, limit: int) -> Answer:
-    if cursor.description is None:
-        raise _no_query()
-    rows: list[tuple[Any, ...]] = []
-    size = 0
-    while len(rows) <= limit and (some := cursor.fetchmany(min(_BATCH, limit + 1 - len(rows)))):
-        rows += [tuple(row) for row in some]
-        size += sum(len(v) if isinstance(v, str | bytes) else 16 for row in some for v in row)
-        if size > _LARGEST:
-            raise _refused(sqliteworker.TOO_LARGE, False, 0)
-    return Answer(tuple(column[0] for column in cursor.description), tuple(rows[:limit]), len(rows) > limit)
-
-
-def _no_query() -> UsageError:
-    return UsageError("the database did not answer: this is no query", hint="for example SELECT 1")
-
-
-def _refused(said: str, timed_out: bool, seconds: float) -> UsageError:
-    if timed_out:
+def _error_of(kind: str, said: str, seconds: float, shown: str) -> CatalogError | UsageError:
+    if kind == sqlworker.STOPPED:
+        return _stopped(seconds)
+    if kind == sqlworker.AWAY:
+        return CatalogError(f"the catalog cannot be used: {said.strip()}", url=shown)
+    if kind == sqlworker.ADMINISTRATOR:
         return UsageError(
-            f"the statement took more than {seconds:g} s and was stopped",
-            hint="ask for less, or raise --timeout",
+            said, hint="connect as a role that only reads; ckptcore/catalog/README.md makes one"
         )
+    return _refused(said)
+
+
+def _stopped(seconds: float) -> UsageError:
+    return UsageError(
+        f"the statement took more than {seconds:g} s and was stopped", hint="ask for less, or raise --timeout"
+    )
+
+
+def _refused(said: str) -> UsageError:
     return UsageError(
         f"the database did not answer: {said.strip()}",
         hint="one SELECT at a time; nothing can be changed here. --explain shows its plan",
@@ -214,7 +165,7 @@ def _refused(said: str, timed_out: bool, seconds: float) -> UsageError:
 
 def _plain(value: Any) -> Any:
     """As JSON has it."""
-    if isinstance(value, datetime):
+    if isinstance(value, date):  # datetimes are some
         return value.isoformat()
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)

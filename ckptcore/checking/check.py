@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ckptcore.checking.file_digests import SHA256, mismatches
 from ckptcore.checking.verdicts import PART_CODES, called, verdict
 from ckptcore.core.coverage import coverage
 from ckptcore.core.dtype import BY_NAME
@@ -22,10 +21,10 @@ from ckptcore.core.manifest import Envelope, Manifest
 from ckptcore.errors import Finding, UnreadablePart, UsageError, finding
 from ckptcore.store import Store
 from ckptcore.utils.globs import leave_out
+from ckptcore.utils.workers import Progress
 
 LEVELS = ("files", "cover", "bytes", "values")
 _NAMED = 5  # files that a finding names; the report has all of them
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ def check(
     if depth >= LEVELS.index("bytes"):
         if store is None:
             raise UsageError(f"level {level!r} reads files: a store is needed")
-        from ckptcore.checking.scan import scan
+        from ckptcore.checking.scan import SHA256, mismatches, scan
 
         broken = {f.file for f in found if f.severity == "error" and f.code in _UNREADABLE}
         more, unverified, bare = scan(

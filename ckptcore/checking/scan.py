@@ -1,12 +1,13 @@
-"""Scanning: do all stored bytes match their checksums, and their copies each other?
+"""Scan all stored bytes: do they match their checksums, and their copies each other?
 
 Reads every item once, in blocks, on a few threads. Memory: three blocks a worker.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -27,10 +28,12 @@ from ckptcore.errors import (
 )
 from ckptcore.reading.equality import differing, index_in, mismatch
 from ckptcore.reading.gather import Bytes, gather, tile_view
-from ckptcore.reading.payload import Payload, resolve
+from ckptcore.reading.payload import Payload, StoredChunk, resolve
 from ckptcore.store import Store
 from ckptcore.utils.crc32 import crc32
+from ckptcore.utils.workers import Progress, ProgressMeter
 
+SHA256 = "sha256"  # the key in `Manifest.origin`: file -> hex
 _BLOCK = 4 << 20
 
 
@@ -41,24 +44,25 @@ def scan(
     skip_files: set[str | None],
     values: bool,
     workers: int,
-    progress: Callable[[str, int, int], None] | None,
+    progress: Progress | None,
 ) -> tuple[list[Finding], int, set[str]]:
     """Findings of every chunk's bytes, how many items carry no checksum, and the files these lie in.
 
     Of a derived tensor, what it is computed from is looked at.
     """
     wholes = [manifest, *([manifest.inputs] if manifest.inputs is not None else [])]
-    pieces, unverified, done = sum(len(m.chunks) for m in wholes), 0, 0
+    pieces, unverified = sum(len(m.chunks) for m in wholes), 0
     total = sum(t.nbytes for m in wholes for n, t in enumerate(m.tensors) if n not in m.derived)
+    meter = ProgressMeter(progress, "validate", total)
     findings: list[Finding] = []
     bare: set[str] = set()
     for whole in wholes:
-        state = _State(whole, store, skip_files, values, done, total, progress)
+        state = _State(whole, store, skip_files, values, meter)
         with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
             for found in pool.map(state.chunk, range(len(whole.chunks)), chunksize=1):
                 findings += found
             findings += _as_one(whole, [d for found in pool.map(state.pair, replicas(whole)) for d in found])
-        unverified, done = unverified + state.unverified, state.done
+        unverified += state.unverified
         bare |= state.bare
         if values:
             findings += state.value_findings()
@@ -72,6 +76,27 @@ def scan(
             )
         )
     return findings, unverified, bare
+
+
+def mismatches(manifest: Manifest, store: Store) -> Iterator[Finding]:
+    """A finding for every file whose SHA-256 is not the one that the checkpoint says.
+
+    Reads each listed file once, in blocks of 4 MiB. Missing files are the reader's to report.
+    """
+    for path, wanted in dict(manifest.origin.get(SHA256) or {}).items():
+        size = store.size(path)
+        if size is None:
+            continue
+        total = hashlib.sha256()
+        for at in range(0, size, _BLOCK):
+            total.update(store.read(path, at, min(_BLOCK, size - at)))
+        if total.hexdigest() != wanted:
+            yield finding(
+                "digest-mismatch",
+                "bytes",
+                f"{path} has SHA-256 {total.hexdigest()[:16]}..., the checkpoint says {wanted[:16]}...",
+                file=path,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +130,7 @@ class _State:
     """What the workers of one scan share."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        store: Store,
-        skip: set[str | None],
-        values: bool,
-        done: int,
-        total: int,
-        progress: Callable[[str, int, int], None] | None,
+        self, manifest: Manifest, store: Store, skip: set[str | None], values: bool, meter: ProgressMeter
     ) -> None:
         self.manifest, self.store, self.skip, self.values = manifest, store, skip, values
         self.unverified = 0
@@ -121,7 +139,7 @@ class _State:
         self._bad_values: dict[str, list[int]] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
-        self.done, self._total, self._progress = done, total, progress
+        self._meter = meter
 
     def chunk(self, row: int) -> list[Finding]:
         """Findings of one chunk's item."""
@@ -193,8 +211,10 @@ class _State:
             return None, spec.fqn, path
         rank = len(spec.shape)
         shape = tuple(chunks.shape[row, :rank].tolist())
+        index, view = int(chunks.item[row]), view_of(chunks, row, rank)
+        chunk = StoredChunk(index, path, item, spec.dtype, shape, view, spec.fqn)
         try:
-            payload = resolve(self.store, path, item, spec.dtype, shape, view_of(chunks, row, rank), spec.fqn)
+            payload = resolve(chunk, self.store)
         except DamagedCheckpoint as error:
             return list(error.findings), spec.fqn, path
         except CkptError as error:
@@ -217,7 +237,7 @@ class _State:
             block, _ = self._buffers(count)
             payload.read_into(payload.record_start + at, block)
             crc = crc32(block, crc) if payload.crc32 is not None else 0
-            self._advance(count)
+            self._meter.add(count)
         if payload.crc32 is not None and crc != payload.crc32:
             return [
                 finding(
@@ -275,13 +295,6 @@ class _State:
             self._local.scratch = np.empty(_BLOCK, np.uint8)
         scratch: Bytes = self._local.scratch
         return scratch
-
-    def _advance(self, count: int) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self.done += count
-                done = self.done
-            self._progress("validate", min(done, self._total), self._total)
 
 
 def _as_findings(error: CkptError, name: str, path: str) -> list[Finding]:

@@ -17,7 +17,7 @@ outbox_app = typer.Typer(no_args_is_help=True, help="Messages to others, and whe
 
 
 def _verbs(app: typer.Typer, name: str) -> None:
-    """The same two verbs for both queues. name: of the module in this package."""
+    """The same two verbs for both queues. name: of the queue."""
 
     @app.command("list")
     def list_(
@@ -56,7 +56,7 @@ def _verbs(app: typer.Typer, name: str) -> None:
 
 def _queue(name: str) -> Any:
     # Only now: SQLAlchemy takes a third of a second, and help needs none of it.
-    return import_module(f"ckptcore.catalog.{name}")
+    return getattr(import_module("ckptcore.catalog.queues"), name)
 
 
 _verbs(inbox_app, "inbox")

@@ -16,8 +16,7 @@ from rich.text import Text
 
 from ckptcore.catalog.aliases import AliasRow
 from ckptcore.catalog.holds import HoldRow
-from ckptcore.catalog.inbox import InboxEvent
-from ckptcore.catalog.outbox import Message
+from ckptcore.catalog.queues import InboxEvent, Message
 from ckptcore.catalog.sql_query import Answer
 from ckptcore.catalog.types import (
     CheckpointDetail,

@@ -6,6 +6,7 @@ standard error. Every error ends with its documented exit code, and never with a
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from itertools import pairwise
@@ -112,8 +113,8 @@ def validate(
     output: As = Output.TEXT,
 ) -> None:
     """Is it there, whole, right? Exit code 1 when something is damaged."""
-    from ckptcore.conversion.pipeline import inspect as read
-    from ckptcore.conversion.pipeline import validate as check
+    from ckptcore.checking.examine import inspect as read
+    from ckptcore.checking.examine import validate as check
     from ckptcore.planning.request import Settings
 
     try:
@@ -136,17 +137,14 @@ def validate(
     # The answer first: an unusable catalog must not hide what took hours to find.
     show.report(report, as_json=output is Output.JSON)
     if not no_catalog:
-        from ckptcore.conversion.registration import record_report
-        from ckptcore.operations.registered_files import is_another_in_its_files
+        from ckptcore.operations.registered_files import record_report
 
-        if is_another_in_its_files(src, manifest, catalog):
+        if not record_report(manifest, src, report, catalog):
             terminal.line(
                 "not recorded: the catalog has digests of these files, and they read as another checkpoint; "
                 "try --level bytes to compare, or `ckptcore catalog rebuild --digests` to record them",
                 err=True,
             )
-        else:
-            record_report(manifest, src, report, catalog)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -180,7 +178,7 @@ def diff(a: One, b: Other, **given: Any) -> None:
 def fingerprint(src: Src, **given: Any) -> None:
     """One digest of the numbers: equal for every copy, whatever its format, topology and files."""
     from ckptcore.api import fingerprint as take
-    from ckptcore.conversion.pipeline import inspect as read
+    from ckptcore.checking.examine import inspect as read
 
     manifest = read(src, keep_quantized=given["keep_quantized"])
     with show.progress() as progress:
@@ -237,8 +235,8 @@ def plan(
     **given: Any,
 ) -> None:
     """What a conversion would do: bytes, files, renames, casts, drops, peak memory. Writes nothing."""
+    from ckptcore.checking.examine import inspect as read
     from ckptcore.conversion.destination import refuse_existing
-    from ckptcore.conversion.pipeline import inspect as read
     from ckptcore.conversion.pipeline import peak_memory
     from ckptcore.conversion.saved_plan import plan_into
     from ckptcore.planning.compose import compose
@@ -246,23 +244,23 @@ def plan(
     verb = verb or ("reshard" if given["mesh"] else "consolidate")
     request = _request(verb, src, dst, to, given)
     settings = _settings(given)
+    folder = None if given["save"] is None else _here(given["save"], "--save")
     refuse_existing(request)
     manifest = read(src, request.recover, request.keep_quantized)
-    saved = given["save"] is not None
-    composed = plan_into(given["save"], request, manifest) if saved else compose(request, manifest)
+    composed = compose(request, manifest) if folder is None else plan_into(folder, request, manifest)
     show.plan(composed, peak_memory(composed.plan, settings), as_json=given["output"] is Output.JSON)
 
 
 @app.command()
 @takes(MEANS, DEVICE, PROOF, ANSWER)
 def apply(
-    plan_dir: Annotated[Path, typer.Argument(metavar="PLAN", help="What `ckptcore plan --save` wrote.")],
+    plan_dir: Annotated[str, typer.Argument(metavar="PLAN", help="What `ckptcore plan --save` wrote.")],
     **given: Any,
 ) -> None:
     """Carries out a saved plan; refuses when the source has changed since."""
     from ckptcore.conversion.saved_plan import load_request
 
-    _convert(load_request(plan_dir), given)
+    _convert(load_request(_here(plan_dir, "PLAN")), given)
 
 
 @app.command()
@@ -282,7 +280,7 @@ def run(argv: list[str]) -> int:
     """Runs the command line; gives the exit code. Errors become words (or JSON) and a code."""
     as_json = any(a == "--output=json" for a in argv) or ("--output", "json") in pairwise(argv)
     try:
-        done: Any = app(args=argv, prog_name="ckptcore", standalone_mode=False)
+        done: Any = _asked(argv)(args=argv, prog_name="ckptcore", standalone_mode=False)
         return done if isinstance(done, int) else 0
     except CkptError as error:
         show.error(error, as_json=as_json)
@@ -306,6 +304,27 @@ def run(argv: list[str]) -> int:
             terminal.report(error)
         show.error(InternalError(f"{type(error).__name__}: {error}"), as_json=as_json)
         return InternalError.exit_code
+
+
+def _asked(argv: list[str]) -> typer.Typer:
+    """The command line with nothing but the verb that is asked for; whole where none is, as for help.
+
+    typer makes every verb that it is given before it looks at one: all of them take 20 ms of each start.
+    """
+    if not argv:
+        return app
+    commands = [c for c in app.registered_commands if _name_of(c) == argv[0]]
+    groups = [g for g in app.registered_groups if g.name == argv[0]]
+    if not commands and not groups:
+        return app
+    alone = copy.copy(app)
+    alone.registered_commands, alone.registered_groups = commands, groups
+    return alone
+
+
+def _name_of(command: typer.models.CommandInfo) -> str:
+    assert command.callback is not None
+    return command.name or typer.main.get_command_name(command.callback.__name__)
 
 
 def _usage_hint(error: Exception) -> str:
@@ -341,11 +360,22 @@ def _request(verb: str, src: str, dst: str | None, to: str, given: dict[str, Any
     )
 
 
-def _text_of(path: Path | None) -> str | None:
+def _here(text: str, option: str) -> Path:
+    """A path of this machine. A URL made into one would be a folder called ``s3:``, credentials and all."""
+    from ckptcore.store import local_path
+
+    path = local_path(text)
     if path is None:
+        raise UsageError(f"{option} {text} is on another machine", hint="name a path of this one")
+    return path
+
+
+def _text_of(named: str | None) -> str | None:
+    if named is None:
         return None
     from ckptcore.topology.rules_file import MAX_BYTES
 
+    path = _here(named, "--sharding")
     try:
         with path.open("rb") as file:  # what is named by mistake is not read to its end
             data = file.read(MAX_BYTES + 1)
@@ -391,7 +421,7 @@ def _convert(request: Any, given: dict[str, Any]) -> None:
 
 def _once(request: Any, given: dict[str, Any], progress: Any, catalog: str | bool | None) -> Any:
     from ckptcore.operations.convert_once import convert_once
-    from ckptcore.utils.durations import parse_duration
+    from ckptcore.utils.units import parse_duration
 
     return convert_once(
         request,

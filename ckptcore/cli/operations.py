@@ -29,8 +29,7 @@ def sweep(
     from ckptcore.conversion.pipeline import convert
     from ckptcore.operations.sweep import sweep as run
     from ckptcore.planning.request import Settings
-    from ckptcore.utils.durations import parse_duration
-    from ckptcore.utils.units import parse_size
+    from ckptcore.utils.units import parse_duration, parse_size
 
     url = given["catalog"] or default_url()
     settings = Settings(
@@ -63,7 +62,7 @@ def scrub(
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
     from ckptcore.operations.scrub import scrub as run
-    from ckptcore.utils.durations import parse_duration
+    from ckptcore.utils.units import parse_duration
 
     as_json = given["output"] is Output.JSON
     with open_catalog(given["catalog"] or default_url(), create=False) as catalog:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -60,7 +59,7 @@ MeshOf = Annotated[
     ),
 ]
 Sharding = Annotated[
-    Path | None,
+    str | None,
     typer.Option("--sharding", metavar="FILE", help="TOML with placement rules; default: built-in ones."),
 ]
 Serialization = Annotated[
@@ -165,7 +164,7 @@ Wait = Annotated[
 ]
 NoCatalog = Annotated[bool, typer.Option("--no-catalog", help="Do not register.")]
 Save = Annotated[
-    Path | None, typer.Option("--save", metavar="DIR", help="Keep the plan for `ckptcore apply`.")
+    str | None, typer.Option("--save", metavar="DIR", help="Keep the plan for `ckptcore apply`.")
 ]
 
 

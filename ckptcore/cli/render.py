@@ -19,12 +19,13 @@ from ckptcore.utils.units import show_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ckptcore.checking.check import Progress, Report
+    from ckptcore.checking.check import Report
     from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference, TensorDifference
     from ckptcore.conversion.pipeline import Result
     from ckptcore.core.manifest import Manifest
     from ckptcore.planning.compose import Composed
+    from ckptcore.utils.workers import Progress
 
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
 _STATUS = {"ok": "green", "unproven": "yellow"}

@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptcore.checking.check import require_whole
 from ckptcore.comparison.object_leaves import Leaves, as_tensor, compare, leaves
 from ckptcore.comparison.result import DTYPE, ONLY_A, ONLY_B, SHAPE, Difference, Side, TensorDifference
-from ckptcore.comparison.tensor_compare import Opened, Pair, telling, walk
+from ckptcore.comparison.tensor_compare import Opened, Pair, labelled, walk
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import select
 from ckptcore.errors import Finding, UsageError
@@ -22,8 +22,8 @@ from ckptcore.formats import by_name
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.rename import apply_renames, matches, remap, strip_wrappers
 from ckptcore.planning.request import Settings
+from ckptcore.utils.workers import Progress
 
-Progress = Callable[[str, int, int], None]
 Pairs = Sequence[tuple[str, str]]
 
 
@@ -141,7 +141,7 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: Rules, number: int
         known = compared(name)
         return known is not None and not rules.dropped(known)
 
-    with telling(f"{label} ({url})"):
+    with labelled(f"{label} ({url})"):
         report = require_whole(manifest, selected)
         model = find_model(manifest, prefix) if rules.model else None
         mapped = remap(

@@ -21,6 +21,7 @@ from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.store.inventory import MOUNT, look, take
 from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.text import shown
 
 _ELSEWHERE = "choose another destination"
 # The machine's own, by the Filesystem Hierarchy Standard and its macOS counterparts. No word replaces these
@@ -135,13 +136,23 @@ def refuse_existing(request: Request) -> None:
     as `require_place` does. A link is never replaced, nor is what it leads to."""
     require_place(request.destination, request.source, config=request.config)
     path = local_path(request.destination)
-    if path is not None and path.is_symlink():
+    if path is not None and _is_link(path):
         raise DestinationExists(
             f"{request.destination} exists, and is a link to {os.readlink(path)}",
             hint="name what it leads to, or remove the link",
         )
     if not request.replaces and not is_free(request.destination, single=request.single is not None):
         raise DestinationExists(f"{request.destination} exists")
+
+
+def _is_link(path: Path) -> bool:
+    """Raises `DestinationUnwritable` for what no file can be called, and what may not be looked at."""
+    try:
+        return stat.S_ISLNK(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise DestinationUnwritable(f"cannot write {shown(str(path))}: {error.strerror}") from error
 
 
 def is_free(destination: str, *, single: bool) -> bool:

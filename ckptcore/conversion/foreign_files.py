@@ -13,20 +13,21 @@ import stat
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
 from ckptcore.conversion.destination import require_unprotected
 from ckptcore.conversion.publication_record import Publication, Replaced
+from ckptcore.core.used_files import placed, used
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, UsageError
 from ckptcore.execution.receipts import digest_of
-from ckptcore.formats import detect, located, open_source
+from ckptcore.formats import open_source, read_manifest
 from ckptcore.planning.config_folder import is_untouched
 from ckptcore.planning.request import Request
-from ckptcore.store import Buffer, Readable, local_path, open_store, split_url
-from ckptcore.store.inventory import FILE, FOLDER, LINK, MOUNT, SPECIAL, Entry, Inventory, take
+from ckptcore.store import Readable, local_path, open_store, split_url
+from ckptcore.store.inventory import FILE, FOLDER, LINK, MOUNT, SPECIAL, Entry, Inventory, take, take_settled
 from ckptcore.utils.text import some
 
 _CARD = "README.md"
@@ -48,7 +49,7 @@ def require_accounted(
     Raises `DestinationExists` listing the strangers, unless the request takes them along, and `UsageError`
     for what is never replaced.
     """
-    there = take(request.destination)
+    there = take_settled(request.destination)
     if not there:
         return Replaced()
     require_unprotected(request.destination, _catalog_files(catalog))
@@ -84,58 +85,18 @@ class _Use:
     why: str = ""
 
 
-class _Noted:
-    """A store that notes which files are read."""
-
-    def __init__(self, store: Readable) -> None:
-        self._store = store
-        self.url, self.local = store.url, store.local
-        self.read_names: set[str] = set()
-
-    def list(self) -> dict[str, int]:
-        return self._store.list()
-
-    def size(self, path: str) -> int | None:
-        return self._store.size(path)
-
-    def stamp(self, path: str) -> str | None:
-        return self._store.stamp(path)
-
-    def ctime(self, path: str) -> int | None:
-        return self._store.ctime(path)
-
-    def read(self, path: str, start: int, length: int) -> bytes:
-        self.read_names.add(path)
-        return self._store.read(path, start, length)
-
-    def read_into(self, path: str, start: int, into: Buffer) -> None:
-        self.read_names.add(path)
-        self._store.read_into(path, start, into)
-
-    def close(self) -> None:
-        self._store.close()
-
-
 def _used(destination: str) -> _Use:
     """The files that the format's own reader uses, relative to the destination."""
     try:
         source = open_source(destination)
         with closing(source.store):
-            inner, _ = located(source)
-            found, _ = detect(inner)
-            assert found.read is not None  # only readers detect
-            noted = _Noted(inner.store)
-            looked_at = replace(inner, store=noted)
-            found.detect(looked_at)
-            manifest = found.read(looked_at)
+            manifest = read_manifest(source)
     except CkptError as error:
         return _Use(why=f" ({error.code}: {error.message})")
-    base = _below(inner.store.url, destination)
     root = _below(manifest.root, destination)
-    files = manifest.files
-    data = {root + files[int(f)].path for f in set(manifest.items.file.tolist())}
+    data = {root + path for path in placed(manifest)}
     empty = {root + f.file for f in manifest.findings if f.code == "empty-file" and f.file is not None}
-    read = {base + name for name in noted.read_names} | data | empty | {root + f.path for f in files}
+    read = {root + path for path in used(manifest).all} | empty | {root + f.path for f in manifest.files}
     return _Use(frozenset(read), frozenset(data))
 
 

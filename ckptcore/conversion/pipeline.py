@@ -15,13 +15,12 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from ckptcore.checking.check import LEVELS, Report, check
+from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.destination import refuse_existing, require_place
-from ckptcore.conversion.foreign_files import require_accounted
 from ckptcore.conversion.local_publication import conclude
 from ckptcore.conversion.publication_record import DONE, Replaced, note_replaced, noted
 from ckptcore.conversion.publish import (
@@ -33,27 +32,29 @@ from ckptcore.conversion.publish import (
     receipt_of,
 )
 from ckptcore.conversion.registration import Registration, fail, start, succeed
-from ckptcore.conversion.staged_plan import renew, restore, save, saved_digest
+from ckptcore.conversion.staged_plan import plan_run, renew, restore, save, saved_digest
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import placed
 from ckptcore.errors import CkptError, DiskFull, Finding, Interrupted, SourceChanged, StagingForeign
-from ckptcore.execution.execute import execute_files, tile_bytes
+from ckptcore.execution.execute import execute_files
 from ckptcore.execution.join_parts import join_parts
-from ckptcore.execution.parts import Part, cut
+from ckptcore.execution.parts import FilePart, cut
 from ckptcore.execution.receipts import Receipt, read_receipt
 from ckptcore.execution.source_stamps import load as load_stamps
-from ckptcore.execution.source_stamps import require_same, take_ctimes, used_files
+from ckptcore.execution.source_stamps import require_same, take_ctimes
 from ckptcore.execution.source_stamps import take as take_stamps
-from ckptcore.formats import open_source, read_manifest
+from ckptcore.execution.tiles import Budget
 from ckptcore.planning.compose import compose
 from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
 from ckptcore.store import open_store
+from ckptcore.utils.workers import Progress
 
 __all__ = [
-    "Part",
+    "FilePart",
     "Prepared",
     "Progress",
     "Receipt",
@@ -72,7 +73,6 @@ __all__ = [
     "tidy",
     "validate",
 ]
-Progress = Callable[[str, int, int], None]
 _log = logging.getLogger("ckptcore")
 # Resident before any buffer: without, and with torch (casts and computed tensors need it).
 _BASE_MEMORY = {False: 160 << 20, True: 420 << 20}
@@ -102,29 +102,6 @@ class Prepared:
     manifest_digest: str
     plan_digest: str
     timings: dict[str, float]
-
-
-def inspect(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:
-    """The manifest of what is at a path or URL; no tensor byte is read.
-
-    recover: take a save as it is that did not finish, or that nothing proves whole. keep_quantized: give
-    quantised weights as they are stored, instead of their values.
-    Raises `SourceUnreadable`, `UnknownFormat`, `UnsupportedFormat`, `NotComplete`, ....
-    """
-    opened = open_source(source, recover=recover, keep_quantized=keep_quantized)
-    with closing(opened.store):
-        return read_manifest(opened)
-
-
-def validate(
-    manifest: Manifest, level: str = "cover", *, workers: int = 2, progress: Progress | None = None
-) -> Report:
-    """Checks a manifest; levels ``bytes`` and ``values`` read its files."""
-    deep = level in LEVELS and LEVELS.index(level) >= LEVELS.index("bytes")
-    if not deep:
-        return check(manifest, None, level)
-    with closing(open_store(manifest.root)) as store:
-        return check(manifest, store, level, workers=workers, progress=progress)
 
 
 def prepare(
@@ -162,7 +139,7 @@ def execute(
         return _execute(staging, indices, settings or Settings(), progress)
 
 
-def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[Part, ...]:
+def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[FilePart, ...]:
     """One output file as parts of about ``nbytes``, for `execute_part` under the same settings. None at all
     where a file can only be written as a whole: on an object store, or when it is finished."""
     staging = Staging.of_plan(plan_uri)
@@ -171,10 +148,12 @@ def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[P
     if staging.files.local is None or done:
         return ()
     settings = settings.of(plan.target.mesh)
-    return cut(load_file_plan(staging.plan, index), nbytes, tile_bytes(settings), settings.threads)
+    return cut(load_file_plan(staging.plan, index), nbytes, Budget.of(settings))
 
 
-def execute_part(plan_uri: str, part: Part, settings: Settings, progress: Progress | None = None) -> Receipt:
+def execute_part(
+    plan_uri: str, part: FilePart, settings: Settings, progress: Progress | None = None
+) -> Receipt:
     """Writes one part of a file; one that is there and hashes to its receipt is kept. `join` ends the file.
 
     Raises `DamagedCheckpoint` when bytes fail their checksum.
@@ -301,7 +280,6 @@ def _prepare(
     conclude(staging)
     begun = noted(staging)
     published = published_plan(staging) or publishing_plan(staging)
-    staging.require_ours(published=published is not None)
     if published is None:
         try:
             refuse_existing(request)
@@ -323,14 +301,19 @@ def _prepare(
         if ours is not None and ours.step == DONE:
             restore(staging, composed, stamps, ours, same=same)
         elif not (request.resume and same):
-            staging.clear()
+            # What a killed run began to replace on an object store is known by its record alone, until the
+            # next publication records what it goes on with.
+            staging.clear(publication=publishing_plan(staging) is None)
             save(staging, composed, stamps, ctimes)
             ours = None
-        elif published_plan(staging) is None:
+        elif published_plan(staging) != plan.digest:
             renew(staging, composed, stamps)
         if ours is None or not ours.step:  # the second: an earlier version recorded no lists
             replaced = Replaced()
             if request.replaces:
+                # Only who replaces something waits for it.
+                from ckptcore.conversion.foreign_files import require_accounted
+
                 replaced = require_accounted(request, composed.extra, catalog_url, begun)
             note_replaced(staging, replaced)
         # Every time: an equal plan may come with another word on --overwrite.
@@ -364,7 +347,7 @@ def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:
 
 def _require_means(settings: Settings, request: Request) -> None:
     """Budget and device are tried before anything is touched."""
-    tile_bytes(settings)
+    Budget.of(settings)
     if settings.device != "cpu" and (request.dtype or request.dtype_for):
         torch_on(settings.device)
 
@@ -372,19 +355,18 @@ def _require_means(settings: Settings, request: Request) -> None:
 def peak_memory(plan: Plan, settings: Settings) -> int:
     """Expected peak, bytes: the process and its buffers, whatever the checkpoint's size."""
     largest = max((f.nbytes for f in plan.files), default=0)
-    buffers = min(
-        settings.memory, 4 * settings.threads * tile_bytes(settings), 4 * settings.threads * max(largest, 1)
-    )
+    tile = Budget.of(settings).tile
+    buffers = min(settings.memory, 4 * settings.threads * tile, 4 * settings.threads * max(largest, 1))
     return _BASE_MEMORY[bool(plan.cast or plan.derived)] + buffers
 
 
 def _noted(request: Request, manifest: Manifest) -> tuple[dict[str, int | None], dict[str, str | None]]:
     """(ctimes, stamps) of the source's files, older than the first byte that the plan rests on."""
-    used, seen = used_files(manifest), manifest.stamps
+    paths, seen = placed(manifest), manifest.stamps
     with closing(open_store(manifest.root)) as source:
-        ctimes, stamps = take_ctimes(used, source), take_stamps(manifest, source)
-    if all(path in seen and seen[path][0] == stamps[path] for path in used):
-        return {path: seen[path][1] for path in used}, stamps
+        ctimes, stamps = take_ctimes(paths, source), take_stamps(manifest, source)
+    if all(path in seen and seen[path][0] == stamps[path] for path in paths):
+        return {path: seen[path][1] for path in paths}, stamps
     # Written since it was listed, or listed by a store that spells versions otherwise.
     if inspect(request.source, request.recover, request.keep_quantized).digest != manifest.digest:
         raise SourceChanged(
@@ -399,32 +381,18 @@ def _execute(
     indices: Sequence[int] | None,
     settings: Settings,
     progress: Progress | None,
-    part: Part | None = None,
+    part: FilePart | None = None,
 ) -> tuple[Receipt, ...]:
     plan = load_head(staging.plan)
     wanted = [f.index for f in plan.files] if indices is None else list(indices)
     if published_plan(staging) == plan.digest:
         return tuple(receipt_of(staging, plan, i) for i in wanted)
-    scratch = str(staging.root.local) if staging.root.local is not None else None
     noted = load_stamps(staging.plan) or {}
     settings = settings.of(plan.target.mesh)
     with closing(open_store(plan.source)) as source, closing(staging.files):
         require_same(noted, source)
-        return execute_files(
-            lambda i: load_file_plan(staging.plan, i),
-            wanted,
-            plan_digest=plan.digest,
-            source=source,
-            files=staging.files,
-            receipts=staging.receipts,
-            settings=settings,
-            scratch=scratch,
-            items=plan.items,
-            progress=progress,
-            total=plan.bytes_out,
-            unchanged=lambda paths: require_same(noted, source, paths),
-            part=part,
-        )
+        run = plan_run(staging, plan, source, noted)
+        return execute_files(run, wanted, settings, part=part, progress=progress)
 
 
 def _require_room(staging: Staging, plan: Plan) -> None:

@@ -17,7 +17,7 @@ from ckptcore.conversion.staging import PUBLISHING, Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.execution.receipts import Receipt
 from ckptcore.store import Store
-from ckptcore.store.inventory import Entry, Inventory
+from ckptcore.store.inventory import FILE, LINK, Entry, Inventory
 
 REPLACES = "replaces.json"
 # Steps of a publication, in order. REMOVING, PUTTING: of an object store; MOVING: on this machine.
@@ -31,6 +31,11 @@ class Replaced:
 
     inventory: Inventory = field(default_factory=dict)
     first: tuple[str, ...] = ()
+
+    @property
+    def lacks_times(self) -> bool:
+        """Whether an older version took it: a rewrite in place could hide from what it noted."""
+        return any(e.kind in (FILE, LINK) and e.inode and e.ctime is None for e in self.inventory.values())
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
@@ -121,9 +126,15 @@ def noted_replaced(staging: Staging) -> Replaced | None:
 
 
 def entry_of(form: Mapping[str, Any]) -> Entry:
-    """The entry of its JSON form."""
-    inode = form["inode"]
-    return Entry(form["kind"], int(form["nbytes"]), form["stamp"], None if inode is None else tuple(inode))
+    """The entry of its JSON form; older versions took no ctime."""
+    inode, ctime = form["inode"], form.get("ctime")
+    return Entry(
+        form["kind"],
+        int(form["nbytes"]),
+        form["stamp"],
+        None if inode is None else tuple(inode),
+        None if ctime is None else int(ctime),
+    )
 
 
 def _read(store: Store, name: str) -> Any:

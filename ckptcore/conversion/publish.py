@@ -11,15 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.checking.check import check
 from ckptcore.conversion.file_fingerprints import fingerprints
-from ckptcore.conversion.foreign_files import require_accounted
-from ckptcore.conversion.local_publication import conclude, identity, publish_local
+from ckptcore.conversion.local_publication import conclude, is_in_place, publish_local
 from ckptcore.conversion.publication_record import DONE, Publication, Replaced, noted, noted_replaced
 from ckptcore.conversion.remote_publication import ITSELF, is_published, publish_remote
 from ckptcore.conversion.staged_plan import planned_paths
@@ -35,9 +34,9 @@ from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.formats import Format, Source, by_name, open_source, read_manifest
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store import Readable, Store, local_path
+from ckptcore.store import Readable, Store
+from ckptcore.utils.workers import Progress
 
-Progress = Callable[[str, int, int], None]
 REQUEST = "request.json"
 _log = logging.getLogger("ckptcore")
 
@@ -107,7 +106,6 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
     conclude(staging)
     plan = load_head(staging.plan)
     request = _request(staging)
-    staging.require_ours(published=published_plan(staging) is not None)
     receipts = tuple(receipt_of(staging, plan, f.index) for f in plan.files)
     found = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
     _require_proven(receipts)
@@ -171,12 +169,12 @@ def _require_proven(receipts: Sequence[Receipt]) -> None:
 def published_plan(staging: Staging) -> str | None:
     """The digest of the plan whose output is at the destination, when an earlier run published it and was
     stopped before it could clean up; else None."""
-    begun, target = noted(staging), local_path(staging.destination)
+    begun = noted(staging)
     if begun is None:
         return None
-    if target is None:
+    if staging.root.local is None:
         return begun.plan if begun.step == DONE else None
-    return begun.plan if begun.identity is not None and identity(target) == begun.identity else None
+    return begun.plan if is_in_place(staging, begun) else None
 
 
 def publishing_plan(staging: Staging) -> str | None:
@@ -270,14 +268,19 @@ def _publication(
     if staging.root.local is None and begun is not None and begun.plan == plan.digest and begun.step:
         return begun
     replaces = noted_replaced(staging)
-    if replaces is None:  # an earlier version made the plan
-        replaces = require_accounted(request, {}, begun=begun) if request.replaces else Replaced()
+    if replaces is None or replaces.lacks_times:  # an earlier version made the plan
+        replaces = Replaced()
+        if request.replaces:
+            # Only who replaces something waits for it.
+            from ckptcore.conversion.foreign_files import require_accounted
+
+            replaces = require_accounted(request, {}, begun=begun)
     single = plan.target.single is not None
     puts: dict[str, tuple[int, str | None]] = {
         ITSELF if single else r.path: (r.nbytes, r.digest) for r in receipts
     }
     puts |= {path: (staging.files.size(path) or 0, digest) for path, digest in plan.extra}
-    return Publication(plan.digest, None, "", replaces, puts, receipts=receipts)
+    return Publication(plan.digest, None, "", replaces or Replaced(), puts, receipts=receipts)
 
 
 def _require_written(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> None:

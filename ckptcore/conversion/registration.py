@@ -22,7 +22,6 @@ from ckptcore.utils.step_names import step_of
 if TYPE_CHECKING:
     from ckptcore.catalog import CheckpointFacts
     from ckptcore.catalog.catalog import Catalog
-    from ckptcore.checking.check import Report
 
 _MOST = (1 << 63) - 1  # a lying shape can claim more than a database integer holds
 Prints = tuple[str | None, Mapping[str, str]]
@@ -133,17 +132,6 @@ def fail(registration: Registration | None, error: BaseException, source: Manife
         _log.warning("the failure could not be registered: %s", second.message)
     finally:
         registration.catalog.close()
-
-
-def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str | None) -> None:
-    """Records what a check found."""
-    from ckptcore.catalog import open_catalog
-
-    verified = report.level if report.ok else None
-    with open_catalog(catalog_url) as catalog:
-        catalog.record_validation(
-            facts(manifest, uri, verified=verified), report.findings, level=report.level
-        )
 
 
 def record_fingerprint(

@@ -11,8 +11,8 @@ import os
 from contextlib import closing
 from pathlib import Path
 
+from ckptcore.checking.examine import inspect
 from ckptcore.conversion.destination import require_apart, require_place
-from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.publish import REQUEST
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest

@@ -1,14 +1,20 @@
-"""Staged plans: what of a plan lies in its staging folder, and is it whole?"""
+"""Keep a plan in its staging folder: save it, prove what is there of it, and carry it out from there."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
 
 from ckptcore.conversion.publication_record import Publication
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import MalformedCheckpoint
+from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import digest_of, joint_name, read_receipt, write_receipt
+from ckptcore.execution.source_stamps import require_same
 from ckptcore.execution.source_stamps import save as save_stamps
 from ckptcore.planning.compose import Composed
-from ckptcore.planning.plan import Plan, file_name, load_head, save_plan
+from ckptcore.planning.plan import Plan, file_name, load_file_plan, load_head, save_plan
+from ckptcore.store import Store
 
 
 def save(
@@ -56,6 +62,21 @@ def restore(
     for receipt in done.receipts:
         if read_receipt(staging.receipts, done.plan, receipt.index) is None:
             write_receipt(staging.receipts, done.plan, receipt)
+
+
+def plan_run(staging: Staging, plan: Plan, source: Store, noted: Mapping[str, str | None]) -> PlanRun:
+    """What a staged plan is carried out with. noted: the stamps of the source's files."""
+    return PlanRun(
+        digest=plan.digest,
+        load=partial(load_file_plan, staging.plan),
+        total=plan.bytes_out,
+        source=source,
+        items=plan.items,
+        unchanged=lambda paths: require_same(noted, source, paths),
+        files=staging.files,
+        receipts=staging.receipts,
+        scratch=str(staging.root.local) if staging.root.local is not None else None,
+    )
 
 
 def saved_digest(staging: Staging) -> str | None:

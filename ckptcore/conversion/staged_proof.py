@@ -1,4 +1,4 @@
-"""Proving again: is what was staged what the source holds, although its files' status has changed?
+"""Prove that what was staged is what the source holds, although its files' status has changed.
 
 A file that is rewritten in place can get its size and modification time back. Its ctime tells, but a chmod or
 a backup changes that, too. So where a ctime alone differs from the one noted with the plan, or the plan of an
@@ -11,14 +11,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
-from typing import cast
 
-import numpy as np
-
+from ckptcore.conversion.staged_plan import plan_run
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import OutputMismatch, SourceChanged
-from ckptcore.execution.execute import Progress, execute_files
+from ckptcore.execution.execute import recompute_files
 from ckptcore.execution.source_stamps import (
     load,
     load_ctimes,
@@ -29,12 +26,12 @@ from ckptcore.execution.source_stamps import (
     untouched,
 )
 from ckptcore.formats import open_source, read_manifest
-from ckptcore.planning.plan import Plan, load_file_plan
+from ckptcore.planning.plan import Plan
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store import Buffer, Store, Writer, open_store
+from ckptcore.store import Store, open_store
+from ckptcore.utils.workers import Progress
 
 _TRIES = 3  # a backup that goes through the source meanwhile touches every file once
-_BLOCK = 4 << 20
 _HINT = "run the command again when nothing writes to the source"
 _log = logging.getLogger("ckptcore")
 
@@ -89,24 +86,9 @@ def _compare(
     if digest != plan.manifest_digest:
         staging.clear()
         raise SourceChanged(f"{request.source} was rewritten while it was converted", hint=_HINT)
-    # Of a store, executing needs a writer, and a place for receipts, here nowhere.
-    held, kept = cast("Store", _Held(staging.files)), cast("Store", _Nothing())
-    scratch = str(staging.root.local) if staging.root.local is not None else None
     try:
-        execute_files(
-            lambda i: load_file_plan(staging.plan, i),
-            [f.index for f in plan.files],
-            plan_digest=plan.digest,
-            source=source,
-            files=held,
-            receipts=kept,
-            scratch=scratch,
-            items=plan.items,
-            settings=replace(settings, digest=False, fingerprint=False),
-            total=plan.bytes_out,
-            unchanged=lambda paths: require_same(dict(noted), source, paths),
-            progress=None if progress is None else lambda _, done, total: progress("verify", done, total),
-        )
+        run = plan_run(staging, plan, source, noted)
+        recompute_files(run, [f.index for f in plan.files], settings, progress)
     except OutputMismatch as error:
         staging.clear()
         raise SourceChanged(
@@ -122,57 +104,3 @@ def _why(before: Mapping[str, int | None] | None, now: Mapping[str, int | None])
 
 def _differing(before: Mapping[str, int | None] | None, now: Mapping[str, int | None]) -> str:
     return next((path for path in now if (before or {}).get(path) != now[path]), "no file")
-
-
-class _Held:
-    """A store whose writers compare what they are given with the file that is there."""
-
-    def __init__(self, staged: Store) -> None:
-        self._staged = staged
-
-    def writer(self, path: str, nbytes: int) -> Writer:
-        return _HeldWriter(self._staged, path)
-
-    def stamp(self, path: str) -> str | None:
-        return self._staged.stamp(path)
-
-    def free_bytes(self) -> None:
-        return None
-
-
-class _HeldWriter:
-    sequential = True  # what is filled in late, checksums behind the data, is there before it is passed on
-
-    def __init__(self, staged: Store, path: str) -> None:
-        self._staged, self._path = staged, path
-        self._block = memoryview(bytearray(_BLOCK))
-
-    def write(self, at: int, data: Buffer | bytes) -> None:
-        given = np.frombuffer(data, np.uint8)
-        for begin in range(0, len(given), _BLOCK):
-            part = given[begin : begin + _BLOCK]
-            there = self._block[: len(part)]
-            self._staged.read_into(self._path, at + begin, there)
-            same = np.equal(part, np.frombuffer(there, np.uint8))
-            if not same.all():
-                first = at + begin + int(np.argmin(same))
-                raise OutputMismatch(f"{self._path} holds another byte {first} than the source gives now")
-
-    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
-        return False
-
-    def commit(self) -> None:
-        """Nothing was written."""
-
-    def abort(self) -> None:
-        """Nothing was written."""
-
-
-class _Nothing:
-    """A store for receipts that nobody reads."""
-
-    def size(self, path: str) -> None:
-        return None
-
-    def put(self, path: str, data: bytes) -> None:
-        """Not kept."""

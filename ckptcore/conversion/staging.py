@@ -18,26 +18,37 @@ import re
 import stat
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable, OutputMismatch, StagingForeign, UsageError
 from ckptcore.store import Store, join_url, local_path, open_store, split_url
-from ckptcore.store.folder_tree import closing_fd, look, remove_tree
-from ckptcore.store.local_errors import unwritable
+from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tree
+from ckptcore.store.local_writer import unwritable
 from ckptcore.store.owners import VARIABLE, strange
-from ckptcore.store.sealed import SealedFolder, SealedStore, refuse_unknown
+from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
 
 PUBLISHING = "publishing.json"  # written right before the move: names the plan that is published
 REPLACED = "replaced"  # what an output took the place of
 LOCK, PARTS = "lock", ("plan", "receipts", "files")
-# What lies in a staging folder: its own names, files being written, decoded items, and what an NFS client
-# keeps of removed files that are open.
-_KNOWN = re.compile(
-    r"lock|plan|receipts|files|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+"
-)
+RECORDS = ("request.json", "replaces.json", PUBLISHING)
+# The files of a staging folder: its own, those being written, decoded items, and what an NFS client keeps of
+# removed files that are open. Anything else by such a name is somebody's.
+_FILES = re.compile(r"lock|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+")
 _UNFINISHED = re.compile(r"(?:.*/)?\..+\.(?P<kind>part|joint)")
 _TRIES, _PAUSE_S = 50, 0.01
 _log = logging.getLogger("ckptcore")
+
+
+@dataclass(frozen=True, slots=True)
+class Spots:
+    """Where a publication on this machine moves things. folder, file: the new output, as it is one or the
+    other. target: its place. aside: what was there, until its end."""
+
+    folder: Spot
+    file: Spot
+    target: Spot
+    aside: Spot
 
 
 class Staging:
@@ -99,7 +110,7 @@ class Staging:
         for store in (self.plan, self.receipts) if published else (self.plan, self.receipts, self.files):
             if isinstance(store, SealedStore) and store.is_there():
                 store.entries()
-        for name in ("request.json", PUBLISHING):
+        for name in RECORDS:
             self.root.size(name)
 
     def require_planned(self, planned: Collection[str]) -> None:
@@ -120,10 +131,29 @@ class Staging:
             )
 
     @contextlib.contextmanager
+    def spots(self) -> Iterator[Spots | None]:
+        """The places that a local publication moves things between, held open; None without a staging folder.
+
+        Raises `StagingForeign`.
+        """
+        if self._home is None or self._home.open() is None:
+            yield None
+            return
+        with self._home.below(()) as root, self._home.below(("files",)) as files:
+            assert root is not None  # it is held
+            path, parent = str(self._home.path), self._home.parent_fd()
+            yield Spots(
+                Spot(root, "files", f"{path}/files"),
+                Spot(-1 if files is None else files, self.name, f"{path}/files/{self.name}"),
+                Spot(parent, self.name, str(self._home.path.with_name(self.name))),
+                Spot(root, REPLACED, f"{path}/{REPLACED}"),
+            )
+
+    @contextlib.contextmanager
     def moving(self, *, single: bool) -> Iterator[None]:
         """Holds that the block moves to the destination what this staging folder held, and nothing else.
 
-        Paths are looked up anew when things are moved: who may rename in the parent could have swapped them.
+        Who may rename in the parent could have swapped them, or led its path elsewhere.
         Raises `StagingForeign`.
         """
         if self._home is None:
@@ -133,7 +163,9 @@ class Staging:
             staged = look(fd, self.name if single else "files") if fd is not None else None
         if staged is None or not self._home.in_place():
             raise strange(str(self._home.path), "it was moved away while a run worked in it")
+        self._require_parent(self._home)
         yield
+        self._require_parent(self._home)
         target = str(self._home.path.with_name(self.name))
         now = look(self._home.parent_fd(), self.name)
         if now is None:
@@ -142,11 +174,12 @@ class Staging:
             require = self._home.owners.require_file if single else self._home.owners.require_folder
             require(now, target)
 
-    def clear(self) -> None:
-        """Empties the staging folder of everything but the lock."""
+    def clear(self, *, publication: bool = True) -> None:
+        """Empties the staging folder of everything but the lock. publication: also of the record of one."""
         for part in (self.plan, self.receipts, self.files):
             part.remove_all()
-        self.root.remove(PUBLISHING)
+        if publication:
+            self.root.remove(PUBLISHING)
 
     def sweep_parts(self, *, joints: bool = False) -> None:
         """Removes what killed writers left unfinished. joints: also files whose parts were never joined."""
@@ -172,11 +205,29 @@ class Staging:
         for store in (self.root, self.plan, self.receipts, self.files):
             store.close()
         self.sweep_gone()
+        if self._remove_but_odd(self._home):
+            return
         # With the clock: the name alone may be taken by what could not be removed, of another machine, say.
         try:
             self._home.remove(f"{self._home.name}.gone-{os.getpid()}-{time.time_ns():x}")
         except OSError as error:
             raise unwritable(str(self._home.path), error) from error
+
+    def _remove_but_odd(self, home: SealedFolder) -> bool:
+        """Where somebody put things into the folder while a run worked in it, removes what is the run's, and
+        nothing else; False where nobody did."""
+        fd = home.open()
+        odd = [] if fd is None or not home.in_place() else _odd(names_in(fd))
+        # What a version without lists replaced goes with its folder.
+        odd = [name for name in odd if name != REPLACED or self.root.size(PUBLISHING) is None]
+        if not odd:
+            return False
+        for part in (self.files, self.plan, self.receipts):
+            part.remove_all()
+        for name in RECORDS:
+            self.root.remove(name)
+        _log.warning("%s is kept: %s", home.path, ", ".join(odd[:5]))
+        return True
 
     def is_unused(self) -> bool:
         """Whether there is a staging folder in which no file was finished or published, and nothing lies that
@@ -212,13 +263,16 @@ class Staging:
         shown = str(home.path.with_name(name))
         # Somebody else's is left, and so is what cannot be removed: no run needs the name.
         with contextlib.suppress(OSError, StagingForeign):
-            seen = look(parent, name)
-            if seen is None:
+            fd = enter(parent, name, shown, home.owners)
+            if fd is None:
                 return
-            home.owners.require_folder(seen, shown)
-            with closing_fd(os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)) as fd:
-                refuse_unknown(Path(shown), _is_known, [n for n in os.listdir(fd) if n != REPLACED])
+            with closing_fd(fd):
+                refuse_odd(Path(shown), [n for n in _odd(names_in(fd)) if n != REPLACED])
             remove_tree(parent, name, shown, home.owners)
+
+    def _require_parent(self, home: SealedFolder) -> None:
+        if not home.parent_in_place():
+            raise strange(str(home.parent), "another folder came in its place while a run worked in it")
 
     def _shut_out(self, home: SealedFolder, *, begin: bool) -> None:
         """Makes a folder that others could write to the trusted users' own. begin: nothing in it is kept.
@@ -307,13 +361,18 @@ class Staging:
         return DestinationUnwritable(f"cannot write beside {self.destination}: {why}")
 
 
-def _is_known(name: str) -> bool:
-    return _KNOWN.fullmatch(name) is not None
+def _odd(names: Names) -> list[str]:
+    """The names in a staging folder that no run puts there so, sorted."""
+    ours = {name for name, seen in names.items() if _is_ours(name, seen.st_mode)}
+    return sorted(names.keys() - ours)
 
 
-def _refuse_foreign(path: Path, names: list[str]) -> None:
+def _is_ours(name: str, mode: int) -> bool:
+    return stat.S_ISDIR(mode) if name in PARTS else stat.S_ISREG(mode) and bool(_FILES.fullmatch(name))
+
+
+def _refuse_foreign(path: Path, names: Names) -> None:
     """Raises `StagingForeign` for a folder that no run of ours has left so."""
-    known = [name for name in names if not (name == REPLACED and PUBLISHING in names)]
-    refuse_unknown(path, _is_known, known)
+    refuse_odd(path, [name for name in _odd(names) if name != REPLACED or PUBLISHING not in names])
     if names and LOCK not in names:
         raise strange(str(path), "no run has worked in it: it holds files, and no lock")

@@ -1,1 +1,10 @@
-"""core: a room of ckptcore."""
+"""The data model: a manifest describes a checkpoint as boxes of tensors over byte ranges. Plain values only.
+
+Knows errors and utils alone: no store, no format, no torch.
+
+- `manifest.Manifest` and its columns; `manifest_builder.Builder` makes one.
+- `box.Box` is an n-d interval, `dtype` the table of element types, `coverage` says what is in no chunk.
+- `object_tree` is the JSON form of plain values; `dequantize` computes derived tensors.
+- `columnar_file` is the file that manifests and plans are saved in; `metadata_budget` bounds what they may
+  cost.
+"""

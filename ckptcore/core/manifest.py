@@ -230,7 +230,9 @@ class Manifest:
         that those are computed from, over the same items and files; None when there are none.
     stamps: path -> stamp and ctime (`ckptcore.store.Stamped`) of files as they were before the first byte was
         read, where whoever read it knows them. beside: other files of the place, which neither hold anything
-        of it nor were read to describe it. Neither is part of what a checkpoint is, saved, or digested.
+        of it nor were read to describe it. read: paths of the files that its format's reader read from;
+        what was opened only to recognise a format is not among them (`ckptcore.core.used_files`). None of the
+        three is part of what a checkpoint is, saved, or digested.
     order: names of tensors as the saved state dict had them, where the order of ``tensors`` is another. What
         is stored does not depend on it: it is in no digest, and a dump is without it.
     own: (items, files) that are the checkpoint itself, where what lies behind them are second copies
@@ -251,6 +253,7 @@ class Manifest:
     inputs: Manifest | None = None
     stamps: Mapping[str, tuple[str, int | None]] = field(default_factory=dict, compare=False, repr=False)
     beside: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
+    read: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     order: tuple[str, ...] = field(default=(), compare=False)
     own: tuple[int, int] | None = None
 
@@ -389,6 +392,8 @@ def _below(chunks: Chunks, items: int) -> Chunks:
     kept = chunks.item < items
     count = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
     view = None if chunks.view is None else chunks.view[kept]
+    if view is not None and not (view[:, 0] >= 0).any():
+        view = None  # only the copies had one
     return Chunks(count[chunks.first], chunks.lo[kept], chunks.shape[kept], chunks.item[kept], view)
 
 

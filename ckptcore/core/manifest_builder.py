@@ -59,6 +59,7 @@ class Builder:
         self._count = meter()
         self.tensors: list[TensorSpec] = []
         self._unread: set[str] = set()
+        self._withdrawn: dict[str, Unread] = {}
         self.blobs: list[Blob] = []
         self.findings: list[Finding] = _Findings(self._count)
         # Flat columns from the start: a row of Python objects each would cost gigabytes at 10^6.
@@ -169,6 +170,12 @@ class Builder:
         """Says of objects that were added that they are tensors which cannot be read."""
         self.blobs = [replace(b, unread=why[b.key]) if b.key in why else b for b in self.blobs]
 
+    def withdraw(self, name: str, why: Unread) -> None:
+        """Says of a tensor, added before or later, that it cannot be read: some part of it cannot. The
+        first reason counts, and none of its chunks is kept."""
+        self._count.keep(TENSOR + _CHAR * len(name), "a checkpoint's tensors")
+        self._withdrawn.setdefault(name, why)
+
     def chunk(
         self,
         tensor: int,
@@ -211,9 +218,18 @@ class Builder:
         item = np.frombuffer(self._item, np.int64) if self._item else np.zeros(0, np.int64)
         lo, shape = self._boxes(rank)
         view = self._view_columns(rank, shape)
+        tensors = self.tensors
+        if self._withdrawn:
+            kept = np.array([t.fqn not in self._withdrawn for t in tensors], np.bool_)
+            tensors = [t for t, keep in zip(tensors, kept, strict=True) if keep]
+            rows = kept[owner]
+            owner, item, lo, shape = (np.cumsum(kept) - 1)[owner[rows]], item[rows], lo[rows], shape[rows]
+            view = None if view is None else view[rows]
+            for name, why in self._withdrawn.items():
+                self.unread(name, why)
         # Most readers add tensor by tensor: then nothing moves, and nothing is copied.
         order = slice(None) if bool((np.diff(owner) >= 0).all()) else np.argsort(owner, kind="stable")
-        counts = np.bincount(owner, minlength=len(self.tensors)).astype(np.int64)
+        counts = np.bincount(owner, minlength=len(tensors)).astype(np.int64)
         first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64)
         item = np.array(item[order])  # a copy: the rows below may still grow
         chunks = Chunks(first, lo[order], shape[order], item, None if view is None else view[order])
@@ -221,7 +237,7 @@ class Builder:
         return Manifest(
             format,
             root,
-            tuple(self.tensors),
+            tuple(tensors),
             chunks,
             self._item_columns(),
             files,

@@ -28,7 +28,7 @@ class Whole:
 def with_copies(manifest: Manifest, wholes: Mapping[str, Whole], sizes: Mapping[str, int]) -> Manifest:
     """The manifest with a copy of every chunk of some tensors, as it lies in a whole one.
 
-    manifest: its chunks lie inside their tensors, and have views. wholes: FQN -> the tensor in another
+    manifest: its chunks lie inside their tensors. wholes: FQN -> the tensor in another
     file, of equal dtype and shape. sizes: of those files.
     """
     own, tensors = manifest.chunks, manifest.tensors
@@ -37,7 +37,6 @@ def with_copies(manifest: Manifest, wholes: Mapping[str, Whole], sizes: Mapping[
         return manifest
     assert manifest.own is None
     assert manifest.inputs is None
-    assert own.view is not None
     places = [wholes[tensors[t].fqn] for t in copied]
     paths = list(dict.fromkeys(place.path for place in places))
     number = {path: len(manifest.files) + n for n, path in enumerate(paths)}
@@ -65,6 +64,8 @@ def _rows(
         strides[t, : len(tensors[t].shape)] = row_major(tensors[t].shape)
         width[t] = BY_NAME[tensors[t].dtype].itemsize
     rows = np.flatnonzero((item[own.tensor] >= 0) & (own.shape > 0).all(axis=1))
+    boxes = np.concatenate([own.tensor[rows, None], own.lo[rows], own.shape[rows]], axis=1)
+    rows = rows[np.sort(np.unique(boxes, axis=0, return_index=True)[1])]  # replicas are compared once
     owner = own.tensor[rows]
     start = width[owner] * (own.lo[rows] * strides[owner]).sum(axis=1)
     view = np.concatenate([start[:, None], np.zeros((len(rows), 1), np.int64), strides[owner]], axis=1)
@@ -73,7 +74,7 @@ def _rows(
 
 def _with_rows(own: Chunks, rows: Ints, item: Ints, view: Ints) -> Chunks:
     """The chunks, with copies of some of them behind all chunks of the same tensor."""
-    assert own.view is not None
+    known = own.view if own.view is not None else np.full((len(own), 2 + own.lo.shape[1]), -1, np.int64)
     owner = np.concatenate([own.tensor, own.tensor[rows]])
     order = np.argsort(owner, kind="stable")
     count = np.bincount(owner, minlength=len(own.first) - 1)
@@ -83,7 +84,7 @@ def _with_rows(own: Chunks, rows: Ints, item: Ints, view: Ints) -> Chunks:
         np.concatenate([own.lo, own.lo[rows]])[order],
         np.concatenate([own.shape, own.shape[rows]])[order],
         np.concatenate([own.item, item])[order],
-        np.concatenate([own.view, view])[order],
+        np.concatenate([known, view])[order],
     )
 
 

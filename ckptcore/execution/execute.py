@@ -1,4 +1,4 @@
-"""Executing: one FilePlan -> bytes, inside a memory budget, verified and digested on the way.
+"""Execute a plan: write its files inside a memory budget, verified and digested on the way.
 
 1. A file is cut into jobs of at most one tile (`ckptcore.execution.tiles`), in file order.
 2. Workers take jobs in order: gather the boxes from the source (CRC-32 of every range read),
@@ -14,104 +14,74 @@ and one for strided reads, all reused. Nothing grows with a tensor's or the chec
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from ckptcore.errors import BudgetTooSmall, DiskFull
 from ckptcore.execution.device import host_buffer, lane_on
-from ckptcore.execution.file_writer import FileWork, expect
-from ckptcore.execution.part_writer import PartWork, proven
-from ckptcore.execution.parts import Part, jobs_of
+from ckptcore.execution.file_writer import FileWork, open_writer, proven
+from ckptcore.execution.parts import FilePart, jobs_of
+from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt, seen_as, write_receipt
-from ckptcore.execution.reuse import DryWork, confirmed, earlier
-from ckptcore.execution.tiles import Job, jobs
-from ckptcore.planning.file_plan import FilePlan
+from ckptcore.execution.reuse import CompareWriter, confirmed, earlier
+from ckptcore.execution.tensor_filler import Workspace, expect
+from ckptcore.execution.tiles import Budget, Job, jobs
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import Records
-from ckptcore.store import Store
-from ckptcore.utils.threads import work_together
+from ckptcore.reading.gather import Bytes
+from ckptcore.utils.workers import Buffers, Progress, ProgressMeter, run_jobs
 
-Progress = Callable[[str, int, int], None]
-Unchanged = Callable[[Sequence[str]], None]
 _log = logging.getLogger("ckptcore")
-_MIN_TILE = 64 << 10
-_MAX_TILE = 256 << 20
+_Task = tuple[FileWork, Job, Bytes]
 
 
 def execute_files(
-    load: Callable[[int], FilePlan],
+    run: PlanRun,
     indices: Sequence[int],
-    *,
-    plan_digest: str,
-    source: Store,
-    files: Store,
-    receipts: Store,
     settings: Settings,
-    unchanged: Unchanged,
-    items: int,
-    scratch: str | None = None,
+    *,
+    part: FilePart | None = None,
     progress: Progress | None = None,
-    total: int = 0,
-    part: Part | None = None,
 ) -> tuple[Receipt, ...]:
-    """Writes the output files ``indices`` of a plan into ``files``; gives their receipts in order.
+    """Write output files of a plan.
 
-    load: gives the plan of a file by index. receipts: where finished files are recorded.
-    unchanged: raises `SourceChanged` when one of these source files is not as it was planned. items: how many
-    the source has.
-    scratch: folder for decoded items. total: bytes of the whole plan, for progress. part: only this part of
-    the one file that is named (`ckptcore.execution.parts`); the receipt is the part's.
-    Raises the first error of any worker; finished files and receipts stay.
+    Args:
+        run: The plan, and what it is carried out with.
+        indices: Of the files to write.
+        settings: With what means.
+        part: Only this part of the one file that is named; the receipt is the part's.
+        progress: Called with what is written of the whole plan.
+
+    Returns:
+        The receipts of the files, in order.
+
+    Raises:
+        CkptError: The first error of any worker; finished files and receipts stay.
     """
-    records = Records(source, items, settings.verify, scratch)
-    bounds = (part.begin, part.end) if part is not None else None
-    old = earlier(indices, plan_digest, files, receipts, settings, bounds)
+    records = Records(run.source, run.items, settings.verify, run.scratch)
+    old = earlier(run, indices, settings, part)
     done = dict(old.kept)
     for index, receipt in done.items():
         if receipt.pending and settings.verify:
-            expect(load(index), receipt.pending, records)
-    moved = sum(receipt.nbytes for receipt in done.values())
-    if moved and progress is not None:
-        progress("write", moved, total)
-
-    def run(todo: Sequence[int], *, dry: bool = False) -> dict[int, Receipt]:
-        if not todo:
-            return {}
-        return _Run(
-            load,
-            todo,
-            plan_digest,
-            source,
-            files,
-            receipts,
-            settings,
-            scratch,
-            progress,
-            moved,
-            total,
-            unchanged,
-            records,
-            part,
-            dry,
-        ).finish()
-
-    for index, made in run(list(old.doubted), dry=True).items():
-        same = confirmed(old.doubted[index], made)
-        if same is not None:
-            write_receipt(receipts, plan_digest, same)
-            done[index] = same
-            moved += same.nbytes
-    done |= run([i for i in indices if i not in done])
+            expect(run.load(index), receipt.pending, records)
+    meter = ProgressMeter(progress, "write", run.total)
+    kept = sum(receipt.nbytes for receipt in done.values())
+    if kept:
+        meter.add(kept)
+    if old.doubted:
+        made, _ = _Run(run, settings, records, meter, compare=True).finish(list(old.doubted))
+        for index, receipt in made.items():
+            done[index] = confirmed(old.doubted[index], receipt)
+            write_receipt(run.receipts, run.digest, done[index])
+    todo = [i for i in indices if i not in done]
+    if todo:
+        done |= _Run(run, settings, records, meter, part=part).finish(todo)[0]
     records.finish(settings.threads)
     for index, receipt in done.items():
         if receipt.pending:  # what other files had to be waited for is proven now
             more = sum(map(records.verified, receipt.pending))
-            bits = receipt.proven if part is None else proven(load(index), records)
+            bits = receipt.proven if part is None else proven(run.load(index), records)
             done[index] = replace(
                 receipt,
                 verified=receipt.verified + more,
@@ -119,149 +89,153 @@ def execute_files(
                 unverified=receipt.unverified - more,
                 proven=bits,
             )
-            write_receipt(receipts, plan_digest, done[index])
+            write_receipt(run.receipts, run.digest, done[index])
     return tuple(done[i] for i in indices)
 
 
-def tile_bytes(settings: Settings) -> int:
-    """Bytes of one tile buffer under a budget; raises `BudgetTooSmall`."""
-    # Two tiles in flight a worker, one to cast from, one to read strided data into.
-    size = min(settings.memory // (4 * settings.threads), _MAX_TILE) // 4096 * 4096
-    if size < _MIN_TILE:
-        raise BudgetTooSmall(
-            f"{settings.memory} bytes are too little for {settings.threads} workers: "
-            f"each needs 4 tiles of at least {_MIN_TILE} bytes"
-        )
-    return size
+def recompute_files(
+    run: PlanRun, indices: Sequence[int], settings: Settings, progress: Progress | None = None
+) -> None:
+    """Compute output files again from the source, and compare them with those that are there.
+
+    Nothing is written.
+
+    Raises:
+        OutputMismatch: When a file holds other bytes than the source gives now.
+    """
+    records = Records(run.source, run.items, settings.verify, run.scratch)
+    means = replace(settings, digest=False, fingerprint=False)
+    meter = ProgressMeter(progress, "verify", run.total)
+    _, differing = _Run(run, means, records, meter, compare=True).finish(indices)
+    for writer in differing:
+        raise writer.mismatch()
+    records.finish(settings.threads)
 
 
 class _Run:
-    """The workers, buffers and shared state of one `execute_files` call."""
+    """The files that one crowd of workers makes, its buffers, and what is shared.
+
+    compare: the files are held against those that are there, and written nowhere.
+    """
 
     def __init__(
         self,
-        load: Callable[[int], FilePlan],
-        todo: Sequence[int],
-        plan_digest: str,
-        source: Store,
-        files: Store,
-        receipts: Store,
+        run: PlanRun,
         settings: Settings,
-        scratch: str | None,
-        progress: Progress | None,
-        moved: int,
-        total: int,
-        unchanged: Unchanged,
         records: Records,
-        part: Part | None,
-        dry: bool,
+        meter: ProgressMeter,
+        *,
+        part: FilePart | None = None,
+        compare: bool = False,
     ) -> None:
-        self._part, self._dry = part, dry
-        self._settings, self._source, self._files, self._receipts = (settings, source, files, receipts)
-        self._plan_digest, self._scratch, self._unchanged = plan_digest, scratch, unchanged
-        self._records = records
-        self._tile = tile_bytes(settings)
-        self._progress, self._moved, self._total = progress, moved, total
-        self._stream = self._jobs(load, todo)
-        self._take, self._report = threading.Lock(), threading.Lock()
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
+        self._run, self._settings, self._records, self._meter = run, settings, records, meter
+        self._part, self._compare = part, compare
+        self._budget = Budget.of(settings)
+        self._lock = threading.Lock()
         self._done: dict[int, Receipt] = {}
         self._open: dict[int, FileWork] = {}
-        self._buffers: queue.SimpleQueue[np.ndarray[tuple[int], np.dtype[np.uint8]] | None] = (
-            queue.SimpleQueue()
-        )
-        for _ in range(2 * settings.threads):
-            self._buffers.put(host_buffer(self._tile, settings.device))
+        self._differing: list[CompareWriter] = []
+        self._buffers = Buffers(self._buffer() for _ in range(2 * settings.threads))
 
-    def finish(self) -> dict[int, Receipt]:
-        """Runs to the end; raises the first error."""
+    def finish(self, indices: Sequence[int]) -> tuple[dict[int, Receipt], list[CompareWriter]]:
+        """Runs to the end; (receipts of files that were made, those that differ). Raises the first error."""
+        tasks = self._tasks(indices)
         try:
-            work_together(self._settings.threads, self._work, self._halt)
+            run_jobs(tasks, self._worker, threads=self._settings.threads, stop=self._buffers.close)
         except BaseException as error:  # also KeyboardInterrupt: the files under way are dropped first
-            self._fail(error)
-        for work in self._open.values():
-            work.abort()
-        if self._error is not None:
-            raise self._error
-        return self._done
+            for work in self._open.values():
+                work.abort()
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+        return self._done, self._differing
 
-    def _jobs(self, load: Callable[[int], FilePlan], todo: Sequence[int]) -> Iterator[tuple[FileWork, Job]]:
-        for index in todo:
-            plan = load(index)
-            self._unchanged([f.path for f in plan.files])
-            means = (plan, self._source, self._files, self._settings, self._records, self._scratch)
-            work = (
-                PartWork(*means, self._part) if self._part else (DryWork if self._dry else FileWork)(*means)
-            )
-            self._open[index] = work
-            pending = None
-            cut = (plan, self._tile, self._settings.threads)
-            for job in jobs(*cut) if self._part is None else jobs_of(self._part, *cut):
-                if pending is not None:
-                    yield work, pending
-                pending = job
-            assert pending is not None  # a file has at least one job, even an empty one
-            work.last_is(pending.sequence)
-            yield work, pending
+    def _tasks(self, indices: Sequence[int]) -> Iterator[_Task]:
+        """The jobs of all files, each with the buffer that it is done in.
 
-    def _work(self) -> None:
-        try:
-            device = self._settings.device
-            scratch, cast = host_buffer(self._tile, device), host_buffer(self._tile, device)
-            lane = lane_on(device, self._tile)
-            while not self._stop.is_set():
-                buffer = self._buffers.get()
+        Buffers first, then jobs: the oldest job always has a buffer, and nothing can wait in a circle.
+        """
+        for index in indices:
+            work, cut = self._opened(index)
+            job: Job | None = next(cut)  # a file has at least one, even an empty file
+            while job is not None:
+                after = next(cut, None)
+                if after is None:
+                    work.last_is(job.sequence)
+                buffer = self._buffers.take()
                 if buffer is None:
-                    break
-                with self._take:  # buffers first, then jobs: the oldest job always holds a buffer
-                    taken = None if self._stop.is_set() else next(self._stream, None)
-                    if taken is None:
-                        break
-                work, job = taken
-                began = time.perf_counter()
-                work.fill(job, buffer, scratch, cast, lane)
-                work.settle(job, buffer, self._buffers.put, time.perf_counter() - began)
-                self._advance(job.nbytes)
-                receipt = work.complete()
-                if receipt is not None:
-                    # Also behind the last read: a file that was rewritten meanwhile proves nothing.
-                    self._unchanged([f.path for f in work.plan.files])
-                    if not self._dry:
-                        receipt = replace(receipt, stamp=seen_as(self._files, receipt))
-                        write_receipt(self._receipts, self._plan_digest, receipt)
-                        _log.info("%s", work.told(receipt))
-                    with self._report:
-                        self._done[receipt.index] = receipt
-                        del self._open[receipt.index]
-        except BaseException as error:  # carried to `finish`, which raises it
-            self._fail(error)
-        finally:
-            self._buffers.put(None)  # wakes the next worker
+                    return
+                yield work, job, buffer
+                job = after
 
-    def _fail(self, error: BaseException) -> None:
-        with self._report:
-            if self._error is None:
-                self._error = self._explain(error)
-        self._halt()
+    def _opened(self, index: int) -> tuple[FileWork, Iterator[Job]]:
+        run = self._run
+        plan = run.load(index)
+        run.require_unchanged(plan)
+        writer = (
+            CompareWriter(run.files, plan.path) if self._compare else open_writer(run.files, plan, self._part)
+        )
+        work = FileWork(plan, run.source, self._records, writer, self._settings, self._part)
+        with self._lock:
+            self._open[index] = work
+        part = self._part
+        return work, jobs(plan, self._budget) if part is None else jobs_of(part, plan, self._budget)
 
-    def _halt(self) -> None:
-        self._stop.set()
-        self._buffers.put(None)  # wakes a worker that waits for a buffer, which wakes the next
+    def _worker(self) -> Callable[[_Task], None]:
+        own = Workspace(self._buffer(), self._buffer(), lane_on(self._settings.device, self._budget.tile))
 
-    def _explain(self, error: BaseException) -> BaseException:
+        def do(task: _Task) -> None:
+            work, job, buffer = task
+            work.fill(job, buffer, own)
+            work.settle(job, buffer, self._buffers.give_back)
+            self._meter.add(job.nbytes)
+            receipt = work.complete()
+            if receipt is not None:
+                self._finished(work, receipt)
+
+        return do
+
+    def _finished(self, work: FileWork, receipt: Receipt) -> None:
+        run = self._run
+        # Also behind the last read: a file that was rewritten meanwhile proves nothing.
+        run.require_unchanged(work.plan)
+        writer = work.writer
+        if isinstance(writer, CompareWriter):
+            if writer.differs:
+                with self._lock:
+                    self._differing.append(writer)
+                    del self._open[receipt.index]
+                return
+        else:
+            receipt = replace(receipt, stamp=seen_as(run.files, receipt))
+            write_receipt(run.receipts, run.digest, receipt)
+            _log.info("%s", _described(work, receipt))
+        with self._lock:
+            self._done[receipt.index] = receipt
+            del self._open[receipt.index]
+
+    def _buffer(self) -> Bytes:
+        return host_buffer(self._budget.tile, self._settings.device)
+
+    def _explained(self, error: BaseException) -> BaseException:
         if isinstance(error, DiskFull):
-            free = self._files.free_bytes()
+            free = self._run.files.free_bytes()
             error.values.setdefault("free_bytes", free)
-            error.message += f"; {free} bytes are free, {self._total} are needed in all"
+            error.message += f"; {free} bytes are free, {self._run.total} are needed in all"
             error.args = (error.message,)
         if isinstance(error, MemoryError):
             return BudgetTooSmall(f"no memory for the buffers: {error or 'allocation failed'}")
         return error
 
-    def _advance(self, nbytes: int) -> None:
-        if self._progress is not None:
-            with self._report:
-                self._moved += nbytes
-                moved = self._moved
-            self._progress("write", moved, self._total)
+
+def _described(work: FileWork, receipt: Receipt) -> str:
+    """What was written, for people."""
+    how = f"{receipt.seconds:.2f} s, BLAKE3 {receipt.digest}"
+    part = work.part
+    if part is None:
+        return f"wrote {receipt.path}: {receipt.nbytes} bytes, {len(work.plan.tensors)} tensors, {how}"
+    return (
+        f"wrote part {part.number} of {part.of} of {receipt.path}: bytes {part.begin} to {part.end} "
+        f"of {work.plan.nbytes}, {how}"
+    )

@@ -1,4 +1,4 @@
-"""Parts: how do several machines write one large file?
+"""Cut one large file into parts that several machines write.
 
 A part is a range of whole jobs of a file. Its worker writes it at its place in a file that all of them
 share, and leaves a receipt; `ckptcore.execution.join_parts` proves the parts against what lies there, and
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ckptcore.errors import UsageError
-from ckptcore.execution.tiles import Job, jobs
+from ckptcore.execution.tiles import Budget, Job, jobs
 from ckptcore.planning.file_plan import FilePlan
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes [begin, end) of output file ``index``. Its bounds are those of jobs under one tile size and one
-    number of workers: whoever writes parts of a file must have the same `Settings`.
+class FilePart:
+    """Bytes [begin, end) of output file ``index``. Its bounds are those of jobs under one `Budget`: whoever
+    writes parts of a file must have the same `Settings`.
 
     number, of: for people: which part it is, counted from 1, and how many there are.
     """
@@ -35,23 +35,23 @@ class Part:
         return self.end - self.begin
 
 
-def cut(plan: FilePlan, nbytes: int, tile: int, workers: int) -> tuple[Part, ...]:
+def cut(plan: FilePlan, nbytes: int, budget: Budget) -> tuple[FilePart, ...]:
     """The parts of a file, each of about ``nbytes``, in order; one part when the file is hardly larger."""
     bounds: list[tuple[int, int]] = []
     begin = end = 0
-    for job in jobs(plan, tile, workers):
+    for job in jobs(plan, budget):
         if end > begin and end - begin + job.nbytes > nbytes:
             bounds.append((begin, end))
             begin = end
         end = job.start + job.nbytes
     bounds.append((begin, end))
-    return tuple(Part(plan.index, b, e, n, len(bounds)) for n, (b, e) in enumerate(bounds, 1))
+    return tuple(FilePart(plan.index, b, e, n, len(bounds)) for n, (b, e) in enumerate(bounds, 1))
 
 
-def jobs_of(part: Part, plan: FilePlan, tile: int, workers: int) -> Iterator[Job]:
+def jobs_of(part: FilePart, plan: FilePlan, budget: Budget) -> Iterator[Job]:
     """The jobs of one part, counted from 0. Raises `UsageError` when its bounds are not theirs."""
     reached, sequence = part.begin, 0
-    for job in jobs(plan, tile, workers):
+    for job in jobs(plan, budget):
         end = job.start + job.nbytes
         if end <= part.begin:
             continue

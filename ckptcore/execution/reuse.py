@@ -1,9 +1,9 @@
-"""Reuse: which files of an earlier run are kept, and what proves them?
+"""Decide which files of an earlier run are kept, and what proves them.
 
 A receipt proves its file when the file is the very one that it was written for (size, times, inode; on object
 stores the version) and still has its digest. A file with the right digest alone may have been put there
 together with a receipt, or restored from a copy, or finished by a version that took no stamps: what the
-source gives decides then. The file is made once more without being written, and its digest compared.
+source gives decides then. The file is computed once more, and compared byte by byte (`CompareWriter`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptcore.execution.file_writer import FileWork
+import numpy as np
+
+from ckptcore.errors import OutputMismatch
+from ckptcore.execution.parts import FilePart
+from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt, is_intact, read_receipt, seen_as
-from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
-from ckptcore.reading.checksums import Records
-from ckptcore.store import Buffer, Store, Writer
+from ckptcore.store import Buffer, Readable, Store
+
+_BLOCK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,71 +36,82 @@ class Earlier:
 
 
 def earlier(
-    indices: Sequence[int],
-    plan_digest: str,
-    files: Store,
-    receipts: Store,
-    settings: Settings,
-    bounds: tuple[int, int] | None,
+    run: PlanRun, indices: Sequence[int], settings: Settings, part: FilePart | None = None
 ) -> Earlier:
-    """Looks at what there is, and hashes it. bounds: of the part of the one file that is wanted, or None.
+    """Look at what there is of the files of a plan, and hash it.
 
-    A part in doubt is not listed at all: it is written again, at its place.
+    Args:
+        run: The plan.
+        indices: Which files.
+        settings: What receipts must have.
+        part: Of the one file, where only that is wanted. In doubt it is not listed at all: it is written
+            again, at its place.
     """
     found = Earlier()
+    bounds = (part.begin, part.end) if part is not None else None
     for index in indices:
-        receipt = read_receipt(receipts, plan_digest, index, bounds)
+        receipt = read_receipt(run.receipts, run.digest, index, bounds)
         # A file from before fingerprints were wanted is written again: only its elements give its sums.
         if receipt is None or (receipt.sums is None and settings.fingerprint):
             continue
-        seen = seen_as(files, receipt)  # before it is read: what is changed behind that is noticed later
-        if not is_intact(files, receipt):
+        seen = seen_as(run.files, receipt)  # before it is read: what is changed behind that is noticed later
+        if not is_intact(run.files, receipt):
             continue
         if receipt.stamp is not None and receipt.stamp == seen:
             found.kept[index] = replace(receipt, reused=True)
-        elif bounds is None and settings.digest:
+        elif part is None and settings.digest:
             found.doubted[index] = replace(receipt, stamp=seen)
     return found
 
 
-def confirmed(doubted: Receipt, made: Receipt) -> Receipt | None:
-    """The receipt of a file in doubt, by what the source gave; None when it gave other bytes."""
-    if (doubted.path, doubted.nbytes, doubted.digest) != (made.path, made.nbytes, made.digest):
-        return None
+def confirmed(doubted: Receipt, made: Receipt) -> Receipt:
+    """The receipt of a file in doubt that holds what the source gives."""
     return replace(made, reused=True, stamp=doubted.stamp)
 
 
-class DryWork(FileWork):
-    """A file that is made, summed and digested as any other, and written nowhere."""
+class CompareWriter:
+    """A writer that writes nothing, and compares what it is given with the file that is there.
 
-    def __init__(
-        self,
-        plan: FilePlan,
-        source: Store,
-        files: Store,
-        settings: Settings,
-        records: Records,
-        scratch: str | None,
-    ) -> None:
-        super().__init__(plan, source, files, replace(settings, digest=True), records, scratch)
+    Args:
+        files: The store of the file.
+        path: The file.
+    """
 
-    def _open(self, files: Store) -> Writer:
-        return _Nowhere()
+    sequential = True  # what is filled in late, checksums behind the data, is there before it is passed on
 
+    def __init__(self, files: Readable, path: str) -> None:
+        self._files, self._path = files, path
+        self._block = memoryview(bytearray(_BLOCK))
+        self._first: int | None = None
 
-class _Nowhere:
-    """A writer that keeps nothing."""
+    @property
+    def differs(self) -> bool:
+        """Whether a byte was given that the file does not hold."""
+        return self._first is not None
 
-    sequential = False
+    def mismatch(self) -> OutputMismatch:
+        """The error of a file that differs."""
+        return OutputMismatch(f"{self._path} holds another byte {self._first} than the source gives now")
 
     def write(self, at: int, data: Buffer | bytes) -> None:
-        pass
+        """Compare bytes with those at byte ``at`` of the file, as long as none has differed."""
+        given = np.frombuffer(data, np.uint8)
+        for begin in range(0, len(given), _BLOCK):
+            if self._first is not None:
+                return
+            part = given[begin : begin + _BLOCK]
+            there = self._block[: len(part)]
+            self._files.read_into(self._path, at + begin, there)
+            same = np.equal(part, np.frombuffer(there, np.uint8))
+            if not same.all():
+                self._first = at + begin + int(np.argmin(same))
 
     def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+        """Nothing is compared in the kernel."""
         return False
 
     def commit(self) -> None:
-        pass
+        """Nothing was written."""
 
     def abort(self) -> None:
-        pass
+        """Nothing was written."""

@@ -20,20 +20,16 @@ from blake3 import blake3
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import placed
 from ckptcore.errors import SourceChanged
 from ckptcore.store import YOUNG, Store
 
 NAME, CTIMES = "source.json", "source-ctimes.json"
 
 
-def used_files(manifest: Manifest) -> list[str]:
-    """The files that the manifest's items lie in: what is stamped."""
-    return [manifest.files[f].path for f in sorted(set(manifest.items.file.tolist()))]
-
-
 def take(manifest: Manifest, source: Store) -> dict[str, str | None]:
     """The stamp of every file that the manifest's items lie in."""
-    return {path: source.stamp(path) for path in used_files(manifest)}
+    return {path: source.stamp(path) for path in placed(manifest)}
 
 
 def take_ctimes(paths: Iterable[str], source: Store) -> dict[str, int | None]:
@@ -103,7 +99,7 @@ def _load(plan: Store, name: str) -> dict[str, Any] | None:
     return form if isinstance(form, dict) else None
 
 
-def require_same(noted: dict[str, str | None], source: Store, paths: Sequence[str] | None = None) -> None:
+def require_same(noted: Mapping[str, str | None], source: Store, paths: Sequence[str] | None = None) -> None:
     """Raises `SourceChanged` when a file (one of ``paths``, or any) is not as it was noted."""
     for path in noted if paths is None else paths:
         now = source.stamp(path)

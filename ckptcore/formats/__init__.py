@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from functools import cache
 
@@ -39,7 +40,7 @@ from ckptcore.formats.refused import KNOWN
 from ckptcore.formats.step_roots import beside_steps, located
 from ckptcore.formats.torch_ranks import format as torch_ranks
 from ckptcore.formats.torch_save import format as torch_save
-from ckptcore.store import Stamped, Store, open_store, split_url
+from ckptcore.store import Stamped, Store, join_url, open_store, split_url
 from ckptcore.store.subfolder import Noting
 
 # In the order they are asked. A format is recognised by its own files, never by elimination.
@@ -152,49 +153,52 @@ def detect(source: Source) -> tuple[Format, Evidence]:
     )
 
 
-def read_manifest(source: Source, names: set[str] | None = None) -> Manifest:
+def read_manifest(source: Source) -> Manifest:
     """The manifest of a source, read by its format; the evidence goes into ``origin``.
 
-    names: the files that the format's reader read from are added, by their paths below the manifest's root;
-    those that were only looked at to recognise it are not.
+    The files that the format's reader read from are noted in it (`Manifest.read`); those that were only
+    opened to recognise a format are not.
     Raises `MetadataTooLarge` where its metadata takes more than `ckptcore.core.metadata_budget` allows.
     """
     with metered():
-        return _read_manifest(source, names)
+        return _read_manifest(source)
 
 
-def _read_manifest(source: Source, names: set[str] | None) -> Manifest:
+def _read_manifest(source: Source) -> Manifest:
     root = source
     source, way = located(source)
     if source is not root:
         _require_notes_only(root, source)
     found, evidence = detect(source)
     assert found.read is not None  # every entry of FORMATS reads
-    manifest = found.read(source if names is None else replace(source, store=Noting(source.store, names)))
+    names: set[str] = set()
+    manifest = found.read(replace(source, store=Noting(source.store, names)))
     if source.name is None and (others := unread(source.listing, {f.path for f in manifest.files})):
         more = f" and {len(others) - 1} more" if others[1:] else ""
         message = f"{others[0]}{more} are named by rank, like another checkpoint's, and are not read"
         stray = finding("stray-file", "files", message, file=others[0])
         manifest = replace(manifest, findings=(*manifest.findings, stray))
     told = {"evidence": [*way, *evidence.because], "file": source.name}
-    return _as_listed(root, source, replace(manifest, origin={**manifest.origin, **told}))
+    manifest = replace(manifest, origin={**manifest.origin, **told})
+    return _as_listed(root, manifest, {join_url(source.store.url, name) for name in names})
 
 
-def _as_listed(root: Source, source: Source, manifest: Manifest) -> Manifest:
-    """With what the listing, which is older than every read, saw of its files and of those beside them."""
-    below = source.store.url.removeprefix(root.store.url).strip("/")
-    if manifest.root != source.store.url or not root.seen:
+def _as_listed(root: Source, manifest: Manifest, read: Set[str]) -> Manifest:
+    """With what the listing, which is older than every read, saw of its files and of those beside them.
+
+    read: URLs of the files that the reader read.
+    """
+    above = join_url(manifest.root, "")
+    named = frozenset(url.removeprefix(above) for url in read if url.startswith(above))
+    manifest = replace(manifest, read=named)
+    if not above.startswith(join_url(root.store.url, "")):
         return manifest
-    prefix = f"{below}/" if below else ""
-    paths = {prefix + f.path: f.path for f in manifest.files}
-    stamps = {
-        path: (root.seen[at].stamp, root.seen[at].ctime) for at, path in paths.items() if at in root.seen
-    }
-    touched: set[str] = getattr(root.store, "touched", set())
+    prefix = above.removeprefix(join_url(root.store.url, ""))
+    seen = {at.removeprefix(prefix): one for at, one in root.seen.items() if at.startswith(prefix)}
+    files = {f.path for f in manifest.files}
+    stamps = {path: (seen[path].stamp, seen[path].ctime) for path in files if path in seen}
     beside = tuple(
-        StoredFile(at[len(prefix) :], seen.nbytes)
-        for at, seen in root.seen.items()
-        if at.startswith(prefix) and at not in paths and at not in touched
+        StoredFile(path, one.nbytes) for path, one in seen.items() if path not in files and path not in named
     )
     return replace(manifest, stamps=stamps, beside=beside)
 

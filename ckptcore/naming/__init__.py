@@ -1,1 +1,8 @@
-"""naming: a room of ckptcore."""
+"""Name tensors: renaming, finding the model part, matching optimizer state to parameters.
+
+Knows manifests; no format by name, no bytes.
+
+- `rename.remap` gives a manifest under other names; `rename.matches` is the one rule for globs.
+- `model_part.find_model` finds the model, by evidence.
+- `optimizer_state` says which parameter a state belongs to.
+"""

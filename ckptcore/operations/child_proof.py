@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ckptcore.catalog import CheckpointDetail
 from ckptcore.catalog.types import State
 from ckptcore.comparison.fingerprint import fingerprint
+from ckptcore.core.used_files import used
 from ckptcore.errors import SourceChanged, UsageError
 from ckptcore.operations.distinct import files_of
-from ckptcore.operations.proven_files import used_files
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.operations.replacement import Stand
 from ckptcore.operations.verify import Proof, Proven, prove
@@ -58,8 +58,8 @@ def require_holding(detail: CheckpointDetail, wanted: str | None, means: Setting
     manifest = same_manifest(uri, detail.checkpoint.manifest_digest)
     if manifest is None or fingerprint(manifest, means).fingerprint != wanted:
         raise UsageError(f"{uri} holds other tensors now")
-    used = used_files(manifest)
-    others = tuple(file for file in detail.files if file.digest and file.path not in used)
+    data = used(manifest).data
+    others = tuple(file for file in detail.files if file.digest and file.path not in data)
     if others:
         require_proven(uri, prove(replace(detail, files=others)))
 
@@ -72,7 +72,7 @@ def files_now(detail: CheckpointDetail) -> dict[str, Thing]:
         raise UsageError(f"another checkpoint stands at {child.uri} now")
     known = {file.path for file in detail.files if file.digest}
     name = manifest.origin.get("file")
-    missing = sorted(used_files(manifest) - known - {name}) if known else []
+    missing = sorted(used(manifest).data - known - {name}) if known else []
     if missing:
         raise UsageError(f"{child.uri}: the catalog has no digest of {missing[0]}")
     return files_of(child.uri, manifest, [file.path for file in detail.files])

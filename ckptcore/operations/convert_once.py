@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from ckptcore.catalog.claims import DONE, Key
 from ckptcore.conversion.destination import refuse_existing
-from ckptcore.conversion.pipeline import Progress, convert, inspect, tidy
+from ckptcore.conversion.pipeline import convert, inspect, tidy
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import Busy, DestinationExists
 from ckptcore.operations import claims as claiming
 from ckptcore.operations.wait import Told, delays, wait_until_whole
 from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog

@@ -11,15 +11,24 @@ import os
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from ckptcore.catalog import CheckpointDetail
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.types import State
 from ckptcore.errors import Busy, CkptError, UsageError
 from ckptcore.operations.child_proof import child_of, files_now, require_holding
 from ckptcore.operations.distinct import require_apart
+from ckptcore.operations.removal_record import (
+    as_recorded,
+    drop_record,
+    left_of,
+    read_record,
+    records_at,
+    remove_rest,
+)
 from ckptcore.operations.set_aside import Aside, bring_back, leftovers, partly_gone, place_of
 from ckptcore.planning.request import Settings
-from ckptcore.store import local_path
+from ckptcore.store import local_path, split_url
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -50,7 +59,56 @@ def clear_away(catalog: Catalog, means: Settings) -> tuple[str, ...]:
             except CkptError as error:
                 kept.append(f"{parent}/{name} is kept: {error.message}")
         kept += [why for name in older if (why := _end_older(catalog, root, parent, name))]
+    return (*kept, *_clear_stores(catalog, means))
+
+
+def _clear_stores(catalog: Catalog, means: Settings) -> tuple[str, ...]:
+    """As `clear_away`, on object stores, where a deletion that has begun goes on."""
+    kept: list[str] = []
+    with catalog.reading() as conn:
+        remote = [root.uri for root in roots.every(conn) if local_path(root.uri) is None]
+        known = {uri for root in remote for uri in tending.known_below(conn, root)}
+    for parent in sorted({split_url(uri)[0] for uri in known}):
+        try:
+            homes = records_at(parent)
+        except CkptError as error:
+            kept.append(f"cannot look for deletions that were killed: {error.message}")
+            continue
+        for home in homes:
+            try:
+                why = _end_recorded(catalog, home, means)
+            except CkptError as error:
+                why = f"{home} is kept: {error.message}"
+            kept += [why] if why else []
     return tuple(kept)
+
+
+def _end_recorded(catalog: Catalog, home: str, means: Settings) -> str:
+    """Ends one deletion on an object store; what of it stays and why, or an empty text. Raises for what must
+    be kept with its record."""
+    record = read_record(home)
+    if record is None:
+        return ""
+    source = catalog.show(record.checkpoint, tensors=False)
+    assert isinstance(source, CheckpointDetail)
+    if (source.checkpoint.id, source.checkpoint.uri) != (record.checkpoint, record.uri):
+        raise UsageError(f"this catalog does not know the checkpoint that it is of at {record.uri}")
+    there = left_of(record)
+    if source.checkpoint.state != State.DELETED.value:
+        if partly_gone(record, there) and as_recorded(record, there):
+            raise UsageError(f"a part of it is gone, and the catalog calls it {source.checkpoint.state}")
+        drop_record(home)  # nothing was removed, or all of it and something else is there now
+        return ""
+    left: tuple[str, ...] = tuple(there)
+    if as_recorded(record, there):
+        detail = child_of(catalog, record.child)
+        require_holding(detail, record.fingerprint, means)
+        require_apart(record.uri, there, detail.checkpoint.uri, files_now(detail))
+        left = remove_rest(record)
+    drop_record(home)
+    if not left:
+        return ""
+    return f"{record.uri} has what nobody approved, or changed since, and keeps it: {', '.join(left[:5])}"
 
 
 def _end_older(catalog: Catalog, root: str, parent: str, name: str) -> str:

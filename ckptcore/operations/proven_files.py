@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from ckptcore.catalog.types import FileRow
 from ckptcore.core.manifest import Manifest
-from ckptcore.formats import open_source, read_manifest
+from ckptcore.core.used_files import used
 from ckptcore.store import Store, open_store, split_url
 from ckptcore.store.contents import Kind, Thing
 
@@ -44,25 +44,12 @@ _HARMLESS = frozenset(
 _BLOCK = 8 << 20
 
 
-def read_noting(uri: str) -> tuple[Manifest, frozenset[str]]:
-    """The manifest of a source, and the files its reader read from, relative to the manifest's root."""
-    opened = open_source(uri)
-    names: set[str] = set()
-    with closing(opened.store):
-        return read_manifest(opened, names), frozenset(names)
-
-
 def unheld(
-    source: Manifest,
-    read: Collection[str],
-    uri: str,
-    things: Mapping[str, Thing],
-    child: Manifest,
-    files: Iterable[FileRow],
+    source: Manifest, uri: str, things: Mapping[str, Thing], child: Manifest, files: Iterable[FileRow]
 ) -> tuple[tuple[str, str], ...]:
     """(name, what it is) of everything that would be lost with the source, in order; folders with a slash.
 
-    read: of `read_noting`. things: all that lies in the source. files: what the catalog knows of the child's
+    things: all that lies in the source. files: what the catalog knows of the child's
     files, proven by somebody else. Reads files of the source that are as long as one of these.
     """
     lost = dict.fromkeys(_lost_objects(source, child), "object")
@@ -72,8 +59,9 @@ def unheld(
     if "" in things:
         return tuple(lost.items())  # it is one file, and its neighbours stay
     above = _inner(source, uri)
-    used = {above + name for name in used_files(source)}
-    used |= {above + name for name in read if _describes(name)}
+    files_of = used(source)
+    held = {above + name for name in files_of.data}
+    held |= {above + name for name in files_of.described if _describes(name)}
     known: dict[int, set[str]] = {}
     for row in files:
         if row.digest is not None:
@@ -86,7 +74,7 @@ def unheld(
                     lost[name] = "empty folder"
             elif thing.kind is not Kind.FILE:
                 lost[name] = thing.kind.value
-            elif name not in used and _digest_of(store, name, thing, known) is None:
+            elif name not in held and _digest_of(store, name, thing, known) is None:
                 lost[name] = "file"
     return tuple(lost.items())
 
@@ -96,21 +84,11 @@ def accepted(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) or fnmatchcase(name.rstrip("/"), glob) for glob in globs)
 
 
-def used_files(manifest: Manifest) -> frozenset[str]:
-    """The files that tensors or objects of a manifest lie in, below its root; not those of second copies."""
-    manifest = manifest.without_copies()
-    items = set(manifest.chunks.item.tolist()) | {blob.item for blob in manifest.blobs}
-    if manifest.inputs is not None:
-        items |= set(manifest.inputs.chunks.item.tolist())
-    place = manifest.items.file
-    return frozenset(manifest.files[int(place[item])].path for item in items if item >= 0)
-
-
 def descriptions_last(manifest: Manifest, uri: str, things: Mapping[str, Thing]) -> list[str]:
     """The names of things, those that hold tensors last: a reader finds nothing rather than half of it."""
     _, name = split_url(uri)
-    used = used_files(manifest)
-    return sorted(things, key=lambda thing: (thing or name).removeprefix(_inner(manifest, uri)) in used)
+    data = used(manifest).data
+    return sorted(things, key=lambda thing: (thing or name).removeprefix(_inner(manifest, uri)) in data)
 
 
 def _inner(manifest: Manifest, uri: str) -> str:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from ckptcore.catalog.sightings import Seen, SightingRow
+from ckptcore.checking.examine import inspect, validate
 from ckptcore.checking.verdicts import UNREADABLE_CODES
-from ckptcore.conversion.pipeline import inspect, validate
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import (
     CkptError,

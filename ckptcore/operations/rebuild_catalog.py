@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import Kind
+from ckptcore.checking.examine import validate
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import held_by
-from ckptcore.conversion.pipeline import validate
 from ckptcore.conversion.registration import Prints, Published, facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError

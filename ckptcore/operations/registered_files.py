@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from ckptcore.catalog import CheckpointDetail, open_catalog
-from ckptcore.catalog.normalize import normal_uri
-from ckptcore.catalog.types import FileRow, Role, State
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog.types import CheckpointRow, FileRow, Role, State
 from ckptcore.checking.check import Report, unproven_finding
-from ckptcore.conversion.pipeline import inspect
+from ckptcore.checking.examine import inspect
+from ckptcore.conversion.registration import facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.store import Store, local_path, open_store, split_url
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
 
 _BLOCK = 8 << 20
 _HINT = (
@@ -71,14 +75,14 @@ def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: s
     and when they have their names and sizes: a header with a flipped byte reads as another checkpoint.
     """
     known = _known(uri, catalog_url)
-    if known is None or not any(f.digest for f in known.files):
+    if known is None or not any(f.digest for f in known[1]):
         return report
-    compared = compare(uri, known.files)
-    same = same_manifest(uri, known.checkpoint.manifest_digest, manifest) is not None
-    data = {f.path for f in known.files if f.role == Role.DATA}
-    if same or data <= compared.proven or _is_alike(uri, known.files):
+    row, files = known
+    compared = compare(uri, files)
+    same = same_manifest(uri, row.manifest_digest, manifest) is not None
+    data = {f.path for f in files if f.role == Role.DATA}
+    if same or data <= compared.proven or _is_alike(uri, files):
         return with_digests(report, compared)
-    row = known.checkpoint
     told = (
         f"the catalog knows {row.format} with the manifest {row.manifest_digest[:16]}... at this place, "
         f"recorded on {row.created_at:%Y-%m-%d}; {manifest.format} with {manifest.digest[:16]}... is there, "
@@ -127,13 +131,22 @@ def folder_of(uri: str, files: Sequence[FileRow]) -> str:
     return parent if [f.path for f in files] == [name] else uri
 
 
-def is_another_in_its_files(uri: str, manifest: Manifest, catalog_url: str | None) -> bool:
-    """Whether a place holds files of the names and sizes that the catalog has digests of, and they read as
-    another checkpoint: damage that must not take the place of what proves it."""
-    known = _known(uri, catalog_url)
-    if known is None or not any(f.digest for f in known.files if f.role == Role.DATA):
-        return False
-    return _plain(manifest.digest) != known.checkpoint.manifest_digest and _is_alike(uri, known.files)
+def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str | None) -> bool:
+    """Records what a check found, and gives whether it did.
+
+    Nothing is recorded where files of the names and sizes that the catalog has digests of read as another
+    checkpoint: damage must not take the place of what proves it.
+    """
+    with open_catalog(catalog_url) as catalog:
+        known = _found(catalog, uri)
+        if known is not None and any(f.digest for f in known[1] if f.role == Role.DATA):
+            row, files = known
+            if _plain(manifest.digest) != row.manifest_digest and _is_alike(uri, files):
+                return False
+        verified = report.level if report.ok else None
+        checked = facts(manifest, uri, verified=verified)
+        catalog.record_validation(checked, report.findings, level=report.level)
+    return True
 
 
 def _is_alike(uri: str, files: Sequence[FileRow]) -> bool:
@@ -141,17 +154,18 @@ def _is_alike(uri: str, files: Sequence[FileRow]) -> bool:
         return all(store.size(f.path) == f.nbytes for f in files if f.role == Role.DATA)
 
 
-def _known(uri: str, catalog_url: str | None) -> CheckpointDetail | None:
+def _known(uri: str, catalog_url: str | None) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
     """What the catalog says is at a place, or None. One that cannot be read fails when it is written to."""
     try:
         with open_catalog(catalog_url, create=False) as catalog:
-            detail = catalog.show(normal_uri(uri), tensors=False)  # a bare name could be an id
+            return _found(catalog, uri)
     except CkptError:
         return None
-    gone = (State.REPLACED, State.DELETED)
-    if not isinstance(detail, CheckpointDetail) or detail.checkpoint.state in gone:
-        return None
-    return detail
+
+
+def _found(catalog: Catalog, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
+    found = catalog.at(uri)
+    return None if found is None or found[0].state in (State.REPLACED, State.DELETED) else found
 
 
 def _plain(digest: str) -> str:

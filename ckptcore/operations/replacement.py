@@ -22,13 +22,15 @@ from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.types import CheckpointRow, ConversionRow
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import held_by
+from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.registration import facts
 from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import placed
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.execution.source_stamps import digest, take, take_ctimes, used_files
+from ckptcore.execution.source_stamps import digest, take, take_ctimes
 from ckptcore.fingerprints.sums import checkpoint_fingerprint
 from ckptcore.operations.distinct import files_of, require_apart
-from ckptcore.operations.proven_files import accepted, descriptions_last, read_noting, unheld
+from ckptcore.operations.proven_files import accepted, descriptions_last, unheld
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
@@ -89,7 +91,7 @@ def stand_in(
     if not made:
         return Stand(None, None, "nothing was made of it")
     things = contents(source.uri)
-    manifest, read = read_noting(source.uri)
+    manifest = inspect(source.uri)
     if manifest.digest.rpartition(":")[2].lower() != source.manifest_digest:
         return Stand(None, None, "another checkpoint stands there now")
     if take is None:
@@ -100,7 +102,7 @@ def stand_in(
     else:
         mine = _taken(catalog, source.uri, manifest, take)
     rejected: Stand | None = None
-    asked = _Source(source, things, manifest, read, mine)
+    asked = _Source(source, things, manifest, mine)
     for conversion, child in made:
         try:
             found = _judged(catalog, asked, conversion, child, allowed, take)
@@ -120,7 +122,7 @@ def require_as_converted(manifest: Manifest, conversion: ConversionRow) -> None:
     time back, and not this one: where it alone differs, or was not noted, nothing is proven without reading.
     """
     with closing(open_store(manifest.root)) as store:
-        paths = used_files(manifest)
+        paths = placed(manifest)
         times, stamps, local = take_ctimes(paths, store), take(manifest, store), store.local is not None
     hint = "--fingerprint reads both"
     if conversion.source_stamp is None:
@@ -139,7 +141,6 @@ class _Source:
     row: CheckpointRow
     things: Mapping[str, Thing]
     manifest: Manifest
-    read: frozenset[str]
     fingerprint: str
 
 
@@ -174,7 +175,7 @@ def _judged(
     if means is None:
         require_as_converted(source.manifest, conversion)
     rows = detail.files if all(row.digest for row in detail.files) else ()
-    lost = unheld(source.manifest, source.read, source.row.uri, source.things, manifest, rows)
+    lost = unheld(source.manifest, source.row.uri, source.things, manifest, rows)
     missing = tuple(each for each in lost if not accepted(each[0], allowed.loss))
     if missing:
         names = some([name if what in ("file", "object") else f"{name} ({what})" for name, what in missing])

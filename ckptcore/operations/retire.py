@@ -36,6 +36,7 @@ from ckptcore.operations.child_proof import (
 )
 from ckptcore.operations.interrupted_retire import clear_away
 from ckptcore.operations.registered_files import same_manifest
+from ckptcore.operations.removal_record import drop_record, put_record
 from ckptcore.operations.replacement import Allowed, Stand, require_as_converted, stand_in
 from ckptcore.operations.retention import Entry, Policy, decide, held
 from ckptcore.operations.set_aside import Aside, Record
@@ -308,7 +309,13 @@ def _delete_objects(catalog: Catalog, source: CheckpointRow, stand: Stand, means
         with catalog.writing() as conn:
             _mark(conn, datetime.now(UTC), source)
             _require_same(source.uri, stand.things)  # what has these stamps is what was proven
+            assert stand.child is not None
+            record = Record(source.id, stand.child.id, source.uri, stand.fingerprint, stand.things)
+            home = put_record(
+                record
+            )  # last in the transaction: whoever is killed from here on is gone on with
         _remove_remote(source.uri, store, stamps)
+    drop_record(home)
 
 
 def _mark(conn: Any, now: datetime, source: CheckpointRow) -> None:

@@ -14,7 +14,6 @@ elsewhere. The record is locked as long as its process lives.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
@@ -30,13 +29,13 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import Busy, SourceChanged, UsageError
 from ckptcore.store.below import FOLDER, open_above, open_below, open_folder
 from ckptcore.store.contents import Thing, contents, difference, same, thing_of
+from ckptcore.store.folder_tree import Spot, rename_new
 
 _NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")
 _OLDER = re.compile(r"\.(?P<name>.+)\.retired-[0-9a-f]{8}\.ckptcore")  # the source itself, and no record
-_RECORD = "record.json"
+RECORD = "record.json"
 _BEGINS = b'{"checkpoint":'  # of every record, also of one that was cut off
-_MOST = 1 << 30  # bytes of a record
-_NOREPLACE = 1  # a flag of renameat2
+MOST_BYTES = 1 << 30  # bytes of a record
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,12 @@ class Aside:
         """A new folder beside a source, with the record of what may be removed; nothing is moved yet."""
         parent, name = os.path.split(record.uri)
         above = open_above(root, record.uri)
-        home = f".{name}.retiring-{uuid.uuid4().hex[:8]}.ckptcore"
+        home = new_home(name)
         at = lock = -1
         try:
             os.mkdir(home, 0o700, dir_fd=above)
             at = os.open(home, FOLDER, dir_fd=above)
-            lock = os.open(_RECORD, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
+            lock = os.open(RECORD, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with os.fdopen(os.dup(lock), "wb") as file:
                 file.write(record.dump())
@@ -123,7 +122,7 @@ class Aside:
         at = lock = -1
         try:
             at = os.open(home, FOLDER, dir_fd=above)
-            lock = os.open(_RECORD, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+            lock = os.open(RECORD, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = cls(above, parent, matched["name"], home, at, lock)
             found.record = found._read_record()
@@ -144,7 +143,7 @@ class Aside:
         seen = os.fstat(self._at), os.fstat(self._lock)
         if {each.st_uid for each in seen} != {os.geteuid()} or not stat.S_ISREG(seen[1].st_mode):
             raise ValueError("it is another user's")
-        if seen[1].st_size > _MOST:
+        if seen[1].st_size > MOST_BYTES:
             raise ValueError(f"its record has {seen[1].st_size} bytes")
         data = os.pread(self._lock, seen[1].st_size, 0)
         if not self.holds and data[: len(_BEGINS)] == _BEGINS[: len(data)]:
@@ -172,7 +171,7 @@ class Aside:
             self._leave()
             return
         try:
-            _rename_new(self._name, self._at, self._name, self._above)
+            rename_new(Spot(self._at, self._name, self.home), Spot(self._above, self._name, self.path))
         except OSError as error:
             why = "something else is there now" if _exists(self._name, self._above) else error.strerror
             raise UsageError(
@@ -232,6 +231,17 @@ class Aside:
         _forget(self._home, self._at, self._above)
 
 
+def new_home(name: str) -> str:
+    """A new name for the folder beside a source that holds the record of its deletion."""
+    return f".{name}.retiring-{uuid.uuid4().hex[:8]}.ckptcore"
+
+
+def source_of(home: str) -> str | None:
+    """The name of the source that a folder of `new_home` is of; None for any other name."""
+    matched = _NAME.fullmatch(home)
+    return None if matched is None else matched["name"]
+
+
 def leftovers(root: str, parent: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(the folders of `Aside` that lie in a folder below a watched root, what versions before it left).
 
@@ -256,7 +266,7 @@ def bring_back(root: str, parent: str, home: str) -> str:
     assert matched is not None
     at = open_below(root, parent, parent)
     try:
-        _rename_new(home, at, matched["name"], at)
+        rename_new(Spot(at, home, f"{parent}/{home}"), Spot(at, matched["name"], place_of(parent, home)))
     except OSError as error:
         raise UsageError(f"cannot move {parent}/{home} back: {error.strerror}") from error
     finally:
@@ -321,23 +331,6 @@ def _unlink(name: str, at: int, full: str, things: Mapping[str, Thing], left: li
     os.unlink(name, dir_fd=at)
 
 
-def _rename_new(name: str, source: int, new: str, target: int) -> None:
-    """Moves a name between folders, and never over another: `os.rename` would replace an empty folder."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        call = None
-    if call is not None:
-        if call(source, os.fsencode(name), target, os.fsencode(new), _NOREPLACE) == 0:
-            return
-        failed = ctypes.get_errno()
-        if failed not in (errno.ENOSYS, errno.EINVAL):
-            raise OSError(failed, os.strerror(failed))
-    if _exists(new, target):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    os.rename(name, new, src_dir_fd=source, dst_dir_fd=target)
-
-
 def _removed_empty(name: str, at: int) -> bool:
     try:
         os.rmdir(name, dir_fd=at)
@@ -362,7 +355,7 @@ def _forget(home: str, at: int, above: int) -> None:
     """Removes the record and the folder that it lies in; a file of somebody else in it stays."""
     with contextlib.suppress(OSError):
         if at >= 0:
-            os.unlink(_RECORD, dir_fd=at)
+            os.unlink(RECORD, dir_fd=at)
     with contextlib.suppress(OSError):
         os.rmdir(home, dir_fd=above)
 

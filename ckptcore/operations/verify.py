@@ -16,7 +16,7 @@ from enum import StrEnum
 from ckptcore.catalog import CheckpointDetail, CheckpointFacts
 from ckptcore.catalog.types import FileRow, Role
 from ckptcore.checking.check import unproven_finding
-from ckptcore.conversion.pipeline import inspect, validate
+from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.registration import facts
 from ckptcore.errors import CkptError, Finding, SourceUnreadable
 from ckptcore.operations.registered_files import NoTime, compare, folder_of, same_manifest, with_digests

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from ckptcore.checking.check import Report
+from ckptcore.checking.examine import inspect, validate
 from ckptcore.checking.verdicts import UNREADABLE_CODES, called
-from ckptcore.conversion.pipeline import inspect, validate
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, DamagedCheckpoint, NotComplete, SourceUnreadable, UnknownFormat
 from ckptcore.store import open_store
@@ -25,14 +25,14 @@ Told = Callable[[float, CkptError], None]
 
 
 def delays(minutes: float) -> list[float]:
-    """Seconds to wait before each further look, about ``minutes`` in all.
+    """Seconds to wait before each further look, ``minutes`` in all and no longer.
 
-    >>> delays(1), sum(delays(60)) / 60, delays(0)
-    ([10, 20, 30], 64.0, [])
+    >>> delays(1), sum(delays(60)) / 60, delays(0.05), delays(0)
+    ([10, 20, 30], 60.0, [3.0], [])
     """
     found: list[float] = []
-    while sum(found) < 60 * minutes and len(found) < MAX_LOOKS:
-        found.append(STEPS[min(len(found), len(STEPS) - 1)])
+    while (left := 60 * minutes - sum(found)) > 0 and len(found) < MAX_LOOKS:
+        found.append(min(STEPS[min(len(found), len(STEPS) - 1)], left))
     return found
 
 

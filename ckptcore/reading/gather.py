@@ -1,4 +1,4 @@
-"""Gathering: how do the elements of a box get from a payload into a tile, within a buffer?
+"""Copy the elements of a box from a payload into a tile, within a buffer.
 
 One recursive rule serves every layout. The box's elements span a range of the payload. If that
 range is hardly larger than the elements in it and fits the buffer, it is read at once and copied
@@ -9,6 +9,7 @@ run needs no buffer at all: it is read straight into the tile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol, TypeVar
 
@@ -114,7 +115,7 @@ def gather(
             if seen is not None:
                 seen(at, len(target), crc32(target))
             return
-    _descend(payload, inside.offset, inside.shape, strides, dtype, itemsize, tile, scratch, seen)
+    _descend(_Way(payload, strides, dtype, itemsize, scratch, seen), inside.offset, inside.shape, tile)
 
 
 def _run(inside: Box, shape: tuple[int, ...]) -> tuple[int, bool]:
@@ -129,35 +130,40 @@ def _run(inside: Box, shape: tuple[int, ...]) -> tuple[int, bool]:
     return at, True
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What stays the same however a box is cut: see `gather`. strides: elements of the stored chunk."""
+
+    payload: Payload
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    scratch: Bytes
+    seen: Seen | None
+
+
 def _descend(
-    payload: Payload,
-    offset: tuple[int, ...],
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: str,
-    itemsize: int,
-    tile: npt.NDArray[Any] | Placed,
-    scratch: Bytes,
-    seen: Seen | None,
+    way: _Way, offset: tuple[int, ...], shape: tuple[int, ...], tile: npt.NDArray[Any] | Placed
 ) -> None:
-    found = range_of(
-        offset, shape, strides, itemsize, len(scratch), seen is not None and payload.strides is None
-    )
+    """Copies the elements [offset, offset + shape) of a chunk, cut as far as the buffer asks for it."""
+    payload, strides, itemsize, seen = way.payload, way.strides, way.itemsize, way.seen
+    rows = seen is not None and payload.strides is None
+    found = range_of(offset, shape, strides, itemsize, len(way.scratch), rows)
     if found is not None:
         begin, end, first = found
-        buffer = scratch[: (end - begin) * itemsize]
+        buffer = way.scratch[: (end - begin) * itemsize]
         at = payload.start + begin * itemsize
         payload.read_into(at, buffer.data)
         if seen is not None:
             seen(at, len(buffer), crc32(buffer.data))
         wanted = buffer[(first - begin) * itemsize :][: _span(shape, strides) * itemsize]
-        _assign(tile, wanted, shape, strides, dtype, payload.flags)
+        _assign(tile, wanted, shape, strides, way.dtype, payload.flags)
         return
     span, count = _span(shape, strides), prod(shape)
     dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])
     # As many steps along that dim as the buffer takes, or one by one where gaps are wide.
     inner = span - (shape[dim] - 1) * strides[dim]
-    room = len(scratch) // itemsize
+    room = len(way.scratch) // itemsize
     step = max(1, min(shape[dim] - 1, (room - inner) // max(strides[dim], 1)))
     if step * strides[dim] + inner > _OVERREAD * (count // shape[dim]) * (step + 1):
         step = 1
@@ -166,7 +172,7 @@ def _descend(
         part_offset = (*offset[:dim], offset[dim] + at, *offset[dim + 1 :])
         part_shape = (*shape[:dim], n, *shape[dim + 1 :])
         index = (slice(None),) * dim + (slice(at, at + n),)
-        _descend(payload, part_offset, part_shape, strides, dtype, itemsize, tile[index], scratch, seen)
+        _descend(way, part_offset, part_shape, tile[index])
 
 
 def range_of(

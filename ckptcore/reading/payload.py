@@ -1,9 +1,9 @@
-"""Resolving: where exactly are a chunk's elements inside its item?
+"""Find a chunk's elements inside its item.
 
-An item names a range of a file; its envelope says what surrounds the payload. Resolving reads a
-few kB (or, behind a codec, decodes the item once), checks that what is stored has the dtype and
-shape that the manifest promised, and gives a `Payload`. It happens lazily, right before the
-bytes are moved or checked.
+A `StoredChunk` says where a chunk is and what the manifest promises of it. An item names a range of a
+file; its envelope says what surrounds the payload. Resolving reads a few kB (or, behind a codec, decodes
+the item once), checks that what is stored has the dtype and shape that the manifest promised, and gives a
+`Payload`. It happens lazily, right before the bytes are moved or checked.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from ckptcore.core.dtype import BY_NAME
@@ -34,6 +35,31 @@ from ckptcore.utils.globs import leave_out
 ReadInto = Callable[[int, Buffer], None]  # (first byte, buffer to fill)
 _IN_MEMORY = 8 << 20
 _MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """Where one chunk is stored, and as what: an entry of DCP's ``storage_data``, with its chunk.
+
+    index: the item's number in the source's manifest. path: the file. view: how the chunk lies in the item's
+    payload, or None where only the item says. fqn: the tensor's, for messages.
+    """
+
+    index: int
+    path: str
+    item: Item
+    dtype: str
+    shape: tuple[int, ...]
+    view: View | None
+    fqn: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * BY_NAME[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{self.fqn} in {self.path}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,46 +87,33 @@ class Payload:
             close()
 
 
-def resolve(
-    store: Readable,
-    path: str,
-    item: Item,
-    dtype: str,
-    shape: tuple[int, ...],
-    view: View | None,
-    name: str,
-    scratch: str | None = None,
-) -> Payload:
-    """The payload of one chunk.
+def resolve(chunk: StoredChunk, store: Readable, scratch: str | None = None) -> Payload:
+    """Find the payload of one chunk.
 
-    name: the tensor's FQN, for messages. scratch: folder for decoded items, None for the default.
-    Raises `DamagedCheckpoint` with a finding when what is stored is not what was promised.
+    Args:
+        chunk: What is looked for.
+        store: The checkpoint's folder.
+        scratch: Folder for decoded items, None for the default.
+
+    Raises:
+        DamagedCheckpoint: With a finding, when what is stored is not what was promised.
+        UnreadablePart: When what is stored is of a kind that is not read.
     """
-    what = f"{name} in {path}"
     try:
-        found = _resolve(store, path, item, dtype, shape, view, what, scratch)
+        return _resolve(chunk, store, scratch)
     except ChecksumMismatch as error:
-        raise _damaged("crc-mismatch", "bytes", error.message, name, path) from error
+        raise _damaged("crc-mismatch", error.message, chunk) from error
     except UnreadablePart as error:
-        hint = leave_out([name])
-        told = finding("unreadable-part", "bytes", error.message, fqn=name, file=path, hint=hint)
-        raise UnreadablePart(error.message, hint=hint, findings=(told,), fqn=name) from error
+        hint = leave_out([chunk.fqn])
+        found = finding("unreadable-part", "bytes", error.message, fqn=chunk.fqn, file=chunk.path, hint=hint)
+        raise UnreadablePart(error.message, hint=hint, findings=(found,), fqn=chunk.fqn) from error
     except MalformedCheckpoint as error:
-        raise _damaged("malformed-item", "bytes", error.message, name, path) from error
-    return found
+        raise _damaged("malformed-item", error.message, chunk) from error
 
 
-def _resolve(
-    store: Readable,
-    path: str,
-    item: Item,
-    dtype: str,
-    shape: tuple[int, ...],
-    view: View | None,
-    what: str,
-    scratch: str | None,
-) -> Payload:
-    read_into, base, length = _opened(store, path, item, dtype, shape, scratch)
+def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None) -> Payload:
+    path, item, dtype, shape, view = chunk.path, chunk.item, chunk.dtype, chunk.shape, chunk.view
+    read_into, base, length = _opened(chunk, store, scratch)
     where: str | None = None if item.codec else path
 
     def read(start: int, count: int) -> bytes:
@@ -110,30 +123,20 @@ def _resolve(
             return bytes(buffer)
         return store.read(path, base + start, count)
 
-    nbytes = BY_NAME[dtype].itemsize
-    for n in shape:
-        nbytes *= n
     if item.envelope is Envelope.RAW:
         seen = view or View()
         strides = None if is_row_major(shape, seen.strides) else seen.strides
         end = seen.start + _extent(shape, seen.strides, BY_NAME[dtype].itemsize)
         if end > length:
-            raise MalformedCheckpoint(f"{what}: {end} bytes are needed, the item has {length}")
+            raise MalformedCheckpoint(f"{chunk}: {end} bytes are needed, the item has {length}")
         return Payload(read_into, where, base + seen.start, strides, seen.flags, base, length, item.crc32)
     if item.envelope is Envelope.TORCHZIP:
         window = Window(read, length)
-        tensor = read_tensor(window, what)
+        tensor = read_tensor(window, str(chunk))
         if view is not None:
-            tensor = _inside(tensor, view, dtype, shape, what, path)
-        elif (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise _damaged(
-                "item-mismatch",
-                "bytes",
-                f"{what}: the metadata says {dtype} {list(shape)}, the file holds "
-                f"{tensor.dtype} {list(tensor.shape)}",
-                what.split(" in ")[0],
-                path,
-            )
+            tensor = _inside(tensor, view, chunk)
+        else:
+            _require_promised(tensor.dtype, tensor.shape, chunk)
         whole = window.whole
         return Payload(
             read_into if whole is None or item.codec else _from_memory(whole, base),
@@ -146,26 +149,23 @@ def _resolve(
             tensor.crc32,
         )
     if item.envelope is Envelope.SAFETENSORS:
-        start = base + _member(read, item, length, dtype, shape, what)
-        return Payload(read_into, where, start, None, 0, start, nbytes, None)
-    raise UnsupportedFormat(f"{what}: items in a {item.envelope.name.lower()} envelope are not read")
+        start = base + _member(read, length, chunk)
+        return Payload(read_into, where, start, None, 0, start, chunk.nbytes, None)
+    raise UnsupportedFormat(f"{chunk}: items in a {item.envelope.name.lower()} envelope are not read")
 
 
-def _inside(
-    tensor: Resolved, view: View, dtype: str, shape: tuple[int, ...], what: str, path: str
-) -> Resolved:
+def _inside(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
     """A chunk that is a view into the elements of an item's tensor, in their row-major order."""
+    dtype, shape = chunk.dtype, chunk.shape
     itemsize = BY_NAME[dtype].itemsize
     held = prod(tensor.shape) * itemsize
     end = view.start + _extent(shape, view.strides, itemsize)
     if tensor.dtype != dtype or tensor.view.strides is not None or end > held:
         raise _damaged(
             "item-mismatch",
-            "bytes",
-            f"{what}: {dtype} {list(shape)} is to be taken from byte {view.start} of an item, which holds "
+            f"{chunk}: {dtype} {list(shape)} is to be taken from byte {view.start} of an item, which holds "
             f"{tensor.dtype} {list(tensor.shape)}",
-            what.split(" in ")[0],
-            path,
+            chunk,
         )
     strides = None if is_row_major(shape, view.strides) else view.strides
     return replace(
@@ -174,6 +174,17 @@ def _inside(
         shape=shape,
         view=View(tensor.view.start + view.start, strides, tensor.view.flags),
     )
+
+
+def _require_promised(dtype: str, shape: tuple[int, ...], chunk: StoredChunk) -> None:
+    """Raises `DamagedCheckpoint` unless what the file holds is what the metadata says."""
+    if (dtype, shape) != (chunk.dtype, chunk.shape):
+        raise _damaged(
+            "item-mismatch",
+            f"{chunk}: the metadata says {chunk.dtype} {list(chunk.shape)}, the file holds "
+            f"{dtype} {list(shape)}",
+            chunk,
+        )
 
 
 def _from_memory(whole: bytes, base: int) -> ReadInto:
@@ -221,44 +232,29 @@ class _Decoded:
                 self._file.close()
 
 
-def _opened(
-    store: Readable, path: str, item: Item, dtype: str, shape: tuple[int, ...], scratch: str | None
-) -> tuple[ReadInto, int, int]:
+def _opened(chunk: StoredChunk, store: Readable, scratch: str | None) -> tuple[ReadInto, int, int]:
     """(reader, where the item starts for it, the item's plain length)."""
+    path, item = chunk.path, chunk.item
     if not item.codec:
-        return (lambda start, into: store.read_into(path, start, into)), item.start, item.length
-    nbytes = BY_NAME[dtype].itemsize
-    for n in shape:
-        nbytes *= n
+        return partial(store.read_into, path), item.start, item.length
     # A torch zip is its payload and a few kB; storages may be padded.
-    decoded = _Decoded(store, path, item, 2 * nbytes + (1 << 20), scratch)
+    decoded = _Decoded(store, path, item, 2 * chunk.nbytes + (1 << 20), scratch)
     return decoded, 0, decoded.length
 
 
-def _member(
-    read: Callable[[int, int], bytes], item: Item, length: int, dtype: str, shape: tuple[int, ...], what: str
-) -> int:
+def _member(read: Callable[[int, int], bytes], length: int, chunk: StoredChunk) -> int:
     """Where a named tensor starts in a safetensors blob that fills the rest of the file."""
+    member = chunk.item.member
     if length < 8:
-        raise MalformedCheckpoint(f"{what}: no safetensors blob where the metadata says")
+        raise MalformedCheckpoint(f"{chunk}: no safetensors blob where the metadata says")
     header = int.from_bytes(read(0, 8), "little")
     if header > min(length - 8, _MAX_HEADER):
-        raise MalformedCheckpoint(f"{what}: safetensors header claims {header} bytes of {length}")
-    tensors, _ = _headers(read(8, header), length - 8 - header, what)
-    if item.member not in tensors:
-        raise _damaged(
-            "item-mismatch", "bytes", f"{what}: the file holds no tensor {item.member}", item.member, what
-        )
-    seen_dtype, seen_shape, start, _ = tensors[item.member]
-    if (seen_dtype, seen_shape) != (dtype, shape):
-        raise _damaged(
-            "item-mismatch",
-            "bytes",
-            f"{what}: the metadata says {dtype} {list(shape)}, the file holds {seen_dtype} "
-            f"{list(seen_shape)}",
-            item.member,
-            None,
-        )
+        raise MalformedCheckpoint(f"{chunk}: safetensors header claims {header} bytes of {length}")
+    tensors, _ = _headers(read(8, header), length - 8 - header, str(chunk))
+    if member not in tensors:
+        raise _damaged("item-mismatch", f"{chunk}: the file holds no tensor {member}", chunk)
+    dtype, shape, start, _ = tensors[member]
+    _require_promised(dtype, shape, chunk)
     return 8 + header + int(start)
 
 
@@ -291,10 +287,6 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: i
     return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * itemsize
 
 
-def _damaged(code: str, level: str, message: str, fqn: str, file: str | None) -> DamagedCheckpoint:
-    return DamagedCheckpoint(
-        message, findings=(finding(code, level, message, fqn=fqn, file=file),), fqn=fqn, file=file
-    )
-
-
-__all__ = ["Payload", "ReadInto", "resolve"]
+def _damaged(code: str, message: str, chunk: StoredChunk) -> DamagedCheckpoint:
+    found = finding(code, "bytes", message, fqn=chunk.fqn, file=chunk.path)
+    return DamagedCheckpoint(message, findings=(found,), fqn=chunk.fqn, file=chunk.path)

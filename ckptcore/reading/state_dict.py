@@ -70,7 +70,7 @@ class Filler:
     """Fills boxes from one store with one scratch buffer."""
 
     def __init__(self, manifest: Manifest, store: Store, verify: bool) -> None:
-        self._manifest, self._store = manifest, store
+        self._manifest = manifest
         self._records = Records(store, len(manifest.items), verify)
         self._scratch = np.empty(_SCRATCH, np.uint8)
 
@@ -83,7 +83,7 @@ class Filler:
         direct = out.device.type == "cpu" and out.dtype == kind and out.is_contiguous() and _plain(out)
         target = out if direct else torch.empty(want.shape, dtype=kind)
         # What has copies is read from the first: `validate` compares them.
-        reader = BoxReader(self._manifest, row, self._store, self._records, once=False, copies=False)
+        reader = BoxReader(self._manifest, row, self._records, once=False, copies=False)
         try:
             reader.read(want, _integers(target, dtype), self._scratch)
         finally:

@@ -1,8 +1,12 @@
-"""Stores: bytes by URL. One seam for local folders and for everything fsspec reaches.
+"""Read and write bytes by URL: one seam for local folders and for everything that fsspec reaches.
 
-A store is a folder seen through its URL; paths inside it are relative, with ``/``, and never leave
-it. Readers ask for exact ranges and get them or an error; writers are invisible under the final
-name until `Writer.commit`.
+Knows errors alone: neither formats nor manifests. `open_store` is the way in; `local` and `remote` are the
+two kinds of stores, `sealed`, `inventory` and `contents` say what lies in a folder and whose it is, `place`
+whether two URLs lead to one place.
+
+A store is a folder seen through its URL; paths inside it are relative, with ``/``, and never leave it.
+Readers ask for exact ranges and get them or an error; writers are invisible under the final name until
+`Writer.commit`.
 """
 
 from __future__ import annotations
@@ -93,9 +97,7 @@ class Readable(Protocol):
 
 
 class Store(Readable, Protocol):
-    """A folder of files to read from and to write to. touched: the paths that were read from so far."""
-
-    touched: set[str]
+    """A folder of files to read from and to write to."""
 
     def stamped(self) -> dict[str, Stamped]:
         """As `list`, with what tells whether a file is still the same, from the same look at it."""

@@ -7,15 +7,69 @@ at each use; a descriptor stays what it was opened for, whoever renames what.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ckptcore.store.owners import Owners, strange
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TRIES = 10
+_NOREPLACE, _EXCHANGE = 1, 2  # flags of renameat2
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A name in a folder that is held open: who swaps one of its parents leads nobody elsewhere.
+
+    at: the folder's descriptor, -1 for a folder that is not there. path: what to call it.
+    """
+
+    at: int
+    name: str
+    path: str
+
+    def look(self) -> os.stat_result | None:
+        """What bears the name, links unfollowed; None when nothing does."""
+        return look(self.at, self.name) if self.at >= 0 else None
+
+    def beside(self, name: str) -> Spot:
+        """Another name in the same folder."""
+        return Spot(self.at, name, os.path.join(os.path.dirname(self.path), name))
+
+
+def rename_new(old: Spot, new: Spot) -> None:
+    """Moves a name, never over another: `os.rename` would replace a file, or an empty folder.
+
+    Raises `OSError`; `FileExistsError` where something is there.
+    """
+    failed = _renameat2(old, new, _NOREPLACE)
+    if failed == 0:
+        return
+    if failed not in (errno.ENOSYS, errno.EINVAL):
+        raise OSError(failed, os.strerror(failed))
+    if new.look() is not None:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    os.rename(old.name, new.name, src_dir_fd=old.at, dst_dir_fd=new.at)
+
+
+def exchange(a: Spot, b: Spot) -> bool:
+    """Swaps two names in one step; False, and nothing is done, where the file system cannot."""
+    return _renameat2(a, b, _EXCHANGE) == 0
+
+
+def _renameat2(a: Spot, b: Spot, flag: int) -> int:
+    """The error number of the call, or 0."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):  # another system, or an old libc
+        return errno.ENOSYS
+    if call(a.at, os.fsencode(a.name), b.at, os.fsencode(b.name), flag) == 0:
+        return 0
+    return ctypes.get_errno()
 
 
 @contextlib.contextmanager

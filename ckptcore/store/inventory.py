@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
-from ckptcore.store import local_path
+from ckptcore.store import YOUNG, local_path
+from ckptcore.store.folder_tree import FOLDER as OPEN_FOLDER
+from ckptcore.store.folder_tree import Spot, closing_fd
+from ckptcore.store.local import settled_ctime
 from ckptcore.store.place import mounts
 
 FILE, LINK, FOLDER, SPECIAL, MOUNT = "file", "link", "folder", "special", "mount"
+MAX_DEPTH = 128  # of folders in folders; what is deeper is no checkpoint
+_WAITS_S = (0.03, 2.2)  # until times move on: nearly everywhere, and on older file systems
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
 _VERSIONS = ("ETag", "etag", "md5Hash", *_TIMES)
 _SPECIAL = {
@@ -29,14 +35,20 @@ _SPECIAL = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name. kind: FILE, LINK, FOLDER, SPECIAL or MOUNT. nbytes: of a file. stamp: changes when it is
-    written or replaced; of a special file what it is, of a folder "". inode: (device, inode) on this machine.
+    """One name.
+
+    kind: FILE, LINK, FOLDER, SPECIAL or MOUNT. nbytes: of a file. stamp: changes when it is written or
+    replaced; of a special file what it is, of a folder "". inode: (device, inode) on this machine.
+    ctime: when the status of a file or link changed, ns since 1970: no part of what it is, but whoever
+    rewrites it in place can put its other time back, and not this one. None where there is no such time, or
+    an older version took none.
     """
 
     kind: str
     nbytes: int
     stamp: str
     inode: tuple[int, int] | None = None
+    ctime: int | None = None
 
 
 Inventory = Mapping[str, Entry]  # relative path -> entry, sorted; "": what bears the place's own name
@@ -48,66 +60,146 @@ def take(url: str) -> dict[str, Entry]:
     Raises `SourceUnreadable`, `StorageTrouble`, `UsageError`.
     """
     path = local_path(url)
-    found = _local(os.fspath(path)) if path is not None else _remote(url)
-    return dict(sorted(found))
+    if path is None:
+        return dict(sorted(_remote(url)))
+    parent, name = os.path.split(os.fspath(path))
+    try:
+        at = os.open(parent or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise SourceUnreadable(f"cannot look at {url}: {error.strerror}") from error
+    with closing_fd(at):
+        return take_at(Spot(at, name or ".", os.fspath(path)))
+
+
+def take_settled(url: str) -> dict[str, Entry]:
+    """As `take`, once times of status are old enough to tell a later write, for which it waits a little."""
+    found: dict[str, Entry] = {}
+    for wait_s in (*_WAITS_S, 0.0):
+        now, found = time.time_ns(), take(url)
+        if all(e.ctime is None or settled_ctime(e.ctime, now) != YOUNG for e in found.values()):
+            break
+        time.sleep(wait_s)
+    return found
+
+
+def take_at(spot: Spot) -> dict[str, Entry]:
+    """As `take`, of a name in a folder that is held open; no link is followed on the way down."""
+    return dict(sorted(_local(spot)))
 
 
 def look(path: str) -> Entry | None:
     """What bears this name on this machine, its content left aside; None where nothing does."""
+    parent, name = os.path.split(path)
     try:
-        seen = os.lstat(path)
+        at = os.open(parent or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    with closing_fd(at):
+        return look_at(Spot(at, name or ".", path))
+
+
+def look_at(spot: Spot) -> Entry | None:
+    """As `look`, of a name in a folder that is held open."""
+    seen = spot.look()
+    if seen is None:
+        return None
+    here = _path_of(spot.at)
     mounted = not stat.S_ISLNK(seen.st_mode) and (
-        os.path.ismount(path) or os.path.realpath(path) in {point for _, _, point in mounts()}
+        seen.st_dev != os.fstat(spot.at).st_dev
+        or os.path.normpath(os.path.join(here, spot.name)) in {point for _, _, point in mounts()}
     )
-    return _entry(path, seen, mounted=mounted)
+    return entry_at(spot, seen, mounted=mounted)
 
 
 def differs(before: Inventory, now: Inventory) -> str | None:
-    """The first name that came, went or was written in between, or None. Names are relative."""
+    """The first name that came, went, or was written or touched in between, or None. Names are relative."""
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             return name
     return None
 
 
-def _local(root: str) -> Iterator[tuple[str, Entry]]:
-    try:
-        top = look(root)
-    except OSError as error:
-        raise SourceUnreadable(f"cannot look at {root}: {error.strerror}") from error
-    if top is None or top.inode is None:
-        return
-    yield "", top
-    points, real = {point for _, _, point in mounts()}, os.path.realpath(root)
-    todo = [""] if top.kind == FOLDER else []
-    while todo:
-        folder = todo.pop()
-        try:
-            entries = list(os.scandir(os.path.join(root, folder)))
-            for each in entries:
-                name = os.path.join(folder, each.name)
-                seen = each.stat(follow_symlinks=False)
-                if stat.S_ISDIR(seen.st_mode) and seen.st_dev == top.inode[0]:
-                    todo.append(name)
-                mounted = seen.st_dev != top.inode[0] or os.path.join(real, name) in points
-                yield name, _entry(os.path.join(root, name), seen, mounted=mounted)
-        except OSError as error:
-            raise SourceUnreadable(f"cannot list {os.path.join(root, folder)}: {error.strerror}") from error
+def same(was: Entry | None, now: Entry | None, *, status: bool = True) -> bool:
+    """Whether a name still stands for the same thing with the same content.
+
+    status: also take it for another when its status alone changed (ctime).
+    """
+    if was is None or now is None or status:
+        return was == now
+    return replace(was, ctime=now.ctime) == now
 
 
-def _entry(path: str, seen: os.stat_result, *, mounted: bool) -> Entry:
+def entry_at(spot: Spot, seen: os.stat_result, *, mounted: bool = False) -> Entry:
+    """The entry of what was seen under a name."""
     inode = (seen.st_dev, seen.st_ino)
     if mounted:
         return Entry(MOUNT, 0, "a mount point", inode)
-    if stat.S_ISDIR(seen.st_mode):
+    if stat.S_ISDIR(seen.st_mode):  # its times change with what is in it, which is looked at by itself
         return Entry(FOLDER, 0, "", inode)
     if stat.S_ISREG(seen.st_mode):
-        return Entry(FILE, seen.st_size, str(seen.st_mtime_ns), inode)
+        return Entry(FILE, seen.st_size, str(seen.st_mtime_ns), inode, seen.st_ctime_ns)
     if stat.S_ISLNK(seen.st_mode):
-        return Entry(LINK, 0, os.readlink(path), inode)
+        return Entry(LINK, 0, os.readlink(spot.name, dir_fd=spot.at), inode, seen.st_ctime_ns)
     return Entry(SPECIAL, 0, _SPECIAL.get(stat.S_IFMT(seen.st_mode), "a special file"), inode)
+
+
+def _local(spot: Spot) -> Iterator[tuple[str, Entry]]:
+    try:
+        top = look_at(spot)
+    except OSError as error:
+        raise SourceUnreadable(f"cannot look at {spot.path}: {error.strerror}") from error
+    if top is None:
+        return
+    yield "", top
+    if top.kind != FOLDER:
+        return
+    points = {point for _, _, point in mounts()}
+    real = os.path.normpath(os.path.join(_path_of(spot.at), spot.name))
+    yield from _inside(spot, top, "", real, points, 0)
+
+
+def _inside(
+    folder: Spot, entry: Entry, prefix: str, real: str, points: Collection[str], depth: int
+) -> Iterator[tuple[str, Entry]]:
+    """(name, entry) of everything in a folder. entry: its own. real: its path, without links."""
+    if depth > MAX_DEPTH:
+        raise UsageError(f"cannot list {folder.path}: folders in it are more than {MAX_DEPTH} deep")
+    try:
+        below = os.open(folder.name, OPEN_FOLDER, dir_fd=folder.at)
+    except OSError as error:
+        raise SourceUnreadable(f"cannot list {folder.path}: {error.strerror}") from error
+    with closing_fd(below):
+        try:
+            here = os.fstat(below)
+            if (here.st_dev, here.st_ino) != entry.inode:
+                raise SourceUnreadable(f"cannot list {folder.path}: it was exchanged while it was looked at")
+            for each in os.scandir(below):
+                seen = each.stat(follow_symlinks=False)
+                spot = Spot(below, each.name, f"{folder.path}/{each.name}")
+                mounted = seen.st_dev != here.st_dev or f"{real.rstrip('/')}/{each.name}" in points
+                found = entry_at(spot, seen, mounted=mounted)
+                yield prefix + each.name, found
+                if found.kind == FOLDER:
+                    yield from _inside(
+                        spot,
+                        found,
+                        f"{prefix}{each.name}/",
+                        f"{real.rstrip('/')}/{each.name}",
+                        points,
+                        depth + 1,
+                    )
+        except OSError as error:
+            raise SourceUnreadable(f"cannot list {folder.path}: {error.strerror}") from error
+
+
+def _path_of(at: int) -> str:
+    """Where a folder that is held open lies now, without links; "" where the system does not say."""
+    try:
+        return os.readlink(f"/proc/self/fd/{at}")
+    except OSError:
+        return ""
 
 
 def _remote(url: str) -> Iterator[tuple[str, Entry]]:

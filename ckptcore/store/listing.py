@@ -64,6 +64,26 @@ def everything_at(url: str) -> dict[str, Seen]:
     return found
 
 
+def names_at(url: str) -> tuple[str, ...]:
+    """The names right in a folder of an object store, sorted; none where there is no such folder.
+
+    Raises `StorageTrouble`, `UsageError`.
+    """
+    import fsspec
+
+    try:
+        fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
+        fs.invalidate_cache()
+        found: list[str] = fs.ls(root.rstrip("/"), detail=False)
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"cannot open {url!r}: {error}") from error
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except Exception as error:
+        raise StorageTrouble(f"cannot list {url}: {error or type(error).__name__}") from error
+    return tuple(sorted({name.rstrip("/").rpartition("/")[2] for name in found}))
+
+
 def changed(before: Mapping[str, Seen], now: Mapping[str, Seen], *, times: bool = True) -> str | None:
     """The first name that came, went or was written in between, or None.
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
 from ckptcore.store import YOUNG, Buffer, Joint, Stamped, Store, Writer
-from ckptcore.store.local_errors import short, unreadable, unwritable
-from ckptcore.store.local_writer import JointWriter, LocalWriter
+from ckptcore.store.local_writer import JointWriter, LocalWriter, short, unreadable, unwritable
 
 _BLOCK = 64 << 20  # bytes of a copy between stores
 # Times move on by a tick of the kernel, 10 ms at most; on FAT and older file systems by up to 2 s.
@@ -36,7 +35,6 @@ class LocalStore:
         self._real = os.path.realpath(root)
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
-        self.touched: set[str] = set()
         weakref.finalize(self, _close_all, self._open)  # a store that is dropped keeps no file open
         # Half of what the process may have: a checkpoint of 1024 ranks has 1024 files.
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -76,7 +74,7 @@ class LocalStore:
 
     def ctime(self, path: str) -> int | None:
         now, seen = time.time_ns(), self._stat(path)
-        return None if seen is None else _ctime(seen, now)
+        return None if seen is None else settled_ctime(seen.st_ctime_ns, now)
 
     def _stat(self, path: str) -> os.stat_result | None:
         try:
@@ -187,7 +185,6 @@ class LocalStore:
         if fd is not None:
             return fd, True
         fd = self._open_inside(path)
-        self.touched.add(path)
         with self._lock:
             kept = path not in self._open and len(self._open) < self._max_open
             if kept:
@@ -230,7 +227,7 @@ class LocalStore:
 
 
 def _stamped(seen: os.stat_result, now: int) -> Stamped:
-    return Stamped(seen.st_size, _stamp(seen), _ctime(seen, now))
+    return Stamped(seen.st_size, _stamp(seen), settled_ctime(seen.st_ctime_ns, now))
 
 
 def _stamp(seen: os.stat_result) -> str:
@@ -238,10 +235,11 @@ def _stamp(seen: os.stat_result) -> str:
     return f"{seen.st_size} bytes, modified {seen.st_mtime_ns}, inode {seen.st_ino}"
 
 
-def _ctime(seen: os.stat_result, now: int) -> int:
-    """The ctime, unless a write behind ``now`` could get the same one. It may be another machine's clock."""
-    grain = _COARSE_NS if seen.st_ctime_ns % _ROUND_NS == 0 else _FINE_NS
-    return YOUNG if -grain <= now - seen.st_ctime_ns < grain else seen.st_ctime_ns
+def settled_ctime(ctime: int, now: int) -> int:
+    """A ctime in ns, or `YOUNG` while a write behind ``now`` could get the same one. It may be another
+    machine's clock."""
+    grain = _COARSE_NS if ctime % _ROUND_NS == 0 else _FINE_NS
+    return YOUNG if -grain <= now - ctime < grain else ctime
 
 
 def _reraise(error: OSError) -> None:

@@ -1,6 +1,6 @@
-"""Local writers: how does a file appear on this machine, whole or not at all?
+"""Write files on this machine, so that they appear whole or not at all; and name its errors as ours.
 
-They preallocate, write at offsets from any thread, and fsync; a file appears under its name by rename.
+Writers preallocate, write at offsets from any thread, and fsync; a file appears under its name by rename.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptcore.errors import Busy
+from ckptcore.errors import Busy, CkptError, DestinationUnwritable, DiskFull, SourceUnreadable, StorageTrouble
 from ckptcore.store import Buffer, Store
-from ckptcore.store.local_errors import FULL, short, unreadable, unwritable
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SERIAL = itertools.count()
 _TMPFS_MAGIC = 0x01021994
 # One write makes page cache folios as large as itself; megabytes in one piece must be found by
@@ -91,7 +91,7 @@ class LocalWriter:
                 try:
                     got = os.copy_file_range(fd, self._fd, length - done, start + done, at + done)
                 except OSError as error:
-                    if error.errno in FULL:
+                    if error.errno in _FULL:
                         raise unwritable(str(self._path), error, self._nbytes) from error
                     if done == 0:  # another file system, or one without the call
                         return False
@@ -219,9 +219,9 @@ class JointWriter(LocalWriter):
         return os.path.samestat(os.fstat(self._fd), now)
 
 
-def sync_folder(path: Path) -> None:
-    """Makes names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync_folder(path: Path | str, at: int | None = None) -> None:
+    """Makes names in a folder durable. at: what a relative path is looked up in, a descriptor."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
     try:
         os.fsync(fd)
     finally:
@@ -246,3 +246,29 @@ def _is_tmpfs(fd: int) -> bool:
     if call is None or call(fd, buffer) != 0:
         return False
     return int.from_bytes(buffer.raw[:8], "little") == _TMPFS_MAGIC
+
+
+def short(url: str, path: str, start: int, length: int, got: int) -> SourceUnreadable:
+    """A file that is shorter than what was asked of it."""
+    return SourceUnreadable(
+        f"{url}/{path} ends early: {length} bytes wanted at {start}, {got} there",
+        hint="the file is truncated; copy it again",
+        file=path,
+    )
+
+
+def unreadable(what: str, error: OSError) -> CkptError:
+    """Reading failed."""
+    if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR):
+        return StorageTrouble(f"cannot read {what}: {error.strerror}")
+    return SourceUnreadable(f"cannot read {what}: {error.strerror or error}")
+
+
+def unwritable(what: str, error: OSError, nbytes: int | None = None) -> CkptError:
+    """Writing a file of ``nbytes`` failed."""
+    if error.errno in _FULL:
+        need = "" if nbytes is None else f" ({nbytes} bytes)"
+        return DiskFull(f"no room to write {what}{need}: {error.strerror}", path=what)
+    if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
+        return StorageTrouble(f"cannot write {what}: {error.strerror}")
+    return DestinationUnwritable(f"cannot write {what}: {error.strerror or error}")

@@ -33,7 +33,6 @@ class FsspecStore:
     def __init__(self, url: str) -> None:
         self.url = url if url.endswith("://") else url.rstrip("/")
         self.local: Path | None = None
-        self.touched: set[str] = set()
         try:
             # Listings are cached by default; another writer's file would stay invisible.
             self._fs, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
@@ -94,8 +93,6 @@ class FsspecStore:
         def call() -> bytes:
             data: bytes = self._fs.cat_file(self._full(path), start=start, end=start + length)
             return data
-
-        self.touched.add(path)
 
         data: bytes = _retrying(f"{self.url}/{path}", call)
         if len(data) != length:

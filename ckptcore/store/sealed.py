@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, StagingForeign
 from ckptcore.store import Joint, inner_path
 from ckptcore.store.folder_tree import FOLDER, closing_fd, enter, look, remove_tree, walk
 from ckptcore.store.local import LocalStore
-from ckptcore.store.local_errors import unreadable, unwritable
+from ckptcore.store.local_writer import unreadable, unwritable
 from ckptcore.store.owners import Owners, strange
+
+_log = logging.getLogger("ckptcore")
+Names = Mapping[str, os.stat_result]  # what lies in a folder, by name; links unfollowed
 
 
 class SealedFolder:
@@ -29,11 +33,11 @@ class SealedFolder:
 
     path: as it was named. name: its last part. parent: the folder that it lies in. owners: whose things in it
     are ours. mode: what it is made with, below the umask. foreign: raises when the names in a folder at a
-    path say that it is somebody else's.
+    path, and what they stand for, say that it is somebody else's.
     """
 
     def __init__(
-        self, path: Path, *, mode: int | None = None, foreign: Callable[[Path, list[str]], None] | None = None
+        self, path: Path, *, mode: int | None = None, foreign: Callable[[Path, Names], None] | None = None
     ) -> None:
         self.path, self.name, self.parent = path, path.name, path.parent
         self.owners = Owners.of_process()
@@ -75,6 +79,13 @@ class SealedFolder:
         """The descriptor of the parent of the folder that is held; not to be listed, nor closed."""
         return self._held["parent"]
 
+    def parent_in_place(self) -> bool:
+        """Whether the path of the parent still leads to the one that is held."""
+        try:
+            return os.path.samestat(os.stat(self.parent), os.fstat(self._held["parent"]))
+        except OSError:
+            return False
+
     @contextlib.contextmanager
     def beside(self) -> Iterator[tuple[int, list[str]]]:
         """A descriptor of the parent, and the names in it; none when it is away, or cannot be listed."""
@@ -100,8 +111,13 @@ class SealedFolder:
             os.rename(self.name, gone, src_dir_fd=parent, dst_dir_fd=parent)
         moved = look(parent, gone)
         if moved is not None and os.path.samestat(moved, os.fstat(fd)):
-            with contextlib.suppress(OSError, StagingForeign):  # the next run tries again
-                remove_tree(parent, gone, str(self.path.with_name(gone)), self.owners)
+            path = self.path.with_name(gone)
+            try:
+                if self._foreign is not None:  # what came until it was moved is somebody's
+                    self._foreign(path, names_in(fd))
+                remove_tree(parent, gone, str(path), self.owners)
+            except (OSError, StagingForeign) as error:  # the next run tries again
+                _log.warning("%s is kept: %s", path, error)
         self.close()
 
     @contextlib.contextmanager
@@ -185,7 +201,7 @@ class SealedFolder:
         try:
             self.owners.require_folder(os.fstat(fd), str(self.path))
             if self._foreign is not None:
-                self._foreign(self.path, os.listdir(fd))
+                self._foreign(self.path, names_in(fd))
         except BaseException as error:
             now, seen = look(parent, self.name), os.fstat(fd)
             os.close(fd)
@@ -315,9 +331,14 @@ class SealedStore(LocalStore):
             yield fd, name
 
 
-def refuse_unknown(path: Path, known: Callable[[str], bool], names: list[str]) -> None:
-    """Raises `StagingForeign` for names in a folder that are none of its own."""
-    odd = sorted(name for name in names if not known(name))
+def names_in(fd: int) -> Names:
+    """What lies in a folder: its names, and what each stands for."""
+    seen = ((name, look(fd, name)) for name in os.listdir(fd))
+    return {name: each for name, each in seen if each is not None}
+
+
+def refuse_odd(path: Path, odd: Sequence[str]) -> None:
+    """Raises `StagingForeign` for names in a folder that are none of its own, if there are any."""
     if odd:
         raise strange(str(path), f"it holds what ckptcore does not put there (got {', '.join(odd[:5])!r})")
 

@@ -12,8 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckptcore.errors import UsageError
-from ckptcore.topology.layout import Layout, Mesh
-from ckptcore.topology.placement import Placement, Replicate, Shard, _StridedShard
+from ckptcore.topology.layout import Layout, Mesh, Placement, Replicate, Shard, _StridedShard
 from ckptcore.utils.text import shown
 
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
-"""Sharding: which box of a tensor does each rank of a mesh hold?
+"""Compute which box of a tensor each rank of a mesh holds.
 
-Placements are torch's own in name and meaning (`ckptcore.topology.placement`), and so is the arithmetic:
-uneven and strided shards are cut where torch cuts them (`ckptcore.topology.torch_chunk`), and refused where
-torch contradicts itself. torch's own function is not called: it makes an index of every element. A mesh
-without axes is a mesh of
-one: its only rank holds everything, which is what consolidating is.
+Placements have the names and fields of torch/distributed/tensor/placement_types.py, so that torch's own may
+be given wherever these are; importing torch.distributed.tensor alone would take longer than planning for 512
+ranks. The arithmetic is torch's, too: uneven and strided shards are cut where torch cuts them
+(`ckptcore.topology.torch_chunk`), and refused where torch contradicts itself. torch's own function is not
+called: it makes an index of every element. A mesh without axes is a mesh of one: its only rank holds
+everything, which is what consolidating is.
 """
 
 from __future__ import annotations
@@ -19,11 +20,33 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.core.box import Box
 from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.topology import torch_chunk as cuts
-from ckptcore.topology.placement import Placement
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A mesh axis cuts this dim, as torch.chunk does."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StridedShard:
+    """A mesh axis cuts each of the ``split_factor`` pieces that axes to its right have made of a dim."""
+
+    dim: int
+    split_factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank along the mesh axis has the same."""
+
+
+Placement = Shard | _StridedShard | Replicate | Any  # Any: torch's own
 
 
 @dataclass(frozen=True, slots=True)

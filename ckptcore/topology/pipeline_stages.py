@@ -1,10 +1,11 @@
-"""Pipeline stages: which ranks of the pp axis have a parameter?
+"""Place parameters on the ranks of the pp and ep axes, by the numbers in their names.
 
 Stage s lies on rank s % pp, as interleaved schedules have it (Megatron-Core:
 transformer/transformer_layer.py, `get_transformer_layer_offset`; torchtitan:
 distributed/pipeline_parallel.py). Layers are split evenly; where they do not divide, the first stages
 have one more. Embeddings and head may count as layers, as they do for torchtitan
-(`generate_llm_fqn_per_model_part`) and on request for Megatron-Core.
+(`generate_llm_fqn_per_model_part`) and on request for Megatron-Core. The experts
+of a rank of the ep axis are neighbours: E / ep of them, as Megatron-Core and torchtitan number them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ckptcore.errors import UsageError
 from ckptcore.naming.rename import matches
+from ckptcore.topology.rules import Rules
 from ckptcore.topology.rules_file import Stages
 from ckptcore.utils.text import shown, some
 
@@ -68,6 +70,40 @@ def place_stages(
             hint="name them in [stages] of --sharding, under first, last or every",
         )
     return found
+
+
+def place_experts(shapes: Mapping[str, tuple[int, ...]], rules: Rules, ep: int) -> dict[str, int]:
+    """Coordinate on the ep axis of each parameter of one expert.
+
+    Raises `UsageError` when there are no experts, in tensors of their own or stacked, and when their number
+    does not divide by ``ep``.
+    """
+    templates = [pattern(t) for t in rules.experts]
+    number: dict[str, tuple[str, int]] = {}  # (what is before the number, the number)
+    count: dict[str, int] = {}
+    for name in shapes:
+        match = next((m for t in templates if (m := t.match(name))), None)
+        if match:
+            group = name[: match.start("n")]
+            number[name] = group, int(match["n"])
+            count[group] = max(count.get(group, 0), int(match["n"]) + 1)
+    for name, shape in shapes.items():
+        rule = rules.find(name)
+        if (
+            name not in number
+            and rule is not None
+            and rule.ep is not None
+            and -len(shape) <= rule.ep < len(shape)
+        ):
+            count[name] = shape[rule.ep]
+    if not count:
+        raise UsageError(f"ep={ep}, but no parameter is one of experts", hint="leave ep out of --mesh")
+    for name, n in count.items():
+        if n % ep:
+            raise UsageError(
+                f"{shown(name)}: {n} experts do not divide by ep={ep}", hint=f"a size that divides {n}"
+            )
+    return {name: n * ep // count[group] for name, (group, n) in number.items()}
 
 
 def number_of(names: Iterable[str], templates: Sequence[str]) -> dict[str, int]:

@@ -131,9 +131,8 @@ def _needs_rules(mesh: Mesh) -> bool:
 
 
 def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: Rules) -> dict[str, Layout]:
-    from ckptcore.topology.expert_names import place_experts
     from ckptcore.topology.fsdp_over_tp import place
-    from ckptcore.topology.pipeline_stages import place_stages
+    from ckptcore.topology.pipeline_stages import place_experts, place_stages
 
     sizes = dict(mesh.axes)
     if sizes.get("tp", 1) > 1 or sizes.get("ep", 1) > 1:

@@ -10,13 +10,12 @@ for the credentials of URLs.
     block     several, as an error or a traceback has them
     console   a rich console for tables and colours: no markup, no text that gets past the same rule
     write_json  an answer for programs
-    Parser    `argparse`, whose complaints repeat what was typed
+    parser    `argparse`, whose complaints repeat what was typed
     guard     what Python and libraries write by themselves: warnings, tracebacks, logging
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -31,6 +30,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from ckptcore.redaction import redacted
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
     from rich.console import Console
     from rich.text import Text
 
@@ -93,13 +94,9 @@ def console(*, err: bool = False, width: int | None = None) -> Console:
     return _guarded()(stderr=err, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False)
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that repeats nothing raw."""
-
-    def error(self, message: str) -> NoReturn:
-        """Says what is wrong with the arguments, and ends the process with 2."""
-        block(f"{self.format_usage()}{self.prog}: error: {message}", err=True, indent="")
-        self.exit(2)
+def parser(prog: str, description: str | None) -> ArgumentParser:
+    """A parser of arguments that repeats nothing raw."""
+    return _guarded_parser()(prog=prog, description=description)
 
 
 class Formatter(logging.Formatter):
@@ -206,5 +203,18 @@ def _guarded() -> Callable[..., Console]:
                     yield segment
                 else:
                     yield Segment(printable(segment.text, lines=True), segment.style)
+
+    return Guarded
+
+
+@cache
+def _guarded_parser() -> type[ArgumentParser]:
+    """The kind of parser; made when one is needed: the commands of `ckptcore` itself need none."""
+    from argparse import ArgumentParser
+
+    class Guarded(ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            block(f"{self.format_usage()}{self.prog}: error: {message}", err=True, indent="")
+            self.exit(2)
 
     return Guarded

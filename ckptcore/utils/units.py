@@ -1,12 +1,13 @@
-"""Sizes: how do people write numbers of bytes, and how are they shown?"""
+"""Read and write sizes and lengths of time as people spell them."""
 
 from __future__ import annotations
 
 import re
 
 from ckptcore.errors import UsageError
+from ckptcore.utils.text import shown
 
-_UNITS = {
+_SIZES = {
     "": 1,
     "B": 1,
     "KB": 10**3,
@@ -22,6 +23,10 @@ _UNITS = {
     "G": 1 << 30,
     "T": 1 << 40,
 }
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+_MOST = float(1 << 63)  # bytes that file offsets and databases count to
+_LONGEST = 36525.0 * 86400  # seconds that clocks and calendars can be asked to add
 
 
 def parse_size(text: str) -> int:
@@ -30,10 +35,13 @@ def parse_size(text: str) -> int:
     >>> parse_size("5GB"), parse_size("1GiB"), parse_size("1.5 MiB")
     (5000000000, 1073741824, 1572864)
     """
-    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not m or m[2].upper() not in _UNITS:
-        raise UsageError(f"{text!r} is not a size", hint="write 512MiB, 1GiB or 5GB")
-    return int(float(m[1]) * _UNITS[m[2].upper()])
+    m = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if not m or m[2].upper() not in _SIZES:
+        raise UsageError(f"{shown(text)} is not a size", hint="write 512MiB, 1GiB or 5GB")
+    nbytes = float(m[1]) * _SIZES[m[2].upper()]
+    if nbytes >= _MOST:
+        raise UsageError(f"{shown(text)} is not a size: no machine has as much", hint="write less than 8EiB")
+    return int(nbytes)
 
 
 def show_size(nbytes: float) -> str:
@@ -46,3 +54,20 @@ def show_size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds; raises `UsageError`.
+
+    >>> parse_duration("90"), parse_duration("10m"), parse_duration("1.5h")
+    (90.0, 600.0, 5400.0)
+    """
+    m = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text)
+    if not m or m[2] not in _SECONDS:
+        raise UsageError(f"{shown(text)} is not a length of time", hint="write 90s, 10m or 2h")
+    seconds = float(m[1]) * _SECONDS[m[2]]
+    if seconds > _LONGEST:
+        raise UsageError(
+            f"cannot wait for {shown(text)}: that is longer than 100 years", hint="write 90s, 10m or 2h"
+        )
+    return seconds

@@ -21,7 +21,7 @@ PATIENCE = 60.0  # seconds that runs get to end
 
 def main() -> None:
     """The command line."""
-    parser = terminal.Parser(prog="python -m deployments.local", description=__doc__)
+    parser = terminal.parser(prog="python -m deployments.local", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     starting = verbs.add_parser("up", help="start PostgreSQL, Prefect, a worker and the webhook receiver")
     for port in fields(Ports):

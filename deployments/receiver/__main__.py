@@ -12,7 +12,7 @@ from ckptcore.utils import terminal
 
 def main() -> None:
     """Serve until a signal comes; a second one ends it at once."""
-    parser = terminal.Parser(prog="python -m deployments.receiver", description="Receive webhooks.")
+    parser = terminal.parser(prog="python -m deployments.receiver", description="Receive webhooks.")
     parser.add_argument("config", type=Path, help="TOML file; deployments/receiver/example.toml shows one")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; put TLS in front of others"

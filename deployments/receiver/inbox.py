@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from ckptcore.catalog import inbox, open_catalog, outbox, queues
+from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.catalog.inbox import InboxEvent
-from ckptcore.catalog.models import Inbox
-from ckptcore.catalog.outbox import Message
-from ckptcore.catalog.queues import Stage
+from ckptcore.catalog.queues import InboxEvent, Message, inbox, outbox
 from deployments.receiver.event import Event
 
 LEASE = timedelta(minutes=2)  # a process that took rows and died holds them no longer
@@ -85,7 +82,7 @@ class Box:
     def take(self, now: datetime, limit: int, sources: Collection[str]) -> Sequence[InboxEvent]:
         """Events of these sources to start or to look at; nobody else gets them while the lease runs."""
         with self._transaction() as conn:
-            return inbox.take(conn, now, limit=limit, lease=LEASE, sources=sources)
+            return inbox.take(conn, now, limit=limit, lease=LEASE, only=sources)
 
     def later(self, row: InboxEvent, at: datetime, why: str) -> None:
         """The start failed; try again at a time."""
@@ -95,16 +92,7 @@ class Box:
     def running(self, row: InboxEvent, flow_run_id: str, look_at: datetime) -> None:
         """A run works on the event; look at it at a time."""
         with self._transaction() as conn:
-            queues.settle(
-                conn,
-                Inbox,
-                row.row,
-                row.attempts,
-                Stage.WAITING,
-                ended_at=None,
-                due_at=look_at,
-                flow_run_id=flow_run_id,
-            )
+            inbox.later(conn, row, look_at, None, flow_run_id=flow_run_id)
 
     def end(self, row: InboxEvent, now: datetime, failure: str | None, news: Sequence[News]) -> bool:
         """The event is done, or has failed; with it, in the same transaction, what others are told.
@@ -121,12 +109,12 @@ class Box:
     def messages(self, now: datetime, limit: int, targets: Collection[str]) -> Sequence[Message]:
         """Messages to these targets, to send; nobody else gets them while the lease runs."""
         with self._transaction() as conn:
-            return outbox.take(conn, now, limit=limit, lease=LEASE, endpoints=targets)
+            return outbox.take(conn, now, limit=limit, lease=LEASE, only=targets)
 
     def sent(self, message: Message, now: datetime) -> None:
         """The message has arrived."""
         with self._transaction() as conn:
-            outbox.sent(conn, now, message)
+            outbox.done(conn, now, message)
 
     def unsent(self, message: Message, now: datetime, why: str, again: datetime | None) -> None:
         """It has not; try again at a time, or not by itself."""

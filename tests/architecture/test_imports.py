@@ -2,25 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from torch.distributed import checkpoint as dcp
 
+from ckptcore.cli import main as cli
+
+VERBS = [cli._name_of(command) for command in cli.app.registered_commands]
+
 HEAVY = ("torch", "transformers", "prefect")
+# What else a verb must not wait for: libraries of other verbs, and stages that it does not go through.
+ELSEWHERE = ("sqlalchemy", "alembic", "fsspec", "asyncio", "argparse", "tenacity", "fastapi")
+WRITING = (
+    "ckptcore.conversion.pipeline",
+    "ckptcore.execution.execute",
+    "ckptcore.conversion.staging",
+    "ckptcore.conversion.local_publication",
+)
+# verb -> what it does not import
+WITHOUT = {
+    ("inspect",): (*HEAVY, *ELSEWHERE, *WRITING, "ckptcore.planning.request", "ckptcore.checking.check"),
+    ("validate", "--no-catalog"): (*HEAVY, *ELSEWHERE, *WRITING, "ckptcore.operations.registered_files"),
+    ("validate",): (*HEAVY, *WRITING, "fsspec", "argparse"),
+    ("consolidate",): (
+        *HEAVY,
+        "fsspec",
+        "argparse",
+        "ckptcore.conversion.foreign_files",
+        "ckptcore.operations.convert_once",
+    ),
+}
 
 
 def imported(*arguments: str) -> set[str]:
-    """Top-level packages that `python -m ckptcore ARGUMENTS` imports, as the interpreter saw it."""
+    """What `python -m ckptcore ARGUMENTS` imports, as the interpreter saw it: modules, and their packages."""
     command = [sys.executable, "-X", "importtime", "-m", "ckptcore", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stderr.splitlines()
     words = [line for line in lines if not line.startswith("import time:")]
     assert done.returncode == 0, done.stdout + "\n".join(words)
-    return {line.split("|")[-1].strip().split(".")[0] for line in lines if line not in words}
+    modules = {line.split("|")[-1].strip() for line in lines if line not in words}
+    return modules | {module.split(".")[0] for module in modules}
+
+
+def help_of(group: Any, verb: str) -> str:
+    """The help of a verb of a command line."""
+    with contextlib.redirect_stdout(io.StringIO()) as written:
+        group(args=[verb, "--help"], prog_name="ckptcore", standalone_mode=False)
+    return written.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +75,39 @@ def test_help_and_formats_start_light(arguments: tuple[str, ...]) -> None:
     assert found.isdisjoint(HEAVY)
 
 
-@pytest.mark.parametrize("verb", ["inspect", "validate"])
-def test_metadata_is_read_without_torch(verb: str, saved: Path) -> None:
-    found = imported(verb, str(saved))
+@pytest.mark.parametrize("verb", WITHOUT, ids=" ".join)
+def test_a_verb_waits_for_nothing_that_it_does_not_use(
+    verb: tuple[str, ...], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", f"sqlite:///{tmp_path}/catalog.db")
+    places = (str(saved), str(tmp_path / "out.pt")) if verb[0] == "consolidate" else (str(saved),)
+    found = imported(*verb, *places)
     assert "ckptcore" in found
-    assert found.isdisjoint(HEAVY)
+    assert sorted(found.intersection(WITHOUT[verb])) == []
+
+
+def test_names_of_what_is_not_imported_are_right() -> None:
+    named = {name for names in WITHOUT.values() for name in names}
+    assert [name for name in sorted(named) if importlib.util.find_spec(name) is None] == []
+
+
+def test_patterns_of_credentials_are_not_compiled_before_they_are_needed() -> None:
+    program = "import ckptcore.cli.main, ckptcore.redaction as r; print(r._compiled.cache_info().currsize)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "catalog"])
+def test_only_the_verb_that_is_asked_for_is_made(verb: str) -> None:
+    alone = typer.main.get_command(cli._asked([verb, "--help"]))
+    whole = typer.main.get_command(cli.app)
+    assert list(alone.commands) == [verb]
+    assert help_of(alone, verb) == help_of(whole, verb)
+
+
+@pytest.mark.parametrize("given", [[], ["--help"], ["--version"], ["nothing"], ["--output", "inspect"]])
+def test_without_a_verb_all_of_them_are_there(given: list[str]) -> None:
+    assert cli._asked(given) is cli.app
 
 
 def test_catalog_queries_start_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 GATE = Path("ckptcore/utils/terminal.py")
 # name -> why it may write by itself
 OWN = {
-    "ckptcore/catalog/sqlite_worker.py": "a process of ours reads what it writes",
+    "ckptcore/catalog/sqlworker.py": "a process of ours reads what it writes",
     "deployments/senders/send.py": "is copied to machines without this package, and writes JSON in ASCII",
     "deployments/senders/torch_exit.py": "is copied to machines without this package",
 }

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import confined
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 
@@ -111,12 +113,15 @@ class Cli:
         user: int | None = None,
         file_size: int | None = None,
         env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        within: Path | None = None,
     ) -> Outcome:
         """Runs ``ckptcore argv``.
 
         catalog: let it register itself. seconds: the call is killed, and the test fails, after.
         kill_after: kill it with SIGKILL then, if it still runs. memory: RLIMIT_AS, bytes.
-        user: run as this uid. file_size: RLIMIT_FSIZE, bytes. env: more environment.
+        user: run as this uid. file_size: RLIMIT_FSIZE, bytes. env: more environment. cwd: where it runs.
+        within: `confined.confine` it to this folder.
         """
         words = [str(a) for a in argv]
         if not catalog and words and words[0] in REGISTERING:
@@ -130,6 +135,8 @@ class Cli:
             "file_size": file_size,
             "folder": self._folder.name,
             "env": env or {},
+            "cwd": None if cwd is None else str(cwd),
+            "within": None if within is None else str(within),
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -256,6 +263,10 @@ def _run_child(request: dict[str, Any]) -> None:
         sys.stdout = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
         sys.argv = ["ckptcore", *request["argv"]]
+        if request["cwd"] is not None:
+            os.chdir(request["cwd"])
+        if request["within"] is not None:
+            confined.confine(request["within"])
         from ckptcore.__main__ import main
 
         code = _exit_code(main)

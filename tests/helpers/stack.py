@@ -85,16 +85,17 @@ class Stack:
         """The number of a service's process."""
         return int(json.loads((self.folder / "run" / f"{name}.json").read_text())["pid"])
 
-    def flow_processes(self) -> list[int]:
-        """The processes that run flows now."""
+    def flow_processes(self, id: str = "") -> list[int]:
+        """The processes that run flows now. id: of one run; by default of all."""
         ours = f"{self.folder}:worker".encode()
+        run = f"PREFECT__FLOW_RUN_ID={id}".encode()
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 line, env = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
             except OSError:  # it has ended, or is not ours to look at
                 continue
-            if b"prefect.engine" in line and ours in env:
+            if b"prefect.engine" in line and ours in env and run in env:
                 found.append(int(entry.name))
         return found
 
@@ -168,6 +169,22 @@ def whole_system(prefix: str, *, keep: bool = False) -> Iterator[Stack]:
             running.close()
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def query(stack: Stack, statement: str) -> list[dict[str, Any]]:
+    """What `ckptcore catalog sql` answers."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptcore", "catalog", "sql", "--output", "json", statement],
+        env=os.environ | stack.env,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    rows: list[dict[str, Any]] = found if isinstance(found, list) else found["rows"]
+    return rows
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 120, step: float = 0.3) -> bool:

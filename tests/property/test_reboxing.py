@@ -21,6 +21,7 @@ from samples import value
 from ckptcore import Box, CkptError, Settings, api
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.execution.execute import execute_files
+from ckptcore.execution.plan_run import PlanRun
 from ckptcore.formats.base import Abilities, Arrangement, FileLayout, Format, Literal, Slot
 from ckptcore.planning.plan import Target, load_file_plan, make_plan, save_plan
 from ckptcore.store import open_store
@@ -63,17 +64,17 @@ def rebox(source: Path, out: Path, files: list[list[Piece]], means: Settings) ->
     with closing(open_store(str(out / "plan"))) as saved:
         save_plan(saved, plan, made)
         with closing(open_store(str(source))) as store:
-            return execute_files(
-                lambda i: load_file_plan(saved, i),
-                [f.index for f in plan.files],
-                plan_digest=plan.digest,
+            run = PlanRun(
+                digest=plan.digest,
+                load=lambda i: load_file_plan(saved, i),
+                total=plan.bytes_out,
                 source=store,
-                files=open_store(str(out / "files")),
-                receipts=open_store(str(out / "receipts")),
-                settings=means,
                 items=plan.items,
                 unchanged=lambda _: None,
+                files=open_store(str(out / "files")),
+                receipts=open_store(str(out / "receipts")),
             )
+            return execute_files(run, [f.index for f in plan.files], means)
 
 
 @st.composite

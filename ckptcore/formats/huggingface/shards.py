@@ -21,25 +21,22 @@ from itertools import islice
 
 from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.metadata_budget import meter
 from ckptcore.core.redundant_copies import Whole, with_copies
-from ckptcore.encodings.safetensors_header import read_header
-from ckptcore.errors import CkptError, Finding, MetadataTooLarge, UnsupportedFormat, finding
+from ckptcore.errors import Finding, UnsupportedFormat, finding
 from ckptcore.formats.base import Abilities, Evidence, Format, Source, natural
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.huggingface import shard_extent as proof
 from ckptcore.formats.huggingface.expected_shapes import INDEX, known_shapes, proves_all
 from ckptcore.formats.huggingface.shard_headers import INFO, Shards, has_info, is_shard, load, named
 from ckptcore.formats.huggingface.shard_headers import Part as Shard
+from ckptcore.formats.huggingface.whole_files import WholeTensor, differs, whole_tensors
 
 FOLDER = "sharded"  # torch's SHARDED_DIR_NAME
 _AWAY = f"find the rank's file; to read the consolidated files instead, move {FOLDER}/ away"
 _MAX_LOOKED = 1000  # values of 0-d tensors that are compared: a few bytes each
-_WHOLE = 500  # bytes of a tensor of the consolidated files while they are compared
 _MAX_TOLD = 100  # files that are missing, tensors that differ
 _ALONE = "find the rank's file; if no rank wrote one, take what is there as it is with --recover"
-# (dtype, shape, first byte, path) of a tensor of the consolidated files.
-_Whole = dict[str, tuple[str, tuple[int, ...], int, str]]
+_Whole = dict[str, WholeTensor]
 
 
 def detect(source: Source) -> Evidence | None:
@@ -98,9 +95,9 @@ def _manifest(shards: Shards, folder: Source, source: Source, whole: _Whole, tol
     files = {path: builder.file(path, size) for path, size in shards.sizes.items()}
     for fqn, parts in shards.parts.items():
         shape = proof.extent(parts)
-        if fqn in whole and len(whole[fqn][1]) == len(shape):
+        if fqn in whole and len(whole[fqn].shape) == len(shape):
             # What is missing is seen as a hole when the whole is known.
-            shape = tuple(max(a, b) for a, b in zip(shape, whole[fqn][1], strict=True))
+            shape = tuple(max(a, b) for a, b in zip(shape, whole[fqn].shape, strict=True))
         row = builder.tensor(TensorSpec(fqn, parts[0].dtype, shape), parts[0].file)
         for part in parts:
             item = builder.item(Item(files[part.file], part.start, part.nbytes))
@@ -144,7 +141,7 @@ def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -
             f"{names[0]}{more} would be larger if ranks behind rank "
             f"{max(shards.ranks, 1) - 1} had written shards: no file says how many ranks there were",
         )
-    known = shards.sizes.keys() | {row[3] for row in whole.values()}
+    known = shards.sizes.keys() | {one.path for one in whole.values()}
     for path in folder.listing:
         if path.endswith(".safetensors") and "/" not in path and path not in known:
             yield finding("stray-file", "files", f"{path} lies among the shards and is none", file=path)
@@ -153,7 +150,7 @@ def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -
 def _same_shapes(shards: Shards, whole: _Whole) -> bool:
     """Whether the consolidated files hold these tensors, and no other, in these shapes."""
     return whole.keys() == shards.parts.keys() and all(
-        proof.extent(parts) == whole[fqn][1] for fqn, parts in shards.parts.items()
+        proof.extent(parts) == whole[fqn].shape for fqn, parts in shards.parts.items()
     )
 
 
@@ -163,32 +160,18 @@ def _copied(shards: Shards, whole: _Whole) -> dict[str, Whole]:
     torch writes whole tensors of rank 0 wrong; their values are compared when the headers are.
     """
     return {
-        fqn: Whole(whole[fqn][3], whole[fqn][2])
+        fqn: Whole(one.path, one.start)
         for fqn, parts in shards.parts.items()
-        if fqn in whole and whole[fqn][1] and whole[fqn][:2] == (parts[0].dtype, proof.extent(parts))
+        if (one := whole.get(fqn)) is not None
+        and one.shape
+        and (one.dtype, one.shape) == (parts[0].dtype, proof.extent(parts))
     }
 
 
 def _consolidated(source: Source) -> tuple[_Whole, list[Finding]]:
     """The tensors of the whole files beside the shards, and a finding for each that cannot be read."""
-    found: _Whole = {}
-    told: list[Finding] = []
-    for path in sorted(source.listing, key=natural):
-        if "/" in path or not path.endswith(".safetensors") or is_shard(path):
-            continue
-        if named(path) is None and path != "model.safetensors":
-            continue
-        try:
-            tensors, metadata, data = read_header(source.store, path, source.listing[path])
-        except MetadataTooLarge:
-            raise
-        except CkptError as error:
-            told.append(_differs(f"{path} cannot be read: {error.message}"))
-            continue
-        if INFO not in metadata:
-            meter().keep(_WHOLE * len(tensors), path)
-            found |= {n: (dtype, shape, data + at, path) for n, (dtype, shape, at, _) in tensors.items()}
-    return found, told
+    flat = [p for p in source.listing if "/" not in p and p.endswith(".safetensors") and not is_shard(p)]
+    return whole_tensors(source, [p for p in flat if named(p) is not None or p == "model.safetensors"])
 
 
 def _compared(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[Finding]:
@@ -196,11 +179,11 @@ def _compared(shards: Shards, folder: Source, source: Source, whole: _Whole) -> 
     if not whole:
         return
     for fqn in sorted(whole.keys() - shards.parts.keys(), key=natural):
-        yield finding("hole", "cover", f"{fqn} is in {whole[fqn][3]}, and in no shard", fqn=fqn, hint=_AWAY)
+        yield finding("hole", "cover", f"{fqn} is in {whole[fqn].path}, and in no shard", fqn=fqn, hint=_AWAY)
     told = list(_differences(shards, folder, source, whole))
-    yield from (_differs(message, fqn) for fqn, message in told[:_MAX_TOLD])
+    yield from (differs(message, fqn) for fqn, message in told[:_MAX_TOLD])
     if len(told) > _MAX_TOLD:
-        yield _differs(f"{len(told) - _MAX_TOLD} more tensors of the consolidated files differ")
+        yield differs(f"{len(told) - _MAX_TOLD} more tensors of the consolidated files differ")
 
 
 def _differences(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[tuple[str, str]]:
@@ -209,7 +192,8 @@ def _differences(shards: Shards, folder: Source, source: Source, whole: _Whole) 
         if fqn not in whole:
             yield fqn, f"{fqn} is in no consolidated file"
             continue
-        dtype, shape, start, path = whole[fqn]
+        one = whole[fqn]
+        dtype, shape, start, path = one.dtype, one.shape, one.start, one.path
         here = parts[0].dtype, proof.extent(parts)
         if here != (dtype, shape):
             told = f"{here[0]} {list(here[1])} in the shards"
@@ -222,10 +206,6 @@ def _differences(shards: Shards, folder: Source, source: Source, whole: _Whole) 
 
 def _bytes(source: Source, path: str, part: Shard, start: int | None = None) -> bytes:
     return source.store.read(path, part.start if start is None else start, part.nbytes)
-
-
-def _differs(message: str, fqn: str | None = None) -> Finding:
-    return finding("consolidated-differs", "cover", message, fqn=fqn)
 
 
 FORMAT = Format(

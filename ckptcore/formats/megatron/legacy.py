@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.object_tree import Named, encode
+from ckptcore.core.object_tree import Named, Refused, RefusedTensor, encode
 from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import Objects, refused_in
 from ckptcore.errors import finding
@@ -25,7 +25,7 @@ from ckptcore.formats.megatron.legacy_optimizer import add_buffers, add_numbered
 from ckptcore.formats.megatron.legacy_ranks import FILE, RankFile, read_ranks
 from ckptcore.formats.megatron.parameter_order import Unregistered
 from ckptcore.formats.megatron.pickle_globals import read_megatron
-from ckptcore.formats.torch_save.tree import TorchTree, add_object
+from ckptcore.formats.torch_save.tree import TorchTree, add_object, note_hidden
 
 NAME = "megatron_legacy"
 FLAT = "distrib_optim.pt"
@@ -56,6 +56,7 @@ def read(source: Source) -> Manifest:
         chunks = [c for c in model.chunks if c.file is file]
         for chunk in chunks:
             merger.add(chunk, tree)
+        refused: dict[str, Any] = {}
         for key, value in file.tree.items():
             if _MODEL.fullmatch(key):
                 continue
@@ -65,7 +66,9 @@ def read(source: Source) -> Manifest:
                 tree.add(f"{key}/{file.folder}", value)
             else:
                 _add_common(builder, common, key, value, file)
-        _note_hidden(builder, file.objects, file.path)
+                if refused_in(value):
+                    refused[key] = value
+        _note_hidden(builder, file.objects, file.path, {**tree.refused, **refused}, merger)
         _add_flat(builder, merger, chunks, source, file)
     for path in source.listing:
         if path.startswith("mp_rank_") and path not in builder.file_names():
@@ -112,11 +115,12 @@ def _add_flat(builder: Builder, merger: Merger, chunks: list[Chunk], source: Sou
             finding("flat-buffers", "cover", f"{path} stays as it is: {error}", file=path)
         )
         tree.add(f"distrib_optim/{file.folder}", objects.tree)
-    _note_hidden(builder, objects, path)
+    _note_hidden(builder, objects, path, tree.refused, merger)
 
 
 def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, StoredView) for _, _, leaf in leaves_below(value, "", StoredView))
+    found = (StoredView, RefusedTensor)
+    return any(isinstance(leaf, found) for _, _, leaf in leaves_below(value, "", StoredView))
 
 
 def _add_common(
@@ -164,11 +168,21 @@ def _shared(value: Any) -> Any:
         return repr(value)
 
 
-def _note_hidden(builder: Builder, objects: Objects, path: str) -> None:
-    """A finding for tensors inside classes that were not built."""
+def _note_hidden(
+    builder: Builder, objects: Objects, path: str, refused: Mapping[str, Any], merger: Merger
+) -> None:
+    """Findings for tensors inside classes that were not built: on each value that may hold them.
+
+    refused: name -> value, of those that became objects.
+    """
     used = storages_in(objects.tree, refused=True)
     hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in used)
-    if hidden:
+    if not hidden:
+        return
+    note_hidden(
+        builder, {n: (isinstance(v, Refused), refused_in(v), path) for n, v in refused.items()}, hidden
+    )
+    if not refused and path not in merger.lost:
         told = ", ".join(objects.refused) or "a class that is not known here"
         message = f"{path} holds {hidden} bytes of tensors inside {told}: they cannot be taken out"
         builder.findings.append(finding("refused-tensors", "cover", message, file=path))

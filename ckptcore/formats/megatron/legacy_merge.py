@@ -14,14 +14,15 @@ from typing import Any
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec, View, row_major
 from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import Refused, RefusedTensor
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.megatron.legacy_names import current_names
 from ckptcore.formats.megatron.legacy_ranks import RankFile, Ranks
 from ckptcore.formats.megatron.model_size import known_rows
-from ckptcore.formats.megatron.partition_rules import Placement, Rank, World, parse_name, place
+from ckptcore.formats.megatron.partition_rules import Placement, Rank, World, parse_name, place, whole_name
 from ckptcore.formats.megatron.pipeline import Counts, first_layers, layers_per_chunk
-from ckptcore.formats.torch_save.tree import TorchTree
+from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
 from ckptcore.utils.text import shown
 
 EXTRA_STATE = "_extra_state"
@@ -118,7 +119,11 @@ def unequal(chunks: Sequence[Chunk]) -> Iterator[Finding]:
         stages.setdefault((c.file.pp, c.number), []).append(c)
     for held in stages.values():
         names = [
-            {n for n, v in c.state.items() if isinstance(v, StoredView) and not n.endswith(EXTRA_STATE)}
+            {
+                name
+                for name, value in c.state.items()
+                if isinstance(value, (StoredView, Refused)) and not name.endswith(EXTRA_STATE)
+            }
             for c in held
         ]
         everywhere = set[str]().union(*names)
@@ -141,6 +146,7 @@ class Merger:
         self._builder, self.model = builder, model
         self._tensors: dict[str, int] = {}
         self.dropped = 0  # empty `_extra_state` entries
+        self.lost: set[str] = set()  # files in which refused classes stand where tensors belong
 
     def add(self, chunk: Chunk, tree: TorchTree) -> None:
         """Adds every tensor of a rank's state dict."""
@@ -149,8 +155,20 @@ class Merger:
                 self._extra(chunk, tree, name, value)
             elif isinstance(value, StoredView):
                 self._parameter(chunk, tree, name, value)
+            elif isinstance(value, Refused) and (fqn := self.whole_name(chunk, name)) is not None:
+                self.lose(fqn, value, chunk.file.path)
             else:
                 tree.add(f"{name}/{chunk.file.folder}", value)
+
+    def whole_name(self, chunk: Chunk, name: str) -> str | None:
+        """The name in the whole of what a rank calls ``name``; None where no rule tells."""
+        return whole_name(self._known(name), self.model.rank(chunk), self.model.world)
+
+    def lose(self, fqn: str, value: Refused, path: str) -> None:
+        """Notes that a part of a whole tensor cannot be read, and so the tensor cannot."""
+        add_odd_piece(self._builder, fqn, value, path)
+        if not isinstance(value, RefusedTensor):  # nothing tells which storages are inside
+            self.lost.add(path)
 
     def put(self, placement: Placement, value: StoredView, tree: TorchTree, prefix: str = "") -> None:
         """Adds one tensor where it belongs, under ``prefix`` and its name in the whole."""
@@ -196,9 +214,7 @@ class Merger:
 
     def _parameter(self, chunk: Chunk, tree: TorchTree, name: str, value: StoredView) -> None:
         model = self.model
-        # The last stage keeps a copy of tied embeddings for the loss: the same rows once more.
-        known = EMBEDDING if model.tied and name == "output_layer.weight" else name
-        placement = place(known, value.shape, model.rank(chunk), model.world)
+        placement = place(self._known(name), value.shape, model.rank(chunk), model.world)
         if placement is not None:
             self.put(placement, value, tree)
             return
@@ -214,6 +230,10 @@ class Merger:
             )
         )
         tree.add(fqn, value)
+
+    def _known(self, name: str) -> str:
+        # The last stage keeps a copy of tied embeddings for the loss: the same rows once more.
+        return EMBEDDING if self.model.tied and name == "output_layer.weight" else name
 
     def _extra(self, chunk: Chunk, tree: TorchTree, name: str, value: Any) -> None:
         """State of fp8 layers (Transformer Engine): each rank's own, never merged."""
@@ -322,11 +342,13 @@ def _alike(args: Mapping[str, Any], chunks: Sequence[Chunk]) -> bool:
     for c in chunks:
         for name, value in c.state.items():
             local = parse_name(name)
-            if local.block not in ("decoder", "encoder") or not isinstance(value, StoredView):
+            if local.block not in ("decoder", "encoder") or not isinstance(value, (StoredView, Refused)):
                 continue
             rest = _EXPERT.sub("", local.rest)
-            if kinds.setdefault(rest, (value.dtype, value.shape)) != (value.dtype, value.shape):
-                return False
+            if isinstance(value, StoredView):  # of what is refused only the name counts
+                seen = value.dtype, value.shape
+                if kinds.setdefault(rest, seen) != seen:
+                    return False
             per_layer.setdefault((c.number, c.file.pp, local.layer), set()).add(rest)
     sets = [set(s) for s in {frozenset(s) for s in per_layer.values()}]
     # A layer that only lacks something is damaged; two that each have what the other lacks are of two kinds.

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import View
-from ckptcore.core.object_tree import Named
+from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.formats.megatron.flat_boxes import flat_boxes
 from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_whole
@@ -36,13 +36,16 @@ def parameters_of(chunk: Chunk, model: Model) -> list[Parameter]:
     """A state dict's parameters, in order. Raises `Unregistered` for one that no rule places."""
     out = []
     for name, value in chunk.state.items():
-        if not isinstance(value, StoredView) or name.endswith((EXTRA_STATE, *_BUFFERS)):
+        if not isinstance(value, (StoredView, Refused)) or name.endswith((EXTRA_STATE, *_BUFFERS)):
             continue
+        shape = value.shape if isinstance(value, (StoredView, RefusedTensor)) else None
+        if shape is None or not isinstance(value, (StoredView, RefusedTensor)):
+            raise Unregistered(f"the shape of {name} is not known")
         known = EMBEDDING if model.tied and name == "output_layer.weight" else name
-        placement = place(known, value.shape, model.rank(chunk), model.world)
+        placement = place(known, shape, model.rank(chunk), model.world)
         if placement is None:
             raise Unregistered(f"no rule tells how {name} is cut")
-        out.append(Parameter(name, value.shape, value.dtype, placement, ".mlp.experts." in name))
+        out.append(Parameter(name, shape, value.dtype, placement, ".mlp.experts." in name))
     return out
 
 
@@ -56,7 +59,7 @@ def add_numbered(optimizer: Any, chunks: Sequence[Chunk], merger: Merger, tree: 
     several = isinstance(optimizer, list)
     apart = any(_of_experts(g) for g in _every_group(optimizer if several else [optimizer]))
     parameters = [p for c in chunks for p in parameters_of(c, merger.model)]
-    found: list[tuple[str, Parameter, StoredView]] = []
+    found: list[tuple[str, Parameter, StoredView | Refused]] = []
     rest = []
     for one in optimizer if several else [optimizer]:
         inner = one.get("optimizer", one) if isinstance(one, dict) else None
@@ -78,7 +81,10 @@ def add_numbered(optimizer: Any, chunks: Sequence[Chunk], merger: Merger, tree: 
             left.pop(MASTER)
         rest.append(left)
     for kind, parameter, value in found:
-        merger.put(parameter.placement, value, tree, f"{PREFIX}.{kind}.")
+        if isinstance(value, Refused):
+            merger.lose(f"{PREFIX}.{kind}.{parameter.placement.fqn}", value, chunks[0].file.path)
+        else:
+            merger.put(parameter.placement, value, tree, f"{PREFIX}.{kind}.")
     return rest if several else rest[0]
 
 
@@ -151,6 +157,8 @@ def _groups(
 
 
 def _fits(value: Any, parameter: Parameter) -> bool:
+    if isinstance(value, Refused):  # its elements cannot be read, but it is that parameter's
+        return True
     if not isinstance(value, StoredView) or value.shape == ():
         return False
     if value.shape != parameter.shape:
@@ -160,7 +168,7 @@ def _fits(value: Any, parameter: Parameter) -> bool:
 
 def _masters(
     held: Any, groups: Sequence[Sequence[tuple[int, Parameter]]]
-) -> Iterator[tuple[str, Parameter, StoredView]]:
+) -> Iterator[tuple[str, Parameter, StoredView | Refused]]:
     """Master copies: a list per group, of those parameters that are kept in half precision."""
     if not isinstance(held, list) or len(held) != len(groups):
         raise Unregistered("master copies of other groups than the states")
@@ -204,6 +212,8 @@ def _stored(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[str, Any]
             )
             if len(names) != 2 or not isinstance(held, dict):
                 raise Unregistered(f"buffer {number} of {shown(dtypes, 60)}")
+            if any(isinstance(v, Refused) for v in held.values()):
+                raise Unregistered(f"a tensor of buffer {number} that cannot be read")
             yield number, names, {k: v for k, v in held.items() if isinstance(v, (StoredView, list))}
 
 

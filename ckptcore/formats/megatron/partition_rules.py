@@ -196,6 +196,20 @@ def place(name: str, shape: tuple[int, ...], rank: Rank, world: World) -> Placem
     return _named(local, lead + inside, shape, whole, parts, rank, world)
 
 
+def whole_name(name: str, rank: Rank, world: World) -> str | None:
+    """What `place` calls the tensor that a rank's is a part of, whatever its shape is; None as there."""
+    local = parse_name(name)
+    inside = local.rest.removeprefix("transformer_layer.") if local.block == "mtp" else local.rest
+    lead = local.rest[: len(local.rest) - len(inside)]
+    grouped = _GROUPED.match(inside)
+    if grouped:
+        return _fqn(local, f"{lead}mlp.experts.experts.linear_fc{grouped[1]}.weight", rank, world)
+    expert, inside = _expert(inside)
+    if _rule(inside) is None and (world.tp if expert is None else world.etp) > 1:
+        return None
+    return _fqn(local, lead + inside, rank, world)
+
+
 def cut_shape(name: str, shape: tuple[int, ...], ranks: int, *, copied: bool) -> tuple[int, ...] | None:
     """The shape that a whole parameter has on each of ``ranks`` tensor ranks; None where no rule tells.
 
@@ -360,20 +374,25 @@ def _named(
     rank: Rank,
     world: World,
 ) -> Placement:
+    fqn = _fqn(local, rest, rank, world)
+    if local.block not in ("", "mtp") and world.stacked:
+        whole, parts = _under(whole, parts, world.layers, rank.first_layer + local.layer)
+    return Placement(fqn, whole, source, parts)
+
+
+def _fqn(local: LocalName, rest: str, rank: Rank, world: World) -> str:
+    """The name in the whole model of what is called ``rest`` below its layer."""
     if not local.block:
-        return Placement(rest, whole, source, parts)
-    if local.block == "mtp":
-        return Placement(f"mtp.layers.{local.layer}.{_fused(rest, world)}", whole, source, parts)
+        return rest
     rest = _fused(rest, world)
+    if local.block == "mtp":
+        return f"mtp.layers.{local.layer}.{rest}"
     layer = rank.first_layer + local.layer
     if layer >= world.layers:
         raise MalformedCheckpoint(
             f"{local.block}.layers.{local.layer}.{rest} is layer {layer} of {world.layers}"
         )
-    if not world.stacked:
-        return Placement(f"{local.block}.layers.{layer}.{rest}", whole, source, parts)
-    whole, parts = _under(whole, parts, world.layers, layer)
-    return Placement(f"{local.block}.layers.{rest}", whole, source, parts)
+    return f"{local.block}.layers.{rest}" if world.stacked else f"{local.block}.layers.{layer}.{rest}"
 
 
 def _fused(rest: str, world: World) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckptcore.core.object_tree import Named
+from ckptcore.core.object_tree import Named, RefusedTensor
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
 from ckptcore.encodings.pickle.unpickler import Record, record
 from ckptcore.errors import MalformedCheckpoint
@@ -36,14 +36,15 @@ _MAX_DIM = 1 << 50
 class Slice:
     """What a rank holds of a parameter: elements ``[start, stop)`` of it, row-major.
 
-    data: the rank's flat tensor. at: the first of these elements in it. stop == start: nothing.
+    data: the rank's flat tensor, perhaps one that cannot be read. at: the first of these elements in it.
+    stop == start: nothing.
     """
 
     fqn: str
     shape: tuple[int, ...]
     start: int
     stop: int
-    data: StoredView
+    data: StoredView | RefusedTensor
     at: int
 
 
@@ -65,7 +66,7 @@ def slices(tree: Any, what: str) -> Iterator[Slice]:
 
 def _of_handle(handle: Any) -> Iterator[Slice]:
     data = handle["flat_param.data"]
-    if type(data) is not StoredView or len(data.shape) != 1:
+    if type(data) is not RefusedTensor and (type(data) is not StoredView or len(data.shape) != 1):
         raise TypeError("flat_param.data is not a flat tensor")
     names, shapes = handle["flat_param._fqns"], [_shape(s) for s in handle["flat_param._shapes"]]
     places = _by_indices(handle) if "flat_param._shard_indices" in handle else _by_infos(handle)
@@ -109,6 +110,8 @@ def _checked(found: Slice, what: str) -> Slice:
         raise MalformedCheckpoint(
             f"{what}: elements [{found.start}, {found.stop}) are outside {found.fqn} {list(found.shape)}"
         )
+    if isinstance(found.data, RefusedTensor):
+        return found
     if not 0 <= found.at <= found.data.shape[0] - (found.stop - found.start):
         raise MalformedCheckpoint(
             f"{what}: {found.fqn} should take {found.stop - found.start} elements at {found.at} of a flat "

@@ -17,6 +17,7 @@ from ckptcore.core.box import flat_start, from_flat_range
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import Refused
 from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import Objects, read_objects
@@ -26,7 +27,7 @@ from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.olmo.common import missing_part, model_told, require_renamed, train_part
 from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
 from ckptcore.formats.olmo.param_groups import numbered, plain_groups
-from ckptcore.formats.torch_save.tree import TorchTree, add_object
+from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
 from ckptcore.utils.text import shown
 
 NAME = "olmo_local"
@@ -107,7 +108,10 @@ class _State:
             if seen.fqn in held:
                 raise MalformedCheckpoint(f"{path} holds {seen.fqn} twice", file=path)
             held[seen.fqn] = seen
-            self._add(tree, f"model.{seen.fqn}", seen, seen.data, seen.at, path)
+            if isinstance(seen.data, StoredView):
+                self._add(tree, f"model.{seen.fqn}", seen, seen.data, seen.at, path)
+            elif seen.stop > seen.start or 0 in seen.shape:
+                add_odd_piece(self.builder, f"model.{seen.fqn}", seen.data, path)
         return held
 
     def optim(self, path: str, held: Held) -> None:
@@ -128,7 +132,9 @@ class _State:
                 raise MalformedCheckpoint(f"{path}: no parameter group names {shown(number, 40)}", file=path)
             for key, value in values.items():
                 name = f"optim.state.{fqn}.{key}"
-                if not isinstance(value, StoredView):
+                if isinstance(value, Refused):
+                    add_odd_piece(self.builder, name, value, path)
+                elif not isinstance(value, StoredView):
                     self._object(name, value, path)
                 elif value.shape == ():
                     self._add(tree, name, Slice(fqn, (), 0, 1, value, 0), value, 0, path)

@@ -17,12 +17,12 @@ from typing import Any
 
 from ckptcore.core.box import Box, flat_start, from_flat_range
 from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
-from ckptcore.core.manifest import Envelope, Manifest, TensorSpec
+from ckptcore.core.manifest import Envelope, Manifest, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.safetensors_header import read_header
-from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, finding
+from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS
 from ckptcore.store import inner_path
@@ -95,7 +95,9 @@ class Folder:
         self._unlisted(builder)
 
     def _add(self, builder: Builder, stored: Stored) -> None:
-        dtype = stored.dtype or self._dtype_of(stored)
+        dtype = stored.dtype or self._dtype_of(builder, stored)
+        if dtype is None:
+            return
         tensor = builder.tensor(TensorSpec(stored.name, dtype, stored.shape), METADATA)
         if tensor < 0:
             return
@@ -131,7 +133,8 @@ class Folder:
             return None
         return header[1] + start
 
-    def _dtype_of(self, stored: Stored) -> str:
+    def _dtype_of(self, builder: Builder, stored: Stored) -> str | None:
+        """The dtype that the files tell; None, and a part that cannot be read, where they do not."""
         files = [s.file for s in stored.shards] or self.listed  # of an empty tensor every shard is empty
         held = {
             entry[0]: file
@@ -140,11 +143,13 @@ class Folder:
         }
         if len(held) == 1:
             return next(iter(held))
+        reason = f"it is {' and '.join(sorted(held))} in different files"
         if not held:
+            reason = "none of its files holds it, and nothing else tells its dtype"
             message = f"nothing tells the dtype of {stored.name}: none of its files holds it"
-            lost = finding("missing-file", "files", message, fqn=stored.name)
-            raise DamagedCheckpoint(message, findings=(lost,), fqn=stored.name)
-        raise MalformedCheckpoint(f"{stored.name} is {' and '.join(sorted(held))} in different files")
+            builder.findings.append(finding("hole", "cover", message, fqn=stored.name))
+        builder.unread(stored.name, Unread(reason, shape=stored.shape))
+        return None
 
     def _unlisted(self, builder: Builder) -> None:
         """Bytes that the metadata does not speak of. A rank without any shard leaves no tensors."""

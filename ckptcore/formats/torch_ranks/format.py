@@ -15,6 +15,7 @@ from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Abilities, Evidence, Format, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.rank_file_names import RankFiles, rank_files
+from ckptcore.formats.huggingface.whole_files import with_whole_folder
 from ckptcore.formats.torch_ranks.reader import read_ranks
 from ckptcore.formats.torch_ranks.writer import arrange
 
@@ -22,6 +23,7 @@ _NAME = "torch_ranks"
 # verl keeps a folder per component (actor, critic) in a folder per step.
 _BELOW = re.compile(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
 _VERL_MODEL = re.compile(r"^model_world_size_\d+_rank_\d+\.pt$")
+_WHOLE = "huggingface"  # verl/utils/checkpoint/fsdp_checkpoint_manager.py, save_checkpoint
 _OTHERS = (".metadata", ".distcp", ".safetensors", ".zarray")
 
 
@@ -55,7 +57,7 @@ def read(source: Source) -> Manifest:
     """
     kinds = rank_files(source.listing)
     if kinds:
-        return read_ranks(source, kinds, _NAME)
+        return _with_huggingface(read_ranks(source, kinds, _NAME), source, "", kinds)
     folders = _folders(source)
     if len(folders) > 1:
         raise AmbiguousModel(
@@ -64,8 +66,18 @@ def read(source: Source) -> Manifest:
             candidates=list(folders),
         )
     inner = source.below(folders[0])
-    manifest = read_ranks(inner, rank_files(inner.listing), _NAME)
-    return join(_NAME, source.store.url, [Part(manifest, folders[0])], manifest.origin)
+    kinds = rank_files(inner.listing)
+    manifest = read_ranks(inner, kinds, _NAME)
+    whole = join(_NAME, source.store.url, [Part(manifest, folders[0])], manifest.origin)
+    return _with_huggingface(whole, source, f"{folders[0]}/", kinds)
+
+
+def _with_huggingface(
+    manifest: Manifest, source: Source, below: str, kinds: tuple[RankFiles, ...]
+) -> Manifest:
+    """With the model that verl saves once more, whole, where it is asked to (``hf_model``): a copy."""
+    model = "model." if len(kinds) > 1 else ""
+    return with_whole_folder(manifest, source, f"{below}{_WHOLE}", lambda name: model + name)
 
 
 def rank_files_of(source: Source) -> tuple[RankFiles, ...]:

@@ -31,7 +31,7 @@ class TorchTree:
         self._items: dict[str, int] = {}
         self._names: set[str] = set()
         self._unread: set[str] = set()  # storages of tensors that are not read
-        self._refused: dict[str, Any] = {}  # values that need refused globals
+        self.refused: dict[str, Any] = {}  # name -> value that needs refused globals
         self._views: set[StoredView] = set()
         self._bytes, self._stored = 0, sum(n for _, n, _ in objects.storages.values())
 
@@ -50,7 +50,7 @@ class TorchTree:
                 self._unread.update(leaf.storages)
                 add_unread(self._builder, path, leaf, self._what)
             elif add_object(self._builder, path, leaf, self._what):
-                self._refused[path] = leaf
+                self.refused[path] = leaf
 
     def tensor(self, fqn: str, value: StoredView) -> None:
         """Adds one tensor, whole."""
@@ -84,14 +84,14 @@ class TorchTree:
         unused = sum(n for k, (_, n, _) in self._objects.storages.items() if k not in known)
         if not unused:
             return
-        if not self._refused:
+        if not self.refused:
             raise UnsupportedFormat(
                 f"{self._what} holds {unused} bytes of tensors that nothing in it refers to",
                 hint="save a plain dict of tensors",
             )
         note_hidden(
             self._builder,
-            {path: (isinstance(v, Refused), refused_in(v), self._what) for path, v in self._refused.items()},
+            {path: (isinstance(v, Refused), refused_in(v), self._what) for path, v in self.refused.items()},
             unused,
         )
 
@@ -122,6 +122,20 @@ def note_hidden_at(builder: Builder, name: str, value: Refused, nbytes: int, fil
     """Notes a value that was refused where a tensor belongs, as one that cannot be read."""
     held = f"{nbytes} bytes of tensors inside what is refused cannot be taken out"
     builder.unread(name, Unread(f"it needs {value.name}, and {held}", file=file))
+
+
+def add_odd_piece(builder: Builder, fqn: str, value: Refused, file: str) -> None:
+    """Notes that one rank's piece of a tensor cannot be read, and so the tensor cannot, whatever others
+    hold of it."""
+    piece = f"its piece in {file}"
+    if isinstance(value, RefusedTensor) and not value.foreign:
+        reason = f"is {value.what}" if value.what else f"is of dtype {value.dtype}, which is not held"
+        builder.withdraw(fqn, Unread(f"{piece} {reason}", value.dtype, file=file))
+        return
+    builder.withdraw(fqn, Unread(f"{piece} needs {value.name}", file=file))
+    builder.findings.append(
+        finding("refused-global", "files", f"{fqn} needs {value.name}", fqn=fqn, file=file)
+    )
 
 
 def add_unread(builder: Builder, name: str, value: RefusedTensor, file: str) -> None:

@@ -83,6 +83,13 @@ def test_a_flat_optimizer_is_kept_rank_by_rank(saved: Path, tmp_path: Path, case
     assert {t.fqn for t in found.tensors if ".rank" in t.fqn} == held.keys()
     for name, value in held.items():
         assert torch.equal(ckptcore.read(found, name), value), name
+    for number, row in torch.load(files[0])["state"].items():  # counts of steps, which all ranks share
+        for key, value in row.items():
+            if not value.dim():
+                assert torch.equal(ckptcore.read(found, f"optim.state.{number}.{key}"), value), key
+    groups = {b.key: b.tree for b in manifest.blobs if b.key.startswith("optim.")}
+    assert groups
+    assert {b.key: b.tree for b in found.blobs if b.key in groups} == groups
     model = tmp_path / "model"
     ckptcore.convert(source, str(model), verb="export")
     truth = torch.load(saved / case / "truth.pt")

@@ -14,9 +14,8 @@ from ckptcore.formats.base import Arrangement, FileLayout
 from ckptcore.formats.torch_ranks import writer as _rankwrite
 from ckptcore.formats.torch_ranks.writer import arrange
 from ckptcore.formats.torch_save import layout as _torchfile
-from ckptcore.topology.layout import Layout, Topology
+from ckptcore.topology.layout import Layout, Replicate, Shard, Topology, _StridedShard
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.topology.placement import Replicate, Shard, _StridedShard
 
 # What every rank's file was when each was built by itself.
 KNOWN = {

@@ -780,7 +780,12 @@ def test_another_output_is_not_taken_for_what_was_staged(
             (place / "out").symlink_to(evil)
 
     monkeypatch.setattr("ckptcore.conversion.local_publication._move", swapped)
-    refused(lambda: convert(source, place))
+    if moment == "behind":
+        refused(lambda: convert(source, place))
+        return
+    convert(source, place)  # what is moved is what was staged, and not what bears its name by now
+    assert right(source, place)
+    assert list((place / ".out.ckptcore" / "files").iterdir()) == []
 
 
 @root_only

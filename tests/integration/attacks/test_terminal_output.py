@@ -31,6 +31,7 @@ CONTROLS = re.compile(
 )
 SECRETS = {
     "userinfo": "s3://AKIA:hunter2pass@bucket/a",
+    "as a path": "s3:/AKIA:hunter2pass@bucket/a",
     "slash": "s3://AKIA:hunter2pass/x+y@bucket/a",
     "question": "postgresql://me:hunter2pass?x@host/db",
     "token alone": "https://hunter2pass@host/a",
@@ -59,6 +60,8 @@ SECRETS = {
 }
 HARMLESS = [
     "http://host:9000/bucket/run@5",
+    "file:/runs/a@5",
+    "C:/runs/a:b",
     "s3://bucket/token=1/sig=2/a",
     "blocks.0.token=5",
     "/runs/key=3/step-1",

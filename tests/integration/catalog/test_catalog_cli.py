@@ -6,8 +6,9 @@ from datetime import UTC, datetime
 import pytest
 from typer.testing import CliRunner
 
-from ckptcore.catalog import default_url, inbox, open_catalog, outbox
+from ckptcore.catalog import default_url, open_catalog
 from ckptcore.catalog.database import HEAD
+from ckptcore.catalog.queues import inbox, outbox
 from ckptcore.cli.catalog import app
 from ckptcore.errors import CatalogError, Conflict, UsageError, finding
 

@@ -5,7 +5,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import sqlalchemy as sa
 
-from ckptcore.catalog import inbox, open_catalog, outbox, queues
+from ckptcore.catalog import open_catalog, queues
+from ckptcore.catalog.queues import inbox, outbox
 from ckptcore.errors import UsageError
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
@@ -15,7 +16,8 @@ PROCESSES = 4
 ACCEPT = """
 import sys
 from datetime import UTC, datetime
-from ckptcore.catalog import inbox, open_catalog
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog.queues import inbox
 with open_catalog(sys.argv[1]) as catalog:
     for n in range(25):
         with catalog.queueing() as conn:
@@ -26,7 +28,8 @@ with open_catalog(sys.argv[1]) as catalog:
 TAKE = """
 import sys
 from datetime import UTC, datetime
-from ckptcore.catalog import inbox, open_catalog
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog.queues import inbox
 with open_catalog(sys.argv[1]) as catalog:
     while True:
         with catalog.queueing() as conn:
@@ -80,9 +83,9 @@ def test_rows_of_others_are_neither_taken_nor_counted(queue):
         queue(inbox.accept, NOW, source, "e", uri="s3://b/e")
     for endpoint in ("team", "others"):
         queue(outbox.put, NOW, endpoint, "c-1", type="t", body={})
-    assert queue(inbox.take, NOW, limit=9, sources=[]) == []
-    assert [event.source for event in queue(inbox.take, NOW, limit=9, sources=["slurm"])] == ["slurm"]
-    assert [told.endpoint for told in queue(outbox.take, NOW, limit=9, endpoints=["team"])] == ["team"]
+    assert queue(inbox.take, NOW, limit=9, only=[]) == []
+    assert [event.source for event in queue(inbox.take, NOW, limit=9, only=["slurm"])] == ["slurm"]
+    assert [told.endpoint for told in queue(outbox.take, NOW, limit=9, only=["team"])] == ["team"]
     assert {(event.source, event.attempts) for event in queue(inbox.listed)} == {("mlflow", 0), ("slurm", 1)}
     assert {(told.endpoint, told.attempts) for told in queue(outbox.listed)} == {("team", 1), ("others", 0)}
 
@@ -130,7 +133,7 @@ def test_a_message_is_one_per_endpoint_and_key(queue, catalog):
     assert queue(outbox.put, NOW, "team", "c-1", type="other", body={}) == (first, False)
     assert queue(outbox.put, NOW, "other", "c-1", **put)[1]
     [one, two] = queue(outbox.take, NOW, limit=9)
-    assert queue(outbox.sent, NOW, one)
+    assert queue(outbox.done, NOW, one)
     assert queue(outbox.later, two, NOW + LEASE, "503")
     [two] = queue(outbox.take, NOW + LEASE)
     assert queue(outbox.failed, NOW, two, "410")
@@ -187,7 +190,7 @@ def test_which_rows_are_meant(queue):
 def test_what_ended_long_ago_is_forgotten_and_till_then_a_repeat_is_one(queue):
     give_up(queue, "a")
     queue(outbox.put, NOW, "team", "k", type="t", body={})
-    queue(outbox.sent, NOW, queue(outbox.take, NOW)[0])
+    queue(outbox.done, NOW, queue(outbox.take, NOW)[0])
     accept(queue, "waits")
     assert queue(queues.forget, NOW + queues.KEEP) == 0
     assert not queue(inbox.accept, NOW + queues.KEEP, "mlflow", "a")[1]

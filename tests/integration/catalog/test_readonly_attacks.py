@@ -5,6 +5,8 @@ import json
 import resource
 import subprocess
 import time
+from datetime import UTC, date, datetime
+from decimal import Decimal
 
 import pytest
 import sqlalchemy as sa
@@ -164,7 +166,9 @@ ON_POSTGRESQL = [
 ]
 
 
-@pytest.mark.parametrize("explain", [False, True], ids=["asked", "explained"])
+@pytest.mark.parametrize(
+    "explain", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["asked", "explained"]
+)
 def test_nothing_has_an_effect_on_postgresql(explain, postgres, upgraded, facts):
     with postgres.database(upgraded) as made:
         with open_catalog(made) as catalog:
@@ -239,3 +243,79 @@ def test_a_large_answer_is_refused(catalog_file, postgres, upgraded):
             with pytest.raises(UsageError, match="more than 64 MiB"):
                 ask(place, statement, limit=10_000)
             assert len(ask(place, statement, limit=3).rows) == 3
+
+
+# A server sends one value, one row and one message of up to 1 GB each, and psycopg holds what it is sent.
+LARGE = {
+    "a value": "SELECT repeat('x', 400000000)",
+    "bytes": "SELECT decode(repeat('00', 200000000), 'hex')",
+    "a row": f"SELECT {', '.join(f'repeat({chr(39)}{c}{chr(39)}, 40000000)' for c in 'abcdefghij')}",
+    "rows": "SELECT repeat('x', 30000000) FROM generate_series(1, 14)",
+    "an array": "SELECT ARRAY[repeat('x', 400000000)]",
+    "a name": "SELECT json_build_object(repeat('x', 400000000), 1)",
+    "an error": "SELECT CAST(repeat('x', 400000000) AS integer)",
+    "its plan": "(VERBOSE) SELECT repeat('x', 400000000)",
+}
+ASK = """
+import resource, sys
+from ckptcore.catalog.sql_query import ask
+from ckptcore.errors import UsageError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+said = "nothing was refused"
+try:
+    ask(sys.argv[1], sys.argv[2], explain=sys.argv[2].startswith("(VERBOSE)"))
+except UsageError as error:
+    said = str(error)
+peak = lambda who: resource.getrusage(who).ru_maxrss
+print(peak(resource.RUSAGE_SELF) - before, peak(resource.RUSAGE_CHILDREN), len(said), said[:300])
+"""
+
+
+@pytest.mark.parametrize(
+    "what", [w if w in ("a value", "an error") else pytest.param(w, marks=pytest.mark.soak) for w in LARGE]
+)
+def test_what_postgresql_sends_is_bounded_in_memory(what, postgres, upgraded, python, finish):
+    with postgres.database(upgraded) as made:
+        url = postgres.as_role(made, "keeper", *RIGHTS)
+        [printed] = finish(python(ASK, url, LARGE[what]))
+    grown, child, length, said = printed.split(maxsplit=3)
+    assert int(grown) < 100 << 10, printed  # kB: it is not this process that holds it
+    assert int(child) < 800 << 10, printed
+    assert int(length) < 4000, printed  # nor the message
+    assert "did not answer" in said, printed
+
+
+def test_a_value_of_sqlite_is_bounded(catalog_file):
+    whole = ask(catalog_file, "SELECT zeroblob(1 << 25), 1.5, NULL, 'a', x'00ff'").rows
+    assert whole == ((bytes(1 << 25), 1.5, None, "a", b"\x00\xff"),)
+    with pytest.raises(UsageError, match="more than 64 MiB"):
+        ask(catalog_file, "SELECT zeroblob(1 << 25), zeroblob(1 << 25), 1")
+    with pytest.raises(UsageError, match="too big"):
+        ask(catalog_file, "SELECT zeroblob((1 << 26) + 1)")
+
+
+def test_every_kind_of_value_arrives(postgres, upgraded):
+    with postgres.database(upgraded) as made:
+        url = postgres.as_role(made, "keeper", *RIGHTS)
+        found = ask(
+            url,
+            "SELECT 1, 2.5::float8, 1.50, 'a', NULL, true, '\\x00ff'::bytea, DATE '2026-01-02',"
+            " TIMESTAMPTZ '2026-01-02 03:04:05+00', INTERVAL '1 day', 'NaN'::numeric, '{\"a\": 1}'::json",
+        )
+        assert found.rows[0][:9] == (
+            1,
+            2.5,
+            Decimal("1.50"),
+            "a",
+            None,
+            True,
+            b"\x00\xff",
+            date(2026, 1, 2),
+            datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+        )
+        json.dumps(found.as_dict())
+        none = ask(url, "SELECT uri AS place, step FROM checkpoint")
+        assert (none.columns, none.rows, none.more) == (("place", "step"), (), False)
+        assert ask(url, "SELECT FROM generate_series(1, 2)").rows == ((), ())
+        with pytest.raises(UsageError, match="did not answer"):
+            ask(url, "SELECT 'infinity'::timestamp")

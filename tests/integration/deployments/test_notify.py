@@ -12,7 +12,7 @@ import pytest
 import webhooks
 
 from ckptcore.catalog import open_catalog
-from ckptcore.catalog import outbox as catalog_outbox
+from ckptcore.catalog.queues import outbox as catalog_outbox
 from deployments.receiver.background import Loop
 from deployments.receiver.inbox import LEASE, Box
 from deployments.receiver.notify import SCHEDULE, TIMEOUT, send_due

@@ -11,9 +11,10 @@ import pytest
 import sqlalchemy as sa
 
 import ckptcore.catalog
-from ckptcore.catalog import aliases, holds, inbox, open_catalog, upgrade
+from ckptcore.catalog import aliases, holds, open_catalog, upgrade
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.models import Base
+from ckptcore.catalog.queues import inbox
 from ckptcore.catalog.views import VIEWS
 
 pytestmark = [

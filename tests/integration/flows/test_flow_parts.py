@@ -146,14 +146,14 @@ class TestProgress:
         return told
 
     def test_a_short_batch_needs_none(self, told: list[tuple[str, float, str]]) -> None:
-        progress.Progress("a", 100)("write", 50, 200)
+        progress.BatchProgress("a", 100)("write", 50, 200)
         assert told == []
 
     def test_a_long_one_is_told_from_any_thread(
         self, told: list[tuple[str, float, str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(progress, "SECONDS", 0.0)
-        meter = progress.Progress("a", 2048)
+        meter = progress.BatchProgress("a", 2048)
         for done in (1024, 2048):
             thread = threading.Thread(target=meter, args=("write", done, 9999))
             thread.start()
@@ -168,7 +168,7 @@ class TestProgress:
 
         monkeypatch.setattr(progress, "SECONDS", 0.0)
         monkeypatch.setattr(progress, "create_progress_artifact", create)
-        meter = progress.Progress("a", 2048)
+        meter = progress.BatchProgress("a", 2048)
         meter("write", 1024, 9999)
         monkeypatch.delattr(progress, "create_progress_artifact")  # and it is not tried again
         meter("write", 2048, 9999)

@@ -6,8 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 from checkpoints import save
 
-from ckptcore.catalog import inbox, open_catalog, queues
+from ckptcore.catalog import open_catalog, queues
 from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.queues import inbox
 from ckptcore.conversion.pipeline import convert
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire

@@ -13,8 +13,9 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from ckptcore.catalog import claims, inbox, open_catalog, outbox, sightings, upgrade
+from ckptcore.catalog import claims, open_catalog, sightings, upgrade
 from ckptcore.catalog.database import HEAD
+from ckptcore.catalog.queues import inbox, outbox
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert, execute
 from ckptcore.planning.request import Request, Settings

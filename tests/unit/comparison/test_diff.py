@@ -22,6 +22,7 @@ from ckptcore.core.manifest import Blob, Envelope, Item, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import encode
 from ckptcore.errors import AmbiguousModel, CkptError, DamagedCheckpoint, UsageError
+from ckptcore.execution.tiles import Budget
 
 DTYPES = {
     "float32": np.float32,
@@ -121,7 +122,7 @@ def test_any_two_partitions_of_the_same_are_equal(data: st.DataObject) -> None:
     tile = data.draw(st.sampled_from([32, 64, 256, 1 << 16]))
     with (
         tempfile.TemporaryDirectory() as name,
-        patch("ckptcore.comparison.tensor_compare.tile_bytes", return_value=tile),
+        patch.object(Budget, "of", lambda means: Budget(tile, means.threads)),
     ):
         a, b = (
             lay(
@@ -150,7 +151,7 @@ def test_changed_bits_are_found_at_their_element(data: st.DataObject) -> None:
     tile = data.draw(st.sampled_from([32, 64, 1 << 16]))
     with (
         tempfile.TemporaryDirectory() as name,
-        patch("ckptcore.comparison.tensor_compare.tile_bytes", return_value=tile),
+        patch.object(Budget, "of", lambda means: Budget(tile, means.threads)),
     ):
         a = lay(Path(name, "a"), {"w": (one, data.draw(cuts(one.shape)))})
         b = lay(Path(name, "b"), {"w": (two, data.draw(cuts(one.shape)))}, turn=data.draw(st.booleans()))
@@ -319,7 +320,7 @@ def test_checksums_are_verified(tmp_path: Path, exclude: tuple[str, ...], turn: 
         data[100] ^= 1
         (tmp_path / side / "data").write_bytes(data)
     with (
-        patch("ckptcore.comparison.tensor_compare.tile_bytes", return_value=128),
+        patch.object(Budget, "of", lambda means: Budget(128, means.threads)),
         pytest.raises(DamagedCheckpoint) as error,
     ):
         ckptcore.diff(a, b, exclude=exclude)

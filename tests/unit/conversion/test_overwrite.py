@@ -360,17 +360,17 @@ def test_who_comes_meanwhile_is_kept(
         how(dst)
         after = tree(dst)
     else:
-        move, done = publishing.take, []
+        move, done = publishing.take_at, []
 
-        def take(url: str) -> object:
-            found = move(url)
+        def take(spot: object) -> object:
+            found = move(spot)
             if not done:  # right behind the last look before the move
                 done.append(1)
                 how(dst)
                 done.append(tree(dst))
             return found
 
-        monkeypatch.setattr(publishing, "take", take)
+        monkeypatch.setattr(publishing, "take_at", take)
         after = {}
     with pytest.raises(DestinationExists):
         ckptcore.publish(prepared)
@@ -419,7 +419,8 @@ def test_killed_at_every_step_of_replacing(
 
         with monkeypatch.context() as patch:
             patch.setattr(publishing, "_exchange", counted(lambda a, b: exchange and real_exchange(a, b)))
-            patch.setattr(publishing, "note", counted(publishing.note))
+            for each in ("note", "rename_new"):
+                patch.setattr(publishing, each, counted(getattr(publishing, each)))
             for change in ("rename", "unlink", "rmdir", "link"):
                 patch.setattr(publishing.os, change, counted(getattr(os, change)))
             try:

@@ -233,6 +233,54 @@ def test_killed_at_every_change_and_run_again(
 
 
 @many
+def test_what_a_killed_run_began_to_replace_is_ended_by_another(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it removed the old files; then other options, killed at every change, and run again: what
+    the first one had judged needs no second word, and nothing of it is left."""
+    save_file({"weight": torch.arange(600.0), "bias": torch.ones(500)}, tmp_path / "new.safetensors")
+    save_file({"weight": torch.zeros(300), "other": torch.ones(400)}, tmp_path / "old.safetensors")
+    for name in ("new", "old"):
+        put(f"{root}/{name}/model.safetensors", (tmp_path / f"{name}.safetensors").read_bytes())
+    real, calls = remotepublishing._remove, []
+
+    def dying(*given: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Killed
+        real(*given)  # type: ignore[arg-type]
+
+    def work(place: str, nbytes: int) -> object:
+        return ckptcore.conversion.pipeline(
+            f"{root}/new", f"{place}/out", verb="export", max_file_size=nbytes, overwrite=True
+        )
+
+    def begin(place: str) -> None:
+        open_store(place).remove_all()
+        calls.clear()
+        put(f"{place}/out-2/precious")
+        ckptcore.conversion.pipeline(f"{root}/old", f"{place}/out", verb="reshard", mesh="fsdp=3")
+        with monkeypatch.context() as patch:
+            patch.setattr(remotepublishing, "_remove", dying)
+            with pytest.raises(Killed):
+                work(place, 3_000)
+
+    place = f"{root}/try"
+    begin(place)
+    work(place, 9_000)
+    fresh = content(place)
+    assert sorted(n.partition("/")[0] for n in fresh).count("out-2") == 1
+    assert not any("distcp" in name or "ckptcore" in name for name in fresh)
+    for stop in range(200):
+        begin(place)
+        if killed_at(stop, monkeypatch, lambda: work(place, 9_000)):
+            break
+        work(place, 9_000)
+        assert content(place) == fresh, stop
+    assert stop > 10
+
+
+@many
 def test_killed_in_the_cleaning_and_run_again_deletes_nothing(
     root: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,16 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.conversion.pipeline import Part, convert, execute, execute_part, finish, join, parts, prepare
+from ckptcore.conversion.pipeline import (
+    FilePart,
+    convert,
+    execute,
+    execute_part,
+    finish,
+    join,
+    parts,
+    prepare,
+)
 from ckptcore.errors import Busy, OutputMismatch, UsageError
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import open_store
@@ -129,7 +138,7 @@ def test_what_is_finished_or_cannot_be_shared_has_no_parts(source: Path, tmp_pat
     remote = prepare(Request(str(source), "memory://parts/out.safetensors"), SETTINGS).plan_uri
     assert parts(remote, 0, 1, SETTINGS) == ()
     with pytest.raises(UsageError, match="does not let several processes"):
-        execute_part(remote, Part(0, 0, 10), SETTINGS)
+        execute_part(remote, FilePart(0, 0, 10), SETTINGS)
 
 
 def test_a_killed_joining_is_begun_again(source: Path, tmp_path: Path, monkeypatch: Any) -> None:

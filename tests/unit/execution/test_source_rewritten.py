@@ -31,9 +31,11 @@ from ckptcore.planning.request import Request, Settings
 from ckptcore.store import YOUNG, open_store
 from ckptcore.store.listing import stamp_of, survey
 from ckptcore.store.local import LocalStore
+from ckptcore.utils.workers import ProgressMeter
 
 # By their names in the package, which are those of functions, too.
 stages, executing = import_module("ckptcore.conversion.pipeline"), import_module("ckptcore.execution.execute")
+examining = import_module("ckptcore.checking.examine")
 SMALL = Settings(memory=1 << 20, workers=1)
 Write = Callable[[Path, float], Any]
 REFUSED = ("source-changed", "damaged")
@@ -83,12 +85,12 @@ def held(out: Path) -> set[float]:
 
 # moment -> the function behind whose n-th call it is.
 MOMENTS: dict[str, tuple[Any, str, int]] = {
-    "listed": (stages, "open_source", 1),
-    "header": (stages, "read_manifest", 1),
+    "listed": (examining, "open_source", 1),
+    "header": (examining, "read_manifest", 1),
     "inspected": (stages, "inspect", 1),
     "prepared": (stages, "_prepare", 1),
-    "first tile": (executing._Run, "_advance", 1),
-    "half": (executing._Run, "_advance", 2),
+    "first tile": (ProgressMeter, "add", 1),
+    "half": (ProgressMeter, "add", 2),
     "receipt": (executing, "write_receipt", 1),
     "executed": (stages, "_execute", 1),
     "read back": (finishing, "_read_back", 1),

@@ -62,7 +62,7 @@ def test_versions_are_those_of_the_listing(s3: str, tmp_path: Path) -> None:
         fs.pipe_file(f"{path}/{file.name}", file.read_bytes())
     store = open_store(url)
     assert {p: seen.stamp for p, seen in store.stamped().items()} == {p: store.stamp(p) for p in store.list()}
-    module = import_module("ckptcore.conversion.pipeline")
+    module = import_module("ckptcore.checking.examine")
     with mock.patch.object(module, "read_manifest", wraps=module.read_manifest) as read:
         ckptcore.convert(url, str(tmp_path / "out"))
     assert read.call_count == 1

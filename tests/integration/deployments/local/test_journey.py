@@ -6,7 +6,6 @@ those of `make up`.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -23,7 +22,7 @@ import torch
 import webhooks
 from paths import JOBS
 from safetensors import safe_open
-from stack import ROOT, TENSORS, Stack, eventually
+from stack import ROOT, TENSORS, Stack, eventually, query
 
 pytestmark = [pytest.mark.xdist_group("stack")]
 JOB = JOBS / "training_job.py"
@@ -33,22 +32,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def query(stack: Stack, statement: str) -> list[dict[str, Any]]:
-    """What `ckptcore catalog sql` answers."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptcore", "catalog", "sql", "--output", "json", statement],
-        env=os.environ | stack.env,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    rows: list[dict[str, Any]] = found if isinstance(found, list) else found["rows"]
-    return rows
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

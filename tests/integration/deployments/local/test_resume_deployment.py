@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from stack import TENSORS, Stack, eventually
+from stack import TENSORS, Stack, eventually, query
 
 pytestmark = [pytest.mark.xdist_group("stack")]
 ONE_FILE_EACH = {"max_file_size": "16KiB", "batch": "1KiB", "workers": 1}
@@ -89,3 +90,48 @@ def test_a_machine_that_goes_away_is_noticed_by_its_silence(stack: Stack, checkp
     stack.up()
     assert eventually(lambda: stack.run(id)["state_type"] == "COMPLETED"), stack.told(id)
     assert {n: ((target / n).stat().st_ino, (target / n).stat().st_mtime_ns) for n in before} == before
+
+
+@pytest.mark.soak
+def test_a_run_that_dies_before_it_begins_is_not_started_for_ever(stack: Stack, checkpoint: Path) -> None:
+    stack.up()
+    answer = stack.receiver.post(
+        "/hooks/curl",
+        json={"uri": str(checkpoint), "run": "doomed", "step": 7},
+        headers={"authorization": f"Bearer {stack.env['CKPTCORE_HOOK_TOKEN']}"},
+    )
+    assert answer.status_code == 202, answer.text
+    runs: list[str] = []
+
+    def started() -> bool:
+        runs[:] = [r["id"] for r in stack.runs("arrived") if r["parameters"]["source"] == str(checkpoint)]
+        return bool(runs)
+
+    assert eventually(started)
+    (id,) = runs
+    killed: set[int] = set()
+
+    def given_up() -> bool:
+        for process in set(stack.flow_processes(id)) - killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            killed.add(process)
+        return bool(stack.run(id)["state_type"] == "FAILED")
+
+    assert eventually(given_up, 900, step=0.02), stack.told(id)
+    ended = stack.run(id)
+    assert ended["run_count"] == 0  # it never began: Prefect's own count says nothing
+    assert len(killed) == 5
+    assert ended["state"]["message"].startswith("worker-lost: given up: it was started 5 times")
+    # Neither the deployment `resume` nor the receiver starts it again, and its event has failed.
+    about = f"SELECT state, error_message FROM inbox WHERE flow_run_id = '{id}'"
+
+    def recorded() -> bool:
+        assert not stack.flow_processes(id)
+        return bool(query(stack, about)[0]["state"] == "failed")
+
+    assert eventually(recorded, 120, step=1.0), query(stack, about)
+    assert query(stack, about)[0]["error_message"].startswith("worker-lost: given up")
+    assert not eventually(lambda: bool(stack.flow_processes(id)), 30, step=0.1)
+    assert stack.run(id)["state_type"] == "FAILED"
+    assert not list(stack.exports.rglob("doomed*"))

@@ -1,0 +1,97 @@
+"""Walk over the boxes of many tensors in several threads: what comparing and fingerprinting share.
+
+A tensor is cut into boxes that fit the budget; workers share the boxes, also those of one large tensor. A
+tensor is opened when its first box is due, and closed behind its last one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.execution.tiles import Budget
+from ckptcore.reading.box_reader import BoxReader
+from ckptcore.utils.workers import ProgressMeter, run_jobs
+
+
+class OpenTensor:
+    """A tensor, or a pair of equal ones, while its boxes are read.
+
+    Args:
+        spec: Its dtype and shape.
+        across: How many of its chunks lie beside each other.
+        readers: One for each side; closed behind the last box.
+    """
+
+    def __init__(self, spec: TensorSpec, across: int, readers: Sequence[BoxReader]) -> None:
+        self.spec, self.across, self.readers = spec, across, readers
+        self.under_way = 1  # the walk itself, and every box
+
+    def close(self) -> None:
+        """Release what was found of its chunks."""
+        for reader in self.readers:
+            reader.close()
+
+
+Open = TypeVar("Open", bound=OpenTensor)
+
+
+def walk_boxes(
+    tensors: Iterable[Open],
+    worker: Callable[[], Callable[[Open, Box], None]],
+    budget: Budget,
+    meter: ProgressMeter,
+) -> None:
+    """Read every box of the tensors.
+
+    Args:
+        tensors: Opened one after the other, when it is their turn.
+        worker: Called once in each thread; gives what reads one box, with buffers of its own.
+        budget: How large boxes are, and how many threads there are.
+        meter: Counts what is read.
+
+    Raises:
+        CkptError: The first error of any worker; all tensors are closed then.
+    """
+    lock, under_way = threading.Lock(), set[Open]()
+
+    def release(each: Open) -> None:
+        with lock:
+            each.under_way -= 1
+            last = not each.under_way
+            if last:
+                under_way.discard(each)
+        if last:
+            each.close()
+
+    def boxes() -> Iterator[tuple[Open, Box]]:
+        for each in tensors:
+            with lock:
+                under_way.add(each)
+            spec = each.spec
+            for box in Box.whole(spec.shape).tiles(budget.step(each.across) // BY_NAME[spec.dtype].itemsize):
+                with lock:
+                    each.under_way += 1
+                yield each, box
+            release(each)
+
+    def prepare() -> Callable[[tuple[Open, Box]], None]:
+        read = worker()
+
+        def do(job: tuple[Open, Box]) -> None:
+            each, box = job
+            read(each, box)
+            meter.add(box.numel * BY_NAME[each.spec.dtype].itemsize)
+            release(each)
+
+        return do
+
+    try:
+        run_jobs(boxes(), prepare, threads=budget.threads)
+    finally:
+        for each in under_way:
+            each.close()

@@ -1,0 +1,40 @@
+"""What one plan is carried out with: the value that every step of writing its files shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckptcore.planning.file_plan import FilePlan
+from ckptcore.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRun:
+    """A plan, where its tensors come from, and where its files go.
+
+    Attributes:
+        digest: Of the plan; receipts of another one count for nothing.
+        load: Gives the plan of one output file by its index.
+        total: Bytes of all output files, for progress.
+        source: The checkpoint's folder.
+        items: How many items the source's manifest has.
+        unchanged: Raises `SourceChanged` when one of these source files is not as it was planned.
+        files: Where output files are staged.
+        receipts: Where finished files are recorded.
+        scratch: Folder for decoded items, None for the default.
+    """
+
+    digest: str
+    load: Callable[[int], FilePlan]
+    total: int
+    source: Store
+    items: int
+    unchanged: Callable[[Sequence[str]], None]
+    files: Store
+    receipts: Store
+    scratch: str | None = None
+
+    def require_unchanged(self, plan: FilePlan) -> None:
+        """Raises `SourceChanged` unless the source files of an output file are as they were planned."""
+        self.unchanged([file.path for file in plan.files])

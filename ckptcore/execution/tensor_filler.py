@@ -1,0 +1,199 @@
+"""Make the bytes of a tensor part of an output file: read, computed, cast, and summed on the way.
+
+Parts are made by any worker in any order; each worker has a `Workspace` of its own. On an accelerator a part
+that is scattered or cast is put together there, and comes back once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptcore.core.box import is_run
+from ckptcore.core.dequantize import FUNCTIONS
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Chunks, view_of
+from ckptcore.execution.device import Lane, sum_held
+from ckptcore.execution.tiles import TensorPart
+from ckptcore.fingerprints.sums import ZERO, Sum, add, pack
+from ckptcore.planning.file_plan import COMPARE, FilePlan, PlannedTensor
+from ckptcore.planning.request import Settings
+from ckptcore.reading.casting import cast_into, derive_into
+from ckptcore.reading.checksums import Records
+from ckptcore.reading.chunk_reader import COPY, READ, ChunkReader, Overlap, StoredTensor
+from ckptcore.reading.gather import Bytes, tile_view
+from ckptcore.reading.payload import Payload, StoredChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What one worker has for itself: two buffers of a tile, and its lane through a device where it has one.
+
+    Attributes:
+        scratch: For what is read and not yet in its place.
+        cast: For elements before they are cast, and what derived tensors are computed from.
+        lane: None where tiles stay on the host.
+    """
+
+    scratch: Bytes
+    cast: Bytes
+    lane: Lane | None = None
+
+
+class TensorFiller:
+    """Fills the tensor parts of one output file. Safe for threads."""
+
+    def __init__(self, plan: FilePlan, settings: Settings, records: Records) -> None:
+        self._plan, self._device, self._verify = plan, settings.device, settings.verify
+        self._chunks = ChunkReader(_PlannedReads(plan), records, compare=settings.verify)
+        self._sums = [ZERO] * len(plan.tensors) if settings.fingerprint else None
+        self._lock = threading.Lock()
+
+    @property
+    def sums(self) -> bytes | None:
+        """What the file adds to the fingerprint of each tensor, packed; None when they are off."""
+        return pack(self._sums) if self._sums is not None else None
+
+    def fill(self, part: TensorPart, target: Bytes, own: Workspace) -> None:
+        """Put the bytes of a part, as the file has them, into ``target``.
+
+        Raises:
+            DamagedCheckpoint: For holes, checksums that fail, and copies that differ.
+        """
+        tensor = self._plan.tensors[part.tensor]
+        changes = tensor.dtype != tensor.source_dtype
+        if part.tensor in self._plan.derived:
+            self._derive(part, target, own)
+        elif own.lane is not None and (changes or self._scatters(part)):
+            self._on_device(part, target, own, own.lane)
+            return
+        else:
+            tile = tile_view(own.cast if changes else target, part.box.shape, tensor.source_dtype)
+            self._chunks.read(self._stored(part.tensor), part.box, tile, own.scratch)
+            if changes:
+                cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._device)
+        if self._sums is not None:
+            self._sum(part, own.cast if changes else target, own)
+
+    def runs(self, part: TensorPart) -> list[tuple[Payload, Overlap]] | None:
+        """The chunks that a part is whole runs of, uncast and row-major in plain files; else None.
+
+        `copied` ends what is done with them.
+        """
+        tensor = self._plan.tensors[part.tensor]
+        if tensor.dtype != tensor.source_dtype or part.tensor in self._plan.derived:
+            return None
+        stored, found = self._stored(part.tensor), []
+        for each in self._chunks.overlaps(stored, part.box):
+            inside = each.common.within(each.chunk)
+            if not is_run(part.box.shape, each.common.shape) or not is_run(each.chunk.shape, inside.shape):
+                return None
+            _, payload = self._chunks.find(stored, each)
+            if payload.path is None or payload.strides is not None or payload.flags:
+                return None
+            found.append((payload, each))
+        return found
+
+    def copied(self, part: TensorPart, runs: list[tuple[Payload, Overlap]]) -> None:
+        """Count the runs of a part that the kernel has copied."""
+        for _, each in runs:
+            self._chunks.done(self._stored(part.tensor), each)
+
+    def close(self) -> None:
+        """Release what was found of the source."""
+        self._chunks.close()
+
+    def _stored(self, number: int) -> StoredTensor:
+        """A tensor of the plan, or, behind these, one that others are computed from, as it is stored."""
+        own = self._plan.tensors
+        if number < len(own):
+            return StoredTensor(number, own[number].name, own[number].source_dtype, own[number].box)
+        tensor = self._plan.inputs[number - len(own)]
+        return StoredTensor(number, tensor.name, tensor.source_dtype)
+
+    def _scatters(self, part: TensorPart) -> bool:
+        """Whether a part is more than runs of what is stored."""
+        return any(
+            not is_run(part.box.shape, each.common.shape) or not is_run(each.chunk.shape, each.common.shape)
+            for each in self._chunks.overlaps(self._stored(part.tensor), part.box)
+        )
+
+    def _derive(self, part: TensorPart, target: Bytes, own: Workspace) -> None:
+        """Computes a part: its inputs are gathered into the cast buffer, behind room for the result."""
+        tensor, node = self._plan.tensors[part.tensor], self._plan.derived[part.tensor]
+        room = part.box.numel * BY_NAME[tensor.source_dtype].itemsize
+        at, inputs = room, []
+        for i, box in zip(node.inputs, FUNCTIONS[node.fn].needs(part.box, node.params), strict=True):
+            stored = self._stored(len(self._plan.tensors) + i)
+            nbytes = box.numel * BY_NAME[stored.dtype].itemsize
+            at += -at % 16  # wide elements are read where the machine likes them
+            tile = tile_view(own.cast[at : at + nbytes], box.shape, stored.dtype)
+            self._chunks.read(stored, box, tile, own.scratch)
+            inputs.append((tile, stored.dtype))
+            at += nbytes
+        derive_into(node, part.box, inputs, target, tensor.dtype, self._device, own.cast[:room])
+
+    def _on_device(self, part: TensorPart, target: Bytes, own: Workspace, lane: Lane) -> None:
+        """Scatters, sums and casts a part on the device; copies are compared here, before the cast."""
+        tensor, stored = self._plan.tensors[part.tensor], self._stored(part.tensor)
+        tile = lane.tile(part.box.shape, stored.dtype)
+        copies = self._chunks.fill(stored, part.box, tile, own.scratch)
+        if self._sums is not None:
+            self._add(part, lane.sum(tile, stored.dtype, tensor.full, part.box))
+        if copies:
+            here = tile_view(own.cast, part.box.shape, stored.dtype)
+            lane.fetch(tile, here.reshape(-1).view(np.uint8))
+            self._chunks.compare(stored, part.box, copies, here, own.scratch)
+        if tensor.dtype == stored.dtype:
+            lane.fetch(tile, target)
+        else:
+            lane.fetch_cast(tile, stored.dtype, target, tensor.dtype)
+
+    def _sum(self, part: TensorPart, held: Bytes, own: Workspace) -> None:
+        """Sums a part that is on the host, as it is before any cast."""
+        tensor = self._plan.tensors[part.tensor]
+        elements = held[: part.box.numel * BY_NAME[tensor.source_dtype].itemsize]
+        self._add(part, sum_held(own.lane, tensor.source_dtype, tensor.full, part.box, elements, own.scratch))
+
+    def _add(self, part: TensorPart, found: Sum) -> None:
+        """Adds a part's sum to that of a tensor's box in this file."""
+        assert self._sums is not None  # the caller has looked
+        with self._lock:
+            self._sums[part.tensor] = add(self._sums[part.tensor], found)
+
+
+class _PlannedReads:
+    """The reads of a file plan, as a `ckptcore.reading.chunk_reader.ChunkTable`."""
+
+    def __init__(self, plan: FilePlan) -> None:
+        self._plan = plan
+
+    @property
+    def chunks(self) -> Chunks:
+        return self._plan.reads
+
+    def role(self, row: int) -> int:
+        return COPY if self._plan.op[row] == COMPARE else READ
+
+    def stored(self, tensor: StoredTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
+        return _stored_chunk(self._plan, row, shape, tensor.dtype, tensor.fqn)
+
+
+def expect(plan: FilePlan, pending: Sequence[int], records: Records) -> None:
+    """Ask for records to be proven that an earlier run, which wrote this file, had read in part."""
+    rows = {n: row for row, n in reversed(list(enumerate(plan.number[plan.reads.item].tolist())))}
+    tensors: tuple[PlannedTensor, ...] = (*plan.tensors, *plan.inputs)
+    for number in pending:
+        row = rows[number]
+        tensor = tensors[int(plan.reads.tensor[row])]
+        shape = tuple(plan.reads.shape[row, : len(tensor.shape)].tolist())
+        records.expect(_stored_chunk(plan, row, shape, tensor.source_dtype, tensor.name))
+
+
+def _stored_chunk(plan: FilePlan, row: int, shape: tuple[int, ...], dtype: str, fqn: str) -> StoredChunk:
+    at = int(plan.reads.item[row])
+    item, view = plan.items[at], view_of(plan.reads, row, len(shape))
+    return StoredChunk(int(plan.number[at]), plan.files[item.file].path, item, dtype, shape, view, fqn)

@@ -1,0 +1,141 @@
+"""Run jobs in several threads: one loop for everything that moves, compares or sums bytes.
+
+- A job is taken from one shared iterator, under a lock, so an iterator may open files and wait for a buffer.
+- The first error of any thread, or Ctrl-C, stops all of them; it is raised when the last thread has ended.
+- A thread runs in a copy of the caller's context: who logs on behalf of a run says so there.
+
+`Buffers` is the budget of memory of jobs that outlive their turn; `ProgressMeter` counts what is done.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import copy_context
+from typing import Generic, TypeVar
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, bytes done, bytes in all) by any thread; an error that it raises stops the work."""
+
+Job = TypeVar("Job")
+Buffer = TypeVar("Buffer")
+
+
+def run_jobs(
+    jobs: Iterator[Job],
+    prepare: Callable[[], Callable[[Job], None]],
+    *,
+    threads: int,
+    stop: Callable[[], object] | None = None,
+) -> None:
+    """Run every job in one of several threads.
+
+    Args:
+        jobs: What is to be done. Only one thread at a time asks it for the next one.
+        prepare: Called once in each thread; gives what does one job there, with buffers of its own.
+        threads: How many.
+        stop: Called when the work ends, however it ends; wakes an iterator that waits in `Buffers.take`.
+
+    Raises:
+        BaseException: The first error of any thread, or the caller's (Ctrl-C), when all threads have ended.
+    """
+    _Crowd(jobs, prepare, stop or _nothing).run(threads)
+
+
+class Buffers(Generic[Buffer]):
+    """Reused buffers: whoever needs one waits until another is given back."""
+
+    def __init__(self, buffers: Iterable[Buffer]) -> None:
+        self._free: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
+        for buffer in buffers:
+            self._free.put(buffer)
+
+    def take(self) -> Buffer | None:
+        """Wait for a buffer; None when the work is stopped."""
+        return self._free.get()
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Let the next job have a buffer."""
+        self._free.put(buffer)
+
+    def close(self) -> None:
+        """Wake who waits. Only one thread can: jobs are taken by one at a time."""
+        self._free.put(None)
+
+
+class ProgressMeter:
+    """How much of a stage is done. Safe for threads.
+
+    Args:
+        progress: Who is told, or None for nobody.
+        stage: What the bytes are counted for: ``write``, ``read``, ``compare``, ....
+        total: Bytes in all.
+        done: Bytes that an earlier run has done.
+    """
+
+    def __init__(self, progress: Progress | None, stage: str, total: int, done: int = 0) -> None:
+        self._progress, self._stage, self._total = progress, stage, total
+        self._lock, self.done = threading.Lock(), done
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that are done. Raises what the progress raises, which stops the work."""
+        if self._progress is None:
+            return
+        with self._lock:
+            self.done += nbytes
+            done = self.done
+        self._progress(self._stage, min(done, self._total), self._total)
+
+
+class _Crowd(Generic[Job]):
+    """The threads of one `run_jobs`, and what they share."""
+
+    def __init__(
+        self, jobs: Iterator[Job], prepare: Callable[[], Callable[[Job], None]], stop: Callable[[], object]
+    ) -> None:
+        self._jobs, self._prepare, self._wake = jobs, prepare, stop
+        self._take, self._stopped = threading.Lock(), threading.Event()
+        self._errors: list[BaseException] = []  # appending is atomic; the first one is raised
+
+    def run(self, count: int) -> None:
+        threads = [
+            threading.Thread(target=copy_context().run, args=(self._work,), name=f"ckptcore-{n}", daemon=True)
+            for n in range(count)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)  # with a time-out, so that Ctrl-C is seen
+        except BaseException as error:  # raised below, when the threads have ended
+            self._errors.append(error)
+        finally:
+            self._stop()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _work(self) -> None:
+        try:
+            do = self._prepare()
+            while (job := self._next()) is not None:
+                do(job)
+        except BaseException as error:  # carried to `run`, which raises it
+            self._errors.append(error)
+            self._stop()
+
+    def _next(self) -> Job | None:
+        with self._take:
+            return None if self._stopped.is_set() else next(self._jobs, None)
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        self._wake()
+
+
+def _nothing() -> None:
+    """Wake nobody."""

@@ -1,0 +1,172 @@
+"""Retire on object stores, killed midway: does the next run go on with the recorded names, and no others?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from paths import FIXTURES
+
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.catalog import Catalog
+from ckptcore.conversion.pipeline import convert, inspect
+from ckptcore.conversion.registration import facts
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import retire
+from ckptcore.planning.request import Request, Settings
+from ckptcore.store.remote import FsspecStore
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning"
+)  # aiobotocore leaves its session to the exit
+SAMPLE = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
+MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
+
+
+class Killed(BaseException):
+    """As a kill: nothing may handle it."""
+
+
+class World:
+    """A watched root of two steps on a store, the first of which is proven elsewhere."""
+
+    def __init__(self, catalog: Catalog, url: str, root: str, tmp: Path) -> None:
+        self.catalog, self.root = catalog, root
+        self.fs, self.path = fsspec.url_to_fs(root)
+        self.old, self.new, self.child = f"{root}/runs/step-3", f"{root}/runs/step-4", tmp / "child"
+        for step in (3, 4):
+            for file in SAMPLE.iterdir():
+                self.fs.pipe_file(f"{self.path}/runs/step-{step}/{file.name}", file.read_bytes())
+        with catalog.writing() as conn:
+            roots.add(conn, datetime.now(UTC), "r", f"{root}/runs")
+        convert(Request(self.old, str(self.child)), MEANS, None, url)
+        catalog.record_validation(facts(inspect(self.new), self.new), ())
+
+    def there(self) -> dict[str, bytes]:
+        """Every object below the root by its name."""
+        self.fs.invalidate_cache()
+        found = self.fs.find(f"{self.path}/runs")
+        return {name.partition("/runs/")[2]: self.fs.cat_file(name) for name in found}
+
+    def kill(self, stop: int) -> bool:
+        """Retires, and dies in front of the n-th object's end; whether it died."""
+        remove, calls = FsspecStore.remove, []
+
+        def dying(store: FsspecStore, path: str) -> None:
+            calls.append(path)
+            if len(calls) == stop + 1:
+                raise Killed
+            remove(store, path)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FsspecStore, "remove", dying)
+            try:
+                retire(self.catalog, Policy(1), "r", yes=True)
+            except Killed:
+                return True
+        return False
+
+    def go_on(self) -> tuple[str, ...]:
+        """What a later run that lets nothing else go tells of what was left."""
+        return retire(self.catalog, Policy(9), "r", yes=True, means=MEANS).left
+
+    def state(self) -> str:
+        shown: Any = self.catalog.show(self.old)
+        return str(shown.checkpoint.state)
+
+
+@pytest.fixture
+def world(root: str, tmp_path: Path) -> Iterator[World]:
+    url = str(tmp_path / "catalog.sqlite")
+    with open_catalog(url) as catalog:
+        yield World(catalog, url, root, tmp_path)
+
+
+def of(step: int, there: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in there.items() if name.startswith(f"step-{step}/")}
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 5])
+def test_a_killed_deletion_is_gone_on_with(stop: int, world: World) -> None:
+    before = world.there()
+    assert world.kill(stop)
+    assert of(4, world.there()) == of(4, before)
+    assert world.go_on() == ()
+    assert world.there() == of(4, before)
+    assert world.state() == "deleted"
+    assert world.go_on() == ()
+
+
+def test_what_changed_or_came_is_left_and_listed(world: World) -> None:
+    before = world.there()
+    assert world.kill(2)
+    rest = sorted(of(3, world.there()))
+    world.fs.pipe_file(f"{world.path}/runs/{rest[0]}", b"saved again")
+    world.fs.pipe_file(f"{world.path}/runs/step-3/precious", b"mine")
+    left = world.go_on()
+    assert len(left) == 1
+    assert rest[0].partition("/")[2] in left[0]
+    assert "precious" in left[0]
+    assert world.there() == {**of(4, before), rest[0]: b"saved again", "step-3/precious": b"mine"}
+    assert world.go_on() == ()
+
+
+def test_nothing_goes_when_the_child_proves_nothing_any_more(world: World) -> None:
+    assert world.kill(2)
+    before, file = world.there(), next(iter(world.child.glob("*.safetensors")))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for _ in range(2):
+        assert len(world.go_on()) == 1
+        assert world.there() == before
+    file.write_bytes(whole)
+    assert world.go_on() == ()
+    assert not of(3, world.there())
+
+
+@pytest.mark.parametrize("forged", ["another's place", "another's name", "no record", "too deep", "unknown"])
+def test_a_record_that_is_none_removes_nothing(forged: str, world: World) -> None:
+    assert world.kill(2)
+    name = next(n for n in world.there() if n.endswith("record.json"))
+    data = world.there()[name]
+    form = json.loads(data)
+    if forged == "another's place":
+        form["uri"] = world.new
+    elif forged == "another's name":
+        world.fs.pipe_file(f"{world.path}/runs/{name.replace('.step-3.', '.step-4.')}", data)
+        world.fs.rm_file(f"{world.path}/runs/{name}")
+    elif forged == "unknown":
+        form["checkpoint"] = "00000000-0000-0000-0000-000000000000"
+    text = {"no record": b"{}", "too deep": b"[" * 100_000}.get(forged, json.dumps(form).encode())
+    if forged != "another's name":
+        world.fs.pipe_file(f"{world.path}/runs/{name}", text)
+    before = world.there()
+    assert len(world.go_on()) == 1
+    assert world.there() == before
+
+
+def test_a_source_that_was_not_deleted_loses_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the record and the commit."""
+    before = world.there()
+
+    def dying(self: FsspecStore, path: str, data: bytes) -> None:
+        put(self, path, data)
+        if path.endswith("record.json"):
+            raise Killed
+
+    put = FsspecStore.put
+    with monkeypatch.context() as patch:
+        patch.setattr(FsspecStore, "put", dying)
+        with pytest.raises(Killed):
+            retire(world.catalog, Policy(1), "r", yes=True)
+    assert world.state() == "present"
+    assert world.go_on() == ()
+    assert world.there() == before
+    assert not world.kill(99)
+    assert world.there() == of(4, before)
