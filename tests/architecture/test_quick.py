@@ -16,7 +16,6 @@ ELSEWHERE = {
     "fingerprints": "tests/property",
     "formats": "tests/formats",
     "operations": "tests/integration/operations",
-    "utils": "ckptcore/utils",
 }
 SERVERS = ("postgres", "prefect_api", "stack", "s3")  # fixtures that start one
 

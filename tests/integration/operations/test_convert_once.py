@@ -63,7 +63,7 @@ def test_what_will_not_get_better_is_not_waited_for(runs, wait):
     meta.write_bytes(meta.read_bytes()[:-10])
     began = time.monotonic()
     assert wait(source, "10m")[0] == 1
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 300  # far from the ten minutes that it may wait
 
 
 def test_what_was_made_is_not_made_again(runs, wait, tmp_path, catalog):

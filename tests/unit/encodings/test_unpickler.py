@@ -95,7 +95,7 @@ def test_hostile_pickles_are_malformed_and_cheap(name: str) -> None:
     with pytest.raises(CkptError) as caught:
         loads(HOSTILE[name], OBJECT_TABLE, what="test")
     assert isinstance(caught.value, MalformedCheckpoint)
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 10
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
 
@@ -110,10 +110,10 @@ def test_a_huge_memo_number_costs_nothing() -> None:
 def test_a_key_that_never_stops_hashing_is_refused() -> None:
     data = nested_tuples(60)
     assert pickletools.optimize(data[:2] + b"N.")  # the stdlib agrees on the framing
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(MalformedCheckpoint):
         loads(b"\x80\x04}" + data[3:], OBJECT_TABLE, what="test")
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 10  # 2**60 steps if it hashed
 
 
 def test_shared_values_do_not_become_an_endless_tree() -> None:

@@ -71,9 +71,9 @@ def test_state_alone_is_no_use_of_a_rule() -> None:
 def test_many_names_and_rules_cost_no_more_than_some() -> None:
     shapes = {f"{'x' * 190}{'abcdefgh'[n % 8]}.{'q' * (n % 97)}.w": (2,) for n in range(20_000)}
     rules = "".join(f'[[rule]]\nfqn = ["{"y" * 300}{n}*", "*{"x" * 180}{n}z"]\n' for n in range(60))
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(told(rules, **shapes)) == 20
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
 
 
 @pytest.mark.parametrize("verb", ["plan", "reshard"])
