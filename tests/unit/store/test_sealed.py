@@ -10,7 +10,7 @@ import pytest
 
 from ckptcore.errors import SourceUnreadable, StagingForeign, UnsafeContent
 from ckptcore.store.local import LocalStore
-from ckptcore.store.sealed import SealedFolder, SealedStore, refuse_unknown
+from ckptcore.store.sealed import Names, SealedFolder, SealedStore, refuse_odd
 from ckptcore.store.subfolder import Noting, SubStore
 
 
@@ -100,8 +100,8 @@ def test_a_folder_behind_a_link_is_not_ours(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_strange_names_is_somebody_else_s(tmp_path: Path) -> None:
-    def foreign(path: Path, names: list[str]) -> None:
-        refuse_unknown(path, lambda name: name == "ours", names)
+    def foreign(path: Path, names: Names) -> None:
+        refuse_odd(path, [name for name in names if name != "ours"])
 
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "ours").touch()
