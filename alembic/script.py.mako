@@ -1,11 +1,6 @@
-"""${message}
-
-Revision: ${up_revision}, after ${down_revision | comma,n}. Append it to `REVISIONS` in
-ckptcore/catalog/database.py and add a test that carries data over it.
-"""
+"""${message}"""
 
 import sqlalchemy as sa
-
 from alembic import op
 ${imports if imports else ""}
 revision = ${repr(up_revision)}
@@ -20,3 +15,8 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     ${downgrades if downgrades else "pass"}
+
+
+def _recreate():
+    # A column that SQLite adds in place stands behind the constraints: another schema, to whoever reads it.
+    return "always" if op.get_context().dialect.name == "sqlite" else "never"

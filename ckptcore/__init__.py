@@ -33,6 +33,8 @@ _WHERE = {
     "Difference": "ckptcore.comparison.result",
     "fingerprint": "ckptcore.api",
     "Fingerprints": "ckptcore.comparison.fingerprint",
+    "verify_export": "ckptcore.api",
+    "ExportProof": "ckptcore.checking.export_proof",
     "Composed": "ckptcore.planning.compose",
     "Prepared": "ckptcore.conversion.pipeline",
     "Receipt": "ckptcore.execution.receipts",
@@ -62,8 +64,10 @@ if TYPE_CHECKING:
         prepare,
         publish,
         read,
+        verify_export,
     )
     from ckptcore.checking.check import Report
+    from ckptcore.checking.export_proof import ExportProof
     from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference
     from ckptcore.conversion.pipeline import Prepared, Result
@@ -79,6 +83,7 @@ __all__ = [
     "CkptError",
     "Composed",
     "Difference",
+    "ExportProof",
     "Finding",
     "Fingerprints",
     "Manifest",
@@ -100,6 +105,7 @@ __all__ = [
     "prepare",
     "publish",
     "read",
+    "verify_export",
 ]
 
 

@@ -37,7 +37,10 @@ def entry() -> NoReturn:
     gc.set_threshold(_GARBAGE, 10, 10)
     terminal.guard()
     code = main()
-    atexit._run_exitfuncs()  # what fails there is told, and goes no further
+    # Measured beside an ordinary exit, medians of 9 and 7 pairs of processes, CPU time: `inspect` 0.57 s
+    # against 0.66 s, `consolidate` 0.95 s against 1.17 s. `os._exit` skips what libraries registered for the
+    # end (event loops of stores, logs, temporary folders). Only `atexit` can run that: it has no public name.
+    atexit._run_exitfuncs()  # an error in there is printed, and goes no further
     try:
         sys.stdout.flush()
         sys.stderr.flush()

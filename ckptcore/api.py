@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.checking.check import Report
@@ -10,6 +11,7 @@ from ckptcore.conversion.pipeline import Prepared, Result, finish, inspect, sett
 from ckptcore.conversion.pipeline import convert as run_all
 from ckptcore.conversion.pipeline import execute as run_files
 from ckptcore.conversion.pipeline import prepare as run_prepare
+from ckptcore.core import dtype as dtypes
 from ckptcore.core.manifest import Manifest
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed, compose
@@ -19,9 +21,11 @@ from ckptcore.utils.workers import Progress
 if TYPE_CHECKING:
     import torch
 
+    from ckptcore.checking.export_proof import ExportProof
     from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference
     from ckptcore.core.box import Box
+    from ckptcore.planning.export_source import Known
 
 
 def open(url: str, *, recover: bool = False, keep_quantized: bool = False) -> Manifest:
@@ -64,10 +68,12 @@ def diff(
     Raises `DamagedCheckpoint` when a side is not whole or a checksum fails, `AmbiguousModel`,
     `NameMismatch`, `UsageError`. Memory: ``settings.memory``.
     """
-    from ckptcore.comparison.diff import Rules
+    from ckptcore.comparison.diff import DiffRules
     from ckptcore.comparison.diff import diff as run
 
-    rules = Rules(model or bool(model_prefix), *map(_frozen, (model_prefix, rename, tie, include, exclude)))
+    rules = DiffRules(
+        model or bool(model_prefix), *map(_frozen, (model_prefix, rename, tie, include, exclude))
+    )
     one, two = (open(s, keep_quantized=keep_quantized) if isinstance(s, str) else s for s in (a, b))
     urls = (a if isinstance(a, str) else a.root, b if isinstance(b, str) else b.root)
     return run(one, two, rules, settings or Settings(), progress, urls)
@@ -107,6 +113,104 @@ def fingerprint(
         exclude=tuple(exclude),
         rename=_frozen(rename),
     )
+
+
+def verify_export(
+    export: str,
+    *,
+    against: str | None = None,
+    reference: str | None = None,
+    near: str | None = None,
+    near_threshold: float = 0.8,
+    logits: bool = False,
+    logits_dtype: str = "float32",
+    logits_tolerance: float = 0.0,
+    any_memory: bool = False,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+    catalog: str | bool | None = False,
+    **options: Any,
+) -> ExportProof:
+    """Whether an export is what its source holds, and a model that transformers opens.
+
+    Args:
+        export: A folder or file that ``export`` wrote.
+        against: The source; by default the one that the catalog, or else the model card, names.
+        reference: A Hugging Face folder that is right: logits are compared with its, in one process.
+        near: A related Hugging Face folder: the cosine of tensors of one name is at least
+            ``near_threshold``.
+        logits: Open the export with transformers, and see that logits are finite.
+        logits_dtype, logits_tolerance: How models are opened, and the largest absolute difference.
+        any_memory: Open models also where they are larger than what is free.
+        settings: Memory, threads, and the device that models run on.
+        progress: Called while tensors are read.
+        catalog: URL of the catalog that is asked for the source, and keeps the verdict; None for the default
+            one, False for none.
+        options: Fields of `Request`: how it was exported, where the catalog does not know.
+
+    Returns:
+        The checks, each ``ok``, ``failed`` or ``not-done``, and the verdict.
+
+    Raises:
+        SourceUnreadable, UnknownFormat: There is no checkpoint at a place that was named.
+        BudgetTooSmall: A model is larger than what is free, or ``settings.memory`` too little.
+        UsageError: Arguments contradict each other.
+
+    Memory: ``settings.memory``; with logits that of a model.
+    """
+    from ckptcore.conversion.export_verdict import record_verdict
+
+    known, proof = prove_export(
+        export,
+        against=against,
+        reference=reference,
+        near=near,
+        near_threshold=near_threshold,
+        logits=logits,
+        logits_dtype=logits_dtype,
+        logits_tolerance=logits_tolerance,
+        any_memory=any_memory,
+        settings=settings,
+        progress=progress,
+        catalog=catalog,
+        **options,
+    )
+    return record_verdict(known, proof, catalog)
+
+
+def prove_export(
+    export: str,
+    *,
+    against: str | None,
+    reference: str | None,
+    near: str | None,
+    near_threshold: float,
+    logits: bool,
+    logits_dtype: str,
+    logits_tolerance: float,
+    any_memory: bool,
+    settings: Settings | None,
+    progress: Progress | None,
+    catalog: str | bool | None,
+    **options: Any,
+) -> tuple[Known, ExportProof]:
+    """As `verify_export`, with nothing stored: what is known of the export, and the proof.
+
+    For who shows an answer before a catalog can fail.
+    """
+    from ckptcore.comparison.export_logits import LogitsWanted
+    from ckptcore.comparison.verify_export import Wanted
+    from ckptcore.comparison.verify_export import verify_export as run
+    from ckptcore.conversion.export_verdict import find_source
+
+    settings = settings or Settings()
+    asked = LogitsWanted(
+        reference, dtypes.get(logits_dtype).name, settings.device, logits_tolerance, any_memory
+    )
+    wanted = Wanted(near, near_threshold, asked if logits or reference is not None else None)
+    known = find_source(export, against, {k: _frozen(v) for k, v in options.items()}, catalog)
+    proof = run(export, known.source, wanted, settings, progress, missing=known.reason)
+    return known, replace(proof, conversion=known.conversion)
 
 
 def read(

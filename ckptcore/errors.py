@@ -235,7 +235,7 @@ class WorkerLost(CkptError):
 
 
 class OutputMismatch(CkptError):
-    """What was written is not what was planned; nothing was published."""
+    """What was written is not what was planned; nothing was published, unless the message says so."""
 
     code, exit_code = "output-mismatch", 21
     default_hint = "run again with --no-resume; if it happens again it is a defect, please report it"
@@ -454,10 +454,35 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
         "names and shapes were not compared with the model class",
         "open the result with transformers",
     ),
+    "assumed-size": (
+        "warning",
+        "a map of names took a size for granted that neither a config nor a shape tells",
+        "name the model's folder with --config",
+    ),
     "fused-names": (
         "warning",
         "parameters are as the live model has them, not in pieces as in hub files",
         "transformers 5 opens both; other readers, and transformers 4, may start them at random",
+    ),
+    "not-loadable": (
+        "warning",
+        "an export has no config.json: transformers will not open it",
+        "name the model's with --config DIR or FILE, and export again",
+    ),
+    "left-beside": (
+        "warning",
+        "files that were named to lie beside the weights are not written: the output is one file",
+        "name a folder to have them; a config still checks the names, and tells what is tied",
+    ),
+    "found-files": (
+        "info",
+        "files that go beside the weights were found in the source",
+        "name others with --config and --tokenizer",
+    ),
+    "other-part": (
+        "warning",
+        "another part of the checkpoint could be the model, too; it is left out",
+        "name it with --model-prefix to export it instead",
     ),
     "unnamed-states": (
         "info",

@@ -81,6 +81,24 @@ def redacted(text: str) -> str:
     return _compiled(_SHAPED).sub(rf"\1{GONE}", text)
 
 
+def beginning(text: str, length: int) -> str:
+    """The first characters of a text, `redacted` before it is cut: what is left of a URL is no URL any more.
+
+    >>> beginning("cannot read s3://me:secret@bucket/a", 24)
+    'cannot read s3://bucket/'
+    """
+    return redacted(text)[:length]
+
+
+def ending(text: str, length: int) -> str:
+    """The last characters of a text, `redacted` before it is cut.
+
+    >>> ending("nope://me:secret@host/x", 8)
+    '//host/x'
+    """
+    return redacted(text)[-length:]
+
+
 def redacted_of(text: str, url: str) -> str:
     """`text` redacted, and without what opens `url`, wherever it is: libraries take URLs apart.
 

@@ -18,9 +18,9 @@ import yaml
 
 import flows  # noqa: F401  # settles Prefect's environment
 from ckptcore.errors import CkptError, UsageError
+from ckptcore.redaction import ending
 from ckptcore.utils import terminal
 from deployments.parameters import declared, flow_of, misfits
-from flows._command import meanings
 
 FILES = Path(__file__).parent
 POOL = "ckptcore"
@@ -42,7 +42,9 @@ def deploy(wait: float = 120.0) -> None:
         )
     # The command says what it could not deploy, and exits with 0.
     if done.returncode or "Error" in done.stdout or "error" in done.stderr.lower():
-        raise UsageError(f"prefect deploy failed: {done.stdout[-2000:]} {done.stderr[-2000:]}".strip())
+        raise UsageError(
+            f"prefect deploy failed: {ending(done.stdout, 2000)} {ending(done.stderr, 2000)}".strip()
+        )
     _describe(_read("prefect.yaml")["deployments"])
     _automate(_read("automations.yaml")["automations"])
 
@@ -102,22 +104,15 @@ def _make_pool() -> None:
 
 
 def _describe(deployments: list[dict[str, Any]]) -> None:
-    """Words for every parameter in the form that starts a run; Prefect reads other docstrings than ours."""
+    """One line about every deployment; Prefect would show the flow's whole docstring."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentUpdate
-    from prefect.utilities.importtools import import_object
 
     with get_client(sync_client=True) as client:
         for one in deployments:
-            flow = import_object(one["entrypoint"])
+            flow = flow_of(one)
             known = client.read_deployment_by_name(f"{flow.name}/{one['name']}")
-            schema = known.parameter_openapi_schema or {}
-            told = meanings(flow.fn)
-            for name, of_one in schema.get("properties", {}).items():
-                of_one["description"] = told[name]
-            update = DeploymentUpdate(
-                parameter_openapi_schema=schema, description=(flow.fn.__doc__ or "").split("\n")[0]
-            )
+            update = DeploymentUpdate(description=(flow.fn.__doc__ or "").split("\n")[0])
             client.update_deployment(known.id, update)
 
 

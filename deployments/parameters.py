@@ -11,17 +11,15 @@ import difflib
 import functools
 import inspect
 import json
-import typing
 from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
 
 import flows  # noqa: F401  # settles Prefect's environment
+from flows._options import misfit
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -51,7 +49,6 @@ def misfits(flow: Flow[..., Any], parameters: Mapping[str, Any], given: Collecti
     ["the flow sweep takes no parameter 'dry' (did you mean 'dry_run'?)"]
     """
     known = inspect.signature(flow.fn).parameters
-    types = typing.get_type_hints(flow.fn)
     found = [unknown(flow.name, name, known) for name in (*parameters, *given) if name not in known]
     found += [
         f"the flow {flow.name} needs the parameter {name!r}"
@@ -59,7 +56,7 @@ def misfits(flow: Flow[..., Any], parameters: Mapping[str, Any], given: Collecti
         if parameter.default is parameter.empty and name not in parameters and name not in given
     ]
     for name, value in parameters.items():
-        why = _unfit(value, types.get(name, Any)) if name in known else None
+        why = _unfit(value, known[name].annotation) if name in known else None
         if why is not None:
             found.append(f"the parameter {name!r} of the flow {flow.name} cannot be {value!r}: {why}")
     return found
@@ -94,15 +91,4 @@ def _unfit(value: Any, kind: Any) -> str | None:
         return f"it cannot be sent to Prefect: {error}"
     if isinstance(value, dict) and ("$ref" in value or "__prefect_kind" in value):
         return None  # Prefect puts something else in its place
-    try:
-        _adapter(kind).validate_python(value)
-    except ValidationError as error:
-        return error.errors()[0]["msg"]
-    return None
-
-
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    try:
-        return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # a model brings a configuration of its own
-        return TypeAdapter(kind)
+    return misfit(kind, value)

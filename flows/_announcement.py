@@ -10,7 +10,7 @@ from ckptcore.catalog import open_catalog
 from ckptcore.errors import UnsafeContent
 from ckptcore.operations import claims as claiming
 from ckptcore.operations import convert_once as once
-from ckptcore.operations.announced_target import request_of
+from ckptcore.operations.export_target import announced_request
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path
 from tasks.logs import log
@@ -36,7 +36,7 @@ def meant(request: Request, step: int | None, catalog: str | None) -> Request:
     request: what the announcement asks for. Raises `UsageError` when the target cannot be used for it.
     """
     with open_catalog(catalog) as known:
-        found = request_of(known, request.source, step)
+        found = announced_request(known, request.source, step)
     if found is None:
         return request
     root, instead = found

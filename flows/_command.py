@@ -1,23 +1,26 @@
 """Command: how does a flow run from a terminal?
 
-The flow's signature is the command line, its docstring the help: the parameter ``max_file_size`` is
-``--max-file-size``, a list is an option that may be repeated, a bool that is true has a ``--no-`` form.
+The flow's parameters are the command line: they are declared options (`flows._options`), which typer reads as
+it does those of `ckptcore`. ``source`` and ``destination`` are given by position.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import logging
-import re
 import sys
-import typing
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
-from ckptcore.errors import Interrupted
+import typer
+
+from ckptcore.cli.options import spelled
+from ckptcore.errors import CkptError, Interrupted, UsageError
+from ckptcore.planning.options import read_rules, split
 from ckptcore.utils import terminal
 from ckptcore.utils.units import show_size
+from flows._options import misfit, option_of
 from flows._prefect import serve_while_alive
 from tasks.markdown_text import count
 
@@ -29,8 +32,8 @@ ENDS = ("source", "destination")  # given by position, also where a flow has a d
 
 def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     """Run ``flow`` with the command line's arguments; exit non-zero when it fails."""
-    given = vars(parser(flow.fn, f"python -m flows.{flow.name}").parse_args(arguments))
     terminal.guard()
+    given = parse(flow, sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("prefect.task_runs").addFilter(_is_news)
     serve_while_alive()
     try:
@@ -48,52 +51,70 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
         )
 
 
-def parser(function: Callable[..., Any], prog: str) -> argparse.ArgumentParser:
-    """The command line of a function whose docstring has one ``name: meaning`` per parameter.
+def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """The flow's parameters of a command line. Help, and a line that cannot be read, end the process.
 
-    >>> def paint(wall: str, colours: list[str] | None = None, coats: int = 2) -> None:
-    ...     '''Paint a wall.
-    ...
-    ...     wall: which one.
-    ...     colours: from bottom
-    ...         to top.
-    ...     coats: of each colour.
-    ...     '''
-    >>> parser(paint, "paint").parse_args(["north", "--colours", "red", "--colours", "blue"])
-    Namespace(wall='north', colours=['red', 'blue'], coats=2)
+    Values are held against the flow's types before anything is started: 2 is the exit code of a wrong one.
     """
-    text, told = inspect.getdoc(function) or "", meanings(function)
-    types = typing.get_type_hints(function)
-    found = terminal.parser(prog=prog, description=text.split("\n\n")[0])
-    for name, parameter in inspect.signature(function).parameters.items():
-        help, default = told[name], parameter.default
-        if default is parameter.empty:
-            found.add_argument(name, help=help)
-        elif name in ENDS:
-            found.add_argument(name, nargs="?", default=default, help=help)
-        else:
-            how = _options(types[name], default)
-            found.add_argument(f"--{name.replace('_', '-')}", default=default, help=help, **how)
-    return found
+    prog = f"python -m flows.{flow.name}"
+    found: dict[str, Any] = {}
+
+    def command(**given: Any) -> None:
+        found.update(given)
+
+    parameters = inspect.signature(flow.fn).parameters
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [_typed(p).replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters.values()]
+    )
+    command.__doc__ = (flow.fn.__doc__ or "").partition("\n\nArgs:")[0]
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    try:
+        code = app(args=list(arguments), prog_name=prog, standalone_mode=False)
+        if not found:  # the help was shown
+            sys.exit(code or 0)
+        if "sharding" in found:
+            found["sharding"] = read_rules(found["sharding"])
+        _require_fit(flow, found)
+    except typer.TyperException as error:
+        message, code = error.format_message(), UsageError.exit_code
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
+    except CkptError as error:
+        message, code = error.message, error.exit_code
+    else:
+        return found
+    terminal.block(f"{prog}: {message}\nsee `{prog} --help`", err=True, indent="")
+    sys.exit(code)
 
 
-def meanings(function: Callable[..., Any]) -> dict[str, str]:
-    """What a flow's docstring says about each of its parameters, one line each."""
-    found = re.findall(r"^(\w+): (.*(?:\n    .*)*)", inspect.getdoc(function) or "", re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+def _require_fit(flow: Flow[..., Any], given: dict[str, Any]) -> None:
+    """Raises `UsageError` unless the flow's types take every value."""
+    for name, parameter in inspect.signature(flow.fn).parameters.items():
+        why = misfit(parameter.annotation, given[name])
+        if why is not None:
+            raise UsageError(f"cannot use {given[name]!r} for {name.replace('_', '-')}: {why}")
+
+
+def _typed(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A flow's parameter as typer reads it."""
+    option, (kind, _) = option_of(parameter), split(parameter.annotation)
+    default = parameter.default
+    if parameter.name in ENDS:
+        metavar = option.metavar if default is parameter.empty else f"[{option.metavar}]"
+        return parameter.replace(
+            annotation=Annotated[kind, typer.Argument(metavar=metavar, help=option.help)]
+        )
+    of = next((k for k in get_args(kind) if k is not type(None)), kind)
+    model = next((k for k in get_args(of) if hasattr(k, "model_validate_json")), None)
+    if model is not None:  # a list of models, each as JSON
+        form = typer.Option(metavar=option.metavar, help=option.help, parser=model.model_validate_json)
+        return parameter.replace(annotation=Annotated[list[Any] | None, form])
+    # Read where the catalog is opened: a parameter of a run is seen by all, its password included.
+    option = replace(option, env=None)
+    return parameter.replace(annotation=spelled(parameter.name, kind, option, default))
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     # What a task did stands in its own line; retries and failures are told by Prefect.
     return not record.getMessage().startswith("Finished in state Completed")
-
-
-def _options(kind: Any, default: Any) -> dict[str, Any]:  # kind: a type or `list[str] | None`
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction if default else "store_true"}
-    if origin is typing.Literal:
-        return {"choices": inner}
-    if origin is list:
-        return {"action": "append", "type": getattr(inner[0], "model_validate_json", inner[0])}
-    return _options(inner[0], default) if inner else {"type": kind}

@@ -1,14 +1,13 @@
-"""Words: what is a run called, how does an error read, how are pairs spelled?"""
+"""Words: what is a run called, and how does an error read?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 from prefect import runtime
 from prefect.utilities.annotations import quote
 
-from ckptcore.errors import CkptError, UsageError
+from ckptcore.errors import CkptError
 from ckptcore.redaction import redacted
 
 T = TypeVar("T")
@@ -41,21 +40,6 @@ def explain(error: CkptError) -> str:
     if error.hint:
         lines.append(f"next: {error.hint}")
     return "\n".join(lines)
-
-
-def pairs(option: str, spelled: Iterable[str] | None) -> tuple[tuple[str, str], ...]:
-    """``A=B`` strings as pairs; raises `UsageError`.
-
-    >>> pairs("rename", ["old.=new.", "a=="])
-    (('old.', 'new.'), ('a', '='))
-    """
-    found = []
-    for text in spelled or ():
-        left, equals, right = text.partition("=")
-        if not equals or not left:
-            raise UsageError(f"--{option} {text!r} is not of the form A=B")
-        found.append((left, right))
-    return tuple(found)
 
 
 def closed(value: T) -> T:

@@ -16,6 +16,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import Abort
 from prefect.states import AwaitingRetry
 
+from ckptcore.redaction import beginning
 from tasks.attempts import LOOKS, looks_of
 from tasks.logs import log
 
@@ -46,6 +47,6 @@ def put_off(pauses: Sequence[float], why: str) -> None:
         due = datetime.now(UTC) + timedelta(seconds=max(pauses[looks], AT_LEAST))
         told = f"looked at again at {due:%H:%M:%S} UTC: {why}"
         # Not by force: a run that is being cancelled stays so.
-        client.set_flow_run_state(id, AwaitingRetry(scheduled_time=due, message=told[:2000]))
+        client.set_flow_run_state(id, AwaitingRetry(scheduled_time=due, message=beginning(told, 2000)))
     log.info("%s", told)
     raise Abort(told)  # the engine ends without another word to the server

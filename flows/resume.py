@@ -6,7 +6,7 @@ stay, and files that it had finished are recognised by their receipts.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
 
 from prefect import State, flow, runtime
@@ -14,6 +14,9 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Completed, Failed
 
+from ckptcore.planning.options import Option
+from ckptcore.redaction import beginning
+from flows._options import takes
 from tasks.attempts import begun, given_up
 from tasks.logs import log
 
@@ -24,12 +27,18 @@ def run_name() -> str:
 
 
 @flow(name="resume", flow_run_name=run_name)
-def resume(flow_run_id: str, most: int = 5) -> State[Any]:
-    """Let a crashed run go on where it stopped.
-
-    flow_run_id: the run, as Prefect names it.
-    most: how often a run may be started in all; one that kills its process again and again has failed then.
-    """
+@takes()
+def resume(
+    flow_run_id: Annotated[str, Option("The run, as Prefect names it.")],
+    most: Annotated[
+        int,
+        Option(
+            "How often a run may be started in all; one that kills its process again and again has failed "
+            "then."
+        ),
+    ] = 5,
+) -> State[Any]:
+    """Let a crashed run go on where it stopped."""
     told = _resumed(UUID(flow_run_id), most)
     log.info("%s", told)
     return Completed(message=told)
@@ -46,9 +55,9 @@ def _resumed(run_id: UUID, most: int) -> str:
             return f"{run.name} is not crashed"
         times, last = begun(run, client.read_flow_run_states(run_id)), run.state.message or ""
         if times >= most:
-            ended: State[Any] = Failed(message=given_up(times, last)[:2000])
+            ended: State[Any] = Failed(message=beginning(given_up(times, last), 2000))
             client.set_flow_run_state(run_id, ended, force=True)
             return f"{run.name} is {given_up(times, last)}"
-        again: State[Any] = AwaitingRetry(message=f"resumed after: {last or 'a crash'}"[:500])
+        again: State[Any] = AwaitingRetry(message=beginning(f"resumed after: {last or 'a crash'}", 500))
         client.set_flow_run_state(run_id, again, force=True)
         return f"{run.name} goes on, for the {times + 1}. time"

@@ -12,23 +12,23 @@ from prefect import State, flow
 from prefect.states import Completed, Failed
 
 from ckptcore.errors import CkptError
+from ckptcore.operations.options import ScrubOptions
+from ckptcore.planning.options import options_of
 from ckptcore.utils.units import parse_duration
 from flows._naming import explain
+from flows._options import declared, takes
 from tasks.maintenance import scrub as look_again
 
 NAMED = 5  # checkpoints that a failed run's message names
 
 
 @flow(name="scrub", flow_run_name="scrub")
-def scrub(share: float = 0.05, budget: str = "10m", catalog: str | None = None) -> State[Any]:
-    """Prove that what the catalog knows is still there, byte for byte.
-
-    share: of the checkpoints, above 0 and up to 1.
-    budget: stop after this time; the first checkpoint is read to its end.
-    catalog: URL of the catalog; by default CKPTCORE_CATALOG_URL, else the user's own.
-    """
+@takes(declared(*options_of(ScrubOptions), of=ScrubOptions))
+def scrub(**given: Any) -> State[Any]:
+    """Prove that what the catalog knows is still there, byte for byte."""
+    wanted = ScrubOptions(**given)
     try:
-        found = look_again(share, parse_duration(budget), catalog)
+        found = look_again(wanted.share, parse_duration(wanted.budget), wanted.catalog)
     except CkptError as error:
         return Failed(message=explain(error), data=error)
     told = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "nothing was due"

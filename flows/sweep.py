@@ -10,18 +10,20 @@ Most trainers announce nothing; what no webhook told, this finds. ``ckptcore swe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import State, flow, runtime
 from prefect.states import Completed, Failed
 
 from ckptcore.catalog import open_catalog
 from ckptcore.errors import CkptError
-from ckptcore.operations.sweep import Item, Standing, Swept, forget_events, watched, work
-from ckptcore.planning.request import Request, Settings
-from ckptcore.utils.units import parse_duration, parse_size
-from flows._engine import engine as parse_engine
+from ckptcore.operations.options import SweepOptions
+from ckptcore.operations.sweep import Standing, SweepItem, Swept, forget_events, watched, work
+from ckptcore.planning.options import MEANS, Option, options_of
+from ckptcore.planning.request import Request
+from ckptcore.utils.units import parse_duration
 from flows._naming import closed, explain
+from flows._options import RUN, FlowOptions, declared, takes
 from flows.convert import steps
 from tasks.sweep import look, note
 
@@ -29,44 +31,27 @@ NAMED = 5  # checkpoints that a failed run's message names
 
 
 @flow(name="sweep", flow_run_name="sweep")
+@takes(declared(*options_of(SweepOptions), of=SweepOptions), declared(*MEANS, "device", *RUN))
 def sweep(
-    roots: list[str] | None = None,
-    dry_run: bool = False,
-    settle: str = "2m",
-    again: bool = False,
-    memory: str = "1GiB",
-    workers: int | None = None,
-    device: str = "cpu",
-    fingerprint: bool = False,
-    catalog: str | None = None,
-    batch: str = "1GiB",
-    engine: str | None = None,
+    roots: Annotated[
+        list[str] | None, Option("Names of watched roots; default: all that are not paused.")
+    ] = None,
+    **given: Any,
 ) -> State[Any]:
-    """Convert what is complete and not yet converted below the watched roots.
-
-    roots: their names; by default all that are not paused.
-    dry_run: say what would be converted, and convert nothing.
-    settle: leave alone what changed within this time.
-    again: also what failed a short time ago, or was broken.
-    memory: budget for tensor buffers.
-    workers: threads; by default as the machine has.
-    device: torch device for casts.
-    fingerprint: one digest of the numbers of every conversion.
-    catalog: URL of the catalog; by default CKPTCORE_CATALOG_URL, else the user's own.
-    batch: bytes of output in one task.
-    engine: where tasks run: threads, dask, ray; by default CKPTCORE_ENGINE, else threads.
-    """
+    """Convert what is complete and not yet converted below the watched roots."""
     try:
-        settings = Settings(parse_size(memory), workers, device, fingerprint=fingerprint or None)
-        on, batch_bytes, settle_s = parse_engine(engine), parse_size(batch), parse_duration(settle)
+        wanted = SweepOptions(**{name: given[name] for name in options_of(SweepOptions)})
+        # A switch that is off is no word against a fingerprint that a root's target takes by default.
+        job = FlowOptions.of(given | {"fingerprint": wanted.fingerprint or None}).job()
+        catalog, dry_run, settle_s = wanted.catalog, wanted.dry_run, parse_duration(wanted.settle)
 
         def convert(request: Request) -> None:
-            steps(request, settings, catalog=catalog, batch_bytes=batch_bytes, on=on)
+            steps(request, job)
 
-        found: list[Item] = []
+        found: list[SweepItem] = []
         with open_catalog(catalog) as known:
             for root in watched(known, roots or ()):
-                items = look(root.name, closed(root), catalog, dry_run, settle_s, again)
+                items = look(root.name, closed(root), catalog, dry_run, settle_s, wanted.again)
                 who = str(runtime.flow_run.id)
                 done = [
                     i if dry_run or i.standing is not Standing.READY else work(known, i, convert, who)

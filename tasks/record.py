@@ -8,22 +8,19 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.assets import add_asset_metadata
 from prefect.tasks import MaterializingTask
 
-from ckptcore.conversion.pipeline import register, settle
+from ckptcore.conversion.pipeline import settle
 from ckptcore.conversion.publish import Result
-from ckptcore.conversion.registration import Registration
+from ckptcore.conversion.registration import Registration, register
 from ckptcore.core.manifest import Manifest
-from ckptcore.planning.request import Settings
 from tasks.artifacts import shown
 from tasks.assets import asset_keys
 from tasks.logs import log
 from tasks.retry import STEP
 
 
-def _record(
-    registration: Registration | None, result: Result, manifest: Manifest, settings: Settings
-) -> Result:
+def _record(registration: Registration | None, result: Result, manifest: Manifest) -> Result:
     """The result with its id in the catalog; then nothing needs the staging folder any more."""
-    known = register(registration, result, manifest, settings)
+    known = register(registration, result, manifest)
     settle(result.plan_uri)
     for key in asset_keys(result.destination):
         add_asset_metadata(

@@ -9,8 +9,8 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
-from ckptcore.catalog.watched_roots import Root
-from ckptcore.operations.sweep import Item, look_through, note_swept
+from ckptcore.catalog.watched_roots import RootRow
+from ckptcore.operations.sweep import SweepItem, look_through, note_swept
 from tasks.artifacts import shown
 from tasks.logs import log
 from tasks.markdown_text import count
@@ -20,8 +20,8 @@ MAX_ROWS = 500
 
 @task(task_run_name="look through {name}", cache_policy=NO_CACHE, persist_result=False)
 def look(
-    name: str, root: Root, catalog: str | None, dry_run: bool, settle_s: float, again: bool
-) -> list[Item]:
+    name: str, root: RootRow, catalog: str | None, dry_run: bool, settle_s: float, again: bool
+) -> list[SweepItem]:
     """The checkpoints below a root. name: what the run is called."""
     with open_catalog(catalog) as known:
         items = list(look_through(known, root, dry_run=dry_run, settle_s=settle_s, again=again))
@@ -31,7 +31,7 @@ def look(
 
 
 @task(task_run_name="note {name}", cache_policy=NO_CACHE, persist_result=False)
-def note(name: str, root: Root, items: Sequence[Item], catalog: str | None, dry_run: bool) -> None:
+def note(name: str, root: RootRow, items: Sequence[SweepItem], catalog: str | None, dry_run: bool) -> None:
     """What came of a root, as an artifact and in the catalog."""
     rows = [
         {"standing": i.standing.value, "step": i.step, "checkpoint": i.source, "why": i.why or i.destination}

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ckptcore.catalog import checkpoints, conversions, lineage, query
+from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query
 from ckptcore.catalog.database import BEGIN, QUEUE_BEGIN, READER_BEGIN, translated
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.types import (
@@ -23,6 +23,7 @@ from ckptcore.catalog.types import (
     CheckpointFacts,
     CheckpointRow,
     ConversionDetail,
+    ConversionFacts,
     ConversionRow,
     FileRow,
     Kind,
@@ -113,45 +114,19 @@ class Catalog:
     def succeed(
         self,
         conversion_id: str,
+        facts: ConversionFacts,
         *,
         source: CheckpointFacts,
         derived: CheckpointFacts,
-        plan_digest: str,
-        bytes_in: int,
-        bytes_out: int,
-        peak_memory: int | None,
-        timings: Mapping[str, float],
         findings: Iterable[Finding] = (),
-        map_digest: str | None = None,
-        fingerprint: str | None = None,
-        source_stamp: str | None = None,
-        source_ctime: str | None = None,
     ) -> str:
         """Record that it published `derived`, made from `source`; the id of the derived one.
 
-        findings: what was found on the source on the way (warnings, notes).
-        timings: stage -> seconds. Sizes in bytes. map_digest, fingerprint,
-        source_stamp, source_ctime: see `ConversionRow`.
-        Told twice, the second time changes nothing.
+        findings: what was found on the source on the way (warnings, notes). Called twice, the second time
+        changes nothing.
         """
         with self.writing() as conn:
-            return conversions.succeed(
-                conn,
-                _now(),
-                conversion_id,
-                source=source,
-                derived=derived,
-                plan_digest=plan_digest,
-                bytes_in=bytes_in,
-                bytes_out=bytes_out,
-                peak_memory=peak_memory,
-                timings=timings,
-                findings=findings,
-                map_digest=map_digest,
-                fingerprint=fingerprint,
-                source_stamp=source_stamp,
-                source_ctime=source_ctime,
-            )
+            return conversions.succeed(conn, _now(), conversion_id, facts, source, derived, findings)
 
     def fail(
         self,
@@ -167,6 +142,14 @@ class Catalog:
             conversions.fail(
                 conn, _now(), conversion_id, code=code, message=message, findings=findings, source=source
             )
+
+    def record_verdict(self, conversion_id: str, checks: Iterable[tuple[str, str, str]]) -> str:
+        """Record what was proven of the export that a conversion wrote; the verdict, with what was known.
+
+        checks: (check, ok or failed or not-done, summary). A check that was not done takes nothing back.
+        """
+        with self.writing() as conn:
+            return export_verdicts.record(conn, _now(), conversion_id, checks)
 
     def record_validation(
         self,

@@ -18,11 +18,14 @@ from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri
 from ckptcore.catalog.query import current_first
-from ckptcore.catalog.types import CheckpointFacts, Direction, Kind, Outcome, State
+from ckptcore.catalog.types import CheckpointFacts, ConversionFacts, Direction, Kind, Outcome, State
 from ckptcore.errors import CatalogError, Finding, UsageError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
+
+# Codes of what is found of the output, and not of the source.
+_OF_OUTPUT = frozenset({"found-files", "left-beside", "not-loadable"})
 
 
 def begin_conversion(
@@ -59,23 +62,14 @@ def succeed(
     conn: Connection,
     now: datetime,
     conversion: str,
-    *,
+    facts: ConversionFacts,
     source: CheckpointFacts,
     derived: CheckpointFacts,
-    plan_digest: str,
-    bytes_in: int,
-    bytes_out: int,
-    peak_memory: int | None,
-    timings: Mapping[str, float],
-    findings: Iterable[Finding],
-    map_digest: str | None = None,
-    fingerprint: str | None = None,
-    source_stamp: str | None = None,
-    source_ctime: str | None = None,
+    findings: Iterable[Finding] = (),
 ) -> str:
     """Both checkpoints, the edge between them, and the end of the conversion; the derived's id.
 
-    Told twice (a retried task), the second time changes nothing.
+    Called twice (a retried task), the second time changes nothing.
     """
     row = _conversion(conn, conversion)
     if row.state == Outcome.SUCCEEDED:
@@ -85,8 +79,11 @@ def succeed(
         conn, now, _of_the_same_run(conn, source_id, derived), Kind.DERIVED
     )
     _link(conn, row.id, {(source_id, Direction.IN), (derived_id, Direction.OUT)})
-    note_findings(conn, now, findings, checkpoint=source_id, conversion=row.id, level=source.verified)
-    note_findings(conn, now, (), checkpoint=derived_id, conversion=row.id, level=derived.verified)
+    every = tuple(findings)
+    of_source = [f for f in every if f.code not in _OF_OUTPUT]
+    of_output = [f for f in every if f.code in _OF_OUTPUT]
+    note_findings(conn, now, of_source, checkpoint=source_id, conversion=row.id, level=source.verified)
+    note_findings(conn, now, of_output, checkpoint=derived_id, conversion=row.id, level=derived.verified)
     _inherit(conn, source_id, derived_id)
     conn.execute(
         update(Conversion)
@@ -94,15 +91,15 @@ def succeed(
         .values(
             state=Outcome.SUCCEEDED.value,
             ended_at=now,
-            plan_digest=plan_digest,
-            bytes_in=bytes_in,
-            bytes_out=bytes_out,
-            peak_memory=peak_memory,
-            timings=clean_json(timings),
-            map_digest=map_digest,
-            fingerprint=fingerprint,
-            source_stamp=source_stamp,
-            source_ctime=source_ctime,
+            plan_digest=facts.plan_digest,
+            bytes_in=facts.bytes_in,
+            bytes_out=facts.bytes_out,
+            peak_memory=facts.peak_memory,
+            timings=clean_json(facts.timings),
+            map_digest=facts.map_digest,
+            fingerprint=facts.fingerprint,
+            source_stamp=facts.source_stamp,
+            source_ctime=facts.source_ctime,
             error_code=None,
             error_message=None,
         )

@@ -29,7 +29,7 @@ from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageE
 from ckptcore.utils.text import shown as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009")
 HEAD = REVISIONS[-1]
 
 PSYCOPG = "postgresql+psycopg"
@@ -173,6 +173,11 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
         raise MissingDependency(
             f"no driver for {url.drivername} is installed: {error}",
             hint="for PostgreSQL: pip install 'ckptcore[postgres]'",
+        ) from error
+    except exc.ArgumentError as error:  # a SQLite URL with a host, say
+        raise CatalogError(
+            f"the catalog's URL {url.render_as_string(hide_password=True)} cannot be used",
+            hint="use a path, sqlite:////absolute/path or postgresql+psycopg://user@host/database",
         ) from error
     if sqlite:
         journal = "WAL" if path is None else journal_mode(path)

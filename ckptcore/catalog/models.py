@@ -141,7 +141,8 @@ class Conversion(Base):
 
     source_stamp, source_ctime: digests over what the source's files were read as, see
     `ckptcore.execution.source_stamps`; NULL where it is not known, and the latter where the store has no such
-    time.
+    time. export_verdict: what `verify-export` said last, NULL where nobody asked; export_checks (JSON) is its
+    word on each check, see `export_verdicts.py`.
     """
 
     __tablename__ = "conversion"
@@ -169,6 +170,9 @@ class Conversion(Base):
     fingerprint: Mapped[str | None] = mapped_column(index=True)
     source_stamp: Mapped[str | None]
     source_ctime: Mapped[str | None]
+    export_verdict: Mapped[str | None]
+    export_checks: Mapped[str | None]
+    export_verified_at: Mapped[datetime | None]
 
 
 class ConversionIO(Base):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, and_, select
@@ -37,6 +38,7 @@ from ckptcore.errors import Conflict, Finding, UsageError
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
+OPENED_BY = frozenset({"config.json", "adapter_config.json"})  # by which transformers and PEFT know a model
 PREFIX = re.compile(r"[0-9a-f][0-9a-f-]{3,35}")
 
 
@@ -208,6 +210,9 @@ def conversion_row(row: Any) -> ConversionRow:
         fingerprint=row.fingerprint,
         source_stamp=row.source_stamp,
         source_ctime=row.source_ctime,
+        export_verdict=row.export_verdict,
+        export_checks=json.loads(row.export_checks or "{}"),
+        export_verified_at=row.export_verified_at,
     )
 
 
@@ -241,9 +246,11 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
     found = select(FindingRecord).where(
         FindingRecord.checkpoint_id == row_id, FindingRecord.resolved_at.is_(None)
     )
+    files = _files_of(conn, row_id)
+    written_by = conversions_of(conn, row_id, Direction.OUT)
     return CheckpointDetail(
         checkpoint=checkpoint_row(row),
-        files=_files_of(conn, row_id),
+        files=files,
         tensors=tuple(
             sorted(
                 (
@@ -255,9 +262,16 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
         ),
         findings=_findings(conn, found),
         tags={r.key: r.value for r in conn.execute(tags)},
-        written_by=conversions_of(conn, row_id, Direction.OUT),
+        written_by=written_by,
         used_by=conversions_of(conn, row_id, Direction.IN),
+        loadable=_loadable(written_by, {f.path for f in files}),
     )
+
+
+def _loadable(written_by: Sequence[ConversionRow], names: Set[str]) -> str | None:
+    """See `CheckpointDetail`. Every exported folder has a card: without, its files are not recorded."""
+    exported = any(c.verb == "export" and c.state == Outcome.SUCCEEDED for c in written_by)
+    return "no" if exported and "README.md" in names and not names & OPENED_BY else None
 
 
 def _files_of(conn: Connection, row_id: int) -> tuple[FileRow, ...]:

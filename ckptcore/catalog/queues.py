@@ -65,6 +65,19 @@ class _Tried:
 
 
 @dataclass(frozen=True, slots=True)
+class NewEvent:
+    """An event as it arrived; the fields are those of `InboxEvent`."""
+
+    source: str
+    event_id: str
+    type: str = ""
+    uri: str = ""
+    run: str = ""
+    step: int | None = None
+    body: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class InboxEvent(_Tried):
     """One event.
 
@@ -286,35 +299,19 @@ class Queue(Generic[Row]):
 
 
 class _Inbox(Queue[InboxEvent]):
-    def accept(
-        self,
-        conn: Connection,
-        now: datetime,
-        source: str,
-        event_id: str,
-        *,
-        type: str = "",
-        uri: str = "",
-        run: str = "",
-        step: int | None = None,
-        body: str = "",
-        due_at: datetime | None = None,
-    ) -> tuple[InboxEvent, bool]:
-        """The event's row, and whether it is new: sent again, the first one stays as it is.
-
-        due_at: when it may be taken at the earliest; now by default.
-        """
+    def accept(self, conn: Connection, now: datetime, event: NewEvent) -> tuple[InboxEvent, bool]:
+        """The event's row, and whether it is new: sent again, the first one stays as it is."""
         values = {
-            "source": storable(source),
-            "event_id": storable(event_id),
-            "type": storable(type),
-            "uri": clean(uri),
-            "run": storable(run),
-            "step": step,
-            "body": clean(body),
+            "source": storable(event.source),
+            "event_id": storable(event.event_id),
+            "type": storable(event.type),
+            "uri": clean(event.uri),
+            "run": storable(event.run),
+            "step": event.step,
+            "body": clean(event.body),
             "received_at": now,
         }
-        return self._insert(conn, due_at or now, values)
+        return self._insert(conn, now, values)
 
     def get(self, conn: Connection, event_id: str) -> InboxEvent:
         """The event with this id of ours. Raises `UsageError`."""

@@ -6,7 +6,6 @@ Every function works inside the transaction that it is given, a writer's where i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
 
-class Seen(StrEnum):
+class Condition(StrEnum):
     """What a place was taken for.
 
     whole: a complete checkpoint at rest. writing: its files changed not long ago. broken: it lies still, and
@@ -54,35 +53,22 @@ class SightingRow:
     changed_at: datetime
 
 
-def note(
-    conn: Connection,
-    now: datetime,
-    uri: str,
-    *,
-    root: str,
-    step: int | None,
-    state: Seen,
-    stamp: str,
-    changed_at: datetime,
-    source_digest: str | None = None,
-    manifest_digest: str | None = None,
-    findings: Sequence[Finding] = (),
-) -> None:
-    """What was seen at a place; the newest word counts."""
+def note(conn: Connection, seen: SightingRow) -> None:
+    """Record what was seen at a place. The newest sighting replaces the last, but for when the first was."""
     values = {
-        "root": normal_uri(root),
-        "step": step,
-        "state": state.value,
-        "stamp": stamp,
-        "source_digest": source_digest,
-        "manifest_digest": manifest_digest,
-        "findings": clean_json([asdict(f) for f in findings]),
-        "last_seen_at": now,
-        "changed_at": changed_at,
+        "root": normal_uri(seen.root),
+        "step": seen.step,
+        "state": seen.state,
+        "stamp": seen.stamp,
+        "source_digest": seen.source_digest,
+        "manifest_digest": seen.manifest_digest,
+        "findings": clean_json([asdict(f) for f in seen.findings]),
+        "last_seen_at": seen.last_seen_at,
+        "changed_at": seen.changed_at,
     }
-    here = Sighting.uri == normal_uri(uri)
-    if conn.execute(update(Sighting).where(here).values(values)).rowcount == 0:
-        conn.execute(insert(Sighting).values(uri=normal_uri(uri), first_seen_at=now, **values))
+    uri = normal_uri(seen.uri)
+    if conn.execute(update(Sighting).where(Sighting.uri == uri).values(values)).rowcount == 0:
+        conn.execute(insert(Sighting).values(uri=uri, first_seen_at=seen.first_seen_at, **values))
 
 
 def below(conn: Connection, root: str) -> dict[str, SightingRow]:

@@ -107,6 +107,26 @@ class CheckpointFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversionFacts:
+    """What is known of one conversion when it has published its output.
+
+    plan_digest: of the plan that was carried out. bytes_in, bytes_out: read and written.
+    peak_memory: bytes resident, or None. timings: stage -> seconds. map_digest, fingerprint, source_stamp,
+    source_ctime: see `ConversionRow`.
+    """
+
+    plan_digest: str
+    bytes_in: int
+    bytes_out: int
+    peak_memory: int | None
+    timings: Mapping[str, float]
+    map_digest: str | None = None
+    fingerprint: str | None = None
+    source_stamp: str | None = None
+    source_ctime: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointRow:
     """One checkpoint as the catalog knows it.
 
@@ -168,7 +188,8 @@ class ConversionRow:
     to the names. None where no fingerprint was taken. source_stamp, source_ctime: digests
     (`ckptcore.execution.source_stamps.digest`) over identity and status time of every file of the source that
     was used, as they were before its first byte was read; None where that is not known, or the store has no
-    such time.
+    such time. export_verdict: ok, failed or unproven, as `verify-export` has it; None where nobody asked.
+    export_checks: check -> its verdict, summary and when (``at``); export_verified_at: when the last of them.
     """
 
     id: str
@@ -192,6 +213,9 @@ class ConversionRow:
     fingerprint: str | None = None
     source_stamp: str | None = None
     source_ctime: str | None = None
+    export_verdict: str | None = None
+    export_checks: dict[str, dict[str, str]] = field(default_factory=dict)
+    export_verified_at: datetime | None = None
 
     @property
     def made_for(self) -> str:
@@ -202,7 +226,11 @@ class ConversionRow:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDetail:
-    """All about one checkpoint: what it holds, what wrote it, what used it, what is open."""
+    """All about one checkpoint: what it holds, what wrote it, what used it, what is open.
+
+    loadable: ``no`` for an exported folder that lacks the file by which transformers, or PEFT, knows a model;
+    None where nothing speaks against it.
+    """
 
     checkpoint: CheckpointRow
     files: tuple[FileRow, ...]
@@ -211,6 +239,7 @@ class CheckpointDetail:
     tags: dict[str, str]
     written_by: tuple[ConversionRow, ...]
     used_by: tuple[ConversionRow, ...]
+    loadable: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ FROM (
   JOIN training_run r ON r.id = d.run_id
   JOIN (SELECT DISTINCT o.checkpoint_id, v.verb
         FROM conversion_io o JOIN conversion v ON v.id = o.conversion_id
-        WHERE o.direction = 'out' AND v.state = 'succeeded') m ON m.checkpoint_id = d.id
+        WHERE o.direction = 'out' AND v.state = 'succeeded'
+              AND coalesce(v.export_verdict, '') <> 'failed') m ON m.checkpoint_id = d.id
   WHERE d.kind = 'derived' AND d.state = 'present' AND d.verified_at IS NOT NULL
 ) k
 JOIN checkpoint c ON c.id = k.id
@@ -53,6 +54,14 @@ WHERE k.place = 1""",
 SELECT run, step, format, dtypes, checkpoint, uri, bytes, fingerprint, verified_level, verified_at
 FROM latest_outputs
 WHERE verb = 'export'""",
+    "export_verdicts": """
+SELECT r.name AS run, c.step, v.export_verdict AS verdict, v.export_verified_at AS verified_at,
+       v.uuid AS conversion, c.uuid AS checkpoint, c.uri, v.source_uri, c.state, v.export_checks AS checks
+FROM conversion v
+JOIN conversion_io o     ON o.conversion_id = v.id AND o.direction = 'out'
+JOIN checkpoint c        ON c.id = o.checkpoint_id
+LEFT JOIN training_run r ON r.id = c.run_id
+WHERE v.export_verdict IS NOT NULL""",
     "lineage_steps": """
 SELECT s.uuid AS source, s.uri AS source_uri, v.uuid AS conversion, v.verb, v.ended_at,
        d.uuid AS derived, d.uri AS derived_uri, s.id AS source_id, d.id AS derived_id

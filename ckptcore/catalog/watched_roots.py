@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class RootRow:
     """One watched root.
 
     include: globs on paths relative to `uri`; empty means everything. target: the options of the conversion.
@@ -47,7 +47,7 @@ def add(
     *,
     include: Sequence[str] = (),
     target: Mapping[str, Any] | None = None,
-) -> Root:
+) -> RootRow:
     """Watches `uri` under a name of its own. Raises `UsageError` when the name is taken."""
     if not name.strip():
         raise UsageError("a watched root needs a name", hint="for example that of the training run")
@@ -72,7 +72,7 @@ def remove(conn: Connection, name: str) -> None:
     conn.execute(delete(WatchedRoot).where(WatchedRoot.name == storable(name)))
 
 
-def enable(conn: Connection, name: str, enabled: bool) -> Root:
+def enable(conn: Connection, name: str, enabled: bool) -> RootRow:
     """Goes on, or pauses. Raises `UsageError`."""
     get(conn, name)
     conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(enabled=enabled))
@@ -86,7 +86,7 @@ def swept(conn: Connection, now: datetime, name: str, note: str = "") -> None:
     conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(values))
 
 
-def get(conn: Connection, name: str) -> Root:
+def get(conn: Connection, name: str) -> RootRow:
     """The root of this name. Raises `UsageError`."""
     found = _rows(conn, name)
     if not found:
@@ -94,17 +94,17 @@ def get(conn: Connection, name: str) -> Root:
     return found[0]
 
 
-def every(conn: Connection, *, enabled: bool | None = None) -> tuple[Root, ...]:
+def every(conn: Connection, *, enabled: bool | None = None) -> tuple[RootRow, ...]:
     """All watched roots by name; enabled: only those that are, or are not."""
     return tuple(root for root in _rows(conn, None) if enabled is None or root.enabled is enabled)
 
 
-def _rows(conn: Connection, name: str | None) -> list[Root]:
+def _rows(conn: Connection, name: str | None) -> list[RootRow]:
     wanted = select(WatchedRoot.__table__).order_by(WatchedRoot.name)
     if name is not None:
         wanted = wanted.where(WatchedRoot.name == storable(name))
     return [
-        Root(
+        RootRow(
             r.name,
             r.uri,
             tuple(json.loads(r.include)),

@@ -5,5 +5,5 @@ at the first.
 
 - `check.check` makes a `check.Report`; `check.require_whole` raises for what somebody asks for.
 - `scan` reads all bytes, for the levels ``bytes`` and ``values``.
-- `verdicts` says what findings amount to.
+- `verdicts` says what findings amount to; `export_proof` is the outcome of `verify-export`.
 """

@@ -1,20 +1,19 @@
-"""Examining: what is at a place, and is it whole?
+"""Open a checkpoint and check it: what is at a place, and is it complete?
 
+A file of its own, because its start is the start of `inspect` and `validate` (decision 80 in DESIGN.md).
 For verbs that look and write nothing. They start without the stages of `ckptcore.conversion.pipeline`, which
 read and check through this module, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 
 from ckptcore.checking.check import LEVELS, Report, check
 from ckptcore.core.manifest import Manifest
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.store import open_store
-
-Progress = Callable[[str, int, int], None]
+from ckptcore.utils.workers import Progress
 
 
 def inspect(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:

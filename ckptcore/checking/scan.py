@@ -27,7 +27,8 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.reading.equality import differing, index_in, mismatch
-from ckptcore.reading.gather import Bytes, gather, tile_view
+from ckptcore.reading.gather import Bytes, tile_view
+from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload, StoredChunk, resolve
 from ckptcore.store import Store
 from ckptcore.utils.crc32 import crc32
@@ -57,7 +58,7 @@ def scan(
     findings: list[Finding] = []
     bare: set[str] = set()
     for whole in wholes:
-        state = _State(whole, store, skip_files, values, meter)
+        state = _Scan(whole, store, skip_files, values, meter)
         with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
             for found in pool.map(state.chunk, range(len(whole.chunks)), chunksize=1):
                 findings += found
@@ -126,7 +127,7 @@ def _as_one(manifest: Manifest, found: Sequence[Differing]) -> list[Finding]:
     return told
 
 
-class _State:
+class _Scan:
     """What the workers of one scan share."""
 
     def __init__(
@@ -281,7 +282,9 @@ class _State:
         for box in whole.tiles(_BLOCK // itemsize):
             buffer = np.frombuffer(self._buffers(_BLOCK)[slot], np.uint8)
             tile = tile_view(buffer, box.shape, spec.dtype)
-            gather(payload, whole, box, spec.dtype, tile, self._scratch(), None)
+            into = Interleaver(tile, box, spec.dtype, self._scratch())
+            into.put(payload, whole, box, None)
+            into.flush()
             yield box, buffer[: box.numel * itemsize]
 
     def _buffers(self, count: int) -> tuple[memoryview, memoryview]:

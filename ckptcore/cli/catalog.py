@@ -13,7 +13,8 @@ import typer
 from ckptcore.catalog import default_url, upgrade
 from ckptcore.cli.catalog_names import alias_app, hold_app, root_app
 from ckptcore.cli.catalog_queues import inbox_app, outbox_app
-from ckptcore.cli.catalog_shared import As, Limit, Output, Ref, Where, answer, opened, write_json
+from ckptcore.cli.catalog_shared import As, Limit, Ref, Where, answer, opened, write_json
+from ckptcore.cli.options import Output
 from ckptcore.errors import CatalogError, UsageError
 from ckptcore.utils import terminal
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptcore.cli.catalog_shared import As, Output, Ref, Where, answer, opened
+from ckptcore.cli.catalog_shared import As, Ref, Where, answer, opened
+from ckptcore.cli.options import Output, declared, takes
 from ckptcore.errors import UsageError
 
 alias_app = typer.Typer(no_args_is_help=True, help="Names that stand for one checkpoint at a time.")
@@ -103,6 +104,7 @@ def release_hold(
 
 
 @root_app.command("add")
+@takes(declared("to", "mesh", "dtype", "config", to=None, mesh=None))
 def add_root(
     name: Name,
     uri: Annotated[str, typer.Argument(metavar="URI", help="The folder, or its URL.")],
@@ -119,36 +121,22 @@ def add_root(
         ),
     ] = None,
     verb: Annotated[str | None, typer.Option("--verb", help="consolidate, export or reshard.")] = None,
-    to: Annotated[str | None, typer.Option("--to", metavar="FORMAT", help="Output format.")] = None,
-    mesh: Annotated[
-        str | None, typer.Option("--mesh", metavar="AXES", help="For reshard: fsdp=4,tp=2.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Cast floating-point tensors.")] = None,
-    config: Annotated[
-        str | None, typer.Option("--config", metavar="DIR", help="For export: config.json.")
-    ] = None,
     target: Annotated[
         str, typer.Option("--target", metavar="JSON", help="More of what to make: fields of a request.")
     ] = "{}",
     catalog: Where = None,
     output: As = Output.TEXT,
+    **given: Any,
 ) -> None:
     """Watch a folder: what is complete below it is converted by `ckptcore sweep`."""
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog import watched_roots as roots
     from ckptcore.operations.export_target import target_of
 
-    given = {
-        "destination": destination,
-        "verb": verb,
-        "to": to,
-        "mesh": mesh,
-        "dtype": dtype,
-        "config": config,
-    }
-    if mesh is not None and verb is None:
-        given["verb"] = "reshard"
-    checked = target_of(_object(target) | {k: v for k, v in given.items() if v is not None})
+    if verb is None and given["mesh"] is not None:
+        verb = "reshard"
+    wanted = {"destination": destination, "verb": verb, **given}
+    checked = target_of(_object(target) | {k: v for k, v in wanted.items() if v is not None})
     with open_catalog(catalog) as found, found.writing() as conn:
         row = roots.add(conn, _now(), name, uri, include=include or (), target=checked.as_dict())
     answer((row,), output)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptcore.cli.catalog_shared import As, Limit, Output, Where, answer, opened, write_json
+from ckptcore.cli.catalog_shared import As, Limit, Where, answer, opened, write_json
+from ckptcore.cli.options import Output
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 

@@ -27,8 +27,9 @@ from ckptcore.catalog.types import (
     LineageStep,
     Origin,
 )
-from ckptcore.catalog.watched_roots import Root
+from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.errors import Finding
+from ckptcore.redaction import beginning, redacted
 from ckptcore.utils import terminal
 
 WIDTH = 100
@@ -69,6 +70,7 @@ def tail(text: str, width: int) -> str:
     >>> tail("/data/runs/llama/step-1000", 12)
     '…a/step-1000'
     """
+    text = redacted(text)  # what is cut from a URL can no longer be told from its password
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
@@ -112,7 +114,7 @@ NAMED: dict[type, tuple[Column, ...]] = {
         ("came", lambda r: _when(r.received_at)),
         ("source", lambda r: tail(r.source, 10)),
         ("uri", lambda r: tail(r.uri or "-", 20)),
-        ("message", lambda r: (r.error_message or "-")[:200]),
+        ("message", lambda r: beginning(r.error_message or "-", 200)),
     ),
     Message: (
         ("id", lambda r: r.id[:_ID]),
@@ -121,9 +123,9 @@ NAMED: dict[type, tuple[Column, ...]] = {
         ("made", lambda r: _when(r.created_at)),
         ("endpoint", lambda r: tail(r.endpoint, 10)),
         ("type", lambda r: tail(r.type, 20)),
-        ("message", lambda r: (r.error_message or "-")[:200]),
+        ("message", lambda r: beginning(r.error_message or "-", 200)),
     ),
-    Root: (
+    RootRow: (
         ("name", lambda r: tail(r.name, 16)),
         ("on", lambda r: "yes" if r.enabled else "no"),
         ("include", lambda r: tail(" ".join(r.include) or "*", 16)),
@@ -171,7 +173,7 @@ def _conversions(rows: Iterable[ConversionRow]) -> Table:
             ("started", lambda r: _when(r.started_at)),
             ("took", _took),
             ("written", lambda r: size(r.bytes_out)),
-            ("error", lambda r: tail(r.error_code or "-", 18)),
+            ("error", lambda r: tail(r.error_code or _verified(r), 18)),
             ("destination", lambda r: tail(r.destination_uri, 20)),
         ),
         right=("took", "written"),
@@ -195,6 +197,7 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
             "manifest": row.manifest_digest,
             "content": row.content_digest or "-",
             "fingerprint": row.fingerprint or "-",
+            "loadable": detail.loadable or "-",
             "origin": ", ".join(f"{k}={v}" for k, v in row.origin.items()) or "-",
             "added": _when(row.created_at),
             "tags": ", ".join(f"{k}={v}" for k, v in detail.tags.items()) or "-",
@@ -256,6 +259,7 @@ def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
             "plan": row.plan_digest or "-",
             "fingerprint": row.fingerprint or "-",
             "map": row.map_digest or "-",
+            **_verdict(row),
             "flow run": row.flow_run_id or "-",
             "version": row.tool_version,
         }
@@ -264,6 +268,14 @@ def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
     if both:
         yield Group("", _checkpoints(both))
     yield from _found(detail.findings)
+
+
+def _verdict(row: ConversionRow) -> dict[str, str]:
+    """What was proven of the export, where somebody asked."""
+    if row.export_verdict is None:
+        return {}
+    checks = "".join(f"\n{n}: {c['verdict']}, {c['summary']}" for n, c in row.export_checks.items())
+    return {"export": f"{row.export_verdict}, {_when(row.export_verified_at)}{checks}"}
 
 
 def _lineage(lines: Lineage) -> Iterable[RenderableType]:
@@ -350,6 +362,11 @@ def _table(rows: Iterable[Any], columns: tuple[Column, ...], right: tuple[str, .
 
 def _when(time: datetime | None) -> str:
     return "-" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def _verified(row: ConversionRow) -> str:
+    """The verdict on an export that is not what it should be."""
+    return f"export {row.export_verdict}" if row.export_verdict == "failed" else "-"
 
 
 def _took(row: ConversionRow) -> str:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptcore.catalog import as_dict, default_url, open_catalog
+from ckptcore.cli.options import Output
 from ckptcore.utils import terminal
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
-
-
-class Output(StrEnum):
-    """How an answer is written."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 Where = Annotated[

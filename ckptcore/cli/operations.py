@@ -1,6 +1,7 @@
-"""`ckptcore sweep`, `scrub`, `retire`: what keeps folders of checkpoints in order, from the command line.
+"""`ckptcore sweep`, `scrub`, `retire`, `catalog rebuild`: keep folders of checkpoints in order.
 
-They do what the scheduled flows do. Parse, call, show; errors are those of `ckptcore.cli.main`.
+They do what the scheduled flows do, with the same options (`ckptcore.operations.options`). Parse, call, show;
+errors are those of `ckptcore.cli.main`.
 """
 
 from __future__ import annotations
@@ -9,55 +10,41 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptcore.cli.options import ANSWER, DEVICE, KNOWN, MEANS, Again, DryRun, Output, RootNames, Settle, takes
+from ckptcore.cli.catalog_shared import As, Where, write_json
+from ckptcore.cli.options import ANSWER, RUN, Output, RootNames, declared, takes
+from ckptcore.operations.options import RetireOptions, ScrubOptions, SweepOptions
+from ckptcore.planning.options import Options, options_of
+from ckptcore.utils import terminal
 
 
-@takes(MEANS, DEVICE, KNOWN, ANSWER)
-def sweep(
-    names: RootNames = None,
-    dry_run: DryRun = False,
-    settle: Settle = "2m",
-    again: Again = False,
-    fingerprint: Annotated[
-        bool, typer.Option("--fingerprint", help="One digest of the numbers of every conversion.")
-    ] = False,
-    **given: Any,
-) -> None:
+@takes(declared(*options_of(SweepOptions), of=SweepOptions), RUN, ANSWER)
+def sweep(names: RootNames = None, **given: Any) -> None:
     """Converts what is complete and not yet converted below the watched roots."""
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
     from ckptcore.conversion.pipeline import convert
     from ckptcore.operations.sweep import sweep as run
-    from ckptcore.planning.request import Settings
-    from ckptcore.utils.units import parse_duration, parse_size
+    from ckptcore.utils.units import parse_duration
 
     url = given["catalog"] or default_url()
-    settings = Settings(
-        parse_size(given["memory"]), given["workers"], given["device"], fingerprint=fingerprint or None
-    )
+    settings = Options.of(given | {"fingerprint": given["fingerprint"] or None}).settings()
     as_json = given["output"] is Output.JSON
     with open_catalog(url) as catalog:
         found = run(
             catalog,
             lambda request: convert(request, settings, None, url),
             names or (),
-            dry_run=dry_run,
-            settle_s=parse_duration(settle),
-            again=again,
+            dry_run=given["dry_run"],
+            settle_s=parse_duration(given["settle"]),
+            again=given["again"],
             told=show.told(as_json),
         )
     show.swept(found, as_json=as_json)
     raise typer.Exit(found.exit_code)
 
 
-@takes(KNOWN, ANSWER)
-def scrub(
-    share: Annotated[float, typer.Option("--share", help="Of what the catalog knows, above 0 to 1.")] = 0.05,
-    budget: Annotated[
-        str, typer.Option("--budget", metavar="TIME", help="Stop after this time, the first aside.")
-    ] = "10m",
-    **given: Any,
-) -> None:
+@takes(declared(*options_of(ScrubOptions), of=ScrubOptions), ANSWER)
+def scrub(**given: Any) -> None:
     """Is what the catalog knows still there, byte for byte? The longest unproven first."""
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
@@ -66,38 +53,15 @@ def scrub(
 
     as_json = given["output"] is Output.JSON
     with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
-        found = run(catalog, share, parse_duration(budget), told=show.looked(as_json))
+        found = run(catalog, given["share"], parse_duration(given["budget"]), told=show.looked(as_json))
     show.scrubbed(found, as_json=as_json)
     raise typer.Exit(found.exit_code)
 
 
-@takes(MEANS, DEVICE, KNOWN, ANSWER)
+@takes(declared(*options_of(RetireOptions), of=RetireOptions), RUN, ANSWER)
 def retire(
     scope: Annotated[
         str | None, typer.Argument(metavar="[ROOT|RUN]", help="A watched root or a run; default: all roots.")
-    ] = None,
-    keep_last: Annotated[
-        int, typer.Option("--keep-last", metavar="N", help="The newest N steps of every run.")
-    ] = 3,
-    keep_every: Annotated[
-        int | None, typer.Option("--keep-every", metavar="K", help="And every step that K divides.")
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes/--dry-run", help="Delete; without it nothing is changed.")
-    ] = False,
-    fingerprint: Annotated[
-        bool, typer.Option("--fingerprint", help="Read sources and children to take their fingerprints.")
-    ] = False,
-    accept_cast: Annotated[
-        bool, typer.Option("--accept-cast", hidden=True, help="The same as --accept-loss cast.")
-    ] = False,
-    accept_loss: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--accept-loss",
-            metavar="GLOB",
-            help="Objects and files that may go unproven; the word cast: what a cast took (repeatable).",
-        ),
     ] = None,
     **given: Any,
 ) -> None:
@@ -107,20 +71,59 @@ def retire(
     from ckptcore.operations.replacement import Allowed
     from ckptcore.operations.retention import Policy
     from ckptcore.operations.retire import retire as run
-    from ckptcore.planning.request import Settings
-    from ckptcore.utils.units import parse_size
 
-    settings = Settings(parse_size(given["memory"]), given["workers"], given["device"])
+    settings = Options(**{name: given[name] for name in RUN}).settings()
     as_json = given["output"] is Output.JSON
     with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
         found = run(
             catalog,
-            Policy(keep_last, keep_every),
+            Policy(given["keep_last"], given["keep_every"]),
             scope,
-            yes=yes,
-            take=settings if fingerprint else None,
+            yes=given["yes"],
+            take=settings if given["fingerprint"] else None,
             means=settings,
-            allowed=Allowed.of(accept_loss, cast=accept_cast),
+            allowed=Allowed.of(given["accept_loss"], cast=given["accept_cast"]),
             told=show.fate(as_json),
         )
     show.retired(found, as_json=as_json)
+
+
+def rebuild(
+    roots: Annotated[list[str], typer.Argument(metavar="ROOT...", help="Folders, or checkpoints.")],
+    digests: Annotated[
+        bool, typer.Option("--digests", help="Read every byte, to know each file by its digest again.")
+    ] = False,
+    made: Annotated[
+        list[str] | None,
+        typer.Option("--made", metavar="FOLDER", help="It holds what was made here; may be repeated."),
+    ] = None,
+    fingerprints: Annotated[
+        bool, typer.Option("--fingerprints", help="Read every tensor, to know what was made from what.")
+    ] = False,
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Record every checkpoint that lies below folders, read from its own metadata."""
+    from ckptcore.catalog import default_url, open_catalog
+    from ckptcore.operations.rebuild_catalog import rebuild as run
+    from ckptcore.planning.request import Settings
+
+    take = Settings() if fingerprints else None
+    with open_catalog(catalog or default_url()) as found:
+        done = run(
+            found,
+            roots,
+            made=made or (),
+            digests=digests,
+            take=take,
+            told=lambda line: terminal.line(line, err=True),
+        )
+    if output is Output.JSON:
+        write_json(done.as_dict())
+        return
+    linked = sum(r.made_from is not None for r in done.recorded)
+    terminal.line(
+        f"{len(done.recorded)} checkpoints recorded, {linked} of them with the source they were made from"
+    )
+    if done.left_out:
+        terminal.line(f"{len(done.left_out)} places left out; `--output json` tells each with its reason")

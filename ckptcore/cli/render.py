@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ckptcore.checking.check import Report
+    from ckptcore.checking.export_proof import ExportProof
     from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference, TensorDifference
     from ckptcore.conversion.pipeline import Result
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
 _STATUS = {"ok": "green", "unproven": "yellow"}
+_VERDICT = {"ok": "green", "failed": "red", "unproven": "yellow", "not-done": "yellow"}
 _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
 
 
@@ -145,12 +147,18 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
                 "model": value.model.because if value.model else None,
                 "warnings": [w.as_dict() for w in value.warnings],
                 "ranks": value.ranks.as_dict() if value.ranks else None,
+                "map": _name_map(value),
             }
         )
         return
     out = terminal.console()
     if value.model:
         out.print(terminal.text(f"model: {value.model.because}"))
+    if value.naming:
+        n = value.naming
+        out.print(terminal.text(f"names: {n.world} to {n.to}, {n.arch} ({n.because})"))
+        for name, (number, source) in sorted(n.numbers.items()):
+            out.print(terminal.text(f"  {name} = {number:g} ({source})"))
     out.print(
         f"reads {show_size(p.bytes_in)} in {p.requests} requests, writes {show_size(p.bytes_out)} in "
         f"{len(p.files)} files ({p.target.format}), peak memory about {show_size(peak)}"
@@ -165,11 +173,20 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
         _row(table, f.path, f"{f.nbytes:,}", str(f.tensors))
     out.print(table)
     _pairs(out, "renamed", [(a, b) for a, b in p.renamed])
+    _pairs(out, "made", [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same])
     _pairs(out, "computed", list(p.derived))
     _pairs(out, "cast", [(a, f"{b} to {c}") for a, b, c in p.cast])
     _pairs(out, "tied", [(a, f"{b}, equality is checked") for a, b in p.ties])
     _pairs(out, "dropped", list(p.dropped))
     _findings(out, value.warnings)
+
+
+def _name_map(value: Composed) -> dict[str, Any] | None:
+    """How names were mapped, and the rule that made each tensor."""
+    if value.naming is None:
+        return None
+    made = [{"name": m.name, "rule": m.rule, "sources": list(m.sources)} for m in value.plan.made]
+    return value.naming.as_dict() | {"tensors": made}
 
 
 def difference(value: Difference, *, as_json: bool) -> None:
@@ -232,6 +249,28 @@ def fingerprint(value: Fingerprints, url: str, *, as_json: bool) -> None:
     out.print(terminal.text((of_what, "dim")), soft_wrap=True)
 
 
+def export_proof(value: ExportProof, *, as_json: bool) -> None:
+    """The answer of `verify-export`."""
+    if as_json:
+        terminal.write_json(value.as_dict())
+        return
+    out = terminal.console()
+    by = f" (named by {value.found_by})" if value.found_by else ""
+    against = f" against {value.source}{by}" if value.source is not None else ""
+    out.print(
+        terminal.text((value.verdict, _VERDICT[value.verdict]), f": {value.export}{against}"), soft_wrap=True
+    )
+    table = _table("check", "verdict", "what")
+    for check in value.checks:
+        verdict = terminal.text((check.verdict, _VERDICT[check.verdict]))
+        table.add_row(terminal.text(check.name), verdict, terminal.text(check.summary))
+    out.print(table)
+    problems = [(str(p.name) or check.name, p.what) for check in value.failures for p in check.problems]
+    _pairs(out, "failed", problems)
+    if value.conversion is not None:
+        out.print(f"catalog {value.conversion}", style="dim")
+
+
 def result(value: Result, *, as_json: bool) -> None:
     """The answer of a conversion."""
     if as_json:
@@ -254,6 +293,8 @@ def result(value: Result, *, as_json: bool) -> None:
         out.print(f"fingerprint {value.fingerprint}", style="dim", soft_wrap=True)
     for rule, count in Counter(rule for _, rule in value.dropped).items():
         out.print(terminal.text(f"left out: {count}, {rule}"), soft_wrap=True)
+    if value.loadable is not None:
+        out.print(terminal.text(f"loadable: {value.loadable}"))
     _findings(out, value.warnings)
 
 

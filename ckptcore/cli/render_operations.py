@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from ckptcore.errors import CkptError
     from ckptcore.operations.retire import Retired, Retirement
     from ckptcore.operations.scrub import Looked, Scrubbed
-    from ckptcore.operations.sweep import Item, Swept
+    from ckptcore.operations.sweep import SweepItem, Swept
 
 _MOST = 50  # names of what is unproven that are printed of one source
 
 
-def told(as_json: bool) -> Callable[[Item], None]:
+def told(as_json: bool) -> Callable[[SweepItem], None]:
     """Tells each item of a sweep on standard error while the sweep goes on, where the answer is JSON."""
 
-    def line(item: Item) -> None:
+    def line(item: SweepItem) -> None:
         terminal.line(_item(item), err=as_json)
 
     return line
@@ -90,7 +90,7 @@ def retired(value: Retirement, *, as_json: bool) -> None:
     terminal.line(counted if value.done else f"{counted}; nothing was deleted, --yes does it")
 
 
-def _item(item: Item) -> str:
+def _item(item: SweepItem) -> str:
     to = f" -> {item.destination}" if item.standing in ("ready", "made") else ""
     why = f": {item.why}" if item.why else ""
     return f"{item.standing:<9} {item.source}{to}{why}"

@@ -28,7 +28,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Rules:
+class DiffRules:
     """What is compared with what.
 
     model: compare the model parts alone, wrappers off. prefixes: where the model is in A and in B, as far
@@ -54,7 +54,7 @@ class Rules:
 def diff(
     a: Manifest,
     b: Manifest,
-    rules: Rules,
+    rules: DiffRules,
     settings: Settings,
     progress: Progress | None = None,
     urls: tuple[str, str] | None = None,
@@ -124,7 +124,7 @@ class _Side:
         )
 
 
-def _prepare(manifest: Manifest, label: str, url: str, rules: Rules, number: int) -> _Side:
+def _prepare(manifest: Manifest, label: str, url: str, rules: DiffRules, number: int) -> _Side:
     rename = rules.rename if number == 0 else ()
     prefix = rules.prefixes[number] if number < len(rules.prefixes) else None
 
@@ -170,7 +170,7 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: Rules, number: int
     )
 
 
-def _without_objects(sides: tuple[_Side, _Side], rules: Rules) -> list[tuple[str, str]]:
+def _without_objects(sides: tuple[_Side, _Side], rules: DiffRules) -> list[tuple[str, str]]:
     """Takes the objects out where one side's format has no place for any; gives (name, why)."""
     without = [s for s in sides if not by_name(s.source.format).abilities.objects]
     if rules.model or not without or not any(s.objects for s in sides):
@@ -196,7 +196,7 @@ def _tie(sides: tuple[_Side, _Side], ties: Pairs) -> None:
                 side.rows[gone], side.stored[gone] = len(names), side.stored[kept]
 
 
-def _pick(sides: tuple[_Side, _Side], rules: Rules) -> None:
+def _pick(sides: tuple[_Side, _Side], rules: DiffRules) -> None:
     """Applies the globs; raises `UsageError` for one that matches nothing, and when nothing is left."""
     names = {
         n for s in sides for n in (*s.rows, *s.unread, *s.objects, *(o.root for o in s.objects.values()))

@@ -27,7 +27,7 @@ _TORN = ("tensor", "ndarray")  # formats that keep these apart take the tuples a
 
 
 @dataclass(slots=True)
-class Leaf:
+class ObjectLeaf:
     """What stands at a path. root: the object it is stored in. values: JSON forms; several when paths
     collide."""
 
@@ -35,7 +35,7 @@ class Leaf:
     values: list[Any] = field(default_factory=list)
 
 
-Leaves = dict[str, Leaf]
+Leaves = dict[str, ObjectLeaf]
 
 
 def leaves(blobs: Iterable[Blob], named: Callable[[str], str]) -> Leaves:
@@ -44,7 +44,7 @@ def leaves(blobs: Iterable[Blob], named: Callable[[str], str]) -> Leaves:
     for blob in blobs:
         tree = blob.tree if blob.known else {"$": "refused", "name": ", ".join(blob.refused) or "unreadable"}
         for path, value in _walk(tree, blob.key):
-            found.setdefault(named(path), Leaf(named(blob.key))).values.append(value)
+            found.setdefault(named(path), ObjectLeaf(named(blob.key))).values.append(value)
     return found
 
 

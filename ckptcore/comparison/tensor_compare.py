@@ -84,9 +84,7 @@ class Opened:
 
     def beside(self, row: int) -> int:
         """How many chunks of a tensor lie beside each other."""
-        chunks = self.manifest.chunks
-        first, last = (int(n) for n in chunks.first[row : row + 2])
-        return beside(chunks.lo, first, last, len(self.manifest.tensors[row].shape))
+        return beside(self.manifest.chunks, row, len(self.manifest.tensors[row].shape))
 
 
 def walk(

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptcore.errors import DestinationExists, DestinationUnwritable, UsageError
+from ckptcore.planning.hub_files import CONFIG, NONE
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.store.inventory import MOUNT, look, take
@@ -82,13 +83,18 @@ _SAYS = {Relation.SAME: "is", Relation.INSIDE: "lies in", Relation.AROUND: "cont
 
 
 def require_place(
-    destination: str, source: str, *, config: str | None = None, plan: Path | None = None
+    destination: str,
+    source: str,
+    *,
+    config: str | None = None,
+    tokenizer: str | None = None,
+    plan: Path | None = None,
 ) -> None:
     """Raises `UsageError` unless a destination can be written without touching what is not its own.
 
     It must not be, hold, or lie in the source or a saved plan, whatever it is called, nor be or hold the
-    config folder; nor may its staging folder. It must not be a device, a FIFO, a socket, a mount point, or a
-    whole bucket.
+    folder of the config or of the tokenizer; nor may its staging folder. It must not be a device, a FIFO, a
+    socket, a mount point, or a whole bucket.
     """
     _require_plain(destination)
     parent, name = split_url(destination)
@@ -99,6 +105,7 @@ def require_place(
     others = {
         "source": source,
         "--config folder": _folder(config),
+        "--tokenizer folder": _folder(tokenizer),
         "saved plan": os.fspath(plan) if plan is not None else None,
     }
     for what, url in others.items():
@@ -106,8 +113,8 @@ def require_place(
             continue
         there = identify(url)
         how = relation(here, there)
-        # Of a config folder the files at its top are read: a folder in it is apart from them.
-        if how is not Relation.APART and (what, how) != ("--config folder", Relation.INSIDE):
+        # Of these folders the files at their top are read: a folder in one is apart from them.
+        if how is not Relation.APART and not (what.startswith("--") and how is Relation.INSIDE):
             raise UsageError(f"{destination} {_SAYS[how]} the {what}, {url}", hint=_ELSEWHERE)
         if relation(staging, there) in (Relation.SAME, Relation.AROUND):
             raise UsageError(
@@ -123,6 +130,7 @@ def require_apart(place: str, request: Request) -> None:
         "source": request.source,
         "destination": request.destination,
         "--config folder": _folder(request.config),
+        "--tokenizer folder": _folder(request.tokenizer),
     }
     for what, url in others.items():
         if url is not None and (how := relation(here, identify(url))) is not Relation.APART:
@@ -134,7 +142,7 @@ def require_apart(place: str, request: Request) -> None:
 def refuse_existing(request: Request) -> None:
     """Raises `DestinationExists` unless a request's destination is free or may be replaced, and `UsageError`
     as `require_place` does. A link is never replaced, nor is what it leads to."""
-    require_place(request.destination, request.source, config=request.config)
+    require_place(request.destination, request.source, config=request.config, tokenizer=request.tokenizer)
     path = local_path(request.destination)
     if path is not None and _is_link(path):
         raise DestinationExists(
@@ -220,9 +228,11 @@ def _is_ram(destination: str) -> bool:
     return path is not None and os.path.realpath(path).startswith("/dev/shm/")
 
 
-def _folder(config: str | None) -> str | None:
-    """The folder that `ckptcore.planning.config_folder.read_config` reads."""
-    return split_url(config)[0] if config is not None and config.endswith("config.json") else config
+def _folder(named: str | None) -> str | None:
+    """The folder, or file, that `ckptcore.planning.hub_files.read_named` reads."""
+    if named is None or named == NONE:
+        return None
+    return split_url(named)[0] if named.endswith(f"/{CONFIG}") or named == CONFIG else named
 
 
 def _require_plain(destination: str) -> None:

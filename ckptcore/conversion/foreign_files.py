@@ -24,7 +24,8 @@ from ckptcore.core.used_files import placed, used
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, UsageError
 from ckptcore.execution.receipts import digest_of
 from ckptcore.formats import open_source, read_manifest
-from ckptcore.planning.config_folder import is_untouched
+from ckptcore.planning.hub_files import NONE
+from ckptcore.planning.model_card import is_untouched
 from ckptcore.planning.request import Request
 from ckptcore.store import Readable, local_path, open_store, split_url
 from ckptcore.store.inventory import FILE, FOLDER, LINK, MOUNT, SPECIAL, Entry, Inventory, take, take_settled
@@ -165,12 +166,13 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
         )
     if local_path(request.destination) is None:
         return
-    read = _inodes(request.source) | (_inodes(request.config) if request.config else set())
+    named = [url for url in (request.config, request.tokenizer) if url is not None and url != NONE]
+    read = _inodes(request.source).union(*map(_inodes, named))
     shared = [name or request.destination for name, e in there.items() if e.inode in read]
     if shared:
         raise UsageError(
-            f"cannot replace {request.destination}: {len(shared)} in it are files of the source or of "
-            f"--config under another name: {some(shared)}",
+            f"cannot replace {request.destination}: {len(shared)} in it are files of the source, of "
+            f"--config or of --tokenizer under another name: {some(shared)}",
             hint="choose another destination",
         )
     top = there[""]

@@ -13,7 +13,6 @@ run in another process, and a killed run goes on where it stopped.
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -23,30 +22,21 @@ from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.destination import refuse_existing, require_place
 from ckptcore.conversion.local_publication import conclude
 from ckptcore.conversion.publication_record import DONE, Replaced, note_replaced, noted
-from ckptcore.conversion.publish import (
-    REQUEST,
-    Result,
-    finish_staged,
-    published_plan,
-    publishing_plan,
-    receipt_of,
-)
-from ckptcore.conversion.registration import Registration, fail, start, succeed
-from ckptcore.conversion.staged_plan import plan_run, renew, restore, save, saved_digest
+from ckptcore.conversion.publish import Result, finish_staged, published_plan, publishing_plan
+from ckptcore.conversion.registration import fail, register, start
+from ckptcore.conversion.staged_plan import REQUEST, plan_run, renew, restore, save, saved_digest
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
-from ckptcore.core.used_files import placed
-from ckptcore.errors import CkptError, DiskFull, Finding, Interrupted, SourceChanged, StagingForeign
+from ckptcore.errors import CkptError, Finding, Interrupted, SourceChanged, StagingForeign
 from ckptcore.execution.execute import execute_files
 from ckptcore.execution.join_parts import join_parts
 from ckptcore.execution.parts import FilePart, cut
-from ckptcore.execution.receipts import Receipt, read_receipt
+from ckptcore.execution.receipts import Receipt, every_receipt, read_receipt
 from ckptcore.execution.source_stamps import load as load_stamps
-from ckptcore.execution.source_stamps import require_same, take_ctimes
-from ckptcore.execution.source_stamps import take as take_stamps
+from ckptcore.execution.source_stamps import require_same, take_listed
 from ckptcore.execution.tiles import Budget
-from ckptcore.planning.compose import compose
+from ckptcore.planning.compose import Layouts, compose
 from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
@@ -109,19 +99,21 @@ def prepare(
     settings: Settings | None = None,
     manifest: Manifest | None = None,
     catalog_url: str | bool | None = False,
+    topology: Layouts | None = None,
 ) -> Prepared:
     """Checks the source, plans, and saves the plan beside the destination.
 
     catalog_url: whose rows account for files of a destination that is replaced; None for the default, False
-    for none. The same request over the same source gives the same plan, and keeps what an earlier run has
-    written. Raises `DestinationExists`, `DamagedCheckpoint`, `Busy`, `DiskFull`, ....
+    for none. topology: see `ckptcore.planning.compose.compose`. The same request over the same source gives
+    the same plan, and keeps what an earlier run has written. Raises `DestinationExists`, `DamagedCheckpoint`,
+    `Busy`, `DiskFull`, ....
     """
     settings = settings or Settings()
     _require_means(settings, request)
-    require_place(request.destination, request.source, config=request.config)
+    _require_apart(request)
     staging = Staging(request.destination)
     with staging.lock(make=True):
-        return _prepare(request, settings, manifest, staging, catalog_url)
+        return _prepare(request, settings, manifest, staging, catalog_url, topology)
 
 
 def execute(
@@ -215,20 +207,21 @@ def convert(
     settings: Settings | None = None,
     progress: Progress | None = None,
     catalog_url: str | bool | None = None,
-    flow_run_id: str | None = None,
+    topology: Layouts | None = None,
 ) -> Result:
     """All stages: the whole job in this process.
 
-    catalog_url: where to register; None for the default, False for nowhere.
+    catalog_url: where to register; None for the default, False for nowhere. topology: see
+    `ckptcore.planning.compose.compose`.
     Raises what the stages raise; a failure is registered as such.
     """
     settings = settings or Settings()
-    registration = start(request, catalog_url, flow_run_id)
+    registration = start(request, catalog_url)
     tell = progress or _silent
     manifest: Manifest | None = None
     try:
         _require_means(settings, request)
-        require_place(request.destination, request.source, config=request.config)
+        _require_apart(request)
         began = time.perf_counter()
         manifest = inspect(request.source, request.recover, request.keep_quantized)
         inspected = time.perf_counter() - began
@@ -236,7 +229,7 @@ def convert(
         tell("validate", 0, manifest.nbytes)
         staging = Staging(request.destination)
         with staging.lock(make=True):
-            prepared = _prepare(request, settings, manifest, staging, catalog_url)
+            prepared = _prepare(request, settings, manifest, staging, catalog_url, topology)
             tell("validate", manifest.nbytes, manifest.nbytes)
             tell("plan", prepared.bytes_out, prepared.bytes_out)
             began = time.perf_counter()
@@ -247,7 +240,7 @@ def convert(
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
             result = replace(result, files=receipts, timings=timings, warnings=prepared.warnings)
             tell("register", result.nbytes, result.nbytes)
-            result = register(registration, result, manifest, settings)
+            result = register(registration, result, manifest)
             staging.remove()
     except BaseException as error:
         known = Interrupted("stopped by the user") if isinstance(error, KeyboardInterrupt) else error
@@ -258,23 +251,13 @@ def convert(
     return result
 
 
-def register(
-    registration: Registration | None, result: Result, manifest: Manifest, settings: Settings
-) -> Result:
-    """Records a published result in the catalog; gives it with the conversion's id."""
-    if registration is None:
-        return result
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    succeed(registration, manifest, result.written, result, peak)
-    return replace(result, conversion=registration.id)
-
-
 def _prepare(
     request: Request,
     settings: Settings,
     manifest: Manifest | None,
     staging: Staging,
     catalog_url: str | bool | None,
+    topology: Layouts | None,
 ) -> Prepared:
     staging.sweep_gone()
     conclude(staging)
@@ -288,13 +271,16 @@ def _prepare(
             raise
     manifest = manifest or inspect(request.source, request.recover, request.keep_quantized)
     try:
-        composed = compose(request, manifest)
+        composed = compose(request, manifest, topology=topology)
         plan = composed.plan
         if plan.derived and settings.device != "cpu":
             torch_on(settings.device)
         if published is not None and published != plan.digest:
             refuse_existing(request)
-        ctimes, stamps = _noted(request, manifest)
+        with closing(open_store(manifest.root)) as source:
+            ctimes, stamps, listed = take_listed(manifest, source)
+        if not listed:
+            _require_unchanged(request, manifest)
         same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
         ours = begun if begun is not None and published == plan.digest else None
         staging.sweep_parts()
@@ -318,7 +304,8 @@ def _prepare(
             note_replaced(staging, replaced)
         # Every time: an equal plan may come with another word on --overwrite.
         staging.root.put(REQUEST, canonical_json(request.as_dict()))
-        _require_room(staging, plan)
+        written = (read_receipt(staging.receipts, plan.digest, f.index) is not None for f in plan.files)
+        staging.require_room(sum(f.nbytes for f, there in zip(plan.files, written, strict=True) if not there))
     except CkptError:
         _remove_if_unused(staging)
         raise
@@ -345,6 +332,10 @@ def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:
     """Progress that nobody watches."""
 
 
+def _require_apart(request: Request) -> None:
+    require_place(request.destination, request.source, config=request.config, tokenizer=request.tokenizer)
+
+
 def _require_means(settings: Settings, request: Request) -> None:
     """Budget and device are tried before anything is touched."""
     Budget.of(settings)
@@ -360,20 +351,13 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
     return _BASE_MEMORY[bool(plan.cast or plan.derived)] + buffers
 
 
-def _noted(request: Request, manifest: Manifest) -> tuple[dict[str, int | None], dict[str, str | None]]:
-    """(ctimes, stamps) of the source's files, older than the first byte that the plan rests on."""
-    paths, seen = placed(manifest), manifest.stamps
-    with closing(open_store(manifest.root)) as source:
-        ctimes, stamps = take_ctimes(paths, source), take_stamps(manifest, source)
-    if all(path in seen and seen[path][0] == stamps[path] for path in paths):
-        return {path: seen[path][1] for path in paths}, stamps
-    # Written since it was listed, or listed by a store that spells versions otherwise.
+def _require_unchanged(request: Request, manifest: Manifest) -> None:
+    """Reads the manifest again; raises `SourceChanged` when it is another one."""
     if inspect(request.source, request.recover, request.keep_quantized).digest != manifest.digest:
         raise SourceChanged(
             f"{request.source} was rewritten while it was read",
             hint="run the command again when nothing writes to the source",
         )
-    return ctimes, stamps
 
 
 def _execute(
@@ -386,27 +370,13 @@ def _execute(
     plan = load_head(staging.plan)
     wanted = [f.index for f in plan.files] if indices is None else list(indices)
     if published_plan(staging) == plan.digest:
-        return tuple(receipt_of(staging, plan, i) for i in wanted)
+        return every_receipt(staging.receipts, plan.digest, (plan.files[i] for i in wanted))
     noted = load_stamps(staging.plan) or {}
     settings = settings.of(plan.target.mesh)
     with closing(open_store(plan.source)) as source, closing(staging.files):
         require_same(noted, source)
         run = plan_run(staging, plan, source, noted)
         return execute_files(run, wanted, settings, part=part, progress=progress)
-
-
-def _require_room(staging: Staging, plan: Plan) -> None:
-    free = staging.root.free_bytes()
-    have = 0
-    for f in plan.files:
-        if read_receipt(staging.receipts, plan.digest, f.index) is not None:
-            have += f.nbytes
-    if free is not None and plan.bytes_out - have > free:
-        raise DiskFull(
-            f"{plan.bytes_out - have} bytes are to be written beside {staging.destination}, {free} are free",
-            needed=plan.bytes_out - have,
-            free=free,
-        )
 
 
 def _remove_if_unused(staging: Staging) -> None:

@@ -8,7 +8,6 @@ middle knows whether the destination is its own.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -17,27 +16,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.checking.check import check
+from ckptcore.checking.export_proof import ExportProof
+from ckptcore.conversion.card_fingerprint import with_fingerprint
 from ckptcore.conversion.file_fingerprints import fingerprints
 from ckptcore.conversion.local_publication import conclude, is_in_place, publish_local
 from ckptcore.conversion.publication_record import DONE, Publication, Replaced, noted, noted_replaced
 from ckptcore.conversion.remote_publication import ITSELF, is_published, publish_remote
-from ckptcore.conversion.staged_plan import planned_paths
+from ckptcore.conversion.staged_plan import planned_paths, staged_request
 from ckptcore.conversion.staged_proof import require_source
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.manifest import Manifest, TensorSpec
-from ckptcore.errors import DestinationExists, Finding, MalformedCheckpoint, OutputMismatch, UsageError
-from ckptcore.execution.receipts import Receipt, digest_of, is_intact, read_receipt, seen_as
+from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError
+from ckptcore.execution.receipts import Receipt, digest_of, every_receipt, is_intact, seen_as
 from ckptcore.execution.source_stamps import digest as stamps_digest
 from ckptcore.execution.source_stamps import load as load_stamps
 from ckptcore.execution.source_stamps import load_ctimes
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.formats import Format, Source, by_name, open_source, read_manifest
+from ckptcore.naming.rename import Made
+from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
-from ckptcore.planning.request import Request, Settings
-from ckptcore.store import Readable, Store
+from ckptcore.planning.request import Settings
+from ckptcore.store import Readable
 from ckptcore.utils.workers import Progress
 
-REQUEST = "request.json"
 _log = logging.getLogger("ckptcore")
 
 
@@ -53,7 +55,7 @@ class Result:
     map_digest: of everything that was done to names. dropped: (name, rule) of what was left out.
     source_stamp, source_ctime: what the source was read as, see `ckptcore.execution.source_stamps.digest`.
     published: (path, bytes, BLAKE3 or None) of every published file: those of the receipts and the small ones
-    beside them.
+    beside them. proof: what was proven of an export after it was published, where that was asked.
     """
 
     destination: str
@@ -73,10 +75,12 @@ class Result:
     fingerprints: tuple[Fingerprinted, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     map_digest: str = ""
+    made: tuple[Made, ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
     source_stamp: str | None = None
     source_ctime: str | None = None
     published: tuple[tuple[str, int, str | None], ...] = ()
+    proof: ExportProof | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face."""
@@ -97,7 +101,15 @@ class Result:
         form["tensors"] = len(self.tensors)
         form["warnings"] = [w.as_dict() for w in self.warnings]
         form["dropped"] = [list(d) for d in self.dropped]
+        form["loadable"] = self.loadable
+        if self.proof is not None:
+            form["proof"] = self.proof.as_dict()
         return form
+
+    @property
+    def loadable(self) -> str | None:
+        """``no`` where transformers will not open an export; None where nothing is known of that."""
+        return "no" if any(w.code == "not-loadable" for w in self.warnings) else None
 
 
 def finish_staged(staging: Staging, settings: Settings, progress: Progress | None) -> Result:
@@ -105,24 +117,27 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
     began = time.perf_counter()
     conclude(staging)
     plan = load_head(staging.plan)
-    request = _request(staging)
-    receipts = tuple(receipt_of(staging, plan, f.index) for f in plan.files)
+    receipts = every_receipt(staging.receipts, plan.digest, plan.files)
     found = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
     _require_proven(receipts)
     if progress is not None:
         progress("verify", plan.bytes_out, plan.bytes_out)
-    if published_plan(staging) == plan.digest:
+    there = published_plan(staging) == plan.digest
+    if found is not None:
+        begun = publishing_plan(staging) == plan.digest
+        plan = with_fingerprint(staging, plan, checkpoint_fingerprint(found), published=there, begun=begun)
+    if there:
         written, published = _published_output(staging, plan, receipts)
         verified = time.perf_counter()
     else:
         staging.sweep_parts(joints=True)
         written, commit = _read_back(staging, plan, receipts)
-        published = _published_files(staging.files, plan, receipts, written)
+        published = _published_files(staging.files, plan.extra, receipts, written)
         verified = time.perf_counter()
         if publishing_plan(staging) != plan.digest:  # else what was proven when it began may be gone
-            require_source(staging, plan, request, settings, progress)
+            require_source(staging, plan, settings, progress)
         _log.info("verified %d tensors of %s, publishing", len(written.tensors), staging.destination)
-        publication = _publication(staging, plan, request, receipts)
+        publication = _publication(staging, plan, receipts)
         if staging.root.local is not None:
             with staging.moving(single=plan.target.single is not None):
                 publish_local(staging, publication, single=plan.target.single is not None)
@@ -149,6 +164,7 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         fingerprints=found or (),
         renamed=plan.renamed,
         map_digest=plan.map_digest,
+        made=plan.made,
         dropped=plan.dropped,
         source_stamp=stamps_digest(load_stamps(staging.plan)),
         source_ctime=stamps_digest(load_ctimes(staging.plan)),
@@ -186,19 +202,20 @@ def publishing_plan(staging: Staging) -> str | None:
 
 
 def _published_files(
-    store: Readable, plan: Plan, receipts: Sequence[Receipt], written: Manifest
+    store: Readable, extra: Sequence[tuple[str, str]], receipts: Sequence[Receipt], written: Manifest
 ) -> tuple[tuple[str, int, str | None], ...]:
-    """(path, bytes, digest) of every file of the output, which lies in ``store``.
+    """(path, bytes, digest) of every file of the output, which is in ``store``.
 
+    extra: (path, BLAKE3) of the files that came along (config, tokenizer, card), as they were planned.
     Files that hold no tensor are digested where receipts have no digests: they are small. Raises
-    `OutputMismatch` when a file that came along (config, tokenizer, card) is not what was planned.
+    `OutputMismatch` when one that came along is not what was planned.
     """
     held = {f.path for f in written.files}
     found = []
     for r in receipts:
         known = r.digest is not None or r.path in held
         found.append((r.path, r.nbytes, r.digest if known else digest_of(store, r.path, r.nbytes)))
-    for path, planned in plan.extra:
+    for path, planned in extra:
         size = store.size(path)
         if size is None or digest_of(store, path, size) != planned:
             raise OutputMismatch(
@@ -207,16 +224,6 @@ def _published_files(
             )
         found.append((path, size, planned))
     return tuple(found)
-
-
-def receipt_of(staging: Staging, plan: Plan, index: int) -> Receipt:
-    """The receipt of a file of the plan; raises `SourceChanged` when it is not written yet."""
-    found = read_receipt(staging.receipts, plan.digest, index)
-    if found is None:
-        raise UsageError(
-            f"{plan.files[index].path} has not been written yet", hint="run execute for every file first"
-        )
-    return found
 
 
 def _published_output(
@@ -235,41 +242,39 @@ def _published_output(
                 for r in receipts
             )
         try:
-            published = _published_files(source.store, plan, receipts, written) if proven else ()
+            published = _published_files(source.store, plan.extra, receipts, written) if proven else ()
         except OutputMismatch:
             proven = False
-    if not proven or sorted(_told(written)) != _planned(staging, plan)[0]:
+    if not proven or sorted(_specs(written)) != _planned(staging, plan)[0]:
         raise DestinationExists(f"{staging.destination} exists, and has changed since it was published")
     return written, published
 
 
-def _told(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
+def _specs(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(t.fqn, t.dtype, t.shape) for t in manifest.tensors]
 
 
 def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[int, ...]]], list[str]]:
     """(name, dtype, shape of each tensor that is planned; commit files), one file's plan at a time: those of
     a large job are gigabytes together."""
-    told: set[tuple[str, str, tuple[int, ...]]] = set()
+    specs: set[tuple[str, str, tuple[int, ...]]] = set()
     commit = []
     for file in plan.files:
         one = load_file_plan(staging.plan, file.index)
-        told.update(one.held.told())
+        specs.update(one.held.specs())
         if one.commit:
             commit.append(one.path)
-    return sorted(told), commit
+    return sorted(specs), commit
 
 
-def _publication(
-    staging: Staging, plan: Plan, request: Request, receipts: tuple[Receipt, ...]
-) -> Publication:
+def _publication(staging: Staging, plan: Plan, receipts: tuple[Receipt, ...]) -> Publication:
     """What is about to be published; on an object store, one that a killed run recorded is gone on with."""
     begun = noted(staging)
     if staging.root.local is None and begun is not None and begun.plan == plan.digest and begun.step:
         return begun
     replaces = noted_replaced(staging)
     if replaces is None or replaces.lacks_times:  # an earlier version made the plan
-        replaces = Replaced()
+        replaces, request = Replaced(), staged_request(staging)
         if request.replaces:
             # Only who replaces something waits for it.
             from ckptcore.conversion.foreign_files import require_accounted
@@ -324,15 +329,18 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     written = form.reader.read(source)
     report = check(written, None, "cover")
     wanted, last = _planned(staging, plan)
-    known = _in_literals(staging, plan, written, {name for name, *_ in wanted})
-    found = [told for told in sorted(_told(written)) if told[0] not in known]
+    found = sorted(_specs(written))
+    unplanned = {name for name, *_ in found} - {name for name, *_ in wanted}
+    if unplanned:
+        known = _in_literals(staging, plan, written, unplanned)
+        found = [spec for spec in found if spec[0] not in known]
     if not report.ok or found != wanted:
         raise OutputMismatch(
             f"the output does not read back as planned ({len(found)} of {len(wanted)} tensors): "
             f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}"
         )
-    # config.json makes a folder loadable, too: with the index it comes last.
-    commit = [path for path, _ in plan.extra if path == "config.json"]
+    # These make a folder loadable, too: with the index they come last.
+    commit = [path for path, _ in plan.extra if path in (CONFIG, ADAPTER)]
     return _as_found(written, source, form), (*commit, *last)
 
 
@@ -341,13 +349,13 @@ def _as_found(written: Manifest, source: Source, reader: Format) -> Manifest:
     seen = reader.detect(source)
     if seen is None:  # a file may bear no mark of its format: Fabric's one file is any torch.save to a reader
         return read_manifest(source)
-    told_by = {"evidence": list(seen.because), "file": source.name}
-    return replace(written, origin={**written.origin, **told_by})
+    evidence = {"evidence": list(seen.because), "file": source.name}
+    return replace(written, origin={**written.origin, **evidence})
 
 
-def _in_literals(staging: Staging, plan: Plan, written: Manifest, planned: set[str]) -> set[str]:
-    """Tensors whose bytes the plan itself holds: arrays that an object brought along."""
-    found = {t.fqn for t in written.tensors} - planned
+def _in_literals(staging: Staging, plan: Plan, written: Manifest, unplanned: set[str]) -> set[str]:
+    """The unplanned tensors whose bytes the plan itself holds: arrays that an object brought along."""
+    found = set(unplanned)
     items: dict[str, list[tuple[str, int, int]]] = {}  # path -> (tensor, first byte, behind the last)
     for n, spec in enumerate(written.tensors):
         chunks = written.chunks_of(n) if spec.fqn in found else ()
@@ -360,20 +368,3 @@ def _in_literals(staging: Staging, plan: Plan, written: Manifest, planned: set[s
         held = [(x.start, x.start + len(x.data)) for x in (one.literals if one is not None else ())]
         found -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in held)}
     return found
-
-
-def _request(staging: Staging) -> Request:
-    data = _read(staging.root, REQUEST)
-    try:
-        return Request.from_dict(json.loads(data))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise MalformedCheckpoint(
-            f"cannot read {staging.root.url}/{REQUEST}: {error}", hint="prepare the conversion again"
-        ) from error
-
-
-def _read(store: Store, name: str) -> bytes:
-    size = store.size(name)
-    if size is None:
-        raise UsageError(f"{store.url} lacks {name}", hint="prepare the conversion again")
-    return store.read(name, 0, size)

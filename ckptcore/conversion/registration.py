@@ -7,10 +7,12 @@ succeeded, with source, output and lineage, or as failed, with its error.
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from ckptcore.conversion.export_verdict import keep
 from ckptcore.conversion.file_fingerprints import held_by
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
@@ -22,6 +24,7 @@ from ckptcore.utils.step_names import step_of
 if TYPE_CHECKING:
     from ckptcore.catalog import CheckpointFacts
     from ckptcore.catalog.catalog import Catalog
+    from ckptcore.conversion.publish import Result
 
 _MOST = (1 << 63) - 1  # a lying shape can claim more than a database integer holds
 Prints = tuple[str | None, Mapping[str, str]]
@@ -72,13 +75,19 @@ def start(
     return Registration(catalog, found, request, told)
 
 
-def succeed(
-    registration: Registration, source: Manifest, derived: Manifest, result: Any, peak_memory: int
-) -> None:
-    """Records the outcome; raises `CatalogError` that says the output is published."""
+def register(registration: Registration | None, result: Result, source: Manifest) -> Result:
+    """Records a published result; gives it with the conversion's id.
+
+    source: the manifest of what was converted. Raises `CatalogError` that says the output is published.
+    """
+    if registration is None:
+        return result
+    from ckptcore.catalog import ConversionFacts
+
     digests = {r.path: r.digest for r in result.files}
     numbers = result.fingerprints
-    old = dict(result.renamed)
+    # What a map of names split, merged or moved within is another tensor than what it was made of.
+    old = dict(result.renamed) | {s: "" for made in result.made if not made.same for s in made.sources}
     read = facts(
         source,
         registration.request.source,
@@ -87,34 +96,36 @@ def succeed(
         prints=held_by(source, numbers, old),
     )
     made = facts(
-        derived,
+        result.written,
         result.destination,
         digests,
         verified="cover",
-        prints=held_by(derived, numbers, {}),
+        prints=held_by(result.written, numbers, {}),
         published=result.published,
     )
     try:
-        registration.catalog.succeed(
-            registration.id,
-            source=read,
-            derived=made,
+        done = ConversionFacts(
+            plan_digest=result.plan_digest,
+            bytes_in=result.bytes_in,
+            bytes_out=result.nbytes,
+            peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+            timings=result.timings,
             map_digest=result.map_digest or None,
             fingerprint=result.fingerprint,
             source_stamp=result.source_stamp,
             source_ctime=result.source_ctime,
-            plan_digest=result.plan_digest,
-            bytes_in=result.bytes_in,
-            bytes_out=result.nbytes,
-            peak_memory=peak_memory,
-            timings=result.timings,
-            findings=result.warnings,
         )
+        registration.catalog.succeed(
+            registration.id, done, source=read, derived=made, findings=result.warnings
+        )
+        if result.proof is not None:
+            keep(registration.catalog, registration.id, result.proof)
     except CkptError as error:
         kind = CatalogAway if isinstance(error, CatalogAway) else CatalogError
         raise kind(f"{result.destination} is published, but not registered: {error.message}") from error
     finally:
         registration.catalog.close()
+    return replace(result, conversion=registration.id)
 
 
 def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptcore.checking.examine import inspect
 from ckptcore.conversion.destination import require_apart, require_place
-from ckptcore.conversion.publish import REQUEST
+from ckptcore.conversion.staged_plan import REQUEST
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import (
@@ -77,7 +77,9 @@ def load_request(folder: Path) -> Request:
         request = Request.from_dict(json.loads(store.read(REQUEST, 0, size)))
     except (ValueError, TypeError, AttributeError) as error:
         raise MalformedCheckpoint(f"{folder}/{REQUEST} is damaged: {error}", hint="plan again") from error
-    require_place(request.destination, request.source, config=request.config, plan=folder)
+    require_place(
+        request.destination, request.source, config=request.config, tokenizer=request.tokenizer, plan=folder
+    )
     manifest = inspect(request.source, request.recover, request.keep_quantized)
     if manifest.digest != head.manifest_digest:
         raise SourceChanged(
@@ -87,7 +89,11 @@ def load_request(folder: Path) -> Request:
     with closing(open_store(manifest.root)) as source:
         stamps.require_same(stamps.load(store) or {}, source)
     if compose(request, manifest).plan.digest != head.digest:
-        raise SourceChanged(f"{folder} was planned by another version, or the config files have changed")
+        raise SourceChanged(
+            f"cannot carry out {folder}: another version planned it, or the config files have changed "
+            f"(got plan {head.digest[:16]})",
+            hint="make a new plan with `ckptcore plan SRC DST --save DIR`; nothing was written",
+        )
     return request
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
 
 from ckptcore.conversion.publication_record import Publication
 from ckptcore.conversion.staging import Staging
-from ckptcore.errors import MalformedCheckpoint
+from ckptcore.errors import MalformedCheckpoint, UsageError
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import digest_of, joint_name, read_receipt, write_receipt
 from ckptcore.execution.source_stamps import require_same
 from ckptcore.execution.source_stamps import save as save_stamps
 from ckptcore.planning.compose import Composed
 from ckptcore.planning.plan import Plan, file_name, load_file_plan, load_head, save_plan
+from ckptcore.planning.request import Request
 from ckptcore.store import Store
+
+REQUEST = "request.json"
 
 
 def save(
@@ -44,6 +48,20 @@ def renew(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -
     paths = planned_paths(composed.plan)
     staging.require_planned(paths | set(map(joint_name, paths)))
     save(staging, composed, stamps)
+
+
+def staged_request(staging: Staging) -> Request:
+    """The request that a staged plan was made for; raises `UsageError`, `MalformedCheckpoint`."""
+    store = staging.root
+    size = store.size(REQUEST)
+    if size is None:
+        raise UsageError(f"{store.url} lacks {REQUEST}", hint="prepare the conversion again")
+    try:
+        return Request.from_dict(json.loads(store.read(REQUEST, 0, size)))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise MalformedCheckpoint(
+            f"cannot read {store.url}/{REQUEST}: {error}", hint="prepare the conversion again"
+        ) from error
 
 
 def planned_paths(plan: Plan) -> set[str]:

@@ -9,10 +9,11 @@ stamps and ctimes stay as they are. That costs reading the source and the staged
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 
-from ckptcore.conversion.staged_plan import plan_run
+from ckptcore.conversion.staged_plan import plan_run, staged_request
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import OutputMismatch, SourceChanged
 from ckptcore.execution.execute import recompute_files
@@ -27,8 +28,8 @@ from ckptcore.execution.source_stamps import (
 )
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.planning.plan import Plan
-from ckptcore.planning.request import Request, Settings
-from ckptcore.store import Store, open_store
+from ckptcore.planning.request import Settings
+from ckptcore.store import open_store
 from ckptcore.utils.workers import Progress
 
 _TRIES = 3  # a backup that goes through the source meanwhile touches every file once
@@ -36,9 +37,7 @@ _HINT = "run the command again when nothing writes to the source"
 _log = logging.getLogger("ckptcore")
 
 
-def require_source(
-    staging: Staging, plan: Plan, request: Request, settings: Settings, progress: Progress | None
-) -> None:
+def require_source(staging: Staging, plan: Plan, settings: Settings, progress: Progress | None) -> None:
     """Last thing before publishing: the source is what was read, by its stamps and ctimes, or by its bytes.
 
     Raises `SourceChanged`. What was staged from other bytes is removed first: nobody may go on with it.
@@ -54,10 +53,12 @@ def require_source(
         now = take_ctimes(noted, source)
         if untouched(before, now):
             return
+        run = plan_run(staging, plan, source, noted)
+        recompute = partial(recompute_files, run, [f.index for f in plan.files], settings, progress)
         for _ in range(_TRIES):
             _log.info("%s: %s; reading the source again", plan.source, _why(before, now))
             before = settled_ctimes(noted, source)
-            _compare(staging, plan, request, settings, source, noted, progress)
+            _compare(staging, plan, recompute)
             require_same(noted, source)
             now = take_ctimes(noted, source)
             if untouched(before, now):
@@ -70,16 +71,9 @@ def require_source(
     )
 
 
-def _compare(
-    staging: Staging,
-    plan: Plan,
-    request: Request,
-    settings: Settings,
-    source: Store,
-    noted: Mapping[str, str | None],
-    progress: Progress | None,
-) -> None:
+def _compare(staging: Staging, plan: Plan, recompute: Callable[[], None]) -> None:
     """Reads the manifest again, which the literals of plans come from, and computes every file anew."""
+    request = staged_request(staging)
     opened = open_source(request.source, recover=request.recover, keep_quantized=request.keep_quantized)
     with closing(opened.store):
         digest = read_manifest(opened).digest
@@ -87,8 +81,7 @@ def _compare(
         staging.clear()
         raise SourceChanged(f"{request.source} was rewritten while it was converted", hint=_HINT)
     try:
-        run = plan_run(staging, plan, source, noted)
-        recompute_files(run, [f.index for f in plan.files], settings, progress)
+        recompute()
     except OutputMismatch as error:
         staging.clear()
         raise SourceChanged(

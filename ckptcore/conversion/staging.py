@@ -21,7 +21,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptcore.errors import Busy, CkptError, DestinationUnwritable, OutputMismatch, StagingForeign, UsageError
+from ckptcore.errors import (
+    Busy,
+    CkptError,
+    DestinationUnwritable,
+    DiskFull,
+    OutputMismatch,
+    StagingForeign,
+    UsageError,
+)
 from ckptcore.store import Store, join_url, local_path, open_store, split_url
 from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tree
 from ckptcore.store.local_writer import unwritable
@@ -112,6 +120,16 @@ class Staging:
                 store.entries()
         for name in RECORDS:
             self.root.size(name)
+
+    def require_room(self, nbytes: int) -> None:
+        """Raises `DiskFull` where fewer bytes are free than are still to be written."""
+        free = self.root.free_bytes()
+        if free is not None and nbytes > free:
+            raise DiskFull(
+                f"{nbytes} bytes are to be written beside {self.destination}, {free} are free",
+                needed=nbytes,
+                free=free,
+            )
 
     def require_planned(self, planned: Collection[str]) -> None:
         """Raises `OutputMismatch` for staged files and folders that nobody planned."""

@@ -11,6 +11,8 @@ and the cut into boxes changes no bit.
 - ``mxfp4``: inputs blocks uint8 [..., G, 16], two 4-bit floats a byte, low nibble first; scales uint8
   [..., G]; out [..., 32 G] = value * 2 ** (scale - 127) in float32 (the same file,
   `_dequantize_tensor_mxfp4`; gpt-oss's ``*_blocks`` and ``*_scales``).
+- ``add_DTYPE``: one input of that dtype; params (c,). out = input + c, computed in float32 (float64 for
+  float64) and rounded once to the dtype, as torch does ``weight + c``.
 """
 
 from __future__ import annotations
@@ -113,6 +115,11 @@ def _fill_fp4(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: A
             target.copy_(decoded[:, max(-at, 0) :][:, : target.shape[1]])
 
 
+def _fill_sum(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
+    out.copy_(inputs[0]).add_(params[0])
+
+
+ADDED = ("float16", "bfloat16", "float32", "float64")  # dtypes that a constant is added in
 FUNCTIONS: dict[str, Function] = {
     "fp8_block": Function(
         "weights times the scale of their block",
@@ -132,4 +139,15 @@ FUNCTIONS: dict[str, Function] = {
         lambda dtypes: GROUP // 2 + 1,
         _fill_fp4,
     ),
+    **{
+        f"add_{dtype}": Function(
+            "weights and a constant",
+            dtype,
+            lambda inputs, params: inputs[0].shape if len(params) == 1 else None,
+            lambda box, params: (box,),
+            lambda dtypes: BY_NAME[dtypes[0]].itemsize,
+            _fill_sum,
+        )
+        for dtype in ADDED
+    },
 }

@@ -77,6 +77,7 @@ class Item:
     envelope: what to unwrap. codec: name of the stream codec around the whole item, or "".
     crc32: CRC-32 of the range, for raw items whose format stores one, else None.
     member: name inside the envelope (safetensors), or "".
+    holds: shape of the tensor in it, where chunks are views into that and do not say; None otherwise.
     """
 
     file: int
@@ -86,6 +87,7 @@ class Item:
     codec: str = ""
     crc32: int | None = None
     member: str = ""
+    holds: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class Blob:
     """A non-tensor object: plain values, references to tensors inside it, what was refused.
 
     key: its name. item: index into the items; -1 where the format keeps it elsewhere.
-    tree: the value in `ckptcore.objects` JSON form. refused: globals not on the allow-list.
+    tree: the value in `ckptcore.core.object_tree` JSON form. refused: globals not on the allow-list.
     known: whether the tree is the value; False when it was refused or could not be read.
     unread: set for a tensor that cannot be read, which is no row of ``Manifest.tensors``.
     """
@@ -191,7 +193,10 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Items:
-    """All items, columnar; row i is item i. crc32 -1: none. member: item -> name, where not ""."""
+    """All items, columnar; row i is item i. crc32 -1: none.
+
+    member: item -> name, where not "". holds: int64 [n, 1 + R] (rank, shape...), see `Item`; rank -1: None.
+    """
 
     file: Ints
     start: Ints
@@ -201,6 +206,7 @@ class Items:
     crc32: Ints
     codecs: tuple[str, ...] = ("",)
     member: Mapping[int, str] = field(default_factory=dict)
+    holds: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.file)
@@ -215,7 +221,14 @@ class Items:
             self.codecs[int(self.codec[index])],
             None if crc < 0 else crc,
             self.member.get(index, ""),
+            self._holds(index),
         )
+
+    def _holds(self, index: int) -> tuple[int, ...] | None:
+        if self.holds is None or self.holds[index, 0] < 0:
+            return None
+        rank, *shape = self.holds[index].tolist()
+        return tuple(shape[:rank])
 
 
 @dataclass(frozen=True)
@@ -315,6 +328,8 @@ class Manifest:
         # Left out where there is none: digests of other manifests stay what they were.
         if unread := [[n, *astuple(b.unread)] for n, b in enumerate(self.blobs) if b.unread is not None]:
             head["unread"] = unread
+        if i.holds is not None:
+            arrays["item.holds"] = i.holds
         if self.own is not None:
             head["own"] = list[Any](self.own)
         if self.inputs is not None:
@@ -344,6 +359,7 @@ class Manifest:
                 a["item.crc32"],
                 tuple(h["codecs"]),
                 dict(h["member"]),
+                a.get("item.holds"),
             ),
             tuple(StoredFile(p, s) for p, s in h["files"]),
             _load_blobs(h["blobs"], h.get("unread", [])),
@@ -407,6 +423,7 @@ def _first(items: Items, count: int) -> Items:
         items.crc32[:count],
         items.codecs,
         {k: v for k, v in items.member.items() if k < count},
+        None if items.holds is None else items.holds[:count],
     )
 
 

@@ -58,8 +58,10 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
             raise MalformedCheckpoint(f"{what}: {name} starts at {start}, the data before ends at {end}")
         end = stop
     if end != data_length:
+        cut = next((name for name, row in tensors.items() if row[3] > data_length), None)
         raise MalformedCheckpoint(
-            f"{what}: header describes {end} bytes of data, the file has {data_length}",
+            f"{what}: header describes {end} bytes of data, the file has {data_length}"
+            f"{f': {cut} is cut off' if cut is not None else ''}",
             hint="the file is truncated, or longer than it should be; copy it again",
         )
     return tensors, metadata

@@ -119,8 +119,16 @@ class FileWork:
                 if ready is None:
                     self._settling = False
                     return
-            self._pass_on(ready[0], ready[1])
-            ready[2](ready[1])
+            # Only one thread is here at a time, and what settles is in file order.
+            oldest, filled, free = ready
+            if self._patched and self.part is None:
+                self._patch(oldest, filled)
+            view = filled[: oldest.nbytes].data
+            if self.writer.sequential and oldest.nbytes:
+                self.writer.write(oldest.start, view)
+            if self._digest is not None:
+                self._digest.update(view)
+            free(filled)
             with self._lock:
                 self._next += 1
 
@@ -187,26 +195,20 @@ class FileWork:
         self._tensors.copied(part, runs)
         return True
 
-    def _pass_on(self, job: Job, buffer: Bytes) -> None:
-        if self._patched and self.part is None:
-            for at, part in job.parts:
-                if isinstance(part, LiteralPart) and self.plan.literals[part.literal].crc_at:
-                    self._patch(part, buffer[at : at + part.nbytes], job.start + at)
-        view = buffer[: job.nbytes].data
-        if self.writer.sequential and job.nbytes:
-            self.writer.write(job.start, view)
-        if self._digest is not None:
-            self._digest.update(view)
-
-    def _patch(self, part: LiteralPart, target: Bytes, start: int) -> None:
-        """Fills checksums into a part of a literal, and writes it again at byte ``start`` of the file."""
-        for at, slot in self.plan.literals[part.literal].crc_at:
-            raw = self._crc(slot).to_bytes(4, "little")
-            for n in range(4):
-                if part.begin <= at + n < part.end:
-                    target[at + n - part.begin] = raw[n]
-        if not self.writer.sequential:
-            self.writer.write(start, target.data)
+    def _patch(self, job: Job, buffer: Bytes) -> None:
+        """Fills checksums into the job's parts of literals, and writes these again."""
+        for first, part in job.parts:
+            slots = self.plan.literals[part.literal].crc_at if isinstance(part, LiteralPart) else ()
+            if not slots or not isinstance(part, LiteralPart):
+                continue
+            target = buffer[first : first + part.nbytes]
+            for at, slot in slots:
+                raw = self._crc(slot).to_bytes(4, "little")
+                for n in range(4):
+                    if part.begin <= at + n < part.end:
+                        target[at + n - part.begin] = raw[n]
+            if not self.writer.sequential:
+                self.writer.write(job.start + first, target.data)
 
     def _crc(self, slot: int) -> int:
         if not self.plan.tensors[slot].nbytes:

@@ -1,4 +1,7 @@
-"""What one plan is carried out with: the value that every step of writing its files shares."""
+"""What one plan is carried out with: the value that every step of writing its files shares.
+
+A file of its own, because `execute`, and conversions that build the value, import it and not each other.
+"""
 
 from __future__ import annotations
 

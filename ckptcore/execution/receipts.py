@@ -7,13 +7,18 @@ digest and the file's BLAKE3 digest; a later run believes it only after hashing 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 from ckptcore.core.columnar_file import canonical_json
+from ckptcore.errors import UsageError
 from ckptcore.store import Readable, Store
+
+if TYPE_CHECKING:
+    from ckptcore.planning.plan import PlannedFile
 
 _BLOCK = 4 << 20
 
@@ -94,6 +99,17 @@ def read_receipt(
     except (ValueError, TypeError, AttributeError):  # cut off by a crash: the file is written again
         return None
     return found if (found.index, found.begin) == (index, part[0] if part is not None else None) else None
+
+
+def every_receipt(store: Store, plan_digest: str, files: Iterable[PlannedFile]) -> tuple[Receipt, ...]:
+    """The receipts of these files of a plan; raises `UsageError` for one that is not written yet."""
+    found = []
+    for file in files:
+        receipt = read_receipt(store, plan_digest, file.index)
+        if receipt is None:
+            raise UsageError(f"{file.path} has not been written yet", hint="run execute for every file first")
+        found.append(receipt)
+    return tuple(found)
 
 
 def seen_as(files: Readable, receipt: Receipt) -> str | None:

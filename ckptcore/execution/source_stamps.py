@@ -38,6 +38,22 @@ def take_ctimes(paths: Iterable[str], source: Store) -> dict[str, int | None]:
     return {path: source.ctime(path) for path in paths}
 
 
+def take_listed(
+    manifest: Manifest, source: Store
+) -> tuple[dict[str, int | None], dict[str, str | None], bool]:
+    """(ctimes, stamps, whether the files are those that the manifest was read from).
+
+    The ctimes are older than the first byte that the manifest rests on. Where that is not known, because a
+    file was written since it was listed, or listed by a store that spells versions otherwise, the last value
+    is false: whoever asks reads the manifest again.
+    """
+    paths, seen = placed(manifest), manifest.stamps
+    ctimes, stamps = take_ctimes(paths, source), take(manifest, source)
+    if all(path in seen and seen[path][0] == stamps[path] for path in paths):
+        return {path: seen[path][1] for path in paths}, stamps, True
+    return ctimes, stamps, False
+
+
 def settled_ctimes(paths: Iterable[str], source: Store) -> dict[str, int | None]:
     """As `take_ctimes`, once they are old enough to tell a later write, for which it waits a little."""
     for wait in (0.03, 2.2, 0.0):

@@ -131,7 +131,7 @@ def _parts(plan: FilePlan, budget: Budget) -> Iterator[LiteralPart | TensorPart]
             continue
         itemsize = BY_NAME[tensor.dtype].itemsize
         widest = max(itemsize, BY_NAME[tensor.source_dtype].itemsize)
-        limit = budget.step(_beside(plan, n))
+        limit = budget.step(beside(plan.reads, n, len(tensor.shape)))
         if n in plan.derived:
             limit = min(limit, (budget.tile - 64) // (widest + _input_bytes(plan, n)) * widest)
         for box in tensor.box.tiles(limit // widest):
@@ -144,8 +144,3 @@ def _input_bytes(plan: FilePlan, tensor: int) -> int:
     the cast, behind what is cast."""
     node = plan.derived[tensor]
     return FUNCTIONS[node.fn].width([plan.inputs[i].dtype for i in node.inputs])
-
-
-def _beside(plan: FilePlan, tensor: int) -> int:
-    first, last = int(plan.reads.first[tensor]), int(plan.reads.first[tensor + 1])
-    return beside(plan.reads.lo, first, last, len(plan.tensors[tensor].shape))

@@ -20,7 +20,17 @@ import numpy.typing as npt
 
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.fingerprints.sum_weights import ROW, WORD, Cut, Piece, Shape, blocks, page, row_factors, rows_of
+from ckptcore.fingerprints.sum_weights import (
+    ROW,
+    WORD,
+    RowLayout,
+    RowSpan,
+    Shape,
+    blocks,
+    page,
+    row_factors,
+    rows_of,
+)
 from ckptcore.fingerprints.sums import ZERO, Sum
 
 ROOM = 16 << 20  # bytes
@@ -48,7 +58,7 @@ class DeviceSums:
             shape, box, width = (*shape, 2), Box((*box.offset, 0), (*box.shape, 2)), WORD
         elif not shape:
             shape, box = (1,), Box.whole((1,))
-        cut = Cut(rows_of(shape, width), box)
+        cut = RowLayout(rows_of(shape, width), box)
         held = elements.view(getattr(torch, _KINDS[width]))
         there = held.view(cut.lead, box.shape[cut.rows.dim], prod(cut.behind))
         words = elements[: len(elements) // WORD * WORD].view(torch.int64)
@@ -59,7 +69,7 @@ class DeviceSums:
         one, two = total.tolist()
         return one & _MASK, two & _MASK
 
-    def _piece(self, cut: Cut, piece: Piece, values: Any, words: Any, total: Any) -> None:
+    def _piece(self, cut: RowLayout, piece: RowSpan, values: Any, words: Any, total: Any) -> None:
         """Adds a piece to ``total``; values: [lead, rows, elements]. words: all elements, as words."""
         per = cut.rows.per
         if cut.fits(piece.skipped * cut.rows.inner, values.shape[2]) and _on_words(values, per):

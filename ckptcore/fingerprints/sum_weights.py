@@ -61,7 +61,7 @@ def rows_of(shape: Shape, width: int) -> Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowSpan:
     """What a box has of ``count`` rows beside each other, from the one numbered ``row`` on, in each of its
     indices of the dims before the cut one: ``length`` indices of the cut dim, from the one numbered
     ``skipped`` of a row on. at: its first index of that dim, counted within the box."""
@@ -73,7 +73,7 @@ class Piece:
     at: int
 
 
-class Cut:
+class RowLayout:
     """How a box of a tensor lies across its rows.
 
     behind: shape of the box in the dims behind the one that is cut. whole: whether that is all of them.
@@ -86,7 +86,7 @@ class Cut:
         self.whole = self.behind == rows.shape[rows.dim + 1 :]
         self.lead = prod(box.shape[: rows.dim])
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[RowSpan]:
         """At most three: what is left of a row, whole rows, the beginning of one."""
         segment, dim = self.rows.segment, self.rows.dim
         begin, end = self.box.offset[dim], self.box.offset[dim] + self.box.shape[dim]
@@ -95,7 +95,7 @@ class Cut:
             row, skipped = divmod(at, segment)
             count = 1 if skipped else max((end - at) // segment, 1)
             length = min(segment - skipped, end - at) if count == 1 else segment
-            yield Piece(row, skipped, count, length, at - begin)
+            yield RowSpan(row, skipped, count, length, at - begin)
             at += count * length
 
     def leads(self, some: slice) -> npt.NDArray[np.int64]:
@@ -121,7 +121,7 @@ class Cut:
             return begin % per == 0 and count % per == 0
         return all(n % per == 0 for n in (shape[-1], self.box.shape[-1], self.box.offset[-1]))
 
-    def picked(self, piece: Piece, group: int) -> slice | npt.NDArray[np.int64]:
+    def picked(self, piece: RowSpan, group: int) -> slice | npt.NDArray[np.int64]:
         """Where in its rows a piece has elements, counted in groups of so many: of one, or of a word's where
         the box fits."""
         rows, dim = self.rows, self.rows.dim

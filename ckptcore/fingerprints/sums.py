@@ -39,9 +39,9 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.fingerprints.sum_weights import (
     ROW,
     WORD,
-    Cut,
-    Piece,
+    RowLayout,
     Rows,
+    RowSpan,
     Shape,
     Words,
     blocks,
@@ -105,21 +105,28 @@ def checkpoint_fingerprint(tensors: Iterable[Fingerprinted]) -> str:
 
 
 def map_digest(
-    renamed: Iterable[tuple[str, str]], dropped: Iterable[str], ties: Iterable[tuple[str, str]]
+    renamed: Iterable[tuple[str, str]],
+    dropped: Iterable[str],
+    ties: Iterable[tuple[str, str]],
+    made: tuple[str, Iterable[Sequence[Any]]] = ("", ()),
 ) -> str:
     """What was done to names on the way from a source to what a fingerprint is of, hex.
 
-    renamed: (old, new). dropped: tensors that do not go on. ties: (dropped, kept).
+    renamed: (old, new). dropped: tensors that do not go on. ties: (dropped, kept). made: the digest of a map
+    of names, and what it made, as JSON has it; nothing where there was none.
     """
-    gone = sorted(set(dropped))
-    return _digest("map", [sorted(map(list, renamed)), gone, sorted(map(list, ties))])
+    done = [sorted(map(list, renamed)), sorted(set(dropped)), sorted(map(list, ties))]
+    rules, tensors = made
+    if rules:
+        done.append([rules, *sorted(map(list, tensors))])
+    return _digest("map", done)
 
 
 class _Box:
     """One box of a tensor while it is summed."""
 
     def __init__(self, rows: Rows, box: Box, elements: npt.NDArray[Any], room: Bytes) -> None:
-        self._rows, self._cut = rows, Cut(rows, box)
+        self._rows, self._cut = rows, RowLayout(rows, box)
         self._room = room.view(np.uint64)
         self._elements = elements.reshape(self._cut.lead, box.shape[rows.dim], prod(self._cut.behind))
         self._total = ZERO
@@ -131,7 +138,7 @@ class _Box:
             self._piece(piece, part.reshape(len(part), piece.count, -1))
         return self._total
 
-    def _piece(self, piece: Piece, values: npt.NDArray[Any]) -> None:
+    def _piece(self, piece: RowSpan, values: npt.NDArray[Any]) -> None:
         """Adds a piece; values: [lead, rows, elements]."""
         rows, row, length = self._rows, piece.row, piece.length
         begin, per = piece.skipped * rows.inner, rows.per

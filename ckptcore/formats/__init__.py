@@ -68,7 +68,7 @@ from ckptcore.formats.refused import KNOWN
 from ckptcore.formats.step_roots import beside_steps, located
 from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
 from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
-from ckptcore.store import Stamped, Store, join_url, open_store, split_url
+from ckptcore.store import Stamped, Store, hub_hint, join_url, open_store, split_url
 from ckptcore.store.subfolder import Noting
 
 accept_old_fields()
@@ -157,7 +157,8 @@ def open_source(url: str, *, recover: bool = False, keep_quantized: bool = False
         store = open_store(parent)
         seen = store.look(name)
         if seen is None:
-            raise SourceUnreadable(f"{url} does not exist, or is no regular file")
+            hint = hub_hint(url) or None
+            raise SourceUnreadable(f"{url} does not exist, or is no regular file", hint=hint)
         return _source(store, name, {name: seen}, recover, keep_quantized)
     parent, name = split_url(url)
     if "." in name:  # object stores have no folders to ask; a name with a suffix may be a file

@@ -197,13 +197,16 @@ class Writer:
 
     whole: what one process writes (consolidate, export). for_mesh: what the ranks of a mesh write (reshard),
     often the same; None where they cannot. single_file: whether ``whole`` is always one file, whatever the
-    destination is called. serializations: the values of `--serialization` that it knows.
+    destination is called. serializations: the values of `--serialization` that it knows. hub: what an export
+    writes, where that differs from ``whole``. adapter: the same of a LoRA adapter, or None.
     """
 
     whole: Layout
     for_mesh: Layout | None = None
     single_file: bool = False
     serializations: tuple[str, ...] = ("torch_save",)
+    hub: Layout | None = None
+    adapter: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a plug-in's reader may be unhashable

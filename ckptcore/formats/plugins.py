@@ -27,7 +27,7 @@ _log = logging.getLogger("ckptcore")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RegistryEntry:
     """One row: what does it, and which package brought it."""
 
     action: Action
@@ -44,7 +44,7 @@ class Registry:
     of entry points that could not be used; nothing of theirs is registered.
     """
 
-    rows: Mapping[Key, Entry]
+    rows: Mapping[Key, RegistryEntry]
     broken: tuple[tuple[str, str], ...] = ()
 
     @cached_property
@@ -81,7 +81,7 @@ def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
 
     An entry point that fails, is no `Format`, or claims what is taken is left out and logged.
     """
-    rows: dict[Key, Entry] = {}
+    rows: dict[Key, RegistryEntry] = {}
     for format in own:
         rows |= dict(_rows(format, OWN))
     broken: list[tuple[str, str]] = []
@@ -106,8 +106,8 @@ def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
     return Registry(rows, tuple(broken))
 
 
-def _rows(format: Format, package: str) -> Iterator[tuple[Key, Entry]]:
+def _rows(format: Format, package: str) -> Iterator[tuple[Key, RegistryEntry]]:
     actions: list[tuple[Action, object]] = [("read", format.reader), ("write", format.writer)]
     for action, able in actions:
         for version in format.versions if able is not None else ():
-            yield (action, format.name, version), Entry(action, format, version, package)
+            yield (action, format.name, version), RegistryEntry(action, format, version, package)

@@ -22,7 +22,7 @@ _ITERATION = re.compile(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|re
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class StepLayout:
     """One layout.
 
     find: (folder below, why), or None when the source is something else. Raises `NotComplete` when
@@ -156,9 +156,9 @@ def _number(step: str) -> int:
     return int((m["iter"] or m["step"] or -1) if m else -1)
 
 
-ROOTS: tuple[Root, ...] = (
-    Root("megatron", _megatron),
-    Root("megatron-bridge", _bridge),
-    Root("nemo", _nemo),
-    Root("verl", _verl),
+ROOTS: tuple[StepLayout, ...] = (
+    StepLayout("megatron", _megatron),
+    StepLayout("megatron-bridge", _bridge),
+    StepLayout("nemo", _nemo),
+    StepLayout("verl", _verl),
 )

@@ -19,7 +19,7 @@ Put = Callable[[Any], None]
 
 
 @dataclass(slots=True)
-class Leaf:
+class LiveLeaf:
     """A tensor, or a value that is replaced as a whole.
 
     put: stores another value in its place; None where the container takes none. owner: the object with
@@ -39,7 +39,7 @@ class LiveState:
     finish: what is to be called when all of them are filled, in order.
     """
 
-    leaves: list[Leaf] = field(default_factory=list)
+    leaves: list[LiveLeaf] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -79,7 +79,7 @@ def _visit(state: LiveState, value: Any, path: str, put: Put | None, owner: Any)
     import torch
 
     if isinstance(value, torch.Tensor):
-        state.leaves.append(Leaf(path, value, put, owner))
+        state.leaves.append(LiveLeaf(path, value, put, owner))
     elif stateful(value):
         inside = value.state_dict()
         if not isinstance(inside, Mapping):
@@ -94,7 +94,7 @@ def _visit(state: LiveState, value: Any, path: str, put: Put | None, owner: Any)
     elif isinstance(value, (list, tuple)) and _holds(value, (torch.Tensor, Mapping)):
         _enter_sequence(state, value, path, put, owner)
     else:
-        state.leaves.append(Leaf(path, value, put, owner))
+        state.leaves.append(LiveLeaf(path, value, put, owner))
 
 
 def _enter_sequence(state: LiveState, values: Sequence[Any], path: str, put: Put | None, owner: Any) -> None:

@@ -16,7 +16,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.object_tree import references
 from ckptcore.errors import NameMismatch, UsageError
-from ckptcore.loading.live_state import Leaf, LiveState, live_state
+from ckptcore.loading.live_state import LiveLeaf, LiveState, live_state
 from ckptcore.loading.live_tensors import on_memory, on_meta, pieces, require_cast
 from ckptcore.loading.plain_values import NotBuilt, built, find
 from ckptcore.reading.state_dict import Filler, require_cover, require_readable
@@ -31,8 +31,8 @@ class _Plan:
     """What each leaf gets. tensors: (leaf, row of its tensor). values: (leaf, JSON form of its value).
     missing: names that the checkpoint lacks. unbuilt: name -> what its value holds that is not built."""
 
-    tensors: list[tuple[Leaf, int]] = field(default_factory=list)
-    values: list[tuple[Leaf, Any]] = field(default_factory=list)
+    tensors: list[tuple[LiveLeaf, int]] = field(default_factory=list)
+    values: list[tuple[LiveLeaf, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unbuilt: dict[str, str] = field(default_factory=dict)
 
@@ -155,7 +155,7 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
     require_cover(manifest, [*(row for _, row in plan.tensors), *inside])
 
 
-def _require_no_meta(leaves: Sequence[Leaf]) -> None:
+def _require_no_meta(leaves: Sequence[LiveLeaf]) -> None:
     """That objects took the memory which they were given for their meta tensors."""
     import torch
 

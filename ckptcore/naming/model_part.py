@@ -10,7 +10,9 @@ is told to the user:
 3. the container paths that the writer recorded, without those that hold optimizer state;
 4. known container names.
 
-Two candidates are an error that lists both: a wrong guess would export the wrong weights.
+Of two candidates the one that trainers call the model is it, and the other is a finding: a moving average
+(EMA) has the model's names, too. Else they are an error that lists both: a wrong guess would export the wrong
+weights.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ _TRAINER = re.compile(
     r"|rng_state|trainer|extra|ema_state|param_groups|chained_\d+)(\.|/|$)"
 )
 _CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
+# What copies of a model are called that were not trained themselves: suggested last.
+_COPY = re.compile(
+    r"(^|[._])(ema|swa|averaged?|shadow|teacher|target|ref|reference|old|best)([._]|$)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +48,13 @@ class ModelPart:
 
     prefix: what its names start with in the checkpoint. because: the evidence, one sentence.
     beside: first path elements of the trainer's own entries below that prefix, to be left out.
+    others: prefixes of parts that could be the model too, and are left out.
     """
 
     prefix: str
     because: str
     beside: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     def foreign(self, name: str) -> str | None:
         """The rule that drops a name below the prefix, or None for the model's own."""
@@ -77,13 +85,14 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
             beside = _beside("", names, set(states))
             return ModelPart("", f"{count} tensors lie at the top level", beside)
         return ModelPart(root, f"{root[:-1]} is the only part that is not the trainer's ({count} tensors)")
-    known = [(r, n) for r, n in candidates if r[:-1] in _CONTAINERS]
-    if len(known) == 1:
-        return ModelPart(known[0][0], f"{known[0][0][:-1]} is what trainers call the model")
+    called = _called([r for r, _ in candidates])
+    if called is not None:
+        others = tuple(r for r, _ in candidates if r != called)
+        return ModelPart(called, f"{called[:-1]} is what trainers call the model", others=others)
     told = ", ".join(f"{r or 'top level'} ({n} tensors)" for r, n in candidates[:8]) or "none"
     raise AmbiguousModel(
         f"cannot tell which part of the checkpoint is the model; candidates: {told}",
-        hint="name it: --model-prefix " + (candidates[0][0] or "''" if candidates else "PREFIX"),
+        hint=f"name it: --model-prefix {_likeliest([r for r, _ in candidates])}",
         candidates=[r for r, _ in candidates],
     )
 
@@ -175,18 +184,37 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
     full = [(r, c) for r, c in full if not any(_wraps(s, r) for s in shorter)]
     if not full or best * 2 < len(wanted):
         return None
-    if len(full) > 1:
+    places = [r for r, _ in sorted(full)]
+    called = _called(places) if len(full) > 1 else None
+    if len(full) > 1 and called is None:
         told = ", ".join(f"{r or 'top level'} ({c} parameters)" for r, c in sorted(full))
         raise AmbiguousModel(
             f"the optimizer's parameters are found in more than one part: {told}",
-            hint=f"name one: --model-prefix {min(r for r, _ in full)}",
+            hint=f"name one: --model-prefix {_likeliest(places)}",
             candidates=[r for r, _ in full],
         )
-    root = full[0][0]
+    root = full[0][0] if called is None else called
     optimizer = ", ".join(sorted(r or "the top level" for r in states))
     place = f"under {root}" if root else "at the top level"
     because = f"{best} of the {len(wanted)} parameters that {optimizer} has state for lie {place}"
-    return ModelPart(root, because, _beside(root, names, set(states)))
+    others = tuple(r for r in places if r != root)
+    if others:
+        because += f", and {root[:-1]} is what trainers call the model"
+    return ModelPart(root, because, _beside(root, names, set(states)), others)
+
+
+def _called(roots: Sequence[str]) -> str | None:
+    """The one of several parts that is called as trainers call the model; None where that is not one."""
+    known = [root for root in roots if root[:-1] in _CONTAINERS]
+    return known[0] if len(known) == 1 else None
+
+
+def _likeliest(roots: Sequence[str]) -> str:
+    """Which of several parts to suggest: as trainers call the model, and no copy; the first of equals."""
+    if not roots:
+        return "PREFIX"
+    best = min(roots, key=lambda root: (root[:-1] not in _CONTAINERS, bool(_COPY.search(root))))
+    return best or "''"
 
 
 def _wraps(shorter: str, longer: str) -> bool:

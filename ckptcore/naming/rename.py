@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.core.subset import select
@@ -28,6 +29,22 @@ class Dropped:
     rule: str
 
 
+class Made(NamedTuple):
+    """A tensor that a map of names made.
+
+    Attributes:
+        name: In the new world.
+        rule: What made it.
+        sources: Stored names of what it is made of.
+        same: Whether its elements, their order and shape are those of one stored tensor.
+    """
+
+    name: str
+    rule: str
+    sources: tuple[str, ...]
+    same: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Mapped:
     """The result of remapping.
@@ -35,6 +52,7 @@ class Mapped:
     manifest: the kept tensors under their new names. renamed: (old, new) where they differ.
     dropped: what does not go on. ties: (dropped name, kept name) that must hold equal bytes.
     twins: source of each tie's dropped tensor, as a manifest with one tensor each.
+    made: of every tensor, where a map made them. map: the map's digest, or "".
     """
 
     manifest: Manifest
@@ -42,6 +60,8 @@ class Mapped:
     dropped: tuple[Dropped, ...]
     ties: tuple[tuple[str, str], ...] = ()
     twins: Manifest | None = None
+    made: tuple[Made, ...] = ()
+    map: str = ""
 
 
 def remap(

@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 
 
 def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
-    """A child with its files, as the catalog has it now; raises `UsageError` unless it is there."""
+    """A child with its files, as the catalog has it now; raises `UsageError` unless it is there, and for an
+    export that failed when it was verified."""
     detail = catalog.show(public, tensors=False)
     if not isinstance(detail, CheckpointDetail):
         raise UsageError(f"{public} is no checkpoint")
     if detail.checkpoint.state != State.PRESENT.value:
         raise UsageError(f"{detail.checkpoint.uri} is {detail.checkpoint.state}")
+    if detail.written_by and detail.written_by[0].export_verdict == "failed":
+        raise UsageError(f"{detail.checkpoint.uri} failed when it was verified as an export")
     return detail
 
 

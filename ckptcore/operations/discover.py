@@ -16,7 +16,7 @@ from ckptcore.formats import detect
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.step_roots import located
 from ckptcore.store import join_url, open_store
-from ckptcore.store.listing import Seen, stamp_of, survey
+from ckptcore.store.listing import ListedFile, stamp_of, survey
 from ckptcore.utils.step_names import says_step, step_of
 
 MAX_DEPTH = 12
@@ -40,7 +40,7 @@ class Candidate:
     run: str
     format: str
     because: tuple[str, ...]
-    files: Mapping[str, Seen]
+    files: Mapping[str, ListedFile]
 
     @property
     def uri(self) -> str:
@@ -91,7 +91,7 @@ class _Looking:
         self._store = open_store(root)
         self.found: list[Candidate] = []
 
-    def into(self, folder: str, files: Mapping[str, Seen], depth: int) -> None:
+    def into(self, folder: str, files: Mapping[str, ListedFile], depth: int) -> None:
         """Looks for candidates among what a folder holds. files: paths relative to it."""
         children, own = _split(files)
         for name, seen in own.items():
@@ -102,7 +102,7 @@ class _Looking:
             if not child.startswith(".") and not self._skips(path) and depth < MAX_DEPTH:
                 self._folder(path, child, children[child], depth + 1)
 
-    def _folder(self, path: str, name: str, files: Mapping[str, Seen], depth: int) -> None:
+    def _folder(self, path: str, name: str, files: Mapping[str, ListedFile], depth: int) -> None:
         kept = {p: f for p, f in files.items() if not any(part.startswith(".") for part in p.split("/")[:-1])}
         children, own = _split(kept)
         steps = any(step_of(c) is not None for c in children) and step_of(name) is None
@@ -124,7 +124,7 @@ class _Looking:
             self._add(path, name, "", (), files)
 
     def _detect(
-        self, path: str, files: Mapping[str, Seen]
+        self, path: str, files: Mapping[str, ListedFile]
     ) -> tuple[tuple[str, tuple[str, ...]] | None, bool]:
         """(format and evidence, or None), and whether formats see more than one checkpoint there."""
         whole = Source(self._store, None, {f"{path}/{p}": f.nbytes for p, f in files.items()})
@@ -142,7 +142,7 @@ class _Looking:
             return ("", (error.message,)), False  # recognised enough to be looked at, and told
         return (found.name, (*way, *evidence.because)), False
 
-    def _file(self, folder: str, name: str, seen: Seen) -> None:
+    def _file(self, folder: str, name: str, seen: ListedFile) -> None:
         path = _below(folder, name)
         try:
             found, evidence = detect(Source(self._store, path, {path: seen.nbytes}))
@@ -154,7 +154,7 @@ class _Looking:
             self._add(path, name, found.name, evidence.because, {name: seen})
 
     def _add(
-        self, path: str, name: str, form: str, because: tuple[str, ...], files: Mapping[str, Seen]
+        self, path: str, name: str, form: str, because: tuple[str, ...], files: Mapping[str, ListedFile]
     ) -> None:
         step, run = step_and_run(self.root, path)
         self.found.append(Candidate(self.root, path, name, step, run, form, because, files))
@@ -163,10 +163,10 @@ class _Looking:
         return join_url(self.root, path) in self._skip
 
 
-def _split(files: Mapping[str, Seen]) -> tuple[dict[str, dict[str, Seen]], dict[str, Seen]]:
+def _split(files: Mapping[str, ListedFile]) -> tuple[dict[str, dict[str, ListedFile]], dict[str, ListedFile]]:
     """What lies in the folders below, by folder, and what lies here."""
-    children: dict[str, dict[str, Seen]] = {}
-    own: dict[str, Seen] = {}
+    children: dict[str, dict[str, ListedFile]] = {}
+    own: dict[str, ListedFile] = {}
     for path, seen in files.items():
         top, slash, rest = path.partition("/")
         if slash:

@@ -14,7 +14,7 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError
 from ckptcore.store import join_url, local_path
-from ckptcore.store.contents import Kind, Thing, contents, thing_of
+from ckptcore.store.contents import NameKind, Thing, contents, thing_of
 from ckptcore.store.place import Relation, identify, relation
 
 
@@ -73,7 +73,7 @@ def _require_other_files(
     # but not its size and both of its times, to the nanosecond.
     mine: dict[Any, str] = {}
     for name, thing in things.items():
-        if thing.kind is not Kind.LINK:
+        if thing.kind is not NameKind.LINK:
             mine.update(dict.fromkeys(_identities(thing), name))
     for name, thing in files.items():
         twin = next((mine[each] for each in _identities(thing) if each in mine), None)
@@ -86,7 +86,7 @@ def _require_other_files(
 
 def _identities(thing: Thing) -> Iterable[tuple[Any, ...]]:
     yield thing.device, thing.inode
-    if thing.kind is Kind.FILE and thing.nbytes:
+    if thing.kind is NameKind.FILE and thing.nbytes:
         yield "seen elsewhere", thing.nbytes, thing.mtime, thing.ctime
 
 

@@ -3,6 +3,9 @@
 A target is a request without its source: the same fields, checked by the same code. Its destination is a
 template with a closed set of fields: ``{root}`` the watched root, ``{run}`` the folder that keeps the steps,
 ``{step}`` the step, ``{name}`` the checkpoint's own name, ``{path}`` its path below the root.
+
+What a root is watched for holds for all below it, whoever names it: a sweep and an announcement then want the
+same thing, and one claim keeps them from making it twice.
 """
 
 from __future__ import annotations
@@ -13,16 +16,23 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from string import Formatter
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from blake3 import blake3
 
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
 from ckptcore.formats import by_name
+from ckptcore.operations.discover import matches, step_and_run
 from ckptcore.planning.request import Request
-from ckptcore.store import local_path
+from ckptcore.store import join_url, local_path
 from ckptcore.utils.text import shown as quoted
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
 
 DESTINATION = "{root}/../exports/{run}/{name}"  # where nothing else is asked for
 FIELDS = ("root", "run", "step", "name", "path")
@@ -33,7 +43,7 @@ _NOT_OUTPUT = ("source", "destination", "overwrite", "overwrite_foreign", "resum
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TemplateFields:
     """What a template is filled with; step is None where no name tells it."""
 
     root: str
@@ -44,18 +54,18 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ExportTarget:
     """options: fields of a `Request` in their JSON form. destination: the template."""
 
     destination: str
     options: Mapping[str, Any]
 
-    def request(self, source: str, place: Place) -> Request:
+    def request(self, source: str, place: TemplateFields) -> Request:
         """What to make of one checkpoint; raises `UsageError`."""
         form = {**self.options, "source": source, "destination": self.fill(place)}
         return Request.from_dict(form)
 
-    def fill(self, place: Place) -> str:
+    def fill(self, place: TemplateFields) -> str:
         """The destination of one checkpoint; raises `UsageError` when it has no step and one is needed."""
         given: dict[str, Any] = {
             "root": place.root.rstrip("/"),
@@ -76,7 +86,7 @@ class Target:
         return {"destination": self.destination, **self.options}
 
 
-def target_of(form: Mapping[str, Any]) -> Target:
+def target_of(form: Mapping[str, Any]) -> ExportTarget:
     """The target of its JSON form: a request's fields, and ``destination`` as a template.
 
     Raises `UsageError` for a field, a value or a template that can make nothing.
@@ -89,13 +99,35 @@ def target_of(form: Mapping[str, Any]) -> Target:
             hint=f"destination, {', '.join(sorted(_OF_REQUEST))}",
         )
     _require_types(options)
-    target = Target(_checked(str(form.get("destination") or DESTINATION)), options)
+    target = ExportTarget(_checked(str(form.get("destination") or DESTINATION)), options)
     try:
-        request = target.request("/a/run/step-1", Place("/a", "run", 1, "step-1", "run/step-1"))
+        request = target.request("/a/run/step-1", TemplateFields("/a", "run", 1, "step-1", "run/step-1"))
         by_name(request.format, writes=True)
     except (TypeError, AttributeError) as error:  # a number where a text is meant, say
         raise UsageError(f"the target cannot be used: {error}") from error
     return target
+
+
+def announced_request(
+    catalog: Catalog, source: str, step: int | None = None
+) -> tuple[RootRow, Request] | None:
+    """The watched root that a source lies below, and what its target makes of it; None below no watched root.
+
+    The innermost root counts, by name where several watch one place; paused ones count too. step: what the
+    announcement says, for templates that need one where no name tells it. Raises `UsageError` when the
+    target cannot be used for it.
+    """
+    with catalog.reading() as conn:
+        every = roots.every(conn)
+    for root in sorted(every, key=lambda r: (-len(r.uri), r.name)):
+        path = _below(source, root.uri)
+        if path is None or not matches(path, root.include):
+            continue
+        told, run = step_and_run(root.uri, path)
+        place = TemplateFields(root.uri, run, step if told is None else told, path.rsplit("/", 1)[-1], path)
+        # Under the name by which a sweep knows it, also where links lead there under another.
+        return root, target_of(root.target).request(join_url(root.uri, path), place)
+    return None
 
 
 def _require_types(options: Mapping[str, Any]) -> None:
@@ -184,3 +216,9 @@ def _normal(url: str) -> str:
     if path.startswith("..") or path in (".", "/"):
         raise UsageError(f"the destination {url} lies above its bucket", hint="use fewer ..")
     return f"{scheme}{sign}{path}"
+
+
+def _below(source: str, root: str) -> str | None:
+    """The path of a source below a root, or None; links are resolved."""
+    here, inside = normal_uri(source), normal_uri(root).rstrip("/") + "/"
+    return here[len(inside) :] if here.startswith(inside) and len(here) > len(inside) else None

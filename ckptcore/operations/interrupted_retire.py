@@ -26,7 +26,7 @@ from ckptcore.operations.removal_record import (
     records_at,
     remove_rest,
 )
-from ckptcore.operations.set_aside import Aside, Record, bring_back, leftovers, partly_gone, place_of
+from ckptcore.operations.set_aside import Aside, RemovalRecord, bring_back, leftovers, partly_gone, place_of
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path, split_url
 
@@ -114,7 +114,7 @@ def _end_recorded(catalog: Catalog, home: str, means: Settings) -> str:
     return f"{record.uri} has what nobody approved, or changed since, and keeps it: {', '.join(left[:5])}"
 
 
-def _known_source(catalog: Catalog, record: Record) -> CheckpointRow:
+def _known_source(catalog: Catalog, record: RemovalRecord) -> CheckpointRow:
     """The row of a recorded source; raises `UsageError` unless it is the last that is known of its place."""
     known, there = (catalog.show(name, tensors=False) for name in (record.checkpoint, record.uri))
     if not isinstance(known, CheckpointDetail) or not isinstance(there, CheckpointDetail):

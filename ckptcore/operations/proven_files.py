@@ -19,7 +19,7 @@ from ckptcore.catalog.types import FileRow
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
 from ckptcore.store import Store, open_store, split_url
-from ckptcore.store.contents import Kind, Thing
+from ckptcore.store.contents import NameKind, Thing
 
 # Files that say where tensors and objects lie, and hold nothing else; they count where their reader read
 # them.
@@ -69,10 +69,10 @@ def unheld(
     filled = {os.path.dirname(name.rstrip("/")) + "/" for name in things}
     with closing(open_store(uri)) as store:
         for name, thing in things.items():
-            if thing.kind is Kind.FOLDER:
+            if thing.kind is NameKind.FOLDER:
                 if name not in filled:
                     lost[name] = "empty folder"
-            elif thing.kind is not Kind.FILE:
+            elif thing.kind is not NameKind.FILE:
                 lost[name] = thing.kind.value
             elif name not in held and _digest_of(store, name, thing, known) is None:
                 lost[name] = "file"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from ckptcore.catalog.sightings import Seen, SightingRow
+from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.checking.verdicts import UNREADABLE_CODES
 from ckptcore.core.manifest import Manifest
@@ -28,8 +28,7 @@ from ckptcore.errors import (
     UnsupportedFormat,
 )
 from ckptcore.operations.claims import source_digest
-from ckptcore.store.listing import Seen as File
-from ckptcore.store.listing import newest, stamp_of
+from ckptcore.store.listing import ListedFile, newest, stamp_of
 
 SETTLE_S = 120.0
 # What is wrong with the checkpoint itself; anything else is wrong with the way to it.
@@ -43,7 +42,7 @@ class Look:
     manifest: what was read just now, if anything. source_digest, manifest_digest: of what is whole.
     """
 
-    state: Seen
+    state: Condition
     stamp: str
     changed_at: datetime
     message: str = ""
@@ -55,7 +54,7 @@ class Look:
 
 def look(
     uri: str,
-    files: Mapping[str, File],
+    files: Mapping[str, ListedFile],
     before: SightingRow | None,
     now: datetime,
     *,
@@ -72,10 +71,10 @@ def look(
     own = stamp_of(files)
     stamp = _judged(own, recover)
     changed = _changed_at(files, own, before, now)
-    if before is not None and _remembered(before, stamp) and not (again and before.state == Seen.BROKEN):
+    if before is not None and _remembered(before, stamp) and not (again and before.state == Condition.BROKEN):
         told = before.findings[0].message if before.findings else ""
         return Look(
-            Seen(before.state),
+            Condition(before.state),
             stamp,
             changed,
             told,
@@ -88,7 +87,7 @@ def look(
         told = (
             f"changed {quiet.total_seconds():.0f} s ago; looked at when nothing changed for {settle_s:.0f} s"
         )
-        return Look(Seen.WRITING, stamp, changed, told)
+        return Look(Condition.WRITING, stamp, changed, told)
     return _read(uri, stamp, changed, recover)
 
 
@@ -102,15 +101,17 @@ def _read(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
         errors = tuple(f for f in report.findings if f.severity == "error" and f.code not in UNREADABLE_CODES)
         if not errors:
             return Look(
-                Seen.WHOLE, stamp, changed, "", (), source_digest(manifest), manifest.digest, manifest
+                Condition.WHOLE, stamp, changed, "", (), source_digest(manifest), manifest.digest, manifest
             )
-        return Look(Seen.BROKEN, stamp, changed, errors[0].message, errors, None, manifest.digest, manifest)
+        return Look(
+            Condition.BROKEN, stamp, changed, errors[0].message, errors, None, manifest.digest, manifest
+        )
     except CkptError as error:
         # A file that ends early is the checkpoint's fault; a door that is shut is not.
         own_fault = isinstance(error, _ITS_OWN) or (
             isinstance(error, SourceUnreadable) and "file" in error.values
         )
-        state = Seen.BROKEN if own_fault and not error.transient else Seen.UNREAD
+        state = Condition.BROKEN if own_fault and not error.transient else Condition.UNREAD
         findings = tuple(error.values.get("findings", ())) or (
             Finding(error.code, "files", error.message, hint=error.hint),
         )
@@ -126,13 +127,15 @@ def _judged(stamp: str, recover: bool) -> str:
 
 def _remembered(before: SightingRow, stamp: str) -> bool:
     """Whether what was seen last still holds."""
-    if before.state == Seen.BROKEN:
+    if before.state == Condition.BROKEN:
         return before.stamp == stamp
     # What an older version found whole is proven anyway before it is converted, and there may be very many.
-    return before.state == Seen.WHOLE and before.stamp.split(" by ")[0] == stamp.split(" by ")[0]
+    return before.state == Condition.WHOLE and before.stamp.split(" by ")[0] == stamp.split(" by ")[0]
 
 
-def _changed_at(files: Mapping[str, File], stamp: str, before: SightingRow | None, now: datetime) -> datetime:
+def _changed_at(
+    files: Mapping[str, ListedFile], stamp: str, before: SightingRow | None, now: datetime
+) -> datetime:
     if before is not None and before.stamp.split(" ")[0] == stamp:
         return before.changed_at  # also where a file server's clock runs ahead
     last = newest(files)

@@ -26,7 +26,7 @@ from ckptcore.execution.receipts import digest_of
 from ckptcore.formats import Source, detect, open_source, read_manifest
 from ckptcore.formats.step_roots import located
 from ckptcore.operations.discover import discover
-from ckptcore.planning.config_folder import provenance
+from ckptcore.planning.model_card import provenance
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 from contextlib import closing
 
 from ckptcore.errors import SourceUnreadable, UsageError
-from ckptcore.operations.set_aside import MOST_BYTES, RECORD, Record, new_home, source_of
+from ckptcore.operations.set_aside import MOST_BYTES, RECORD, RemovalRecord, new_home, source_of
 from ckptcore.store import join_url, open_store, split_url
 from ckptcore.store.contents import Thing, contents, same
 from ckptcore.store.listing import names_at
 
 
-def put_record(record: Record) -> str:
+def put_record(record: RemovalRecord) -> str:
     """Records a deletion beside its source; gives the URL of the folder that the record lies in."""
     parent, name = split_url(record.uri)
     home = join_url(parent, new_home(name))
@@ -39,7 +39,7 @@ def records_at(parent: str) -> tuple[str, ...]:
     return tuple(join_url(parent, name) for name in names_at(parent) if source_of(name) is not None)
 
 
-def read_record(home: str) -> Record | None:
+def read_record(home: str) -> RemovalRecord | None:
     """What a folder of `records_at` records; None where it was removed meanwhile.
 
     Raises `UsageError` for what is no record, or one of another place.
@@ -52,7 +52,7 @@ def read_record(home: str) -> Record | None:
         if size > MOST_BYTES:
             raise UsageError(f"cannot go on with it: its record has {size} bytes")
         try:
-            record = Record.load(store.read(RECORD, 0, size))
+            record = RemovalRecord.load(store.read(RECORD, 0, size))
         except ValueError as error:
             raise UsageError(f"cannot go on with it: {error}") from error
     place = join_url(parent, source_of(folder) or "")
@@ -61,7 +61,7 @@ def read_record(home: str) -> Record | None:
     return record
 
 
-def left_of(record: Record) -> dict[str, Thing]:
+def left_of(record: RemovalRecord) -> dict[str, Thing]:
     """Everything that lies at a recorded place now; nothing where it is gone."""
     try:
         return contents(record.uri)
@@ -69,12 +69,12 @@ def left_of(record: Record) -> dict[str, Thing]:
         return {}
 
 
-def as_recorded(record: Record, there: dict[str, Thing]) -> tuple[str, ...]:
+def as_recorded(record: RemovalRecord, there: dict[str, Thing]) -> tuple[str, ...]:
     """The recorded names that still are what was approved, in the order of removing them."""
     return tuple(n for n, thing in record.things.items() if n in there and same(thing, there[n]))
 
 
-def remove_rest(record: Record) -> tuple[str, ...]:
+def remove_rest(record: RemovalRecord) -> tuple[str, ...]:
     """Removes what is left of the recorded objects, as recorded; gives the names that are not, and stay.
 
     Every object is looked at right before it is removed.

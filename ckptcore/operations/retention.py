@@ -24,7 +24,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RetentionEntry:
     """One checkpoint. run: whose steps it is one of. tags, aliases, holds: by which people hold on to it."""
 
     id: str
@@ -39,12 +39,12 @@ class Entry:
 class Verdict:
     """keep: whether it stays. why: every reason."""
 
-    entry: Entry
+    entry: RetentionEntry
     keep: bool
     why: tuple[str, ...]
 
 
-def decide(entries: Iterable[Entry], policy: Policy) -> tuple[Verdict, ...]:
+def decide(entries: Iterable[RetentionEntry], policy: Policy) -> tuple[Verdict, ...]:
     """A verdict for each, in order. Nothing is let go that has no step, or that somebody holds on to."""
     entries = tuple(entries)
     steps: dict[str, set[int]] = defaultdict(set)
@@ -55,7 +55,7 @@ def decide(entries: Iterable[Entry], policy: Policy) -> tuple[Verdict, ...]:
     return tuple(_verdict(entry, policy, newest.get(entry.run, frozenset())) for entry in entries)
 
 
-def held(entry: Entry) -> tuple[str, ...]:
+def held(entry: RetentionEntry) -> tuple[str, ...]:
     """Why people want it kept, whatever the policy."""
     return (
         *(f"tagged {tag}" for tag in entry.tags),
@@ -64,7 +64,7 @@ def held(entry: Entry) -> tuple[str, ...]:
     )
 
 
-def _verdict(entry: Entry, policy: Policy, newest: frozenset[int]) -> Verdict:
+def _verdict(entry: RetentionEntry, policy: Policy, newest: frozenset[int]) -> Verdict:
     why = list(held(entry))
     if entry.step is None:
         why.append("no step is known")

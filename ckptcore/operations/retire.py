@@ -38,8 +38,8 @@ from ckptcore.operations.interrupted_retire import clear_away
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.operations.removal_record import drop_record, put_record
 from ckptcore.operations.replacement import Allowed, Stand, require_as_converted, stand_in
-from ckptcore.operations.retention import Entry, Policy, decide, held
-from ckptcore.operations.set_aside import Aside, Record
+from ckptcore.operations.retention import Policy, RetentionEntry, decide, held
+from ckptcore.operations.set_aside import Aside, RemovalRecord
 from ckptcore.operations.verify import prove
 from ckptcore.planning.request import Settings
 from ckptcore.store import Store, local_path, open_store, split_url
@@ -209,10 +209,10 @@ def _in_scope(conn: Any, scope: str | None) -> list[CheckpointRow]:
     return list(found.values())
 
 
-def _entry(row: CheckpointRow, ties: tending.Ties) -> Entry:
+def _entry(row: CheckpointRow, ties: tending.Ties) -> RetentionEntry:
     run = row.run or os.path.dirname(row.uri)
     readers = tuple(f"{reader} reads it" for reader in ties.readers)
-    return Entry(row.id, run, row.step, ties.tags, ties.aliases, (*ties.holds, *readers))
+    return RetentionEntry(row.id, run, row.step, ties.tags, ties.aliases, (*ties.holds, *readers))
 
 
 def _require_unchanged(source: CheckpointRow, stand: Stand) -> None:
@@ -245,7 +245,7 @@ def _delete(catalog: Catalog, item: Retired, means: Settings) -> tuple[str, ...]
     require_no_mount(source.uri)
     with catalog.reading() as conn:
         root = _root_above(roots.every(conn), source)
-    record = Record(source.id, stand.child.id, source.uri, stand.fingerprint, stand.things)
+    record = RemovalRecord(source.id, stand.child.id, source.uri, stand.fingerprint, stand.things)
     with closing(Aside.begin(root, record)) as aside:
         marked = False
         try:
@@ -310,7 +310,7 @@ def _delete_objects(catalog: Catalog, source: CheckpointRow, stand: Stand, means
             _mark(conn, datetime.now(UTC), source)
             _require_same(source.uri, stand.things)  # what has these stamps is what was proven
             assert stand.child is not None
-            record = Record(source.id, stand.child.id, source.uri, stand.fingerprint, stand.things)
+            record = RemovalRecord(source.id, stand.child.id, source.uri, stand.fingerprint, stand.things)
             home = put_record(
                 record
             )  # last in the transaction: whoever is killed from here on is gone on with
@@ -328,7 +328,7 @@ def _moved_away(aside: Aside) -> None:
     aside.take()
 
 
-def _root_above(above: Iterable[roots.Root], source: CheckpointRow) -> str:
+def _root_above(above: Iterable[roots.RootRow], source: CheckpointRow) -> str:
     """The watched root that a source really lies below: not by its name, and not through a link. Any place on
     an object store is what it is called.
 

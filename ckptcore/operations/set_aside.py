@@ -39,7 +39,7 @@ MOST_BYTES = 1 << 30  # bytes of a record
 
 
 @dataclass(frozen=True)
-class Record:
+class RemovalRecord:
     """What may be removed. checkpoint, child: ids in the catalog. things: by name, folders with a slash.
 
     uri: where it was. fingerprint: of the child; None for one that is proven by its digests alone.
@@ -58,7 +58,7 @@ class Record:
         return canonical_json({"version": 1, **form, "fingerprint": self.fingerprint, "things": things})
 
     @classmethod
-    def load(cls, data: bytes) -> Record:
+    def load(cls, data: bytes) -> RemovalRecord:
         """The record of `dump`'s form; raises `ValueError`."""
         try:
             form: dict[str, Any] = json.loads(data)
@@ -81,11 +81,11 @@ class Aside:
     def __init__(self, above: int, parent: str, name: str, home: str, at: int, lock: int) -> None:
         self.path, self.home = f"{parent.rstrip('/')}/{name}", f"{parent.rstrip('/')}/{home}"
         self._above, self._at, self._lock, self._name, self._home = above, at, lock, name, home
-        self.record = Record("", "", "", None, {})
+        self.record = RemovalRecord("", "", "", None, {})
         self._arrived: Thing | None = None  # a source that is one file: moving it changed its status
 
     @classmethod
-    def begin(cls, root: str, record: Record) -> Aside:
+    def begin(cls, root: str, record: RemovalRecord) -> Aside:
         """A new folder beside a source, with the record of what may be removed; nothing is moved yet."""
         parent, name = os.path.split(record.uri)
         above = open_above(root, record.uri)
@@ -138,7 +138,7 @@ class Aside:
         else:
             return found
 
-    def _read_record(self) -> Record:
+    def _read_record(self) -> RemovalRecord:
         """The record of a leftover; raises `OSError`, and `ValueError` for one that is not our own."""
         seen = os.fstat(self._at), os.fstat(self._lock)
         if {each.st_uid for each in seen} != {os.geteuid()} or not stat.S_ISREG(seen[1].st_mode):
@@ -148,7 +148,7 @@ class Aside:
         data = os.pread(self._lock, seen[1].st_size, 0)
         if not self.holds and data[: len(_BEGINS)] == _BEGINS[: len(data)]:
             return self.record  # killed before it moved the source, or behind its last name
-        record = Record.load(data)
+        record = RemovalRecord.load(data)
         if record.uri != self.path:
             raise ValueError(f"its record is of {record.uri}")
         return record
@@ -280,7 +280,7 @@ def place_of(parent: str, home: str) -> str:
     return f"{parent.rstrip('/')}/{matched['name']}" if matched is not None else home
 
 
-def partly_gone(record: Record, here: Mapping[str, Thing]) -> bool:
+def partly_gone(record: RemovalRecord, here: Mapping[str, Thing]) -> bool:
     """Whether something that a record names is not here any more."""
     return not record.things.keys() <= here.keys()
 

@@ -21,14 +21,14 @@ from ckptcore.catalog import claims, queues, sightings
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.claims import DONE, FAILED, ClaimRow
 from ckptcore.catalog.normalize import normal_uri
-from ckptcore.catalog.sightings import Seen, SightingRow
-from ckptcore.catalog.watched_roots import Root
+from ckptcore.catalog.sightings import Condition, SightingRow
+from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.pipeline import tidy
 from ckptcore.conversion.registration import facts
 from ckptcore.errors import Busy, CkptError, Finding, NotComplete
 from ckptcore.operations.claims import claimed, key_of, made_from, owner, rewritten
 from ckptcore.operations.discover import Candidate, discover
-from ckptcore.operations.export_target import Place, Target, colliding, target_of
+from ckptcore.operations.export_target import ExportTarget, TemplateFields, colliding, target_of
 from ckptcore.operations.readiness import SETTLE_S, Look, look
 from ckptcore.planning.request import Request
 
@@ -58,7 +58,7 @@ _WRONG = {Standing.FAILED, Standing.BROKEN, Standing.UNREAD, Standing.REFUSED, S
 
 
 @dataclass(frozen=True)
-class Item:
+class SweepItem:
     """One checkpoint. why: the reason of its standing. request and the digests: of what is whole."""
 
     root: str
@@ -89,7 +89,7 @@ class Item:
 class Swept:
     """What a sweep did. items: every checkpoint it saw, by root, the oldest step first."""
 
-    items: tuple[Item, ...]
+    items: tuple[SweepItem, ...]
     dry_run: bool = False
 
     @property
@@ -110,7 +110,7 @@ class Swept:
 
 
 Convert = Callable[[Request], Any]
-Told = Callable[[Item], None]
+Told = Callable[[SweepItem], None]
 
 
 def sweep(
@@ -130,7 +130,7 @@ def sweep(
     none means all that are not paused. again: also what failed just now, or was broken. told: is called for
     each item.
     """
-    found: list[Item] = []
+    found: list[SweepItem] = []
     who = who or owner()
     for root in watched(catalog, names):
         here = []
@@ -149,7 +149,7 @@ def sweep(
     return Swept(tuple(found), dry_run)
 
 
-def watched(catalog: Catalog, names: Sequence[str] = ()) -> tuple[Root, ...]:
+def watched(catalog: Catalog, names: Sequence[str] = ()) -> tuple[RootRow, ...]:
     """The roots of these names, or all that are not paused. Raises `UsageError`."""
     with catalog.reading() as conn:
         return tuple(roots.get(conn, n) for n in names) if names else roots.every(conn, enabled=True)
@@ -163,7 +163,7 @@ def forget_events(catalog: Catalog) -> None:
         _log.info("%d events and messages that ended %d days ago are forgotten", gone, queues.KEEP.days)
 
 
-def note_swept(catalog: Catalog, root: Root, items: Sequence[Item]) -> None:
+def note_swept(catalog: Catalog, root: RootRow, items: Sequence[SweepItem]) -> None:
     """Notes that a root was looked through, and what came of it."""
     counts = Counter(i.standing.value for i in items)
     with catalog.writing() as conn:
@@ -173,8 +173,8 @@ def note_swept(catalog: Catalog, root: Root, items: Sequence[Item]) -> None:
 
 
 def look_through(
-    catalog: Catalog, root: Root, *, dry_run: bool = False, settle_s: float = SETTLE_S, again: bool = False
-) -> tuple[Item, ...]:
+    catalog: Catalog, root: RootRow, *, dry_run: bool = False, settle_s: float = SETTLE_S, again: bool = False
+) -> tuple[SweepItem, ...]:
     """How every checkpoint below a root stands; what was seen is noted, unless this is a dry run."""
     now = datetime.now(UTC)
     try:
@@ -184,7 +184,7 @@ def look_through(
         candidates = discover(root.uri, include=root.include, skip=outputs)
     except CkptError as error:
         standing = Standing.UNREAD if error.transient or error.exit_code != 2 else Standing.REFUSED
-        return (Item(root.name, root.uri, None, standing, error.message),)
+        return (SweepItem(root.name, root.uri, None, standing, error.message),)
     planned = [(c, *_planned(target, c)) for c in candidates]
     destinations = {normal_uri(r.destination) for _, r, _ in planned if r is not None}
     planned = [p for p in planned if normal_uri(p[0].uri) not in destinations]
@@ -193,11 +193,23 @@ def look_through(
     for candidate, request, why in planned:
         if request is not None and request.destination in doubled:
             why, request = f"two checkpoints would both go to {request.destination}", None
-        items.append(_item(catalog, root, candidate, request, why, before, now, dry_run, settle_s, again))
+        uri = normal_uri(candidate.uri)
+        recover = request is not None and request.recover
+        seen = look(
+            uri, candidate.files, before.get(uri), now, settle_s=settle_s, recover=recover, again=again
+        )
+        if not dry_run:
+            _note(catalog, root, candidate, seen, now)
+        item = _item(root, candidate, request, why, seen)
+        items.append(
+            _towards(catalog, item, request, now, again)
+            if request is not None and item.standing is Standing.READY
+            else item
+        )
     return tuple(items)
 
 
-def work(catalog: Catalog, item: Item, convert: Convert, who: str, *, again: bool = False) -> Item:
+def work(catalog: Catalog, item: SweepItem, convert: Convert, who: str, *, again: bool = False) -> SweepItem:
     """Converts one that is ready, unless somebody else does or did."""
     assert item.request is not None  # it is ready
     request = item.request
@@ -217,34 +229,19 @@ def work(catalog: Catalog, item: Item, convert: Convert, who: str, *, again: boo
     return replace(item, standing=Standing.MADE, why="")
 
 
-def _planned(target: Target, candidate: Candidate) -> tuple[Request | None, str]:
-    place = Place(candidate.root, candidate.run, candidate.step, candidate.name, candidate.path)
+def _planned(target: ExportTarget, candidate: Candidate) -> tuple[Request | None, str]:
+    place = TemplateFields(candidate.root, candidate.run, candidate.step, candidate.name, candidate.path)
     try:
         return target.request(candidate.uri, place), ""
     except CkptError as error:
         return None, error.message
 
 
-def _item(
-    catalog: Catalog,
-    root: Root,
-    candidate: Candidate,
-    request: Request | None,
-    why: str,
-    before: dict[str, SightingRow],
-    now: datetime,
-    dry_run: bool,
-    settle_s: float,
-    again: bool,
-) -> Item:
-    uri = normal_uri(candidate.uri)
-    recover = request is not None and request.recover
-    seen = look(uri, candidate.files, before.get(uri), now, settle_s=settle_s, recover=recover, again=again)
-    if not dry_run:
-        _note(catalog, root, uri, candidate, seen, now)
-    item = Item(
+def _item(root: RootRow, candidate: Candidate, request: Request | None, why: str, seen: Look) -> SweepItem:
+    """A checkpoint as a look at it gave it. why: the reason where there is no request for it."""
+    item = SweepItem(
         root.name,
-        uri,
+        normal_uri(candidate.uri),
         candidate.step,
         Standing.READY,
         "",
@@ -254,14 +251,12 @@ def _item(
         seen.source_digest or "",
         seen.manifest_digest or "",
     )
-    if seen.state is not Seen.WHOLE:
+    if seen.state is not Condition.WHOLE:
         return replace(item, standing=Standing(seen.state.value), why=seen.message)
-    if request is None:
-        return replace(item, standing=Standing.REFUSED, why=why)
-    return _towards(catalog, item, request, now, again)
+    return item if request is not None else replace(item, standing=Standing.REFUSED, why=why)
 
 
-def _towards(catalog: Catalog, item: Item, request: Request, now: datetime, again: bool) -> Item:
+def _towards(catalog: Catalog, item: SweepItem, request: Request, now: datetime, again: bool) -> SweepItem:
     """How a whole checkpoint stands towards its target."""
     with catalog.reading() as conn:
         claim = claims.standing(conn, key_of(request, item.source_digest))
@@ -286,12 +281,12 @@ def _towards(catalog: Catalog, item: Item, request: Request, now: datetime, agai
     return item
 
 
-def _outdated(catalog: Catalog, item: Item) -> bool:
+def _outdated(catalog: Catalog, item: SweepItem) -> bool:
     assert item.request is not None
     return rewritten(catalog, key_of(item.request, item.source_digest), item.source)
 
 
-def _stands(item: Item, claim: ClaimRow) -> Item:
+def _stands(item: SweepItem, claim: ClaimRow) -> SweepItem:
     if claim.state == DONE:
         when = claim.ended_at or claim.taken_at
         return replace(item, standing=Standing.CONVERTED, why=f"made on {when:%Y-%m-%d %H:%M} UTC")
@@ -303,21 +298,23 @@ def _due(claim: ClaimRow) -> datetime:
     return (claim.ended_at or claim.taken_at) + min(first * (1 << min(claim.attempts - 1, 20)), most)
 
 
-def _note(catalog: Catalog, root: Root, uri: str, candidate: Candidate, seen: Look, now: datetime) -> None:
+def _note(catalog: Catalog, root: RootRow, candidate: Candidate, seen: Look, now: datetime) -> None:
+    uri = normal_uri(candidate.uri)
+    row = SightingRow(
+        uri,
+        root.uri,
+        candidate.step,
+        seen.state.value,
+        seen.stamp,
+        seen.source_digest,
+        seen.manifest_digest,
+        seen.findings,
+        first_seen_at=now,
+        last_seen_at=now,
+        changed_at=seen.changed_at,
+    )
     with catalog.writing() as conn:
-        sightings.note(
-            conn,
-            now,
-            uri,
-            root=root.uri,
-            step=candidate.step,
-            state=seen.state,
-            stamp=seen.stamp,
-            changed_at=seen.changed_at,
-            source_digest=seen.source_digest,
-            findings=seen.findings,
-            manifest_digest=seen.manifest_digest,
-        )
-    if seen.manifest is not None and seen.state is Seen.BROKEN:
+        sightings.note(conn, row)
+    if seen.manifest is not None and seen.state is Condition.BROKEN:
         # Beside what conversions found, where people look for damaged checkpoints.
         catalog.record_validation(facts(seen.manifest, uri), seen.findings, level="cover")

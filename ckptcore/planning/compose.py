@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -25,16 +26,37 @@ from ckptcore.fingerprints.sums import map_digest
 from ckptcore.formats import by_name, registry
 from ckptcore.formats.base import Layout, Writer
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
-from ckptcore.naming.rename import Mapped, is_kept, keep_blobs, matches, remap
-from ckptcore.planning.config_folder import ConfigFolder, check_names, model_card, read_config
+from ckptcore.naming.peft import Adapter, adapted, adapter_config, dumped, find_adapter, holds_lora
+from ckptcore.naming.rename import (
+    Dropped,
+    Mapped,
+    apply_renames,
+    is_kept,
+    keep_blobs,
+    matches,
+    remap,
+    strip_wrappers,
+)
+from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
+from ckptcore.planning.config_folder import ConfigFolder, check_names
 from ckptcore.planning.file_plan import FilePlan
+from ckptcore.planning.hub_files import ADAPTER, NONE
+from ckptcore.planning.model_card import model_card
+from ckptcore.planning.model_files import ModelFiles, find_adapter_files, find_files, has_lora_of_its_own
 from ckptcore.planning.nesting import LEFT_OUT, nest, without
 from ckptcore.planning.plan import Plan, Target, make_plan
-from ckptcore.planning.request import Request
+from ckptcore.planning.request import STORED, Request
+from ckptcore.planning.stored_configs import stored_configs
+from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.rank_layout import Balance, balance, lay_out
 from ckptcore.topology.rank_local_state import require_cut, without_bound
 
+if TYPE_CHECKING:
+    from ckptcore.planning.name_maps import MappedNames, NameMap
+
+# Which rank of a mesh holds what; or a function that says so of the tensors as they are written.
+Layouts = Topology | Callable[[Manifest], Topology]
 _BY_CONFIG = frozenset({"unproven-shape"})  # what is proven when all shapes are those of the model's class
 
 
@@ -44,7 +66,7 @@ class Composed:
 
     extra: path -> bytes of the small files that go beside the tensors. warnings: findings that do
     not stop the conversion. model: where the model was found, for an export. ranks: what each rank of a mesh
-    holds, for a reshard.
+    holds, for a reshard. naming: how names were mapped, where they were.
     """
 
     plan: Plan
@@ -55,42 +77,55 @@ class Composed:
     model: ModelPart | None
     timings: dict[str, float]
     ranks: Balance | None = None
+    naming: NameMap | None = None
 
 
-def compose(request: Request, manifest: Manifest, each: Callable[[FilePlan], None] | None = None) -> Composed:
+def compose(
+    request: Request,
+    manifest: Manifest,
+    each: Callable[[FilePlan], None] | None = None,
+    topology: Layouts | None = None,
+) -> Composed:
     """The plan of a request.
 
-    each: called with every file's plan as it is made.
+    each: called with every file's plan as it is made. topology: of the request's mesh; None lays the tensors
+    out by the request's rules.
     Raises `DamagedCheckpoint`, `UnprovenCheckpoint` or `UnreadablePart` with the findings when what is asked
     for is not whole, and the errors of naming: `AmbiguousModel`, `NameMismatch`, `UnsupportedDtype`,
     `UsageError`.
     """
     began = time.perf_counter()
-    writer = by_name(request.format, writes=True).writer
+    format, single = request.format, request.single
+    writer = by_name(format, writes=True).writer
     assert writer is not None  # by_name finds those that write
-    reshard = request.verb == "reshard"
-    selected = _selected(request, manifest)
-    by_config = request.verb == "export" and request.config is not None
+    export, reshard = request.verb == "export", request.verb == "reshard"
+    beside, adapter = _files_beside(request, manifest) if export else (ModelFiles(), None)
+    selected = _selected(request, manifest, adapter)
+    by_config = beside.config is not None
     report = require_whole(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
-    export = request.verb == "export"
-    layout = _layout(request, writer)
-    config = read_config(request.config) if request.config else None
+    layout = _layout(request, writer, adapter)
     model = find_model(manifest, request.model_prefix) if export else None
     free, bound = without_bound(manifest, parse_mesh(request.mesh)) if reshard else (manifest, ())
-    mapped, told = _names(request, free, model, config)
-    if told and by_config:  # the model class was not asked, and proves nothing
+    naming: NameMap | None = None
+    if adapter is None or model is None:
+        mapped, told, naming, beside = _fitted(request, free, model, beside)
+    else:
+        mapped, beside, told = *_adapter_alone(request, free, model, adapter, beside), []
+    if by_config and (told or beside.config is None):  # the model class was not asked, and proves nothing
         require_whole(manifest, selected)
-    warnings += told
+    warnings += [*told, *beside.findings]
+    if export:
+        warnings += [*_other_parts(model), *_unopened(request, beside)]
     casts = _dtypes(request, mapped.manifest)
-    objects = {} if export else _objects(request, free, warnings)
-    carried = set(objects)
+    objects, dropped, left_out = _objects(request, free)
+    warnings += left_out
     mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
     casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
     target = Target(
-        request.format,
-        request.single,
+        format,
+        single,
         request.max_file_size,
         casts,
         objects,
@@ -100,44 +135,152 @@ def compose(request: Request, manifest: Manifest, each: Callable[[FilePlan], Non
     )
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
-    topology = None
-    if reshard:
+    if not reshard:
+        topology = None
+    else:
         stored = {new: old for old, new in mapped.renamed}
         require_cut(manifest, [stored.get(t.fqn, t.fqn) for t in mapped.manifest.tensors])
-        topology = lay_out(mapped.manifest, request.mesh, request.sharding, request.model_prefix)
+        if topology is None:
+            topology = lay_out(mapped.manifest, request.mesh, request.sharding, request.model_prefix)
+        elif not isinstance(topology, Topology):
+            topology = topology(mapped.manifest)
         if request.sharding is not None:
             from ckptcore.topology.unused_rules import (
                 unused_rules,  # pydantic: only those who have rules wait for it
             )
 
             warnings += unused_rules(mapped.manifest, request.sharding, request.model_prefix)
-    extra = _extra(request, mapped, target, config, manifest)
+    extra = _extra(request, mapped, target, beside, manifest)
     plan, files = make_plan(
-        mapped.manifest,
+        replace(mapped, dropped=(*mapped.dropped, *dropped, *(Dropped(name, rule) for name, rule in bound))),
         target,
         layout,
-        twins=mapped.twins,
-        ties=mapped.ties,
-        renamed=mapped.renamed,
-        dropped=[(d.fqn, d.rule) for d in mapped.dropped]
-        + _dropped_objects(request, free, carried)
-        + list(bound),
-        extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
+        target.arrangement(mapped.manifest.tensors, paths, topology, _order(manifest, mapped)),
         source=manifest,
-        paths=paths,
-        topology=topology,
+        extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
         each=each,
-        order=_order(manifest, mapped),
     )
-    plan = replace(plan, map_digest=_map_digest(manifest, mapped))
+    plan = replace(plan, map_digest=_map_digest(manifest, mapped), made=mapped.made)
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     ranks = None if topology is None else balance(topology, mapped.manifest.tensors)
-    return Composed(plan, files, extra, report, tuple(warnings), model, timings, ranks)
+    return Composed(plan, files, extra, report, tuple(warnings), model, timings, ranks, naming)
 
 
-def _layout(request: Request, writer: Writer) -> Layout:
+@dataclass(frozen=True)
+class MappedExport:
+    """What an export holds, before it is laid out in files.
+
+    mapped: the source's tensors under the export's names, as boxes of what is stored. dtypes: name -> dtype
+    that it is cast to. model: where the model was found. parts: (stored name, rule) of tensors of which
+    elements are left out.
+    """
+
+    mapped: Mapped
+    dtypes: Mapping[str, str]
+    model: ModelPart
+    parts: tuple[tuple[str, str], ...] = ()
+
+
+def map_export(request: Request, manifest: Manifest) -> MappedExport:
+    """The tensors that the export of a request holds, mapped from its source as `compose` maps them.
+
+    Names and shapes are not held against a config, and only the ties that the request names are made.
+    Raises as `compose` does: when the model part is not whole, cannot be told, or cannot be mapped.
+    """
+    beside, adapter = _files_beside(request, manifest)
+    require_whole(manifest, _selected(request, manifest, adapter), later=_BY_CONFIG)
+    model = find_model(manifest, request.model_prefix)
+    if adapter is not None:
+        mapped, _ = _adapter_alone(request, manifest, model, adapter, beside)
+        return MappedExport(mapped, _dtypes(request, mapped.manifest), model)
+    named = _named(request, manifest, model, beside.config)
+    mapped = named.tied(manifest, request.tie)
+    if not mapped.manifest.tensors:
+        raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
+    parts = named.found.conversion.parts if named.found is not None else ()
+    return MappedExport(mapped, _dtypes(request, mapped.manifest), model, parts)
+
+
+def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
+    """What goes beside the weights, and the LoRA adapter where the model part holds one."""
+    names = _model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
+    lora = holds_lora(names)
+    if request.names == PEFT and not lora:
+        raise UsageError(
+            f"cannot export {request.source} under peft's names: its model holds no LoRA adapter",
+            hint="leave --names out",
+        )
+    if not lora or has_lora_of_its_own(request):
+        return find_files(request, manifest), None
+    beside = find_adapter_files(request, manifest)
+    return beside, find_adapter(names, beside.adapter.form if beside.adapter is not None else None)
+
+
+def _model_names(request: Request, manifest: Manifest) -> dict[str, str]:
+    """Stored name -> name in the model, of what an export is asked to keep."""
+    inside, found = in_model(manifest, request.model_prefix), dict[str, str]()
+    for spec in manifest.tensors:
+        if is_kept(spec.fqn, request.include, request.exclude) and (inner := inside(spec.fqn)) is not None:
+            found[spec.fqn] = apply_renames(strip_wrappers(inner), request.rename)
+    return found
+
+
+def _fitted(
+    request: Request, manifest: Manifest, model: ModelPart | None, beside: ModelFiles
+) -> tuple[Mapped, list[Finding], NameMap | None, ModelFiles]:
+    """Names by the config. One that nobody named does not keep a part from being exported by --include or
+    --exclude: it is left out where it does not fit."""
+    config = beside.config
+    try:
+        return *_names(request, manifest, model, config), beside
+    except (NameMismatch, UsageError) as error:
+        of_config = "missing" in error.values or error.message.startswith("--config ")
+        if config is None or request.config is not None or not of_config:
+            raise
+        if not (request.include or request.exclude) or not isinstance(error, NameMismatch):
+            hint = (
+                f"{config.url} was found, and not named: name the right one with --config, or --config {NONE}"
+            )
+            raise type(error)(error.message, hint=hint, **error.values) from error
+        message = f"what was asked for does not fit the config that was found, {config.url}: {error.message}"
+        kept = [f for f in beside.findings if config.url not in f.message]
+        left = finding("not-loadable", "files", message)
+        return *_names(request, manifest, model, None), replace(beside, config=None, findings=(*kept, left))
+
+
+def _adapter_alone(
+    request: Request, manifest: Manifest, model: ModelPart, adapter: Adapter, beside: ModelFiles
+) -> tuple[Mapped, ModelFiles]:
+    """The adapter without the base weights, and its config held against it."""
+    if request.tie:
+        raise UsageError("cannot tie tensors of an adapter", hint="leave --tie out")
+    mapped = remap(
+        manifest,
+        include=request.include,
+        exclude=request.exclude,
+        prefix=model.prefix,
+        also=model.foreign,
+        unwrap=True,
+        rename=request.rename,
+    )
+    if beside.adapter is not None:
+        shapes = {t.fqn: t.shape for t in mapped.manifest.tensors}
+        form = adapter_config(adapter, shapes, beside.adapter.form)
+        beside = replace(beside, adapter=replace(beside.adapter, form=form))
+    elif request.single is None:
+        raise UsageError(
+            "cannot export the LoRA adapter: lora_alpha is in no shape, and there is no adapter_config.json",
+            hint="name the one of the training run: --config FILE; or leave the adapter out: "
+            "--exclude '*.lora_*'; or keep all of it under its stored names: --names stored",
+        )
+    return adapted(mapped, adapter), beside
+
+
+def _layout(request: Request, writer: Writer, adapter: Adapter | None) -> Layout:
     """How the output is laid out; raises `UsageError` for what the format cannot be written as."""
-    layout = writer.for_mesh if request.verb == "reshard" else writer.whole
+    of_export = writer.hub if adapter is None else writer.adapter
+    layouts = {"reshard": writer.for_mesh, "export": of_export or writer.whole}
+    layout = layouts.get(request.verb, writer.whole)
     if layout is None:
         raise UsageError(
             f"{request.format} is not written for the ranks of a mesh",
@@ -172,11 +315,15 @@ def _map_digest(manifest: Manifest, mapped: Mapped) -> str:
     old = {b: a for a, b in mapped.renamed}
     kept = {old.get(t.fqn, t.fqn) for t in mapped.manifest.tensors}
     gone = [t.fqn for t in manifest.tensors if t.fqn not in kept]
-    return map_digest(mapped.renamed, gone, mapped.ties)
+    return map_digest(mapped.renamed, gone, mapped.ties, (mapped.map, mapped.made))
 
 
-def _selected(request: Request, manifest: Manifest) -> Callable[[str], bool]:
+def _selected(request: Request, manifest: Manifest, adapter: Adapter | None) -> Callable[[str], bool]:
     """Whether a tensor or object of this name is asked for."""
+    if adapter is not None:
+        return {
+            old for old, new in _model_names(request, manifest).items() if new in adapter.hub
+        }.__contains__
     inside = in_model(manifest, request.model_prefix) if request.verb == "export" else str
 
     def selected(name: str) -> bool:
@@ -187,7 +334,96 @@ def _selected(request: Request, manifest: Manifest) -> Callable[[str], bool]:
 
 def _names(
     request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
-) -> tuple[Mapped, list[Finding]]:
+) -> tuple[Mapped, list[Finding], NameMap | None]:
+    named = _named(request, manifest, model, config)
+    mapped = named.tied(manifest, request.tie)
+    found = named.found
+    warnings, naming = (list(found.warnings), found.map) if found is not None else ([], None)
+    if config is None or model is None:
+        return mapped, warnings, naming
+    expected = check_names(config, {t.fqn: t.shape for t in mapped.manifest.tensors})
+    present = {t.fqn for t in mapped.manifest.tensors}
+    ties = [(a, b) for a, b in expected.ties if a in present and b in present]
+    ties = [*request.tie, *(t for t in ties if t not in request.tie)]
+    if ties != list(request.tie):
+        mapped = named.tied(manifest, ties)
+    return mapped, [*warnings, *expected.warnings], naming
+
+
+def _in_world(
+    request: Request, source: Manifest, bare: Mapped, config: ConfigFolder | None
+) -> MappedNames | None:
+    """The model part in the world of names that is asked for; None where its names stay."""
+    if request.names == STORED:
+        return None
+    world = suspected(t.fqn for t in bare.manifest.tensors)
+    content = None if config is None else json.loads(config.content["config.json"])
+    if world is None and request.names in (HUB, LIVE):
+        asked = request.names == LIVE or request.arch != "auto" or config is not None
+        if not asked and not any(c.architectures for c in stored_configs(source, HUB)):
+            return None  # nothing says which model it is
+        from ckptcore.planning.live_maps import map_live_names  # pydantic: only those who map wait for it
+
+        return map_live_names(
+            bare,
+            arch=request.arch,
+            to=request.names,
+            source=source,
+            config=content,
+            url=config.url if config is not None else "",
+        )
+    from ckptcore.planning.name_maps import map_names
+
+    return map_names(
+        bare,
+        world or HUB,
+        arch=request.arch,
+        to=request.names,
+        source=source,
+        config=content,
+        url=config.url if config is not None else "",
+        part=bool(request.include or request.exclude),
+    )
+
+
+def _tied(mapped: Mapped, ties: Sequence[tuple[str, str]]) -> Mapped:
+    """With ties, by the names after a map."""
+    found = remap(mapped.manifest, tie=ties)
+    before = {new: old for old, new in mapped.renamed}
+    gone = tuple(Dropped(before.get(d.fqn, d.fqn), d.rule) for d in found.dropped)
+    kept = {t.fqn for t in found.manifest.tensors}
+    return replace(
+        mapped,
+        manifest=found.manifest,
+        renamed=tuple((old, new) for old, new in mapped.renamed if new in kept),
+        dropped=(*mapped.dropped, *gone),
+        ties=found.ties,
+        twins=found.twins,
+    )
+
+
+@dataclass(frozen=True)
+class _Named:
+    """The tensors under the output's names: all that decides what a tensor of the output is made of.
+
+    bare: without ties. options: how they were renamed. found: the world of names they were mapped to, or
+    None where theirs stay.
+    """
+
+    bare: Mapped
+    options: Mapping[str, Any]
+    found: MappedNames | None
+
+    def tied(self, manifest: Manifest, tie: Sequence[tuple[str, str]]) -> Mapped:
+        """With ties; manifest: the one they were named from."""
+        if self.found is not None:
+            return _tied(self.found.mapped, tie) if tie else self.found.mapped
+        return remap(manifest, **self.options, tie=tie) if tie else self.bare
+
+
+def _named(
+    request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
+) -> _Named:
     options: dict[str, Any] = {
         "include": request.include,
         "exclude": request.exclude,
@@ -195,16 +431,9 @@ def _names(
     }
     if model is not None:
         options |= {"prefix": model.prefix, "also": model.foreign, "unwrap": True}
-    mapped = remap(manifest, **options, tie=request.tie)
-    if config is None or model is None:
-        return mapped, []
-    expected = check_names(config, {t.fqn: t.shape for t in mapped.manifest.tensors})
-    present = {t.fqn for t in mapped.manifest.tensors}
-    ties = [(a, b) for a, b in expected.ties if a in present and b in present]
-    ties = [*request.tie, *(t for t in ties if t not in request.tie)]
-    if ties != list(request.tie):
-        mapped = remap(manifest, **options, tie=ties)
-    return mapped, list(expected.warnings)
+    bare = remap(manifest, **options)
+    found = _in_world(request, manifest, bare, config) if model is not None else None
+    return _Named(bare, options, found)
 
 
 def _dtypes(request: Request, manifest: Manifest) -> dict[str, str]:
@@ -233,12 +462,17 @@ def _dtypes(request: Request, manifest: Manifest) -> dict[str, str]:
     return found
 
 
-def _objects(request: Request, manifest: Manifest, warnings: list[Finding]) -> dict[str, Any]:
-    """Plain values to carry; one whose tree is unknown stays out, and a finding has said so."""
-    kept = keep_blobs(manifest.blobs, request.include, request.exclude)
+def _objects(request: Request, manifest: Manifest) -> tuple[dict[str, Any], list[Dropped], list[Finding]]:
+    """The plain values to carry, those that stay out, and the findings on what refers to a missing tensor.
+
+    One whose tree is unknown stays out, and a finding of the reader has said so.
+    """
+    if request.verb == "export":
+        return {}, [Dropped(b.key, "an export holds the model only") for b in manifest.blobs], []
     names = {t.fqn for t in manifest.tensors if not matches(t.fqn, request.exclude)}
-    found: dict[str, Any] = {}
-    for blob in kept:
+    kept: dict[str, Any] = {}
+    warnings: list[Finding] = []
+    for blob in keep_blobs(manifest.blobs, request.include, request.exclude):
         if not blob.known:
             continue
         gone = sorted(set(references(blob.tree)) - names)
@@ -253,15 +487,9 @@ def _objects(request: Request, manifest: Manifest, warnings: list[Finding]) -> d
                 )
             )
             continue
-        found[blob.key] = tree
-    return found
-
-
-def _dropped_objects(request: Request, manifest: Manifest, carried: set[str]) -> list[tuple[str, str]]:
-    if request.verb == "export":
-        return [(b.key, "an export holds the model only") for b in manifest.blobs]
-    gone = [b for b in manifest.blobs if b.key not in carried]
-    return [(b.key, _why_dropped(b, request)) for b in gone]
+        kept[blob.key] = tree
+    dropped = [Dropped(b.key, _why_dropped(b, request)) for b in manifest.blobs if b.key not in kept]
+    return kept, dropped, warnings
 
 
 def _why_dropped(blob: Blob, request: Request) -> str:
@@ -274,21 +502,54 @@ def _why_dropped(blob: Blob, request: Request) -> str:
     return "refers to a tensor that is left out" if blob.known else "cannot be read"
 
 
-def _beside(config: ConfigFolder, floats: set[str], mapped: Mapped) -> dict[str, bytes]:
-    one = next(iter(floats)) if len(floats) == 1 else None
-    return config.files(one, plain=bool(mapped.manifest.derived))
+def _other_parts(model: ModelPart | None) -> Iterable[Finding]:
+    """What could be the model too, and is left out."""
+    for other in model.others if model is not None else ():
+        message = f"{other[:-1] or 'the top level'} could be the model, too, and is left out"
+        yield finding(
+            "other-part", "cover", message, hint=f"export it with --model-prefix {other or chr(39) * 2}"
+        )
+
+
+def _unopened(request: Request, beside: ModelFiles) -> Iterable[Finding]:
+    """What keeps transformers from opening the output, or from finding what was named for it."""
+    if request.single is None:
+        told = any(f.code == "not-loadable" for f in beside.findings)
+        if beside.config is None and beside.adapter is None and not told:
+            message = "no config.json was named or found: transformers will not open the output"
+            yield finding("not-loadable", "files", message)
+        return
+    options = {"--config": request.config, "--tokenizer": request.tokenizer}
+    named = [f"{option} {value}" for option, value in options.items() if value not in (None, NONE)]
+    if named:
+        message = f"{request.destination} is one file: nothing of {' and '.join(named)} is written beside it"
+        yield finding("left-beside", "files", message)
 
 
 def _extra(
-    request: Request, mapped: Mapped, target: Target, config: ConfigFolder | None, manifest: Manifest
+    request: Request, mapped: Mapped, target: Target, beside: ModelFiles, manifest: Manifest
 ) -> dict[str, bytes]:
-    if request.verb != "export" or request.single is not None:
+    """path -> bytes of the small files of an export."""
+    if request.verb != "export" or target.single is not None:
         return {}
-    written = {target.dtypes.get(t.fqn, t.dtype) for t in mapped.manifest.tensors}
-    floats = {d for d in written if dtypes.get(d).is_float}
-    files = _beside(config, floats, mapped) if config is not None else {}
-    files.setdefault("README.md", model_card(request, mapped, manifest, has_config=config is not None))
+    files = dict(beside.tokenizer or {})
+    if beside.adapter is not None:
+        files[ADAPTER] = dumped(beside.adapter.form)
+    if beside.config is not None:
+        plain = bool(mapped.manifest.derived)
+        files |= beside.config.files(_loaded_as(request, mapped, target), plain=plain)
+    files["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)
     for spec in mapped.manifest.tensors:
         if spec.fqn in files:
             raise NameMismatch(f"a tensor is called {spec.fqn}, like a file of the folder")
     return files
+
+
+def _loaded_as(request: Request, mapped: Mapped, target: Target) -> str | None:
+    """The dtype that a config is to name: the only one of the weights, or that of the cast."""
+    written = {target.dtypes.get(t.fqn, t.dtype) for t in mapped.manifest.tensors}
+    floats = {d for d in written if dtypes.get(d).is_float}
+    if len(floats) == 1:
+        return floats.pop()
+    cast = dtypes.get(request.dtype).name if request.dtype else None
+    return cast if cast in floats else None

@@ -1,83 +1,51 @@
-"""Hugging Face folders: what lies beside the weights, and do the weights fit the config?
+"""Configs: what does a model's config.json say of the weights, and do they fit it?
 
-A folder that `from_pretrained` opens has config.json and, for text models, a generation config
-and tokenizer files. They are copied from the folder that the user names. When transformers is
-installed (extra ``hf``) the model is built on the meta device, in a process of its own, and every
-name and shape is compared before any work.
+A config is published as it is, but for the dtype that the weights have now. When transformers is installed
+(extra ``hf``) the model is built on the meta device, in a process of its own, and every name and shape is
+compared before any work.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
-from ckptcore.core.manifest import Manifest
-from ckptcore.errors import Finding, NameMismatch, SourceUnreadable, UsageError, finding
-from ckptcore.naming.rename import Mapped
-from ckptcore.planning.request import Request
-from ckptcore.store import open_store, split_url
+from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 
-# What is copied from the config's folder: everything small that is not weights.
-_BESIDE = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "LICENSE*",
-    "USE_POLICY*",
-)
-_MAX_BESIDE = 64 << 20
-_PROVENANCE = re.compile(
-    r"^- source: `(?P<source>[^`\n]{1,4096})` \(.*\)\n"
-    r"- source manifest \(BLAKE3\): `(?P<digest>[0-9a-f]{64})`\n"
-    r"- exported by: ckptcore (?P<version>[\w.+-]{1,64})$",
-    re.MULTILINE,
-)
-# A card as `model_card` writes it, from its first byte to its last.
-_PLAIN_CARD = re.compile(
-    r"(---\nlibrary_name: transformers\n---\n\n)?# (?P<title>[^\n]+)\n\n"
-    r"[\d,]+ parameters in \d+ tensors, exported from a sharded training checkpoint\.\n\n## Provenance\n\n"
-    r"- source: `[^\n]{1,4096}\n- source manifest \(BLAKE3\): `[0-9a-f]{64}`\n"
-    r"- exported by: ckptcore [\w.+-]{1,64}\n"
-    r"(- cast to: \w+\n)?(- tied: `[^\n]*` is `[^\n]*`, equality checked\n)*"
-)
+_DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second
 _TIMEOUT = 600  # seconds; building a model on the meta device takes a few
 
 
 @dataclass(frozen=True)
 class ConfigFolder:
-    """The small files of a model folder. url: where they lie. content: name -> bytes."""
+    """The small files of a model folder. url: where they lie. content: name -> bytes, with config.json."""
 
     url: str
     content: Mapping[str, bytes]
 
+    @cached_property
+    def form(self) -> dict[str, Any]:
+        """What config.json says."""
+        form: dict[str, Any] = json.loads(self.content["config.json"])
+        return form
+
     def files(self, dtype: str | None, *, plain: bool = False) -> dict[str, bytes]:
-        """The files to publish; config.json says ``dtype`` when it named another one.
+        """The files to publish; config.json says ``dtype`` wherever it named another one.
 
         plain: the weights are values now: what config.json says of their quantisation is left out.
         """
         out = dict(self.content)
         config = json.loads(out["config.json"])
-        # transformers 5 writes "dtype", earlier ones "torch_dtype".
-        changed = {k: dtype for k in ("dtype", "torch_dtype") if dtype and config.get(k) not in (None, dtype)}
+        changed = dtype is not None and sum(_name_dtype(part, dtype) for part in _parts(config)) > 0
         gone = plain and config.pop("quantization_config", None) is not None
         if changed or gone:
-            config |= changed
-            out["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+            out["config.json"] = _dumped(config)
         return out
 
 
@@ -87,31 +55,6 @@ class Expected:
 
     ties: tuple[tuple[str, str], ...]
     warnings: tuple[Finding, ...] = ()
-
-
-def read_config(url: str) -> ConfigFolder:
-    """The small files of a folder with config.json (or of config.json's folder).
-
-    Raises `UsageError` when there is no config.json, or it is no JSON object.
-    """
-    if url.endswith("config.json"):
-        url = split_url(url)[0]
-    store = open_store(url)
-    try:
-        listing = store.list()
-    except SourceUnreadable as error:
-        raise UsageError(f"--config {url}: {error.message}") from error
-    if "config.json" not in listing:
-        raise UsageError(f"--config {url}: there is no config.json", hint="name the folder that holds it")
-    names = [n for n in listing if any(fnmatchcase(n, p) for p in _BESIDE) and listing[n] <= _MAX_BESIDE]
-    content = {name: store.read(name, 0, listing[name]) for name in names}
-    try:
-        parsed = json.loads(content["config.json"])
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--config {url}: config.json is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise UsageError(f"--config {url}: config.json is not a JSON object")
-    return ConfigFolder(url, content)
 
 
 def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> Expected:
@@ -159,40 +102,30 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
     return Expected(tuple((a, b) for a, b in answer["ties"]), tuple(warnings))
 
 
-def model_card(request: Request, mapped: Mapped, manifest: Manifest, *, has_config: bool) -> bytes:
-    """A README stub that says where the weights come from."""
-    from ckptcore import __version__
-
-    count, tensors = sum(t.numel for t in mapped.manifest.tensors), len(mapped.manifest.tensors)
-    opening = ["---", "library_name: transformers", "---", ""] if has_config else []
-    lines = [
-        *opening,
-        f"# {split_url(request.destination)[1]}",
-        "",
-        f"{count:,} parameters in {tensors} tensors, exported from a sharded training checkpoint.",
-        "",
-        "## Provenance",
-        "",
-        f"- source: `{request.source}` ({manifest.format})",
-        f"- source manifest (BLAKE3): `{manifest.digest}`",
-        f"- exported by: ckptcore {__version__}",
-        *([f"- cast to: {request.dtype}"] if request.dtype else []),
-        *[f"- tied: `{a}` is `{b}`, equality checked" for a, b in mapped.ties],
-        "",
-    ]
-    return "\n".join(lines).encode(errors="backslashreplace")
+def _dumped(config: dict[str, Any]) -> bytes:
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair has no bytes, but as an escape
+        return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def provenance(card: str) -> tuple[str, str, str] | None:
-    """What such a README tells: (source, digest of its manifest, version); None where it is not ours."""
-    found = _PROVENANCE.search(card)
-    return (found["source"], found["digest"], found["version"]) if found else None
+def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A config and those of its parts: text_config, vision_config, ....
+
+    transformers loads with the dtype of the whole; where that has none, vLLM asks the text model's.
+    """
+    yield config
+    for name, part in config.items():
+        if isinstance(part, dict) and name.endswith("_config") and name != "quantization_config":
+            yield from _parts(part)
 
 
-def is_untouched(card: bytes, name: str) -> bool:
-    """Whether a README of a folder of this name is one that `model_card` writes, and nothing was added."""
-    found = _PLAIN_CARD.fullmatch(card.decode(errors="replace"))
-    return found is not None and found["title"] == name
+def _name_dtype(part: dict[str, Any], dtype: str) -> bool:
+    """Whether this part of a config named another dtype, which is this one now."""
+    others = {k: dtype for k in _DTYPES if isinstance(part.get(k), str) and part[k] not in (dtype, "auto")}
+    part |= others
+    return bool(others)
 
 
 def _ask(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Chunks, Ints, Manifest, TensorSpec
 from ckptcore.formats.base import FileLayout, Literal, Slot
-from ckptcore.planning.file_plan import COMPARE, FilePlan, whole
-from ckptcore.planning.plan_table import Literals, Tensors
+from ckptcore.planning.file_plan import COMPARE, FilePlan, Literals, Tensors, whole
 from ckptcore.planning.reads import (
     Overlaps,
     behind,

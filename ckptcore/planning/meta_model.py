@@ -12,19 +12,19 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptcore.planning.transformers_conversion import Outcome, compare
+from ckptcore.planning.transformers_conversion import ModelMismatch, compare
 
 
 def describe(content: dict[str, Any], tensors: dict[str, list[int]]) -> dict[str, Any]:
-    """The model's class, and the `Outcome` of holding tensors against it; or why there is none.
+    """The model's class, and the `ModelMismatch` of holding tensors against it; or why there is none.
 
     ``unknown`` instead: the installed transformers has no such model. ``rejected``: it builds none from
     this config. ``error``: it cannot say, for want of another library.
     """
-    import torch
     import transformers
 
     library: Any = transformers  # ships no complete types
@@ -33,10 +33,7 @@ def describe(content: dict[str, Any], tensors: dict[str, list[int]]) -> dict[str
     if isinstance(kind, str) and kind not in library.CONFIG_MAPPING:
         return {"unknown": f"transformers {library.__version__} knows no model type {kind!r}"}
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(content))
-            config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
-        model = _model(library, torch, config)
+        model = built(content)
     except ImportError as error:  # of a library that only this model needs
         return {"error": _brief(error)}
     except Exception as error:  # any failure of a third-party model class says that the config is not for it
@@ -45,12 +42,20 @@ def describe(content: dict[str, Any], tensors: dict[str, list[int]]) -> dict[str
     try:
         outcome = compare(model, {name: tuple(shape) for name, shape in tensors.items()})
     except Exception as error:  # the export's fault where the loader takes what the model itself has
-        compare(_model(library, torch, config), own)
-        outcome = Outcome(broken=[_brief(error)])
+        compare(built(content), own)
+        outcome = ModelMismatch(broken=[_brief(error)])
     return {"class": type(model).__name__} | outcome.as_dict()
 
 
-def _model(library: Any, torch: Any, config: Any) -> Any:
+def built(content: Mapping[str, Any]) -> Any:
+    """The model of a config.json, on the meta device; raises what transformers raises."""
+    import torch
+    import transformers
+
+    library: Any = transformers
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(content))
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
     names = getattr(config, "architectures", None) or []
     cls = getattr(library, names[0], None) if names else None
     with torch.device("meta"):

@@ -24,6 +24,7 @@ from ckptcore.core.subset import told_of
 from ckptcore.core.tree_paths import Path
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
 from ckptcore.formats.base import Arrangement, Layout
+from ckptcore.naming.rename import Made, Mapped
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.file_planner import file_plans
 from ckptcore.planning.reads import followers_of
@@ -53,6 +54,30 @@ class Target:
     sharding: str | None = None
     serialization: str = "torch_save"
 
+    def arrangement(
+        self,
+        tensors: Iterable[TensorSpec],
+        paths: Mapping[str, Path] | None = None,
+        topology: Topology | None = None,
+        order: Sequence[str] = (),
+    ) -> Arrangement:
+        """Return what a layout is asked for, to write these tensors in the wanted dtypes.
+
+        paths: where names stand in the tree, for layouts that nest. topology: which rank holds what, for
+        layouts of a mesh; None for a mesh of one. order: names as the saved state dict had them, where paths
+        are in another order.
+        """
+        return Arrangement(
+            [TensorSpec(t.fqn, self.dtypes.get(t.fqn, t.dtype), t.shape) for t in tensors],
+            self.objects,
+            paths or {},
+            self.single,
+            self.max_file_bytes,
+            topology,
+            self.serialization,
+            order,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
@@ -74,7 +99,8 @@ class Plan:
     """A whole plan's head: everything but the plans of its files.
 
     digest covers everything that decides the output's bytes. items: stored items of the source.
-    map_digest: what was done to names, see `ckptcore.fingerprints.sums.map_digest`.
+    map_digest: what was done to names, see `ckptcore.fingerprints.sums.map_digest`. made: of every
+    tensor, where a map of names made them.
     """
 
     source: str
@@ -92,64 +118,49 @@ class Plan:
     derived: tuple[tuple[str, str], ...] = ()
     items: int = 0
     map_digest: str = ""
+    made: tuple[Made, ...] = ()
 
     @property
     def requests(self) -> int:
         """Ranges of source files that are read, over all files."""
         return sum(f.requests for f in self.files)
 
-    def head(self) -> dict[str, Any]:
-        """The JSON of ``head.json``."""
-        form = asdict(self)
-        form["target"].pop("objects")
-        return form
-
 
 def make_plan(
-    manifest: Manifest,
+    mapped: Mapped,
     target: Target,
     layout: Layout,
+    arrangement: Arrangement,
     *,
-    twins: Manifest | None = None,
-    ties: Sequence[tuple[str, str]] = (),
-    renamed: Sequence[tuple[str, str]] = (),
-    dropped: Sequence[tuple[str, str]] = (),
-    extra: Sequence[tuple[str, str]] = (),
     source: Manifest | None = None,
-    paths: Mapping[str, Path] | None = None,
-    topology: Topology | None = None,
+    extra: Sequence[tuple[str, str]] = (),
     each: Callable[[FilePlan], None] | None = None,
-    order: Sequence[str] = (),
 ) -> tuple[Plan, Iterable[FilePlan]]:
-    """The plan that writes every tensor of ``manifest`` as ``target`` wants it.
+    """Plan to write every tensor of ``mapped`` as ``target`` wants it.
 
-    twins: tensors, one per tie, whose bytes must equal those of the tie's kept tensor.
-    extra: (path, text digest) of small files that go beside the output; they are part of the digest.
-    source: the manifest before remapping, when that differs; its digest goes into the plan.
-    paths: where names stand in the tree, for layouts that nest. topology: which rank holds what, for
-    layouts of a mesh; None for a mesh of one. each: called with every file's plan as it is made.
-    order: names as the saved state dict had them, where paths are in another order.
     File plans that would take much memory are not kept, but made anew whenever they are gone through.
-    Raises `DamagedCheckpoint` for a chunk without a place, and what the layout's `arrange` raises.
+
+    Args:
+        mapped: The tensors under their new names, and what was done to names.
+        target: What is wanted.
+        layout: How the format lays it out in files.
+        arrangement: What the layout is asked for: `Target.arrangement` of the tensors.
+        source: The manifest before remapping, when that differs; its digest goes into the plan.
+        extra: (path, text digest) of small files that go beside the output; they are part of the digest.
+        each: Called with every file's plan as it is made.
+
+    Raises:
+        DamagedCheckpoint: A chunk has no place in any file. And what the layout's `arrange` raises.
     """
+    manifest, twins, ties = mapped.manifest, mapped.twins, mapped.ties
     stored = (manifest.chunks, *([manifest.inputs.chunks] if manifest.inputs is not None else []))
     if any(bool((chunks.item < 0).any()) for chunks in stored):
         raise DamagedCheckpoint(
             "a chunk of the manifest has no place in any file", findings=manifest.findings
         )
-    wanted = [TensorSpec(t.fqn, target.dtypes.get(t.fqn, t.dtype), t.shape) for t in manifest.tensors]
-    request = Arrangement(
-        wanted,
-        target.objects,
-        paths or {},
-        target.single,
-        target.max_file_bytes,
-        topology,
-        target.serialization,
-        order,
-    )
+    wanted = arrangement.tensors
     followers = followers_of(manifest, twins, ties)
-    plans = FilePlans(lambda: file_plans(layout.arrange(request), manifest, wanted, twins, followers))
+    plans = FilePlans(lambda: file_plans(layout.arrange(arrangement), manifest, wanted, twins, followers))
     rows: list[PlannedFile] = []
     whole = blake3()
     for p in plans:
@@ -167,10 +178,10 @@ def make_plan(
         origin,
         target,
         tuple(rows),
-        tuple(renamed),
+        mapped.renamed,
         cast,
-        tuple(dropped),
-        tuple((a, b) for a, b in ties),
+        tuple((d.fqn, d.rule) for d in mapped.dropped),
+        ties,
         sum(r.reads for r in rows),
         sum(r.nbytes for r in rows),
         whole.hexdigest(),
@@ -213,7 +224,11 @@ def save_plan(store: Store, plan: Plan, files: Iterable[FilePlan]) -> None:
 
 def save_head(store: Store, plan: Plan) -> None:
     """Writes the head of a plan, which makes its folder whole: when all file plans are there."""
-    store.put(HEAD, frame.canonical_json(plan.head()))
+    form = asdict(plan)
+    form["target"].pop("objects")  # the plans of the files hold their bytes
+    if not plan.made:
+        del form["made"]  # older versions know plans without it
+    store.put(HEAD, frame.canonical_json(form))
 
 
 def load_head(store: Store) -> Plan:
@@ -229,6 +244,7 @@ def load_head(store: Store) -> Plan:
             k: tuple(tuple(r) for r in form.pop(k))
             for k in ("renamed", "cast", "dropped", "ties", "extra", "derived")
         }
+        pairs["made"] = tuple(Made(n, rule, tuple(of), same) for n, rule, of, same in form.pop("made", ()))
         return Plan(target=target, files=rows, **pairs, **form)
     except (ValueError, TypeError, KeyError) as error:
         raise MalformedCheckpoint(f"{store.url}/{HEAD} is damaged: {error}", hint="plan again") from error

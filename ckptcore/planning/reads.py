@@ -153,6 +153,7 @@ def subset(items: Items, used: Ints) -> tuple[Items, Ints, Ints]:
         items.crc32[kept],
         items.codecs,
         member,
+        None if items.holds is None else items.holds[kept],
     )
     return picked, renumbered.reshape(-1).astype(np.int64), kept.astype(np.int64)
 
@@ -168,6 +169,7 @@ def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[Store
         items.crc32,
         items.codecs,
         items.member,
+        items.holds,
     )
     return tuple(files[i] for i in kept.tolist()), moved
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptcore.errors import UsageError
 from ckptcore.formats import registry
+from ckptcore.naming.worlds import is_world, worlds
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
 
@@ -25,6 +26,14 @@ SUFFIX_FORMATS = {
 }
 # Formats whose folders for a mesh have a suffix, too: a Trainer calls them step=4.ckpt, and looks for that.
 SUFFIX_FOLDERS = {".ckpt": ("lightning",)}
+# Suffixes of what is made of an export, by others -> how.
+MADE_ELSEWHERE = {
+    ".gguf": "export a folder with --config, then run llama.cpp's convert_hf_to_gguf on it (--outfile {name})"
+}
+# Fields that older versions do not know -> their defaults. Left out of the JSON form, they change no digest
+# of a request that an older version made: claims and saved plans stay what they are.
+_LATER: dict[str, Any] = {"tokenizer": None, "names": "hf-hub", "arch": "auto"}
+STORED = "stored"  # a world of names: those of the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +47,17 @@ class Request:
     rename: (old, new) prefix pairs, or patterns with one ``*``, applied in order.
     dtype: cast floating-point tensors to this, or None. dtype_for: (glob, dtype) exceptions, first
         match wins; ``keep`` as dtype leaves a tensor as it is.
-    model_prefix: where the model is, for export; None finds it. config: folder with config.json,
-        tokenizer and so on. max_file_size: tensor bytes an output file may hold.
+    model_prefix: where the model is, for export; None finds it. config: folder with config.json, tokenizer
+        and so on, or a file that is one; None takes what lies in the source, ``none`` takes none. tokenizer:
+        folder with the tokenizer, likewise. max_file_size: tensor bytes an output file may hold.
     tie: (dropped, kept) names that must hold equal bytes. recover: take an unfinished or unproven save.
     keep_quantized: carry quantised weights as they are stored, instead of their values.
     mesh: for reshard, the ranks: ``fsdp=4,tp=2``. sharding: TOML text with rules of its own, or None for the
         built-in ones. serialization: how a DCP folder's items are written, torch_save or safetensors.
     overwrite: replace an existing destination. resume: reuse finished files of an earlier run.
     overwrite_foreign: replace it also where files lie in it that nothing accounts for.
+    names: for export, the world whose names tensors get, or ``stored``. arch: the architecture whose names
+        are mapped, or ``auto``.
     """
 
     source: str
@@ -69,6 +81,9 @@ class Request:
     sharding: str | None = None
     serialization: str = "torch_save"
     overwrite_foreign: bool = False
+    tokenizer: str | None = None
+    names: str = "hf-hub"
+    arch: str = "auto"
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:
@@ -88,6 +103,18 @@ class Request:
                 f"--serialization {self.serialization} is not known",
                 hint=f"one of: {', '.join(SERIALIZATIONS)}",
             )
+        if how := next((h for s, h in MADE_ELSEWHERE.items() if _name(self.destination).endswith(s)), None):
+            raise UsageError(
+                f"cannot write {self.destination}: no such file is written here",
+                hint=how.format(name=split_url(self.destination)[1]),
+            )
+        if self.names != STORED and not is_world(self.names):
+            raise UsageError(
+                f"--names must be {STORED} or one of {', '.join(worlds())} (got {self.names!r})",
+                hint="leave it out for names as on the hub",
+            )
+        if not self.arch:
+            raise UsageError("--arch must be auto or the name of an architecture (got '')")
         suffix = _suffix(self.destination)
         if self.verb == "reshard" and suffix and self.format not in SUFFIX_FOLDERS.get(suffix, ()):
             raise UsageError(
@@ -117,14 +144,13 @@ class Request:
         """The output's file name when it is one file, else None."""
         if self.verb == "reshard":
             return None
-        writers = (f.writer for f in registry().formats if f.name == self.format and f.writer is not None)
-        writer = next(writers, None)  # as `by_name` chooses it
-        alone = writer is not None and writer.single_file
-        return split_url(self.destination)[1] if alone or _suffix(self.destination) else None
+        alone = bool(_suffix(self.destination)) or _is_one_file(self.format)
+        return split_url(self.destination)[1] if alone else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form."""
-        return {k: _plain(v) for k, v in asdict(self).items()}
+        """The JSON form; what came later is left out where nothing is asked of it."""
+        form = {k: _plain(v) for k, v in asdict(self).items()}
+        return {k: v for k, v in form.items() if k not in _LATER or v != _LATER[k]}
 
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> Request:
@@ -181,6 +207,13 @@ class Settings:
         return cls(**form)
 
 
+def _is_one_file(format: str) -> bool:
+    """Whether a format is always one file; formats of installed packages count, and unknown names do not."""
+    writers = (f.writer for f in registry().formats if f.name == format and f.writer is not None)
+    writer = next(writers, None)  # as `by_name` chooses it
+    return writer is not None and writer.single_file
+
+
 def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
@@ -190,5 +223,8 @@ def _frozen(value: Any) -> Any:
 
 
 def _suffix(url: str) -> str:
-    name = url.rstrip("/")
-    return next((s for s in SUFFIX_FORMATS if name.endswith(s)), "")
+    return next((s for s in SUFFIX_FORMATS if _name(url).endswith(s)), "")
+
+
+def _name(url: str) -> str:
+    return url.rstrip("/")

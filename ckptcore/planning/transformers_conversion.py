@@ -21,7 +21,7 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 @dataclass
-class Outcome:
+class ModelMismatch:
     """What does not fit: in the export's names, else in those of the hub's files, else in the model's.
 
     shapes: (name, shape found, shape wanted). broken: what the loader cannot put together, and why.
@@ -54,7 +54,7 @@ class _Route:
     targets: tuple[str, ...]
 
 
-def compare(model: Any, found: Mapping[str, Shape]) -> Outcome:
+def compare(model: Any, found: Mapping[str, Shape]) -> ModelMismatch:
     """Holds an export against a model as the installed transformers would load it.
 
     model: a transformers model on the meta device; its parameters are replaced. found: the export's
@@ -80,9 +80,9 @@ class _Comparison:
             t: r.group for rs in (self._ideal, self._routes) for r in rs.values() for t in r.targets
         }
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ModelMismatch:
         info = self._load()
-        out = Outcome()
+        out = ModelMismatch()
         skipped = _ignored(self._model, "unexpected")
         out.unexpected += [
             n for n, r in self._routes.items() if r.group not in self._wanted and not skipped(r.group)
@@ -109,7 +109,7 @@ class _Comparison:
         out.fused += [n for g, n in direct.items() if any(_listed(self._ideal[p]) for p in self._pieces[g])]
         return out
 
-    def _tell(self, group: str, reason: str, out: Outcome) -> None:
+    def _tell(self, group: str, reason: str, out: ModelMismatch) -> None:
         """One bad group, by the most exact names that there are."""
         given, pieces = self._given[group], self._pieces[group]
         if len(given) == 1 and self._routes[given[0]].pattern is None and group in self._wanted:
@@ -189,7 +189,7 @@ class _Comparison:
         return answer[0] if isinstance(answer, tuple) else answer
 
 
-def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Outcome:
+def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> ModelMismatch:
     """For transformers before 5, which renames at most."""
     rename = getattr(model, "_get_key_renaming_mapping", None)
     own = getattr(model, "_checkpoint_conversion_mapping", None) or None
@@ -200,7 +200,7 @@ def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, 
     for name in found:
         stored[new.get(name, name)].append(name)
     lacking = _without_tied({n for n in wanted if n not in stored}, ties, both_ways=False)
-    return Outcome(
+    return ModelMismatch(
         missing=sorted(n for n in lacking if not may_lack(n)),
         unexpected=[n for k, ns in stored.items() for n in (ns[1:] if k in wanted else ns) if not skipped(k)],
         shapes=[

@@ -19,7 +19,7 @@ from ckptcore.core.manifest import Chunks
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import require_equal
-from ckptcore.reading.gather import Bytes, Overlap, RemoteTile, overlaps, sub_tile, tile_view
+from ckptcore.reading.gather import Bytes, Overlap, RemoteTile, index_of, overlaps, tile_view
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload, StoredChunk
 
@@ -87,7 +87,9 @@ class ChunkReader:
         Raises:
             DamagedCheckpoint: For holes, checksums that fail, and copies that differ.
         """
-        self.compare(tensor, want, self.fill(tensor, want, tile, scratch), tile, scratch)
+        copies = self.fill(tensor, want, tile, scratch)
+        if copies:
+            self.compare(tensor, want, copies, tile, scratch)
 
     def fill(
         self, tensor: ChunkedTensor, want: Box, tile: Tile | RemoteTile, scratch: Bytes
@@ -121,13 +123,11 @@ class ChunkReader:
                 self._put(tensor, Overlap(copy.row, copy.chunk, piece), into)
                 into.flush()
                 paths = partial(self._paths, tensor, piece, copy)
-                require_equal(sub_tile(tile, piece, want), other, piece, tensor.fqn, paths)
+                require_equal(tile[index_of(piece, want)], other, piece, tensor.fqn, paths)
 
     def overlaps(self, tensor: ChunkedTensor, want: Box) -> Iterator[Overlap]:
         """Every chunk of a tensor that shares elements with a box of it."""
-        chunks = self._table.chunks
-        first, last = int(chunks.first[tensor.number]), int(chunks.first[tensor.number + 1])
-        return overlaps(chunks.lo, chunks.shape, first, last, want)
+        return overlaps(self._table.chunks, tensor.number, want)
 
     def find(self, tensor: ChunkedTensor, each: Overlap) -> Found:
         """Where a chunk is stored, and its bytes; the reader's own, which closes them."""

@@ -2,8 +2,8 @@
 
 One recursive rule serves every layout. The box's elements span a range of the payload. If that
 range is hardly larger than the elements in it and fits the buffer, it is read at once and copied
-with strides; otherwise the box is cut along its widest-strided dim. A row-major box that is one
-run needs no buffer at all: it is read straight into the tile.
+with strides; otherwise the box is cut along its widest-strided dim. What needs no buffer at all is
+`ckptcore.reading.interleave.Interleaver`'s.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Ints, row_major
+from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Chunks, row_major
 from ckptcore.reading.payload import Payload
 from ckptcore.utils.crc32 import crc32
 
@@ -40,9 +40,6 @@ class RemoteTile(Protocol):
     ) -> None: ...
 
 
-Tile = TypeVar("Tile", npt.NDArray[Any], RemoteTile)
-
-
 def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     """A row-major tile of ``shape`` over the buffer's first bytes, as integers of the same width."""
     unit = UNITS[BY_NAME[dtype].itemsize]
@@ -50,12 +47,12 @@ def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[
     return buffer[: count * np.dtype(unit).itemsize].view(unit).reshape(shape)
 
 
-def sub_tile(tile: Tile, box: Box, of: Box) -> Tile:
-    """The part of a tile over ``of`` that is ``box``."""
+def index_of(box: Box, of: Box) -> Any:
+    """The index of ``box`` in a tile over ``of``."""
     if box == of:  # also every rank 0 tile, which `[()]` would turn into a copy
-        return tile
+        return ...
     inside = box.within(of)
-    return tile[tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))]
+    return tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))
 
 
 class Overlap(NamedTuple):  # made for every chunk that is read: a dataclass takes three times as long
@@ -66,11 +63,10 @@ class Overlap(NamedTuple):  # made for every chunk that is read: a dataclass tak
     common: Box
 
 
-def overlaps(lo: Ints, shape: Ints, first: int, last: int, want: Box) -> Iterator[Overlap]:
-    """The rows [first, last) of chunks that share something with ``want``.
-
-    lo, shape: int64 [n, R] boxes, as `Chunks` has them.
-    """
+def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
+    """The chunks of a tensor, by its number, that share something with ``want``, a box of it."""
+    lo, shape = chunks.lo, chunks.shape
+    first, last = int(chunks.first[tensor]), int(chunks.first[tensor + 1])
     rank = len(want.shape)
     rows: Any = range(first, last)
     if last - first > 8 and rank:
@@ -85,14 +81,15 @@ def overlaps(lo: Ints, shape: Ints, first: int, last: int, want: Box) -> Iterato
             yield Overlap(row, box, common)
 
 
-def beside(lo: Ints, first: int, last: int, rank: int) -> int:
-    """How many chunks of the rows [first, last) lie beside each other; 0 when none do.
+def beside(chunks: Chunks, tensor: int, rank: int) -> int:
+    """How many chunks of a tensor of this rank lie beside each other; 0 when none do.
 
     Each of them should give a tile a decent read. Chunks that start in one first row lie beside each other.
     """
+    first, last = int(chunks.first[tensor]), int(chunks.first[tensor + 1])
     if last - first < 2:
         return 0
-    across = int(np.unique(lo[first:last, 0], return_counts=True)[1].max()) if rank else last - first
+    across = int(np.unique(chunks.lo[first:last, 0], return_counts=True)[1].max()) if rank else last - first
     return 0 if across == 1 else across
 
 
@@ -112,30 +109,20 @@ def gather(
     """
     inside = want.within(chunk)
     strides = payload.strides or row_major(chunk.shape)
-    itemsize = BY_NAME[dtype].itemsize
-    whole = payload.strides is None and not payload.flags
-    if whole and isinstance(tile, np.ndarray) and tile.flags.c_contiguous:
-        start, run = _run(inside, chunk.shape)
-        if run:
-            target = tile.reshape(-1).view(np.uint8).data
-            at = payload.start + start * itemsize
-            payload.read_into(at, target)
-            if seen is not None:
-                seen(at, len(target), crc32(target))
-            return
-    _descend(_Way(payload, strides, dtype, itemsize, scratch, seen), inside.offset, inside.shape, tile)
+    way = _Way(payload, strides, dtype, BY_NAME[dtype].itemsize, scratch, seen)
+    _descend(way, inside.offset, inside.shape, tile)
 
 
-def _run(inside: Box, shape: tuple[int, ...]) -> tuple[int, bool]:
-    """(first element, whether the box is one run) of a row-major chunk."""
+def run_start(want: Box, chunk: Box) -> int | None:
+    """The first element of ``want`` in a row-major chunk that it is one run of; None where it is several."""
     at, partial = 0, False
-    for n, o, k in zip(shape, inside.offset, inside.shape, strict=True):
+    for n, begin, o, k in zip(chunk.shape, chunk.offset, want.offset, want.shape, strict=True):
         if partial and k != n:
-            return 0, False
+            return None
         partial = partial or k > 1
-        at = at * n + o
+        at = at * n + o - begin
     # `partial` is set by the first dim with extent over 1; that one may be cut.
-    return at, True
+    return at
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
-"""Interleaving: how do chunks that lie side by side get into a tile?
+"""Put chunks into a tile: in one of three ways, by how their elements lie in both.
 
-One after another, each would touch every row of the tile for a few bytes, and memory moves whole cache
-lines and pages for them. So neighbours are read one by one into slots of the buffer, and copied together,
-row by row of the tile: five times as fast for runs of 64 bytes. All else goes to
-`ckptcore.reading.gather.gather`.
+- What is one run in the chunk and in the tile is read straight into the tile.
+- Chunks that lie side by side in short runs are read one by one into slots of the buffer, and copied
+  together, row by row of the tile. One after another, each would touch every row of the tile for a few bytes,
+  and memory moves whole cache lines and pages for them: together is five times as fast for runs of 64 bytes.
+- All else goes to `ckptcore.reading.gather.gather`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import row_major
-from ckptcore.reading.gather import UNITS, Bytes, RemoteTile, Seen, gather, range_of, sub_tile
+from ckptcore.reading.gather import UNITS, Bytes, RemoteTile, Seen, gather, index_of, range_of, run_start
 from ckptcore.reading.payload import Payload
 from ckptcore.utils.crc32 import crc32
 
@@ -58,11 +59,21 @@ class Interleaver:
 
         chunk, want: boxes of the tensor. seen: called with the CRC-32 of every range read.
         """
-        found = self._range(payload, chunk, want, seen is not None)
+        plain = payload.strides is None and not payload.flags  # row-major, bits as they are wanted
+        found = self._range(chunk, want, seen is not None) if plain else None
         if found is None:
-            self.flush()
-            tile = sub_tile(self._tile, want, self._of)
-            gather(payload, chunk, want, self._dtype, tile, self._scratch, seen)
+            part = self._part(want)
+            straight = plain and isinstance(part, np.ndarray) and part.flags.c_contiguous
+            run = run_start(want, chunk) if straight else None
+            if run is None:
+                self.flush()
+                gather(payload, chunk, want, self._dtype, part, self._scratch, seen)
+                return
+            target = part.reshape(-1).view(np.uint8).data
+            at = payload.start + run * self._itemsize
+            payload.read_into(at, target)
+            if seen is not None:
+                seen(at, len(target), crc32(target))
             return
         begin, end, first = found
         like = _Like(want.shape, row_major(chunk.shape), first - begin, (end - begin) * self._itemsize)
@@ -92,16 +103,23 @@ class Interleaver:
             (_pitch(like), *(s * self._itemsize for s in like.strides)),
         )
         whole = Box(self._first.offset, (*shape[:d], count * shape[d], *shape[d + 1 :]))
-        target = sub_tile(self._tile, whole, self._of)
+        target = self._part(whole)
         steps = target.strides
         apart = np.lib.stride_tricks.as_strided(
             target, (*shape[:d], count, *shape[d:]), (*steps[:d], steps[d] * shape[d], *steps[d:])
         )
         apart[...] = np.moveaxis(source, 0, d)
 
-    def _range(self, payload: Payload, chunk: Box, want: Box, rows: bool) -> tuple[int, int, int] | None:
-        """What to read into a slot, as `range_of` says it; None for what is no short runs, or too much."""
-        if payload.strides is not None or payload.flags or not self._narrow(want):
+    def _part(self, want: Box) -> Any:
+        """The part of the tile that is ``want``."""
+        return self._tile[index_of(want, self._of)]
+
+    def _range(self, chunk: Box, want: Box, rows: bool) -> tuple[int, int, int] | None:
+        """What to read into a slot, as `range_of` says it; None for what is no short runs, or too much.
+
+        rows: as there. The chunk is row-major.
+        """
+        if not self._narrow(want):
             return None
         inside = want.within(chunk)
         room = min(len(self._scratch), _SLOTS) // 2 - 2 * _LINE  # of a slot that leaves room for another

@@ -16,7 +16,7 @@ from functools import partial
 from math import prod
 
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Envelope, Item, View, is_row_major
+from ckptcore.core.manifest import Envelope, Item, View, is_row_major, row_major
 from ckptcore.encodings.codecs import decode_small, decode_to_file
 from ckptcore.encodings.safetensors_header import parse_header
 from ckptcore.encodings.torchzip.reader import Resolved, Window
@@ -149,31 +149,90 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None) -> Payloa
             tensor.crc32,
         )
     if item.envelope is Envelope.SAFETENSORS:
-        start = base + _member(read, length, chunk)
-        return Payload(read_into, where, start, None, 0, start, chunk.nbytes, None)
+        start, nbytes = _member(read, length, chunk)
+        if view is None:
+            return Payload(read_into, where, base + start, None, 0, base + start, nbytes, None)
+        strides = None if is_row_major(shape, view.strides) else view.strides
+        at = base + start
+        return Payload(read_into, where, at + view.start, strides, view.flags, at, nbytes, None)
     raise UnsupportedFormat(f"{chunk}: items in a {item.envelope.name.lower()} envelope are not read")
 
 
 def _inside(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
     """A chunk that is a view into the elements of an item's tensor, in their row-major order."""
     dtype, shape = chunk.dtype, chunk.shape
-    itemsize = BY_NAME[dtype].itemsize
-    held = prod(tensor.shape) * itemsize
-    end = view.start + _extent(shape, view.strides, itemsize)
-    if tensor.dtype != dtype or tensor.view.strides is not None or end > held:
-        raise _damaged(
-            "item-mismatch",
-            f"{chunk}: {dtype} {list(shape)} is to be taken from byte {view.start} of an item, which holds "
-            f"{tensor.dtype} {list(tensor.shape)}",
-            chunk,
-        )
-    strides = None if is_row_major(shape, view.strides) else view.strides
+    _require_inside(tensor.dtype, tensor.shape, view, chunk)
+    start, strides = view.start, view.strides or row_major(shape)
+    if tensor.view.strides is not None:
+        itemsize = BY_NAME[dtype].itemsize
+        found = _in_storage(tensor.shape, tensor.view.strides, start // itemsize, shape, strides)
+        if found is None:
+            raise UnreadablePart(
+                f"{chunk}: {list(shape)} is to be taken across rows of an item, which does not store its "
+                f"{list(tensor.shape)} row by row"
+            )
+        start, strides = found[0] * itemsize, found[1]
     return replace(
         tensor,
         dtype=dtype,
         shape=shape,
-        view=View(tensor.view.start + view.start, strides, tensor.view.flags),
+        view=View(
+            tensor.view.start + start, None if is_row_major(shape, strides) else strides, tensor.view.flags
+        ),
     )
+
+
+def _in_storage(
+    stored: tuple[int, ...],
+    steps: tuple[int, ...],
+    first: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> tuple[int, tuple[int, ...]] | None:
+    """(first element, strides) in storage of a view into a tensor's elements in row-major order.
+
+    stored, steps: shape and strides of the tensor. first, shape, strides: of the view, in that order.
+    None where the view goes from one of the tensor's rows to the next within a dim: no stride does that.
+    """
+    order = row_major(stored)
+    ends = _digits(first, order)
+    at, found = sum(n * s for n, s in zip(ends, steps, strict=True)), []
+    for count, stride in zip(shape, strides, strict=True):
+        digits = _digits(stride, order) if count > 1 else [0] * len(stored)
+        ends = [e + (count - 1) * d for e, d in zip(ends, digits, strict=True)]
+        found.append(sum(d * s for d, s in zip(digits, steps, strict=True)) if count > 1 else 1)
+    if any(e >= n for e, n in zip(ends, stored, strict=True)):
+        return None
+    return at, tuple(found)
+
+
+def _digits(element: int, order: tuple[int, ...]) -> list[int]:
+    """The index of an element of a tensor with these row-major strides."""
+    out = []
+    for step in order:
+        out.append(element // step)
+        element %= step
+    return out
+
+
+def _require_inside(dtype: str, shape: tuple[int, ...], view: View, chunk: StoredChunk) -> None:
+    """Raises `DamagedCheckpoint` unless the file holds what the metadata says, and a view lies in that."""
+    held = chunk.item.holds
+    if held is not None and (dtype, shape) != (chunk.dtype, held):
+        raise _damaged(
+            "item-mismatch",
+            f"{chunk}: the metadata says {chunk.dtype} {list(held)}, the file holds {dtype} {list(shape)}",
+            chunk,
+        )
+    itemsize = BY_NAME[chunk.dtype].itemsize
+    end = view.start + _extent(chunk.shape, view.strides, itemsize)
+    if dtype != chunk.dtype or end > prod(shape) * itemsize:
+        raise _damaged(
+            "item-mismatch",
+            f"{chunk}: {chunk.dtype} {list(chunk.shape)} is to be taken from byte {view.start} of an item, "
+            f"which holds {dtype} {list(shape)}",
+            chunk,
+        )
 
 
 def _require_promised(dtype: str, shape: tuple[int, ...], chunk: StoredChunk) -> None:
@@ -238,12 +297,18 @@ def _opened(chunk: StoredChunk, store: Readable, scratch: str | None) -> tuple[R
     if not item.codec:
         return partial(store.read_into, path), item.start, item.length
     # A torch zip is its payload and a few kB; storages may be padded.
-    decoded = _Decoded(store, path, item, 2 * chunk.nbytes + (1 << 20), scratch)
+    decoded = _Decoded(store, path, item, 2 * _most(chunk) + (1 << 20), scratch)
     return decoded, 0, decoded.length
 
 
-def _member(read: Callable[[int, int], bytes], length: int, chunk: StoredChunk) -> int:
-    """Where a named tensor starts in a safetensors blob that fills the rest of the file."""
+def _most(chunk: StoredChunk) -> int:
+    """Bytes of the elements in a chunk's item, as far as the metadata says them."""
+    held = chunk.item.holds
+    return chunk.nbytes if held is None else prod(held) * BY_NAME[chunk.dtype].itemsize
+
+
+def _member(read: Callable[[int, int], bytes], length: int, chunk: StoredChunk) -> tuple[int, int]:
+    """(first byte, bytes) of a named tensor in a safetensors blob that fills the rest of the file."""
     member = chunk.item.member
     if length < 8:
         raise MalformedCheckpoint(f"{chunk}: no safetensors blob where the metadata says")
@@ -253,9 +318,12 @@ def _member(read: Callable[[int, int], bytes], length: int, chunk: StoredChunk) 
     tensors, _ = _headers(read(8, header), length - 8 - header, str(chunk))
     if member not in tensors:
         raise _damaged("item-mismatch", f"{chunk}: the file holds no tensor {member}", chunk)
-    dtype, shape, start, _ = tensors[member]
-    _require_promised(dtype, shape, chunk)
-    return 8 + header + int(start)
+    dtype, shape, start, end = tensors[member]
+    if chunk.view is None:
+        _require_promised(dtype, shape, chunk)
+    else:
+        _require_inside(dtype, shape, chunk.view, chunk)
+    return 8 + header + int(start), int(end) - int(start)
 
 
 _header_cache: dict[bytes, tuple[int, object]] = {}

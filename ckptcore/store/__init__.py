@@ -12,6 +12,7 @@ Readers ask for exact ranges and get them or an error; writers are invisible und
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,8 @@ from typing import Protocol
 from ckptcore.errors import UnsafeContent, UsageError
 
 Buffer = memoryview
+# org/name, as huggingface_hub's `validate_repo_id` has it.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,19 @@ def join_url(root: str, name: str) -> str:
     if root.endswith("://"):
         return root + name
     return f"{root.rstrip('/') or '/'}/{name}" if root != "/" else f"/{name}"
+
+
+def hub_hint(url: str) -> str:
+    """How to fetch what looks like the name of a hub's repository; empty for what does not, or is there.
+
+    >>> hub_hint("Qwen/Qwen3-0.6B")
+    'it looks like a name on the Hugging Face hub: hf download Qwen/Qwen3-0.6B --local-dir DIR, then name DIR'
+    >>> hub_hint("/models/qwen"), hub_hint("runs/step-3/model")
+    ('', '')
+    """
+    if not _HUB_ID.fullmatch(url) or os.path.exists(url) or os.path.isdir(url.split("/")[0]):
+        return ""
+    return f"it looks like a name on the Hugging Face hub: hf download {url} --local-dir DIR, then name DIR"
 
 
 def inner_path(path: str, *, what: str) -> str:

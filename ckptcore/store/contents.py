@@ -22,7 +22,7 @@ MAX_DEPTH = 128  # of folders in folders; what is deeper is no checkpoint
 _UNKNOWN = "unknown"  # what the survey calls the version of an object of which the store tells none
 
 
-class Kind(StrEnum):
+class NameKind(StrEnum):
     """What a name in a folder stands for."""
 
     FILE = "file"
@@ -34,11 +34,11 @@ class Kind(StrEnum):
 
 
 _KINDS = {
-    stat.S_IFREG: Kind.FILE,
-    stat.S_IFDIR: Kind.FOLDER,
-    stat.S_IFLNK: Kind.LINK,
-    stat.S_IFIFO: Kind.FIFO,
-    stat.S_IFSOCK: Kind.SOCKET,
+    stat.S_IFREG: NameKind.FILE,
+    stat.S_IFDIR: NameKind.FOLDER,
+    stat.S_IFLNK: NameKind.LINK,
+    stat.S_IFIFO: NameKind.FIFO,
+    stat.S_IFSOCK: NameKind.SOCKET,
 }
 
 
@@ -51,7 +51,7 @@ class Thing:
     has no such thing, None.
     """
 
-    kind: Kind
+    kind: NameKind
     nbytes: int
     version: str = ""
     mtime: int | None = None
@@ -67,7 +67,7 @@ class Thing:
     @classmethod
     def of_list(cls, form: list[Any]) -> Thing:
         """The thing of `as_list`'s form; raises `ValueError`, `TypeError`."""
-        return cls(Kind(form[0]), *form[1:])
+        return cls(NameKind(form[0]), *form[1:])
 
 
 def contents(url: str, *, follow: bool = False) -> dict[str, Thing]:
@@ -90,8 +90,8 @@ def contents(url: str, *, follow: bool = False) -> dict[str, Thing]:
 
 def thing_of(seen: os.stat_result, target: str = "") -> Thing:
     """What ``lstat`` says of a name. target: where it leads, for a link."""
-    kind = _KINDS.get(stat.S_IFMT(seen.st_mode), Kind.DEVICE)
-    if kind is Kind.FOLDER:  # its times and size change with what is in it, which is looked at by itself
+    kind = _KINDS.get(stat.S_IFMT(seen.st_mode), NameKind.DEVICE)
+    if kind is NameKind.FOLDER:  # its times and size change with what is in it, which is looked at by itself
         return Thing(kind, 0, device=seen.st_dev, inode=seen.st_ino)
     return Thing(
         kind,
@@ -147,7 +147,7 @@ def _objects(url: str) -> dict[str, Thing]:
             raise UsageError(f"cannot prove that {url}/{name} stays as it is: the store tells no version")
     # The version may be a digest: of an object that was put again with equal bytes only the time changes.
     return {
-        name: Thing(Kind.FILE, seen.nbytes, seen.stamp, None if seen.at is None else round(seen.at * 1e9))
+        name: Thing(NameKind.FILE, seen.nbytes, seen.stamp, None if seen.at is None else round(seen.at * 1e9))
         for name, seen in found.items()
     }
 
@@ -178,7 +178,7 @@ def _local(root: str, follow: bool) -> Iterator[tuple[str, Thing]]:
                 raise SourceUnreadable(f"cannot look at {path}: {error.strerror}") from error
             if thing.device != top.st_dev and not follow:
                 raise UsageError(f"cannot delete {root}: {path} is on another file system")
-            if thing.kind is Kind.FOLDER:
+            if thing.kind is NameKind.FOLDER:
                 todo.append((f"{folder}{name}/", depth + 1))
                 yield f"{folder}{name}/", thing
             else:

@@ -20,7 +20,7 @@ _VERSIONS = ("ETag", "etag", "md5Hash", *_TIMES)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ListedFile:
     """One file. nbytes: its size. stamp: changes when it is written again. at: when it last changed, seconds
     since 1970, or None where the store does not tell."""
 
@@ -29,13 +29,13 @@ class Seen:
     at: float | None
 
 
-def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, Seen]:
+def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, ListedFile]:
     """Every file below a folder by its relative path, sorted; links to folders are not followed.
 
     Raises `SourceUnreadable`, `StorageTrouble`, and `UsageError` for more than ``max_files``.
     """
     path = local_path(url)
-    found: dict[str, Seen] = {}
+    found: dict[str, ListedFile] = {}
     for name, seen in _local(os.fspath(path)) if path is not None else _remote(url):
         found[name] = seen
         if len(found) > max_files:
@@ -45,7 +45,7 @@ def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, Seen]:
     return dict(sorted(found.items()))
 
 
-def everything_at(url: str) -> dict[str, Seen]:
+def everything_at(url: str) -> dict[str, ListedFile]:
     """As `survey`; of a checkpoint that is one file, that file, under the empty name.
 
     Raises as `survey`, and `SourceUnreadable` where nothing is.
@@ -84,7 +84,70 @@ def names_at(url: str) -> tuple[str, ...]:
     return tuple(sorted({name.rstrip("/").rpartition("/")[2] for name in found}))
 
 
-def changed(before: Mapping[str, Seen], now: Mapping[str, Seen], *, times: bool = True) -> str | None:
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """What lies right in a folder. files: name -> bytes. folders: the names of those in it, sorted."""
+
+    files: Mapping[str, int]
+    folders: tuple[str, ...]
+
+
+def folder_at(url: str) -> Folder:
+    """What lies right in a folder, links followed; nothing where there is no such folder.
+
+    Raises `SourceUnreadable`, `StorageTrouble`, `UsageError`.
+    """
+    path = local_path(url)
+    if path is not None:
+        return _folder_here(os.fspath(path))
+    import fsspec
+
+    try:
+        fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
+        fs.invalidate_cache()
+        rows: list[dict[str, Any]] = fs.ls(root.rstrip("/"), detail=True)
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"cannot open {url!r}: {error}") from error
+    except (FileNotFoundError, NotADirectoryError):
+        return Folder({}, ())
+    except PermissionError as error:
+        raise SourceUnreadable(f"cannot list {url}: {error or 'permission denied'}") from error
+    except Exception as error:
+        raise StorageTrouble(f"cannot list {url}: {error or type(error).__name__}") from error
+    files, folders = dict[str, int](), set[str]()
+    for row in rows:
+        name = str(row["name"]).rstrip("/").rpartition("/")[2]
+        if str(row["name"]).rstrip("/") == root.rstrip("/"):
+            continue  # the folder's own marker, or the file that was named
+        if row.get("type") == "directory":
+            folders.add(name)
+        else:
+            files[name] = int(row.get("size") or 0)
+    return Folder(dict(sorted(files.items())), tuple(sorted(folders)))
+
+
+def _folder_here(path: str) -> Folder:
+    try:
+        entries = list(os.scandir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return Folder({}, ())
+    except OSError as error:
+        raise SourceUnreadable(f"cannot list {path}: {error.strerror}") from error
+    files, folders = dict[str, int](), list[str]()
+    for entry in entries:
+        try:
+            if entry.is_dir():
+                folders.append(entry.name)
+            elif entry.is_file():
+                files[entry.name] = entry.stat().st_size
+        except OSError:
+            continue  # removed meanwhile, or a link to nothing
+    return Folder(dict(sorted(files.items())), tuple(sorted(folders)))
+
+
+def changed(
+    before: Mapping[str, ListedFile], now: Mapping[str, ListedFile], *, times: bool = True
+) -> str | None:
     """The first name that came, went or was written in between, or None.
 
     times: also take it for written when only its status changed (a file that is moved itself does that).
@@ -98,7 +161,7 @@ def changed(before: Mapping[str, Seen], now: Mapping[str, Seen], *, times: bool 
     return None
 
 
-def stamp_of(files: Mapping[str, Seen]) -> str:
+def stamp_of(files: Mapping[str, ListedFile]) -> str:
     """One digest of names, sizes and stamps."""
     whole = blake3()
     for name in sorted(files):
@@ -107,12 +170,12 @@ def stamp_of(files: Mapping[str, Seen]) -> str:
     return whole.hexdigest()
 
 
-def newest(files: Mapping[str, Seen]) -> float | None:
+def newest(files: Mapping[str, ListedFile]) -> float | None:
     """When the last of the files changed, or None where nothing tells."""
     return max((f.at for f in files.values() if f.at is not None), default=None)
 
 
-def _local(root: str) -> Iterator[tuple[str, Seen]]:
+def _local(root: str) -> Iterator[tuple[str, ListedFile]]:
     if not os.path.isdir(root):
         raise SourceUnreadable(f"{root} does not exist, or is no folder", hint="check the path")
     todo = [root]
@@ -137,12 +200,12 @@ def _local(root: str) -> Iterator[tuple[str, Seen]]:
             yield os.path.relpath(entry.path, root), _seen(told)
 
 
-def _seen(told: os.stat_result) -> Seen:
+def _seen(told: os.stat_result) -> ListedFile:
     # What was copied keeps the old mtime; the ctime tells when it came.
-    return Seen(told.st_size, f"{told.st_mtime_ns} {told.st_ino}", max(told.st_mtime, told.st_ctime))
+    return ListedFile(told.st_size, f"{told.st_mtime_ns} {told.st_ino}", max(told.st_mtime, told.st_ctime))
 
 
-def _remote(url: str, *, itself: bool = False) -> Iterator[tuple[str, Seen]]:
+def _remote(url: str, *, itself: bool = False) -> Iterator[tuple[str, ListedFile]]:
     import fsspec
 
     try:
@@ -160,7 +223,10 @@ def _remote(url: str, *, itself: bool = False) -> Iterator[tuple[str, Seen]]:
         if (itself or name != root) and info.get("type", "file") == "file":
             version = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
             at = next((info[k] for k in _TIMES if info.get(k)), None)
-            yield name[len(root) :].lstrip("/"), Seen(int(info["size"] or 0), str(version), _seconds(at))
+            yield (
+                name[len(root) :].lstrip("/"),
+                ListedFile(int(info["size"] or 0), str(version), _seconds(at)),
+            )
 
 
 def _seconds(at: Any) -> float | None:

@@ -59,7 +59,7 @@ class Relation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a URL leads.
 
     family: schemes that reach the same storage. endpoint: the server, "" where that is not known. spots:
@@ -81,7 +81,7 @@ class Place:
         return self.family in _BUCKETS and any(not path for _, path in self.spots)
 
 
-def identify(url: str) -> Place:
+def identify(url: str) -> Location:
     """The place of a path or URL; of a chain (``simplecache::s3://...``) the storage at its end.
 
     Raises `UsageError` for what is no URL at all. Nothing has to exist; no server is asked.
@@ -94,10 +94,10 @@ def identify(url: str) -> Place:
     assert sign
     scheme = scheme.lower()
     family = _FAMILIES.get(scheme, scheme)
-    return Place(url, family, _endpoint(scheme, family, rest), frozenset(_spots(family, rest)))
+    return Location(url, family, _endpoint(scheme, family, rest), frozenset(_spots(family, rest)))
 
 
-def relation(a: Place, b: Place) -> Relation:
+def relation(a: Location, b: Location) -> Relation:
     """How ``a`` lies to ``b``: SAME, INSIDE it, AROUND it, or APART where none can be."""
     found = {_of_paths(x[1], y[1]) for x in a.spots for y in b.spots if _may_meet(a, b, x[0], y[0])}
     if a.exists and b.exists and a.trail[0] == b.trail[0]:
@@ -110,7 +110,7 @@ def relation(a: Place, b: Place) -> Relation:
     return next((r for r in order if r in found), Relation.APART)
 
 
-def overlaps(a: Place, b: Place) -> bool:
+def overlaps(a: Location, b: Location) -> bool:
     """Whether the two are one place, or one of them lies in the other."""
     return relation(a, b) is not Relation.APART
 
@@ -123,14 +123,14 @@ def _of_paths(a: tuple[str, ...], b: tuple[str, ...]) -> Relation:
     return Relation.AROUND if b[: len(a)] == a else Relation.APART
 
 
-def _may_meet(a: Place, b: Place, one: str, other: str) -> bool:
+def _may_meet(a: Location, b: Location, one: str, other: str) -> bool:
     families = {a.family, b.family}
     same = len(families) == 1 or ("http" in families and families & _BUCKETS)
     known = len(families) == 1 and a.endpoint and b.endpoint
     return bool(same) and not (known and a.endpoint != b.endpoint) and (one == other or _ANY in (one, other))
 
 
-def _local(url: str, path: str) -> Place:
+def _local(url: str, path: str) -> Location:
     real = os.path.realpath(path)
     device, inner = _on_device(real)
     spots = {("", _parts(real)), (device, _parts(inner))}
@@ -147,7 +147,7 @@ def _local(url: str, path: str) -> Place:
         if at == os.path.dirname(at):
             break
         at = os.path.dirname(at)
-    return Place(url, "file", "", frozenset(spots), tuple(trail), exists)
+    return Location(url, "file", "", frozenset(spots), tuple(trail), exists)
 
 
 def _on_device(real: str) -> tuple[str, str]:

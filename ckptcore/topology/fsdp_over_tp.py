@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckptcore.errors import UsageError
-from ckptcore.topology.layout import Layout, Mesh, Placement, Replicate, Shard, _StridedShard
+from ckptcore.topology.layout import Mesh, Placement, Replicate, Shard, TensorLayout, _StridedShard
 from ckptcore.utils.text import shown
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ At = tuple[tuple[str, tuple[int, ...]], ...]
 
 def place(
     fqn: str, shape: tuple[int, ...], mesh: Mesh, rule: Rule | None, at: At = (), stacked: bool = False
-) -> Layout:
+) -> TensorLayout:
     """The layout of a parameter.
 
     rule: None for FSDP's default. at: where it is at all; axes named there do not cut it. stacked: whether
@@ -31,7 +31,7 @@ def place(
     Raises `UsageError` for a rule that does not fit the shape, and for what FSDP2 cannot shard.
     """
     if not shape:  # fully_shard takes no scalars
-        return Layout(at=at)
+        return TensorLayout(at=at)
     sizes = dict(mesh.axes)
     fixed = {axis for axis, _ in at}
     cut: dict[str, int | None] = {}  # axis -> dim or None, without fsdp
@@ -57,7 +57,7 @@ def place(
         elif axis in cut:
             to = cut[axis]
             placements[axis] = Replicate() if to is None else Shard(to)
-    return Layout(tuple(placements), tuple(placements.values()), at)
+    return TensorLayout(tuple(placements), tuple(placements.values()), at)
 
 
 def _fsdp_dim(

@@ -122,7 +122,7 @@ MESH_OF_ONE = Mesh()
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """How one tensor lies on a mesh.
 
     axes: the mesh axes it is distributed over, in mesh order; ``fsdp+ep`` is two neighbours that cut as
@@ -136,7 +136,8 @@ class Layout:
     at: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
-REPLICATED = Layout()
+REPLICATED = TensorLayout()
+Layout = TensorLayout  # as release 0.1 called it, for formats of other packages
 
 
 @dataclass(frozen=True)
@@ -147,16 +148,16 @@ class Topology:
     """
 
     mesh: Mesh
-    layouts: Mapping[str, Layout]
-    _held: dict[tuple[tuple[int, ...], Layout], tuple[Box | None, ...]] = field(
+    layouts: Mapping[str, TensorLayout]
+    _held: dict[tuple[tuple[int, ...], TensorLayout], tuple[Box | None, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _owners: dict[tuple[tuple[int, ...], Layout], tuple[tuple[int, Box], ...]] = field(
+    _owners: dict[tuple[tuple[int, ...], TensorLayout], tuple[tuple[int, Box], ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
     _parts: dict[tuple[Any, ...], list[Box]] = field(default_factory=dict, compare=False, repr=False)
 
-    def layout(self, fqn: str) -> Layout:
+    def layout(self, fqn: str) -> TensorLayout:
         """How a tensor lies on the mesh."""
         return self.layouts.get(fqn, REPLICATED)
 
@@ -182,7 +183,7 @@ class Topology:
             found = self._owners[key] = tuple((rank, box) for box, rank in first.items())
         return iter(found)
 
-    def _boxes(self, shape: tuple[int, ...], layout: Layout) -> Iterator[Box | None]:
+    def _boxes(self, shape: tuple[int, ...], layout: TensorLayout) -> Iterator[Box | None]:
         key = shape, layout.axes, layout.placements  # stages differ in ``at`` alone
         if key not in self._parts:
             mine = boxes(shape, self.mesh.along(layout.axes), layout.placements)
@@ -213,7 +214,7 @@ def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -
     for dim, n in enumerate(shape):
         cutting = [k for k, p in enumerate(placements) if getattr(p, "dim", None) == dim]
         by = tuple((sizes[k], getattr(placements[k], "split_factor", 1)) for k in cutting)
-        dims.append((cutting, _parts_of(n, by)))
+        dims.append((cutting, _parts_of(n, by, empty=0 in shape)))
     known: dict[tuple[int, ...], Box] = {}
     apart = sorted({k for cutting, _ in dims for k in cutting})
     found = []
@@ -227,17 +228,20 @@ def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -
 
 
 @lru_cache(maxsize=4096)
-def _parts_of(n: int, by: tuple[tuple[int, int], ...]) -> dict[tuple[int, ...], tuple[int, int]]:
+def _parts_of(
+    n: int, by: tuple[tuple[int, int], ...], *, empty: bool
+) -> dict[tuple[int, ...], tuple[int, int]]:
     """(first, count) of one dim of n elements, by the coordinates on the axes that cut it.
 
-    by: (size, split factor) of each of those axes, left to right.
+    by: (size, split factor) of each of those axes, left to right. empty: whether the tensor has no element,
+    none of which can be in a wrong place.
     """
     found = {}
     for at in product(*(range(size) for size, _ in by)):
         mine = [cuts.Cut(k, size, at[k], factor) for k, (size, factor) in enumerate(by)]
         runs = cuts.held(n, mine)[0]
         told = (runs[0][0], runs[0][1] - runs[0][0]) if runs else (n, 0)
-        if len(runs) > 1 or cuts.placed(n, mine) != told:
+        if not empty and (len(runs) > 1 or cuts.placed(n, mine) != told):
             raise UsageError(
                 f"{n} elements of a dim cannot be cut for {' and '.join(str(size) for size, _ in by)} ranks, "
                 "the first axis within the pieces of the next: torch finds them elsewhere than it puts them",

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ckptcore.errors import UsageError
 from ckptcore.naming.rename import matches
-from ckptcore.topology.rules import Rules
+from ckptcore.topology.rules import ShardingRules
 from ckptcore.topology.rules_file import Stages
 from ckptcore.utils.text import shown, some
 
@@ -72,7 +72,7 @@ def place_stages(
     return found
 
 
-def place_experts(shapes: Mapping[str, tuple[int, ...]], rules: Rules, ep: int) -> dict[str, int]:
+def place_experts(shapes: Mapping[str, tuple[int, ...]], rules: ShardingRules, ep: int) -> dict[str, int]:
     """Coordinate on the ep axis of each parameter of one expert.
 
     Raises `UsageError` when there are no experts, in tensors of their own or stacked, and when their number

@@ -21,12 +21,12 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.errors import UsageError
 from ckptcore.naming.optimizer_state import parameters
-from ckptcore.topology.layout import REPLICATED, Layout, Mesh, Topology
+from ckptcore.topology.layout import REPLICATED, Mesh, TensorLayout, Topology
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.utils.text import shown, some
 
 if TYPE_CHECKING:
-    from ckptcore.topology.rules import Rules
+    from ckptcore.topology.rules import ShardingRules
 
 Shape = tuple[int, ...]
 
@@ -56,12 +56,12 @@ def lay_out(
     shapes, owner = parameters(manifest, model_prefix)
     rules = placementrules.rules_for(list(shapes), own, _needs_rules(whole))
     layouts = _placed(shapes, whole, rules)
-    found: dict[str, Layout] = {}
+    found: dict[str, TensorLayout] = {}
     for spec in manifest.tensors:
         of = owner.get(spec.fqn)
         if of is not None:
             same = spec.shape == shapes[of] and not _is_buffer(spec)
-            found[spec.fqn] = layouts[of] if same else Layout(at=layouts[of].at)
+            found[spec.fqn] = layouts[of] if same else TensorLayout(at=layouts[of].at)
     topology = Topology(whole, {fqn: layout for fqn, layout in found.items() if layout != REPLICATED})
     _require_boxes(topology, manifest.tensors)
     return topology
@@ -96,9 +96,9 @@ class Balance:
 
 def balance(topology: Topology, tensors: Iterable[TensorSpec]) -> Balance:
     """What each rank of a topology holds of the tensors."""
-    count: dict[tuple[str, Shape, Layout], int] = {}
+    count: dict[tuple[str, Shape, TensorLayout], int] = {}
     total = 0
-    one: dict[tuple[str, Shape, Layout], str] = {}
+    one: dict[tuple[str, Shape, TensorLayout], str] = {}
     for spec in tensors:
         key = spec.dtype, spec.shape, topology.layout(spec.fqn)
         count[key] = count.get(key, 0) + 1
@@ -130,7 +130,7 @@ def _needs_rules(mesh: Mesh) -> bool:
     return any(n > 1 for a, n in mesh.axes if a in ("pp", "ep", "tp"))
 
 
-def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: Rules) -> dict[str, Layout]:
+def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: ShardingRules) -> dict[str, TensorLayout]:
     from ckptcore.topology.fsdp_over_tp import place
     from ckptcore.topology.pipeline_stages import place_experts, place_stages
 
@@ -146,8 +146,8 @@ def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: Rules) -> dict[str, 
             )
         stage = place_stages(shapes, rules.stages, sizes["pp"])
     expert = place_experts(shapes, rules, sizes["ep"]) if sizes.get("ep", 1) > 1 else {}
-    found: dict[str, Layout] = {}
-    known: dict[tuple[object, ...], Layout] = {}
+    found: dict[str, TensorLayout] = {}
+    known: dict[tuple[object, ...], TensorLayout] = {}
     for name, shape in shapes.items():
         at = [("pp", where)] if (where := stage.get(name)) is not None else []
         at += [("ep", (expert[name],))] if name in expert else []
@@ -160,7 +160,7 @@ def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: Rules) -> dict[str, 
     return found
 
 
-def _require_rules(shapes: Mapping[str, Shape], rules: Rules) -> None:
+def _require_rules(shapes: Mapping[str, Shape], rules: ShardingRules) -> None:
     bare = [n for n, shape in shapes.items() if shape and rules.find(n) is None]
     if bare:
         raise UsageError(

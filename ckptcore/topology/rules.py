@@ -1,6 +1,6 @@
 """Placement rules: which rule speaks for a parameter? One's own first, then those of a built-in family.
 
-Families are files of `ckptcore/rules/`; which one a checkpoint is of is told by its names.
+Families are files of `ckptcore/topology/families/`; which one a checkpoint is of is told by its names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EVERYWHERE = "buffers"  # rules that come behind all others
 
 
 @dataclass(frozen=True)
-class Rules:
+class ShardingRules:
     """The rules for one model.
 
     rules: in the order in which they are asked. stages: or None when nothing tells them. experts: how names
@@ -54,7 +54,7 @@ class Rules:
         return find
 
 
-def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> Rules:
+def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> ShardingRules:
     """The rules for a model of these parameters.
 
     own: the user's file. needed: whether the mesh asks more of the rules than the default, which is FSDP's.
@@ -71,7 +71,9 @@ def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> R
         ([] if own is None else ["--sharding"])
         + ([] if family is None else [f"the rules for {family} names"])
     )
-    return Rules(tuple(r for f in files for r in f.rule), stages, experts, origin or "the built-in rules")
+    return ShardingRules(
+        tuple(r for f in files for r in f.rule), stages, experts, origin or "the built-in rules"
+    )
 
 
 @cache

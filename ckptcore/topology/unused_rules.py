@@ -17,7 +17,7 @@ from ckptcore.errors import Finding, finding
 from ckptcore.naming.optimizer_state import parameters
 from ckptcore.naming.rename import matches
 from ckptcore.topology.pipeline_stages import number_of
-from ckptcore.topology.rules import Rules
+from ckptcore.topology.rules import ShardingRules
 from ckptcore.topology.rules_file import Rule, Stages, load
 from ckptcore.utils.text import shown, some
 
@@ -39,7 +39,7 @@ def unused_rules(manifest: Manifest, sharding: str, model_prefix: str | None = N
 
 
 def _rules(rules: tuple[Rule, ...], names: Sequence[str]) -> Iterator[str]:
-    find = Rules(rules, None, (), "--sharding").find
+    find = ShardingRules(rules, None, (), "--sharding").find
     speak = {id(rule) for name in names if (rule := find(name)) is not None}
     for number, rule in enumerate(rules, 1):
         if id(rule) not in speak:

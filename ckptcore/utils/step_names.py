@@ -1,4 +1,8 @@
-"""Steps: which training step does a name tell?"""
+"""Read a training step from the name of a file or folder.
+
+A file of its own: readers, the catalog's rows and sweeps must agree on it, and no room is below all of them
+but this one.
+"""
 
 from __future__ import annotations
 

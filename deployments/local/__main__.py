@@ -14,7 +14,7 @@ from ckptcore.utils import terminal
 from deployments.local import process
 from deployments.local.lifecycle import down, up
 from deployments.local.services import SERVICES
-from deployments.local.state import Choices, Ports, State, folder, load
+from deployments.local.state import Choices, LocalState, Ports, folder, load
 
 PATIENCE = 60.0  # seconds that runs get to end
 
@@ -77,7 +77,7 @@ def _choices(given: argparse.Namespace, at: Path) -> Choices | None:
     return None if wanted == before else wanted
 
 
-def told(state: State) -> str:
+def told(state: LocalState) -> str:
     """What a person does next."""
     example = f"{state.root.rstrip('/')}/llama/step-300"
     return f"""

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from ckptcore.catalog import upgrade
 from ckptcore.errors import UsageError
+from ckptcore.redaction import ending
 from deployments.local import process
 from deployments.local.services import SERVICES, Service, client_env, receiver_config, user_env
-from deployments.local.state import Choices, State, load, locked, settle, write_private
+from deployments.local.state import Choices, LocalState, load, locked, settle, write_private
 
 READY_SECONDS = 180.0  # the first start migrates Prefect's database
 LOOK = 0.2
@@ -23,7 +24,7 @@ HOW = {"postgres": signal.SIGINT}
 Say = Callable[[str], None]
 
 
-def up(folder: Path, wanted: Choices | None, say: Say) -> State:
+def up(folder: Path, wanted: Choices | None, say: Say) -> LocalState:
     """Start what does not run, mend what half runs, and wait until all of it is ready.
 
     Raises `UsageError` with the last words of what does not come up.
@@ -76,7 +77,7 @@ def down(folder: Path, patience: float, say: Say) -> None:
                 say(f"{service.name}: {'stopped' if gently else 'killed'}")
 
 
-def _bring_up(service: Service, state: State, say: Say) -> None:
+def _bring_up(service: Service, state: LocalState, say: Say) -> None:
     running = process.known(service.name, state.folder)
     if running is not None and _runs(service, state):
         say(f"{service.name}: runs already (process {running.pid})")
@@ -104,7 +105,7 @@ def _bring_up(service: Service, state: State, say: Say) -> None:
     service.after(state)
 
 
-def _tried(say: Say, state: State, argument: str) -> str | None:
+def _tried(say: Say, state: LocalState, argument: str) -> str | None:
     """What the drainer answers; everything is to end in any case, so a failure is only told."""
     try:
         return _run_drainer(state, argument)
@@ -113,17 +114,17 @@ def _tried(say: Say, state: State, argument: str) -> str | None:
         return None
 
 
-def _runs(service: Service, state: State) -> bool:
+def _runs(service: Service, state: LocalState) -> bool:
     """Whether it runs as it is wanted now."""
     running = process.known(service.name, state.folder)
     wanted = process.made_of(service.command(state), service.env(state))
     return running is not None and running.made == wanted and service.is_ready(state)
 
 
-def _run_drainer(state: State, *arguments: str) -> str:
+def _run_drainer(state: LocalState, *arguments: str) -> str:
     # A process of its own: Prefect reads its settings once, and these are not ours.
     command = [sys.executable, "-m", "deployments.local.drain", *arguments]
     done = subprocess.run(command, env=client_env(state), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UsageError(f"`{' '.join(arguments)}` failed: {done.stderr.strip()[-1500:]}")
+        raise UsageError(f"`{' '.join(arguments)}` failed: {ending(done.stderr.strip(), 1500)}")
     return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""

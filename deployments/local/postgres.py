@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.errors import MissingDependency, UsageError
-from deployments.local.state import OWNERS, VARIABLE, State
+from ckptcore.redaction import ending
+from deployments.local.state import OWNERS, VARIABLE, LocalState
 
 if TYPE_CHECKING:
     import psycopg
@@ -43,7 +44,7 @@ def programs() -> Path:
     raise MissingDependency("PostgreSQL's server is not installed", hint="apt-get install postgresql")
 
 
-def prepare(state: State) -> Path:
+def prepare(state: LocalState) -> Path:
     """The server's data folder, made where there is none. Raises `UsageError`."""
     home = state.folder / "postgres"
     data = home / "data"
@@ -80,14 +81,14 @@ def prepare(state: State) -> Path:
     password.unlink()
     if done.returncode:
         raise UsageError(
-            f"initdb failed in {home}: {done.stderr.strip()[-500:]}",
+            f"initdb failed in {home}: {ending(done.stderr.strip(), 500)}",
             hint=f"set {VARIABLE} to a folder that the user {_name(run_as)} can reach",
         )
     new.rename(data)
     return data
 
 
-def command(state: State, data: Path) -> list[str]:
+def command(state: LocalState, data: Path) -> list[str]:
     """How the server is started: it listens on the loopback address alone."""
     settings = (
         "listen_addresses=127.0.0.1",
@@ -99,7 +100,7 @@ def command(state: State, data: Path) -> list[str]:
     return [str(programs() / "postgres"), "-D", str(data), *(w for s in settings for w in ("-c", s))]
 
 
-def is_ready(state: State) -> bool:
+def is_ready(state: LocalState) -> bool:
     """Whether it takes connections with our password."""
     import psycopg
 
@@ -110,7 +111,7 @@ def is_ready(state: State) -> bool:
     return True
 
 
-def make_databases(state: State) -> None:
+def make_databases(state: LocalState) -> None:
     """The databases of Prefect and of the catalog, each with an owner who may do nothing else.
 
     What an older version made as the administrator becomes the owner's.
@@ -138,7 +139,7 @@ def make_databases(state: State) -> None:
                 connection.execute(change.format(SQL(kind), Identifier(thing), Identifier(name)))
 
 
-def _as_administrator(state: State, database: str) -> psycopg.Connection[tuple[Any, ...]]:
+def _as_administrator(state: LocalState, database: str) -> psycopg.Connection[tuple[Any, ...]]:
     """A connection in which each statement is a transaction of its own."""
     import psycopg
 

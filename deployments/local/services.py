@@ -15,7 +15,7 @@ import httpx
 
 from deployments.deploy import POOL
 from deployments.local import postgres
-from deployments.local.state import State
+from deployments.local.state import LocalState
 
 WORKER = "local"  # its name at the server
 
@@ -29,15 +29,15 @@ class Service:
     """
 
     name: str
-    command: Callable[[State], Sequence[str]]
-    env: Callable[[State], Mapping[str, str]]
-    is_ready: Callable[[State], bool]
+    command: Callable[[LocalState], Sequence[str]]
+    env: Callable[[LocalState], Mapping[str, str]]
+    is_ready: Callable[[LocalState], bool]
     how: Callable[[], dict[str, Any]] = dict
-    after: Callable[[State], None] = lambda state: None
+    after: Callable[[LocalState], None] = lambda state: None
     patience: float = 15.0
 
 
-def client_env(state: State) -> dict[str, str]:
+def client_env(state: LocalState) -> dict[str, str]:
     """The environment of everything that speaks to Prefect's server and to the catalog."""
     return _inherited() | {
         "PREFECT_HOME": str(state.folder / "prefect"),
@@ -54,7 +54,7 @@ def client_env(state: State) -> dict[str, str]:
     }
 
 
-def server_env(state: State) -> dict[str, str]:
+def server_env(state: LocalState) -> dict[str, str]:
     """The environment of Prefect's server."""
     return client_env(state) | {
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": state.database("postgresql+asyncpg", "prefect"),
@@ -70,7 +70,7 @@ def server_env(state: State) -> dict[str, str]:
     }
 
 
-def worker_env(state: State) -> dict[str, str]:
+def worker_env(state: LocalState) -> dict[str, str]:
     """The environment of the worker, and of the runs that it starts."""
     return client_env(state) | {
         "PREFECT_WORKER_QUERY_SECONDS": "2",
@@ -79,7 +79,7 @@ def worker_env(state: State) -> dict[str, str]:
     }
 
 
-def receiver_env(state: State) -> dict[str, str]:
+def receiver_env(state: LocalState) -> dict[str, str]:
     """The environment of the receiver: its secrets too."""
     hooks = {name: value for name, value in state.secrets.items() if name.startswith("CKPTCORE_HOOK_")}
     # A part of how it is started, so that another configuration starts it anew.
@@ -87,7 +87,7 @@ def receiver_env(state: State) -> dict[str, str]:
     return client_env(state) | hooks | {"CKPTCORE_UP_CONFIG": config}
 
 
-def receiver_config(state: State) -> str:
+def receiver_config(state: LocalState) -> str:
     """The receiver's configuration, TOML."""
     return f"""# Written by `make up`; edit deployments/receiver/example.toml for a receiver of your own.
 roots = [{_quoted(state.root)}]
@@ -103,7 +103,7 @@ secrets = ["CKPTCORE_HOOK_TOKEN"]
 """
 
 
-def user_env(state: State) -> str:
+def user_env(state: LocalState) -> str:
     """What a shell needs to speak to all of it: lines for `.`"""
     env = client_env(state)
     shown = {
@@ -131,12 +131,12 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _prefect(state: State) -> list[str]:
+def _prefect(state: LocalState) -> list[str]:
     port = str(state.choices.ports.prefect)
     return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", port]
 
 
-def _worker(state: State) -> list[str]:
+def _worker(state: LocalState) -> list[str]:
     return [
         sys.executable,
         "-m",
@@ -155,7 +155,7 @@ def _worker(state: State) -> list[str]:
     ]
 
 
-def _receiver(state: State) -> list[str]:
+def _receiver(state: LocalState) -> list[str]:
     return [
         sys.executable,
         "-m",
@@ -166,7 +166,7 @@ def _receiver(state: State) -> list[str]:
     ]
 
 
-def _works(state: State) -> bool:
+def _works(state: LocalState) -> bool:
     """Whether the worker that was started last asks for work: its health is good before it can do any."""
     if not _answers(f"http://127.0.0.1:{state.choices.ports.worker}/health"):
         return False

@@ -63,7 +63,7 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LocalState:
     """folder: absolute. secrets: by the names of environment variables."""
 
     folder: Path
@@ -118,7 +118,7 @@ def folder() -> Path:
     return ROOT_STATE if os.geteuid() == 0 else user_state_path("ckptcore") / "up"
 
 
-def settle(at: Path, wanted: Choices | None) -> State:
+def settle(at: Path, wanted: Choices | None) -> LocalState:
     """The state in a folder that is there, `locked`. wanted: None keeps the choices made before.
 
     Raises `UsageError` when the folder cannot be used.
@@ -131,7 +131,7 @@ def settle(at: Path, wanted: Choices | None) -> State:
         raise _unusable(at, error) from error
     found = load(at)
     known = {} if found is None else found.secrets
-    found = replace(found or State(at, Choices(), {}), secrets=_new_secrets() | dict(known))
+    found = replace(found or LocalState(at, Choices(), {}), secrets=_new_secrets() | dict(known))
     if found.secrets != known:  # an older version knew fewer
         _write(at / "secrets.json", found.secrets)
     if wanted is not None or not (at / "choices.json").exists():
@@ -141,13 +141,13 @@ def settle(at: Path, wanted: Choices | None) -> State:
     return found
 
 
-def load(at: Path) -> State | None:
+def load(at: Path) -> LocalState | None:
     """The state in a folder; None where nothing was ever up."""
     try:
         known = json.loads((at / "secrets.json").read_text())
         chosen = json.loads((at / "choices.json").read_text()) if (at / "choices.json").exists() else {}
         ports = Ports(**chosen.pop("ports", {}))
-        return State(at, Choices(ports=ports, **chosen), known)
+        return LocalState(at, Choices(ports=ports, **chosen), known)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:

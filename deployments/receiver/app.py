@@ -27,8 +27,8 @@ from ckptcore.errors import CkptError
 from ckptcore.utils.text import shown
 from deployments.receiver.batch_writer import Keeper
 from deployments.receiver.event import read_event
-from deployments.receiver.http_errors import REFUSALS, Refused
-from deployments.receiver.inbox import Box, Kept
+from deployments.receiver.http_errors import REFUSALS, RequestRefused
+from deployments.receiver.inbox import Kept, Mailbox
 from deployments.receiver.run_request import order_of
 from deployments.receiver.settings import Sender
 from deployments.receiver.verify import verify
@@ -57,7 +57,7 @@ class Background(Protocol):
 
 def make_app(
     senders: Mapping[str, Sender],
-    box: Box,
+    box: Mailbox,
     background: Background | None = None,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
@@ -91,7 +91,7 @@ def make_app(
                 return JSONResponse({"status": "ignored", "type": event.type}, 202)
             order = order_of(sender, event.uri, event.run, event.step)
             kept = await keeper.keep(event, order.uri, body)
-        except Refused as refused:
+        except RequestRefused as refused:
             _log.warning("%s: %d %s %s", shown(source), refused.status, refused.name, refused.why)
             return JSONResponse(
                 refused.told, refused.status, headers=RETRY_AFTER if refused.status == 503 else None
@@ -105,7 +105,7 @@ def make_app(
     async def handshake(source: str, request: Request) -> Response:
         """Agree to be sent CloudEvents (cloudevents/spec, http-webhook.md, 4: abuse protection)."""
         if source not in senders or senders[source].dialect.envelope != "cloudevents":
-            return JSONResponse(Refused("unknown-source").told, 404)
+            return JSONResponse(RequestRefused("unknown-source").told, 404)
         origin = request.headers.get("webhook-request-origin", "")
         allowed = {"webhook-allowed-origin": origin, "webhook-allowed-rate": "*"} if origin else {}
         return Response(status_code=200, headers={"allow": "POST, OPTIONS"} | allowed)
@@ -141,24 +141,24 @@ def _taken(kept: Kept) -> dict[str, str]:
 
 def _sender(senders: Mapping[str, Sender], source: str) -> Sender:
     if source not in senders:
-        raise Refused("unknown-source")
+        raise RequestRefused("unknown-source")
     return senders[source]
 
 
 def _require_type(sender: Sender, headers: Mapping[str, str]) -> None:
     media = headers.get("content-type", "").split(";")[0].strip().lower()
     if media not in sender.dialect.media:
-        raise Refused("unsupported-type", f"{', '.join(sorted(sender.dialect.media))} is")
+        raise RequestRefused("unsupported-type", f"{', '.join(sorted(sender.dialect.media))} is")
 
 
 def _headers(request: Request) -> dict[str, str]:
-    """By lower-case name; raises `Refused` when one that counts is given twice."""
+    """By lower-case name; raises `RequestRefused` when one that counts is given twice."""
     found: dict[str, str] = {}
     for name, value in request.headers.items():
         counts = name in ONCE or name.startswith(("webhook-", "x-", "ce-"))
         if name in found and counts and name not in ADDED_BY_PROXIES:
             # A proxy and we could each look at another one.
-            raise Refused("malformed", f"{name} is given twice")
+            raise RequestRefused("malformed", f"{name} is given twice")
         found.setdefault(name, value)
     return found
 
@@ -166,19 +166,19 @@ def _headers(request: Request) -> dict[str, str]:
 async def _body(request: Request, headers: Mapping[str, str], most: int) -> bytes:
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > most:
-        raise Refused("too-large", f"{most} bytes are")
+        raise RequestRefused("too-large", f"{most} bytes are")
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
                 if size > most:
-                    raise Refused("too-large", f"{most} bytes are")
+                    raise RequestRefused("too-large", f"{most} bytes are")
                 parts.append(part)
     except TimeoutError as error:
-        raise Refused("too-slow") from error
+        raise RequestRefused("too-slow") from error
     except ClientDisconnect as error:
-        raise Refused("malformed", "the sender went away") from error
+        raise RequestRefused("malformed", "the sender went away") from error
     return b"".join(parts)
 
 

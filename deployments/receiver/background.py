@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ckptcore.errors import CkptError
+from ckptcore.redaction import beginning
 from deployments.receiver.dispatch import Away
 
 IDLE = 2.0  # seconds between rounds when nothing is new; another receiver's rows are seen then
@@ -73,7 +74,7 @@ class Loop:
                         # That the database or Prefect is away needs no traceback.
                         known = isinstance(error, CkptError | Away)
                         _log.error("%s failed, it is tried again: %s", name, error, exc_info=not known)
-                    self._trouble[name] = f"{type(error).__name__}: {error}"[:300]
+                    self._trouble[name] = beginning(f"{type(error).__name__}: {error}", 300)
                     failed = True
             if failed:  # news does not mend it
                 self._end.wait(self._idle)

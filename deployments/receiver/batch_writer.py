@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 
 from ckptcore.errors import CkptError
 from deployments.receiver.event import Event
-from deployments.receiver.http_errors import Refused
-from deployments.receiver.inbox import Box, Kept
+from deployments.receiver.http_errors import RequestRefused
+from deployments.receiver.inbox import Kept, Mailbox
 
 SECONDS = 5.0  # for the inbox to take an event; senders wait 10 to 30 s
 MAX_WAITING = 512  # events; more are refused at once, and sent again
@@ -28,7 +28,7 @@ _log = logging.getLogger("deployments.receiver")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PendingEvent:
     """An event to keep. uri: as it was allowed. body: as it came. kept: is told its row."""
 
     event: Event
@@ -40,27 +40,27 @@ class Entry:
 class Keeper:
     """Writes events for one event loop. clock: seconds since 1970."""
 
-    def __init__(self, box: Box, clock: Callable[[], float]) -> None:
+    def __init__(self, box: Mailbox, clock: Callable[[], float]) -> None:
         self._box, self._clock = box, clock
         self._thread = ThreadPoolExecutor(1, "inbox")
-        self._waiting: list[Entry] = []
+        self._waiting: list[PendingEvent] = []
         self._writer: asyncio.Task[None] | None = None
         self._check: asyncio.Future[None] | None = None
         self._checked = 0.0  # when it ended, by the event loop's clock
 
     async def keep(self, event: Event, uri: str, body: bytes) -> Kept:
-        """The event's row; raises `Refused` when the inbox does not answer."""
+        """The event's row; raises `RequestRefused` when the inbox does not answer."""
         if len(self._waiting) >= MAX_WAITING:
-            raise Refused("unavailable", "too many events are waiting for the inbox")
+            raise RequestRefused("unavailable", "too many events are waiting for the inbox")
         kept: asyncio.Future[Kept] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Entry(event, uri, body.decode(), kept))
+        self._waiting.append(PendingEvent(event, uri, body.decode(), kept))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write())
         try:
             return await asyncio.wait_for(kept, SECONDS)
         except TimeoutError as error:
             # It may be written yet. Sent again, it is then a repeat.
-            raise Refused("unavailable", f"the inbox did not answer in {SECONDS:.0f} s") from error
+            raise RequestRefused("unavailable", f"the inbox did not answer in {SECONDS:.0f} s") from error
 
     async def check(self) -> None:
         """Raise `CatalogError` or TimeoutError when the inbox does not answer.
@@ -100,7 +100,7 @@ class Keeper:
                 _log.error("the inbox cannot be written: %s", error, exc_info=not known)
                 for entry in batch:
                     if not entry.kept.done():
-                        entry.kept.set_exception(Refused("unavailable", str(error)))
+                        entry.kept.set_exception(RequestRefused("unavailable", str(error)))
                 continue
             for entry, one in zip(batch, told, strict=True):
                 if not entry.kept.done():

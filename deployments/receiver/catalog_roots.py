@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from deployments.receiver.inbox import Box
+from deployments.receiver.inbox import Mailbox
 from deployments.receiver.settings import Sender, is_plain
 
 SECONDS = 15.0  # between two looks into the catalog
@@ -17,7 +17,7 @@ _log = logging.getLogger("deployments.receiver")
 class Watched:
     """Keeps the senders' roots as the catalog has them. For one thread; senders are read by another."""
 
-    def __init__(self, box: Box, senders: Mapping[str, Sender]) -> None:
+    def __init__(self, box: Mailbox, senders: Mapping[str, Sender]) -> None:
         self._box, self._next = box, 0.0
         self._senders = [sender for sender in senders.values() if sender.watches]
 

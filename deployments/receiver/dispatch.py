@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
-from deployments.receiver.http_errors import Refused
-from deployments.receiver.inbox import Box, InboxEvent, News
+from ckptcore.redaction import beginning, redacted
+from deployments.receiver.http_errors import RequestRefused
+from deployments.receiver.inbox import InboxEvent, Mailbox, News
 from deployments.receiver.run_request import order_of
-from deployments.receiver.settings import Sender, Target
+from deployments.receiver.settings import NotifyTarget, Sender
 from tasks.attempts import given_up
 
 LIMIT = 20  # rows of one round
@@ -58,7 +59,7 @@ class Away(Exception):
     """Prefect does not answer: nothing else need be tried now."""
 
 
-class Runs(Protocol):
+class FlowRuns(Protocol):
     """What is asked of Prefect; everything raises `Away` when it does not answer."""
 
     def start(
@@ -80,10 +81,10 @@ class Runs(Protocol):
 
 
 def work(
-    box: Box,
-    runs: Runs,
+    box: Mailbox,
+    runs: FlowRuns,
     senders: Mapping[str, Sender],
-    targets: Mapping[str, Target],
+    targets: Mapping[str, NotifyTarget],
     now: datetime | None = None,
 ) -> int:
     """One round; how many rows were started, put back or ended. Raises `Away`, with the rows put back."""
@@ -138,17 +139,17 @@ def delay_after(attempts: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    box: Box
-    runs: Runs
+    box: Mailbox
+    runs: FlowRuns
     senders: Mapping[str, Sender]
-    targets: Mapping[str, Target]
+    targets: Mapping[str, NotifyTarget]
     now: datetime
 
     def start(self, row: InboxEvent) -> None:
         """Start the run of an event, or put the event back."""
         try:
             order = order_of(self.senders[row.source], row.uri, row.run, row.step)
-        except Refused as refused:
+        except RequestRefused as refused:
             self.end(row, "failed", refused.told["message"])
             return
         try:
@@ -156,13 +157,13 @@ class _Round:
                 order.deployment,
                 order.parameters,
                 key=f"ckptcore-inbox:{row.key}",
-                name=f"{row.source} {'/'.join(order.uri.split('/')[-2:])}",
+                name=f"{row.source} {'/'.join(redacted(order.uri).split('/')[-2:])}",
                 tags=["webhook", f"source:{row.source}"],
             )
         except Away:
             raise
         except Exception as error:  # whatever ails Prefect, the event is kept
-            self.postpone(row, f"{type(error).__name__}: {error}"[:1000], delay_after(row.tries))
+            self.postpone(row, beginning(f"{type(error).__name__}: {error}", 1000), delay_after(row.tries))
             return
         self.box.running(row, run, self.now + timedelta(seconds=LOOKS[0]))
         _log.info("%s: event %s is run %s", row.source, row.id, run)
@@ -210,7 +211,7 @@ class _Round:
             "flow_run_id": row.flow_run_id,
             "event": row.id,
             "sender": row.source,
-            "message": why[:2000],
+            "message": beginning(why, 2000),
         }
         body = {"type": type, "timestamp": self.now.isoformat(), "data": data}
         news = [

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckptcore.utils.text import shown
-from deployments.receiver.http_errors import Refused
+from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.senders import CLOUDEVENTS_JSON, Dialect
 
 MAX_TEXT = 255  # characters of an id, a type, a run's name
@@ -50,7 +50,7 @@ def read_event(
     body: bytes,
     accepts: frozenset[str] | None = None,
 ) -> Event:
-    """The event in a verified request; raises `Refused`.
+    """The event in a verified request; raises `RequestRefused`.
 
     headers: by lower-case name. accepts: types that announce a checkpoint, in place of the dialect's.
     """
@@ -58,7 +58,7 @@ def read_event(
     type = ".".join(_text(document, headers, place, "the type") for place in dialect.type).strip(".")
     allowed = dialect.accepts if accepts is None else accepts
     if allowed is not None and not type and "" not in allowed:
-        raise Refused("not-understood", f"it does not say what happened ({', '.join(dialect.type)})")
+        raise RequestRefused("not-understood", f"it does not say what happened ({', '.join(dialect.type)})")
     return Event(
         source=source,
         event_id=_id(dialect, source, document, headers, body),
@@ -71,7 +71,7 @@ def read_event(
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """A JSON object; raises `Refused`.
+    """A JSON object; raises `RequestRefused`.
 
     >>> parse(b'{"a": [1]}')
     {'a': [1]}
@@ -79,11 +79,11 @@ def parse(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_once)
     except UnicodeDecodeError as error:
-        raise Refused("malformed", "the body is not UTF-8") from error
+        raise RequestRefused("malformed", "the body is not UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise Refused("malformed", f"the body is not JSON: {shown(str(error), 120)}") from error
+        raise RequestRefused("malformed", f"the body is not JSON: {shown(str(error), 120)}") from error
     if not isinstance(found, dict):
-        raise Refused("not-understood", "the body is not a JSON object")
+        raise RequestRefused("not-understood", "the body is not a JSON object")
     return found
 
 
@@ -96,10 +96,10 @@ def _document(dialect: Dialect, headers: Mapping[str, str], body: bytes) -> dict
         document = {name[3:]: unquote(value) for name, value in headers.items() if name.startswith("ce-")}
         document["data"] = parse(body)
     if document.get("specversion") != "1.0":
-        raise Refused("not-understood", "not a CloudEvent of version 1.0")
+        raise RequestRefused("not-understood", "not a CloudEvent of version 1.0")
     missing = [name for name in ("id", "source", "type") if not document.get(name)]
     if missing:
-        raise Refused("not-understood", f"a CloudEvent without {', '.join(missing)}")
+        raise RequestRefused("not-understood", f"a CloudEvent without {', '.join(missing)}")
     return document
 
 
@@ -144,14 +144,14 @@ def _text(
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise Refused("not-understood", f"{what} ({place}) is not a text")
+        raise RequestRefused("not-understood", f"{what} ({place}) is not a text")
     if isinstance(value, int) and abs(value) > MAX_STEP:
-        raise Refused("not-understood", f"{what} ({place}) is too large a number")
+        raise RequestRefused("not-understood", f"{what} ({place}) is too large a number")
     text = str(value)
     if len(text) > most:
-        raise Refused("not-understood", f"{what} ({place}) is longer than {most} characters")
+        raise RequestRefused("not-understood", f"{what} ({place}) is longer than {most} characters")
     if _CONTROL.search(text):
-        raise Refused("not-understood", f"{what} ({place}) holds characters that no name has")
+        raise RequestRefused("not-understood", f"{what} ({place}) holds characters that no name has")
     return text
 
 
@@ -159,7 +159,7 @@ def _step(text: str) -> int | None:
     if not text:
         return None
     if not _STEP.fullmatch(text) or int(text) > MAX_STEP:
-        raise Refused("not-understood", "the step is not a whole number")
+        raise RequestRefused("not-understood", "the step is not a whole number")
     return int(text)
 
 

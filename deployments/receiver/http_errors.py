@@ -20,7 +20,7 @@ REFUSALS: dict[str, tuple[int, str]] = {
 }
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is not taken.
 
     name: a key of `REFUSALS`. why: for the log, and for the sender unless it is about its proof.

@@ -16,12 +16,12 @@ from typing import Any
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.catalog.queues import InboxEvent, Message, inbox, outbox
+from ckptcore.catalog.queues import InboxEvent, Message, NewEvent, inbox, outbox
 from deployments.receiver.event import Event
 
 LEASE = timedelta(minutes=2)  # a process that took rows and died holds them no longer
 
-__all__ = ["Box", "InboxEvent", "Kept", "Message", "News"]
+__all__ = ["InboxEvent", "Kept", "Mailbox", "Message", "News"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Kept:
     state: str
 
 
-class Box:
+class Mailbox:
     """Inbox and outbox of one catalog; see `ckptcore.catalog.open_catalog` for the URL and the errors.
 
     Every method is one transaction, and raises `CatalogError` when the database is away.
@@ -65,17 +65,8 @@ class Box:
         found = []
         with self._transaction() as conn:
             for event, uri, body in events:
-                row, new = inbox.accept(
-                    conn,
-                    now,
-                    event.source,
-                    event.event_id,
-                    type=event.type,
-                    uri=uri,
-                    run=event.run,
-                    step=event.step,
-                    body=body,
-                )
+                came = NewEvent(event.source, event.event_id, event.type, uri, event.run, event.step, body)
+                row, new = inbox.accept(conn, now, came)
                 found.append(Kept(row.id, new, row.state))
         return found
 

@@ -15,9 +15,10 @@ from datetime import UTC, datetime, timedelta
 
 import httpx
 
-from deployments.receiver.inbox import Box, Message
+from ckptcore.redaction import beginning
+from deployments.receiver.inbox import Mailbox, Message
 from deployments.receiver.senders import DIALECTS
-from deployments.receiver.settings import Target
+from deployments.receiver.settings import NotifyTarget
 from deployments.receiver.verify import key_of, sign
 
 # Seconds between tries, as the specification proposes them: about three days in all.
@@ -31,8 +32,8 @@ _log = logging.getLogger("deployments.receiver")
 
 
 def send_due(
-    box: Box,
-    targets: Mapping[str, Target],
+    box: Mailbox,
+    targets: Mapping[str, NotifyTarget],
     client: httpx.Client,
     env: Mapping[str, str] = os.environ,
     now: datetime | None = None,
@@ -70,7 +71,7 @@ def send_due(
 
 
 def _post(
-    message: Message, target: Target, client: httpx.Client, env: Mapping[str, str], now: datetime
+    message: Message, target: NotifyTarget, client: httpx.Client, env: Mapping[str, str], now: datetime
 ) -> tuple[str, bool]:
     """What went wrong, or "", and whether nothing needs to be sent to the target any more."""
     body = json.dumps(message.body, separators=(",", ":"), sort_keys=True).encode()
@@ -82,7 +83,7 @@ def _post(
         ) as answer:
             return "" if answer.is_success else f"HTTP {answer.status_code}", answer.status_code == GONE
     except Exception as failure:  # whatever ails one target, the others are told
-        return f"{type(failure).__name__}: {failure}"[:500], False
+        return beginning(f"{type(failure).__name__}: {failure}", 500), False
 
 
 def signed(id: str, body: bytes, secret: str, now: datetime) -> dict[str, str]:

@@ -18,13 +18,14 @@ from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, Failed
 
 from ckptcore.errors import UsageError
+from ckptcore.redaction import beginning
 from deployments.parameters import unknown
 from deployments.receiver.dispatch import DEFAULT_BEAT, Away, RunState, is_overlooked
 from tasks.attempts import begun
 
 
 class PrefectRuns:
-    """See `deployments.receiver.dispatch.Runs`. One client for all: making one takes longer than a call."""
+    """See `deployments.receiver.dispatch.FlowRuns`. One client for all: making one is slower than a call."""
 
     def __init__(self) -> None:
         if get_current_settings().api.url is None:
@@ -70,7 +71,7 @@ class PrefectRuns:
     def give_up(self, id: str, why: str) -> None:
         """Let a run be failed that was started often enough."""
         with _answering():
-            self._client.set_flow_run_state(UUID(id), Failed(message=why[:2000]), force=True)
+            self._client.set_flow_run_state(UUID(id), Failed(message=beginning(why, 2000)), force=True)
 
     def _state(self, run: FlowRun) -> RunState:
         state = run.state

@@ -16,7 +16,7 @@ from collections import Counter
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from deployments.receiver.http_errors import Refused
+from deployments.receiver.http_errors import RequestRefused
 
 HEAD_SECONDS = 10.0  # for the head of a request to arrive, from the first byte or the connection on
 BODY_SECONDS = 15.0  # for its body; the application's own time, which it says in words, is over before
@@ -59,7 +59,7 @@ class Protocol(H11Protocol):
             try:
                 if not _is_whole(self._head, seen):
                     return
-            except Refused as refused:
+            except RequestRefused as refused:
                 self._refuse(refused)
                 return
             data, self._head = bytes(self._head), bytearray()
@@ -92,13 +92,13 @@ class Protocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE and self._head:
-            self._refuse(Refused("too-slow", "its head"))
+            self._refuse(RequestRefused("too-slow", "its head"))
         elif self.conn.their_state is h11.IDLE:
             self.transport.close()  # nothing was asked
         else:
             self.transport.abort()  # whoever sends a body for so long reads no answer
 
-    def _refuse(self, refused: Refused) -> None:
+    def _refuse(self, refused: RequestRefused) -> None:
         self.logger.warning("refused before it was a request: %d %s", refused.status, refused.why)
         self._unwatch()
         body = json.dumps(refused.told).encode()
@@ -115,7 +115,7 @@ class Protocol(H11Protocol):
 
 
 def _is_whole(head: bytearray, seen: int) -> bool:
-    """Whether the head of a request is there, and as it must be; raises `Refused`.
+    """Whether the head of a request is there, and as it must be; raises `RequestRefused`.
 
     seen: how much of it was looked at before; no byte is looked at many times.
     """
@@ -123,18 +123,20 @@ def _is_whole(head: bytearray, seen: int) -> bool:
     size = len(head) if end < 0 else end + len(END)
     wrong = _WRONG.search(head, max(0, seen - 2), size)
     if wrong is not None:
-        raise Refused("malformed", f"a line of its head does not end with CR LF (at byte {wrong.start()})")
+        raise RequestRefused(
+            "malformed", f"a line of its head does not end with CR LF (at byte {wrong.start()})"
+        )
     if size > MAX_HEAD:
-        raise Refused("headers-too-large", f"{MAX_HEAD} bytes are")
+        raise RequestRefused("headers-too-large", f"{MAX_HEAD} bytes are")
     if end < 0:
         return False
     request, *lines = bytes(head[:end]).split(b"\r\n")
     if len(lines) > MAX_HEADERS:
-        raise Refused("headers-too-large", f"{MAX_HEADERS} headers are")
+        raise RequestRefused("headers-too-large", f"{MAX_HEADERS} headers are")
     named = Counter(line.partition(b":")[0].strip().lower() for line in lines)
     for name in _ONCE:
         if named[name] > 1:
-            raise Refused("malformed", f"{name.decode()} is given twice")
+            raise RequestRefused("malformed", f"{name.decode()} is given twice")
     if named[b"transfer-encoding"] and (named[b"content-length"] or not request.endswith(b"HTTP/1.1")):
-        raise Refused("malformed", "the length of its body is given in two ways")
+        raise RequestRefused("malformed", "the length of its body is given in two ways")
     return True

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptcore.utils.text import shown
-from deployments.receiver.http_errors import Refused
+from deployments.receiver.http_errors import RequestRefused
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 # Letters and digits of any script, and what names of runs and steps are made of. Not among them: what a URL
@@ -22,7 +22,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AllowedPlace:
     """An allowed place. uri: as flows get it. root: the allowed root. path: below the root."""
 
     uri: str
@@ -30,25 +30,25 @@ class Place:
     path: str
 
 
-def place_of(uri: str, roots: Sequence[str]) -> Place:
-    """The place that a URI names, below one of the roots; raises `Refused`.
+def place_of(uri: str, roots: Sequence[str]) -> AllowedPlace:
+    """The place that a URI names, below one of the roots; raises `RequestRefused`.
 
     >>> place_of("file:///runs/llama/step-7/", ["/runs"])
-    Place(uri='/runs/llama/step-7', root='/runs', path='llama/step-7')
+    AllowedPlace(uri='/runs/llama/step-7', root='/runs', path='llama/step-7')
     >>> place_of("/runs-of-others/x", ["/runs"])
     Traceback (most recent call last):
-    deployments.receiver.http_errors.Refused: '/runs-of-others/x'
+    deployments.receiver.http_errors.RequestRefused: '/runs-of-others/x'
     """
     plain = normal(uri)
     for root in sorted(roots, key=len, reverse=True):
         inside = normal(root).rstrip("/") + "/"
         if plain.startswith(inside):
-            return Place(plain, normal(root), plain[len(inside) :])
-    raise Refused("forbidden-root", shown(uri, 120))
+            return AllowedPlace(plain, normal(root), plain[len(inside) :])
+    raise RequestRefused("forbidden-root", shown(uri, 120))
 
 
 def normal(uri: str) -> str:
-    """A path or URL without its ways of saying the same twice; raises `Refused`.
+    """A path or URL without its ways of saying the same twice; raises `RequestRefused`.
 
     >>> normal("S3://bucket/a"), normal("file://localhost/a/")
     ('s3://bucket/a', '/a')
@@ -60,18 +60,18 @@ def normal(uri: str) -> str:
         scheme, rest = "", rest.removeprefix("localhost")
     scheme = scheme.lower()
     if (scheme and not _SCHEME.fullmatch(scheme)) or not _PLAIN.fullmatch(rest) or "::" in uri:
-        raise Refused("forbidden-root", f"{shown(uri, 120)} is not a plain path or URL")
+        raise RequestRefused("forbidden-root", f"{shown(uri, 120)} is not a plain path or URL")
     if not scheme and not rest.startswith("/"):
-        raise Refused("forbidden-root", f"{shown(uri, 120)} is not an absolute path")
+        raise RequestRefused("forbidden-root", f"{shown(uri, 120)} is not an absolute path")
     parts = rest.rstrip("/").split("/")
     # An object store keeps empty and dotted parts as they are, a file system folds them.
     if any(part in ("", ".", "..") for part in parts[0 if scheme else 1 :]):
-        raise Refused("forbidden-root", f"{shown(uri, 120)} has parts that are empty or dots")
+        raise RequestRefused("forbidden-root", f"{shown(uri, 120)} has parts that are empty or dots")
     return f"{scheme}://{'/'.join(parts)}" if scheme else "/".join(parts)
 
 
 def filled(template: str, *, run: str, step: int | None, **more: str) -> str:
-    """A template of the configuration with ``{run}``, ``{step}`` and ``more`` put in; raises `Refused`.
+    """A template with ``{run}``, ``{step}`` and ``more`` put in; raises `RequestRefused`.
 
     A run or step that would be more than one part of a path is refused.
 
@@ -83,7 +83,7 @@ def filled(template: str, *, run: str, step: int | None, **more: str) -> str:
         if f"{{{name}}}" not in template:
             continue
         if not _PART.fullmatch(value) or value in (".", ".."):
-            raise Refused("not-understood", f"the {name} {shown(value)} cannot be part of a path")
+            raise RequestRefused("not-understood", f"the {name} {shown(value)} cannot be part of a path")
         values[name] = value
     # In one go: what was put in is not looked at again.
     return _FIELD.sub(lambda found: values.get(found[1], found[0]), template)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.receiver.http_errors import Refused
+from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.roots import filled, place_of
 from deployments.receiver.settings import Sender
 
@@ -28,13 +28,13 @@ class Order:
 
 
 def order_of(sender: Sender, uri: str, run: str, step: int | None) -> Order:
-    """The run that an event asks for; raises `Refused`.
+    """The run that an event asks for; raises `RequestRefused`.
 
     uri: "" where the event names none, and the configuration makes one.
     """
     uri = uri or filled(sender.source.uri or "", run=run, step=step)
     if not uri:
-        raise Refused("not-understood", f"it names no place ({', '.join(sender.dialect.uri)})")
+        raise RequestRefused("not-understood", f"it names no place ({', '.join(sender.dialect.uri)})")
     place = place_of(uri, sender.roots)
     parameters = sender.parameters | {
         "source": place.uri,

@@ -18,7 +18,7 @@ from deployments.receiver.app import make_app
 from deployments.receiver.background import Loop
 from deployments.receiver.catalog_roots import Watched
 from deployments.receiver.dispatch import work
-from deployments.receiver.inbox import Box
+from deployments.receiver.inbox import Mailbox
 from deployments.receiver.notify import send_due
 from deployments.receiver.protocol import MAX_HEAD, Protocol
 from deployments.receiver.settings import load
@@ -30,7 +30,7 @@ GRACE = 10  # seconds that open requests get when the process is told to end
 def check(config: Path) -> None:
     """Raise `UsageError` or `CatalogError` when the receiver could not serve with this file."""
     settings, _ = load(config)
-    Box(settings.catalog).close()
+    Mailbox(settings.catalog).close()
 
 
 def serve(config: Path, host: str, port: int) -> None:
@@ -41,7 +41,7 @@ def serve(config: Path, host: str, port: int) -> None:
     runs = PrefectRuns()
     # One each: requests never wait for the loops' transactions in a pool of connections.
     turn = threading.Lock()
-    box, rows, news = (Box(settings.catalog, turn) for _ in range(3))
+    box, rows, news = (Mailbox(settings.catalog, turn) for _ in range(3))
     with _listening(host, port) as listener, httpx.Client() as client:
         watched = Watched(rows, senders)
         watched.refresh()

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptcore.errors import UsageError
 from deployments.parameters import misfits_of
-from deployments.receiver.http_errors import Refused
+from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.roots import normal
 from deployments.receiver.senders import DIALECTS, Dialect
 from deployments.receiver.verify import key_of
@@ -31,7 +31,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Source(_Strict):
+class SourceSettings(_Strict):
     """A sender. Its name in the file is the last part of its URL, ``/hooks/NAME``.
 
     secrets: names of environment variables, all of them live: put the new one beside the old one, change the
@@ -52,7 +52,7 @@ class Source(_Strict):
     parameters: dict[str, Any] = {}
 
 
-class Target(_Strict):
+class NotifyTarget(_Strict):
     """Somebody who is told how a conversion ended. secret: name of the environment variable,
     ``whsec_...``."""
 
@@ -64,7 +64,7 @@ class Target(_Strict):
     ]
 
 
-class Settings(_Strict):
+class ReceiverSettings(_Strict):
     """The file.
 
     roots: places that events may name, and everything below them. watched_roots: so are those
@@ -80,14 +80,16 @@ class Settings(_Strict):
     parameters: dict[str, Any] = {}
     max_body: int = Field(default=256 << 10, gt=0)
     catalog: str | None = None
-    sources: dict[str, Source] = Field(min_length=1)
-    notify: dict[str, Target] = {}
+    sources: dict[str, SourceSettings] = Field(min_length=1)
+    notify: dict[str, NotifyTarget] = {}
 
 
 class Sender:
     """A configured source with what is looked up at every request."""
 
-    def __init__(self, name: str, source: Source, settings: Settings, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, source: SourceSettings, settings: ReceiverSettings, env: Mapping[str, str]
+    ) -> None:
         self.name, self.source = name, source
         self.dialect: Dialect = DIALECTS[source.kind]
         self.header = source.header.lower() if source.header else self.dialect.proof
@@ -107,10 +109,10 @@ class Sender:
         return [*self._roots, *self.watched]
 
 
-def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[Settings, dict[str, Sender]]:
+def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[ReceiverSettings, dict[str, Sender]]:
     """The settings and the senders by name; raises `UsageError` with everything that is wrong."""
     try:
-        settings = Settings.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        settings = ReceiverSettings.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError) as error:
         raise UsageError(
             f"{path} cannot be used: {error}", hint="deployments/receiver/example.toml is a whole one"
@@ -123,7 +125,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[Settings, dic
     return settings, {name: Sender(name, source, settings, env) for name, source in settings.sources.items()}
 
 
-def problems(settings: Settings, env: Mapping[str, str]) -> list[str]:
+def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:
     """What pydantic cannot see: names, kinds, roots, templates, and secrets that are not there."""
     found = []
     for name, source in settings.sources.items():
@@ -157,7 +159,7 @@ def problems(settings: Settings, env: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _parameters(settings: Settings, source: Source) -> list[str]:
+def _parameters(settings: ReceiverSettings, source: SourceSettings) -> list[str]:
     """Whether the flow takes what its runs would be given: those of the configuration, and of an event."""
     of_event = {"source": "/runs/a", "destination": "/exports/a", "root": "/runs", "run": "a", "step": 1}
     own = settings.parameters | source.parameters
@@ -197,5 +199,5 @@ def is_plain(root: str) -> bool:
     """Whether a root can be compared with what events name."""
     try:
         return bool(normal(root))
-    except Refused:
+    except RequestRefused:
         return False

@@ -13,7 +13,7 @@ import hmac
 import re
 from collections.abc import Mapping, Sequence
 
-from deployments.receiver.http_errors import Refused
+from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.senders import Dialect
 
 WINDOW = 300  # seconds that a signed time may be away from ours, as the Standard Webhooks library has it
@@ -63,14 +63,14 @@ def verify(
     body: bytes,
     now: float,
 ) -> None:
-    """Raise `Refused` unless one of the secrets proves the request.
+    """Raise `RequestRefused` unless one of the secrets proves the request.
 
     header: where the proof stands; a token's header may differ from its dialect's. secrets: keys or tokens.
     headers: by lower-case name. now: seconds since 1970.
     """
     given = headers.get(header, "")
     if not given:
-        raise Refused("unauthorized", f"no {header}")
+        raise RequestRefused("unauthorized", f"no {header}")
     if dialect.signed is None:
         token = given[len(BEARER) :] if given[: len(BEARER)].lower() == BEARER else given
         candidates = [token.strip().encode()]
@@ -83,7 +83,7 @@ def verify(
     # Of digests, because comparing what differs in length ends at once, and would tell the length of a token.
     fits = [hmac.compare_digest(_digest(one), _digest(other)) for one in candidates for other in expected]
     if not any(fits):
-        raise Refused("unauthorized", "no secret fits")
+        raise RequestRefused("unauthorized", "no secret fits")
 
 
 def _digest(proof: bytes) -> bytes:
@@ -96,11 +96,11 @@ def _signed_headers(dialect: Dialect, headers: Mapping[str, str], now: float) ->
     if "id" in dialect.signed:
         id = headers.get(dialect.id[0].removeprefix("@"), "")
         if not _ID.fullmatch(id):
-            raise Refused("unauthorized", "the event's id is missing or cannot be one")
+            raise RequestRefused("unauthorized", "the event's id is missing or cannot be one")
     if dialect.time is not None:
         time = headers.get(dialect.time, "")
         if not _TIME.fullmatch(time):
-            raise Refused("unauthorized", "the signed time is missing or is none")
+            raise RequestRefused("unauthorized", "the signed time is missing or is none")
         if abs(now - int(time)) > WINDOW:
-            raise Refused("unauthorized", f"signed at {time}, {now - int(time):+.0f} s from now")
+            raise RequestRefused("unauthorized", f"signed at {time}, {now - int(time):+.0f} s from now")
     return id, time

@@ -10,14 +10,17 @@ import importlib
 import pkgutil
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import rooms
 
 import ckptcore
+from ckptcore.checking.export_proof import CHECKS
 from ckptcore.errors import FINDINGS, error_classes
 from ckptcore.formats import FORMATS, KNOWN
+from ckptcore.naming.maps import live_families
 
 ROOT = Path(__file__).parents[2]
 SLOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -26,8 +29,9 @@ SLOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOT
 def tables() -> dict[str, dict[str, str]]:
     """Every generated table by page, and by the name in its marker."""
     return {
-        "README.md": {"formats": formats(), "errors": errors(), "findings": findings()},
+        "README.md": {"checks": checks(), "formats": formats(), "errors": errors(), "findings": findings()},
         "CONTRIBUTING.md": {"rooms": rooms.table(rooms.measure())},
+        "docs/live_modules.md": {"transforms": transforms(), "live_models": live_models()},
     }
 
 
@@ -48,6 +52,11 @@ def formats() -> str:
     head = ("format", "what it is", "recognised by", "read", "write", "own checksums", "objects")
     refused = "".join(f"- `{known.name}`: {known.title}\n" for known in KNOWN)
     return table(head, rows) + f"\nRecognised by name, and refused with the next step:\n\n{refused}"
+
+
+def checks() -> str:
+    """What `verify-export` asks."""
+    return table(("check", "what it asks"), [(f"`{name}`", asks) for name, asks in CHECKS.items()])
 
 
 def errors() -> str:
@@ -73,6 +82,50 @@ def findings() -> str:
     """Every finding code in the order of the code's table."""
     rows = [(f"`{code}`", severity, meaning, hint) for code, (severity, meaning, hint) in FINDINGS.items()]
     return table(("finding", "severity", "meaning", "next step"), rows)
+
+
+def transforms() -> str:
+    """How many of transformers' transforms became steps, by what they are made of."""
+    counts: dict[str, Counter[str]] = {}
+    entries: dict[str, set[str]] = {}
+    for entry in live_families.frozen_entries():
+        for step in live_families.frozen_steps(entry):
+            name = ", ".join(f"`{c}`" for c in step.made_of)
+            kind = "refused" if step.refused else "joins" if step.rule else "renames"
+            counts.setdefault(name, Counter())[kind] += 1
+            entries.setdefault(name, set()).add(entry)
+    kinds = ("renames", "joins", "refused")
+    rows = [
+        (name, str(len(entries[name])), *(str(counts[name][k] or "") for k in kinds))
+        for name in sorted(counts, key=lambda n: (-counts[n].total(), n))
+    ]
+    every = [str(sum(c[k] for c in counts.values())) for k in kinds]
+    total = ("all", str(len(live_families.frozen_entries())), *every)
+    head = ("class in transformers", "entries", "names only", "rule between tensors", "refused")
+    return f"transformers {live_families.frozen_version()}.\n\n" + table(head, [*rows, total])
+
+
+def live_models() -> str:
+    """How many model types and classes are known, and which have no map or none back."""
+    kinds: dict[str, set[str]] = {"files hold what the module has": set(), "mapped, both ways": set()}
+    known: dict[str, int] = Counter()
+    for form in live_families.frozen_families():
+        steps = [s for p in form.parts for s in live_families.frozen_steps(p.entry)]
+        reasons = [s.refused for s in steps if s.refused] or [
+            f"one way: {s.rule.one_way}" for s in steps if s.rule and s.rule.one_way
+        ]
+        kind = reasons[0] if reasons else "mapped, both ways" if steps else "files hold what the module has"
+        kinds.setdefault(kind, set()).add(form.arch)
+        known[kind] += len(form.architectures)
+    rows = [
+        (kind, str(len(kinds[kind])), str(known[kind]), _named(kinds[kind]) if n > 1 else "")
+        for n, kind in enumerate(kinds)
+    ]
+    return table(("what becomes of a module", "model types", "classes", "which"), rows)
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{n}`" for n in sorted(names))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

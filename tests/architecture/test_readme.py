@@ -28,6 +28,7 @@ def test_a_drift_is_seen_in_every_table(cell: str, tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"| {cell} |" in text
     shutil.copy(ROOT / "CONTRIBUTING.md", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     (tmp_path / "README.md").write_text(text.replace(f"| {cell} |", "| `other` |"), encoding="utf-8")
     done = check(tmp_path)
     assert done.returncode == 1

@@ -94,6 +94,7 @@ def job(source: Path, out: Path, times: int, address: str) -> None:
     from ckptcore.planning.request import Request, Settings
     from ckptcore.utils.units import parse_size
     from flows._engine import Engine
+    from flows._options import FlowJob
     from flows.convert import fan_out
 
     @flow(name="bench")
@@ -109,11 +110,7 @@ def job(source: Path, out: Path, times: int, address: str) -> None:
             for number in range(times)
         ]
         results = fan_out(
-            requests,
-            Settings(workers=1),
-            catalog=False,
-            batch_bytes=parse_size(BATCH),
-            on=Engine("dask", address),
+            requests, FlowJob(Settings(workers=1), False, parse_size(BATCH), Engine("dask", address))
         )
         steps: dict[str, float] = {}
         for result in results:

@@ -31,7 +31,7 @@ from paths import JOBS
 from samples import differences, flatten, read_torch, seed_of, tensors_of
 
 import ckptcore
-from ckptcore.errors import CkptError, UnsupportedFormat, UsageError
+from ckptcore.errors import CkptError, UnprovenCheckpoint, UnsupportedFormat, UsageError
 from ckptcore.topology.mesh_spec import parse_mesh
 
 TRIES = 6  # of a mesh and rules; most can be had
@@ -118,6 +118,10 @@ def cut_somehow(source: Path, target: Path, name: str, rng: random.Random) -> St
             return reshard(source, target, writer, mesh, rules, exclude=[glob_of(n) for n in out])
         except (UsageError, UnsupportedFormat) as error:
             refused.append(error)
+        except UnprovenCheckpoint as error:  # no mesh gives a checkpoint its order back; DCP needs none
+            if not impossible(error, writer, manifest):
+                raise
+            return cut_somehow(source, target, "dcp", rng)
         except BaseException as error:
             error.add_note(f"{source} ({manifest.format}) as {name} for {mesh}, by\n{rules}")
             raise

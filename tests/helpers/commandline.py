@@ -167,6 +167,10 @@ _FITTING = """
     a b src roots: whole dcp one.pt
     dst: out <box>/out out.safetensors
     made: out
+    export against near reference: whole dcp one.pt
+    near_threshold: 0.8
+    logits_dtype: fp32 bf16
+    logits_tolerance: 0 1e-5
     ref: best <box>/whole
     uri: runs <box>/runs
     plan_dir: plan

@@ -19,7 +19,7 @@ from ckptcore.planning.request import Settings
 # Warnings that say of values what may be wrong: nothing more can be known.
 WARNED = frozenset({"total-mismatch", "unusual-layout"})
 CODES = {c.code for c in error_classes()}
-SECONDS = 20.0
+SECONDS = 120.0  # a hang; a run takes less than one, on a machine with nothing else to do
 # One worker and a small budget: quick to start, and the checkpoints are small.
 _SETTINGS = Settings(workers=1, memory=64 << 20)
 

@@ -22,7 +22,7 @@ import ckptcore
 from ckptcore.comparison.result import Difference
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
-from ckptcore.errors import CkptError, UnsupportedDtype, UnsupportedFormat, UsageError
+from ckptcore.errors import CkptError, UnprovenCheckpoint, UnsupportedDtype, UnsupportedFormat, UsageError
 from ckptcore.naming.optimizer_state import parameters
 from ckptcore.planning.request import Settings
 from ckptcore.topology.fsdp_over_tp import place
@@ -211,6 +211,8 @@ def impossible(error: CkptError, writer: Writer, manifest: Manifest) -> bool:
     """Whether it was refused for what the format, the mesh or the checkpoint is, in words that tell it."""
     if isinstance(error, UnsupportedDtype):
         return any(t.dtype in writer.lacks for t in manifest.tensors)
+    if isinstance(error, UnprovenCheckpoint):  # optimizers by number, of a checkpoint that has lost the order
+        return writer.to == "torch_ranks" and "nothing proves the order of group" in error.message
     if isinstance(error, UnsupportedFormat):
         told = ("stands in a list, and not every rank has it", "whose optimizers number their parameters")
         other = writer.own and manifest.format != writer.to

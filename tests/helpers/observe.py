@@ -70,7 +70,7 @@ def sent_logs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return sent
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 90.0) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = 240.0) -> bool:
     """Whether a condition comes true in time."""
     until = time.monotonic() + seconds
     while not holds():

@@ -85,6 +85,11 @@ class Sample:
         return tuple(p for p in names if p.suffix in {".safetensors", ".pt"})
 
     @property
+    def is_simple(self) -> bool:
+        """Whether it is what CONTRIBUTING.md asks for: one checkpoint, and one file of the whole truth."""
+        return (self.root / "ckpt").is_dir() and (self.root / "expected.safetensors").is_file()
+
+    @property
     def megatron(self) -> bool:
         """Whether Megatron-Core wrote it: torch files inside another format's folder."""
         marks = [*self.root.rglob("metadata.json"), *self.root.rglob("latest_checkpointed_iter*")]
@@ -117,11 +122,13 @@ def unpack(under: Path, archive: Path) -> Path:
 
 def discover(archived: list[Path], corpus: Path | None) -> list[Sample]:
     """Every sample: those of the repository, then those of the corpus."""
+    origins = [FIXTURES / "torch", *archived]
+    origins += [p for p in sorted(FIXTURES.iterdir()) if p.is_dir() and p not in origins]
     own = [
         Sample(p.name, p)
-        for folder in (FIXTURES / "torch", *archived, FIXTURES / "megatron", FIXTURES / "olmo")
+        for folder in origins
         for p in sorted(folder.iterdir())
-        if p.is_dir()
+        if p.is_dir() and _is_sample(p)
     ]
     if corpus is None:
         return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +30,10 @@ _FEW = {
     "moe_num_experts": 4,
     "num_experts_per_tok": 2,
 }
+_WIDTH = re.compile(
+    r"(hidden|intermediate|ffn|embed\w*|mlp|model|head)_(size|dim)$|^(d_model|d_ff|dim|n_embd)$|rank$|channels$"
+)
+_VOCAB = 320
 _HEADS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -65,6 +70,55 @@ def build(model_type: str) -> Any:
     raise LookupError("; ".join(reasons) or "no class")
 
 
+def filled(model_type: str, most: int = 20_000_000) -> Any:
+    """A narrow model on the CPU, of the first class that can be built so, whose elements are all random.
+
+    Raises LookupError with each class's reason when none can, or for one of more than ``most`` elements.
+    """
+    reasons = []
+    for name in _classes(model_type):
+        for factor in (16, 8, 4, 1):
+            try:
+                model = _built_narrow(model_type, name, factor)
+                getattr(model.config, "validate", lambda: None)()
+                count = sum(t.numel() for t in model.state_dict().values() if hasattr(t, "numel"))
+                saved(model)  # which needs widths that its operations divide
+                if count <= most:
+                    model = model.to_empty(device="cpu")
+                    model.tie_weights()
+            except Exception as error:  # a narrow config need not be one that its class takes
+                reasons.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+                continue
+            if count > most:
+                reasons.append(f"{name}: {count} elements")
+                continue
+            model.config.architectures = [name]
+            refill(model)
+            return model.eval()
+    raise LookupError("; ".join(reasons) or "no class")
+
+
+def _built_narrow(model_type: str, name: str, factor: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = _few(_narrow(transformers.CONFIG_MAPPING[model_type](), factor))
+        with torch.device("meta"):
+            return getattr(transformers, name)._from_config(config)
+
+
+def refill(model: Any) -> None:
+    """Random elements everywhere, buffers of files included."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if not hasattr(tensor, "shape"):
+                continue
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) * 0.1)
+            elif not tensor.is_complex():
+                tensor.copy_(torch.randint(0, 2, tensor.shape, generator=generator))
+
+
 def live(model: Any) -> Shapes:
     """Names and shapes as the model has them."""
     return {n: tuple(t.shape) for n, t in model.state_dict().items() if hasattr(t, "shape")}
@@ -83,6 +137,20 @@ def _classes(model_type: str) -> Iterator[str]:
         name = getattr(modeling_auto, table, {}).get(model_type)
         if name:
             yield name if isinstance(name, str) else name[0]
+
+
+def _narrow(config: Any, factor: int) -> Any:
+    for name, wide in list(vars(config).items()):
+        if isinstance(wide, transformers.PreTrainedConfig):
+            _narrow(wide, factor)
+        elif type(wide) is int and wide >= 64 and wide % factor == 0 and _WIDTH.search(name):
+            setattr(config, name, wide // factor)
+    if factor > 1 and vars(config).get("vocab_size", 0) > _VOCAB:
+        config.vocab_size = _VOCAB
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if type(vars(config).get(name)) is int:
+                setattr(config, name, 1)
+    return config
 
 
 def _few(config: Any) -> Any:

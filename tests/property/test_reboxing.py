@@ -23,6 +23,7 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.execution.execute import execute_files
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.formats.base import Arrangement, FileLayout, Layout, Literal, Slot
+from ckptcore.naming.rename import Mapped
 from ckptcore.planning.plan import Target, load_file_plan, make_plan, save_plan
 from ckptcore.store import open_store
 
@@ -60,7 +61,9 @@ def _layout(path: str, tensors: Any, pieces: list[Piece]) -> FileLayout:
 def rebox(source: Path, out: Path, files: list[list[Piece]], means: Settings) -> Any:
     """Writes the boxes; gives the receipts. The plan goes by disk, as it does between machines."""
     manifest = api.open(str(source))
-    plan, made = make_plan(manifest, Target("raw"), layout(files))
+    target = Target("raw")
+    arrangement = target.arrangement(manifest.tensors)
+    plan, made = make_plan(Mapped(manifest, (), ()), target, layout(files), arrangement)
     with closing(open_store(str(out / "plan"))) as saved:
         save_plan(saved, plan, made)
         with closing(open_store(str(source))) as store:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ckptcore.core.box import Box
 from ckptcore.errors import UsageError
 from ckptcore.topology import torch_chunk as cuts
-from ckptcore.topology.layout import Layout, Mesh, Topology, boxes
+from ckptcore.topology.layout import Mesh, TensorLayout, Topology, boxes
 
 fast = settings(max_examples=150, deadline=None)
 shapes = st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)
@@ -73,6 +73,14 @@ def test_fsdp_over_tp(shape: tuple[int, ...], fsdp: int, tp: int, copies: int, d
     partition(shape, found, copies * (tp if dim is None else 1))
 
 
+def test_a_tensor_without_elements_can_be_cut_for_any_ranks() -> None:
+    mesh = Mesh((("fsdp", 4), ("tp", 3)))
+    placements = [_StridedShard(0, split_factor=3), Shard(0)]
+    assert all(not box.numel for box in boxes((14, 0), mesh, placements))
+    with pytest.raises(UsageError):
+        boxes((14, 1), mesh, placements)
+
+
 @fast
 @given(st.data())
 def test_any_shards_without_strides(data: st.DataObject) -> None:
@@ -92,7 +100,7 @@ def test_any_shards_without_strides(data: st.DataObject) -> None:
 @given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 def test_neighbours_that_cut_as_one(n: int, fsdp: int, ep: int, tp: int) -> None:
     mesh = Mesh((("fsdp", fsdp), ("ep", ep), ("tp", tp)))
-    topology = Topology(mesh, {"w": Layout(("fsdp+ep",), (Shard(0),))})
+    topology = Topology(mesh, {"w": TensorLayout(("fsdp+ep",), (Shard(0),))})
     flat = boxes((n,), Mesh((("one", fsdp * ep),)), [Shard(0)])
     assert list(topology.held("w", (n,))) == [box for box in flat for _ in range(tp)]
     owners = list(topology.owners("w", (n,)))

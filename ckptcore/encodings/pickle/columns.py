@@ -4,7 +4,7 @@ A record's class, names and kinds of values are its *pattern*; what differs betw
 sizes, numbers and texts, a column of each (`Columns`). `ckptcore.encodings.pickle.record_runs` finds and
 decodes runs. Metadata of a large job spells every name once a rank: in `Texts` a hash of the bytes finds
 the known name for a whole column, and the bytes are compared, so the hash need not be trusted. Protocol 4
-cuts a pickle into frames of about 64 KiB (PEP 3154), whose header may lie before any opcode: a `Window`
+cuts a pickle into frames of about 64 KiB (PEP 3154), whose header may lie before any opcode: a `PickleWindow`
 leaves the headers out, and remembers where they were.
 """
 
@@ -270,7 +270,7 @@ _HEAD = int.from_bytes(b")\x81\x94}\x94(", "little")
 _HEAD_BYTES = np.uint64((1 << 48) - 1)
 
 
-class Window:
+class PickleWindow:
     """A part of a pickle from ``begin`` on.
 
     data: its opcodes. words: uint64 per byte of it, the eight bytes there, little-endian. heads: where

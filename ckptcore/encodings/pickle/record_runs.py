@@ -23,15 +23,15 @@ from ckptcore.encodings.pickle.columns import (
     Ints,
     Names,
     Pattern,
+    PickleWindow,
     Sizes,
     Taken,
     Texts,
-    Window,
     pattern_of,
 )
 from ckptcore.encodings.pickle.records import Call, Memo, Shortcuts
 
-_HEAD = 6  # bytes of `Window`'s head
+_HEAD = 6  # bytes of `PickleWindow`'s head
 _MOST_DIMS = 8
 _WORTH = 32  # instances that are quicker decoded at once than one by one
 _FEWEST, _USUAL, _MOST = 64, 2048, 1 << 15  # instances to decode at once
@@ -50,13 +50,13 @@ _LOW = [np.uint64((1 << 8 * n) - 1) for n in range(9)]
 _BYTE = np.uint64(0xFF)
 
 
-class Runs:
+class RecordRuns:
     """Finds runs in a pickle, and takes them."""
 
     def __init__(self, data: bytes, memo: Memo) -> None:
         self._data, self._memo = data, memo
         self._texts = Texts()
-        self._window: Window | None = None
+        self._window: PickleWindow | None = None
         self._skip = self._pause = 0
         self._usual = _USUAL
         self.frame_end = len(data) + 1
@@ -103,7 +103,7 @@ class Runs:
             window = self._window
             begin = window.place(at) if window is not None else None
             if window is None or begin is None or not window.holds(begin, len(patterns)):
-                window = self._window = Window(self._data, at, self.frame_end)
+                window = self._window = PickleWindow(self._data, at, self.frame_end)
                 begin = window.place(at)
             rows = None
             if begin is not None:
@@ -133,7 +133,7 @@ class _Rows:
     """
 
     def __init__(
-        self, window: Window, texts: Texts, memo: Memo, patterns: Sequence[Pattern], batch: bytes
+        self, window: PickleWindow, texts: Texts, memo: Memo, patterns: Sequence[Pattern], batch: bytes
     ) -> None:
         self._window, self._texts, self._memo = window, texts, memo
         self._patterns, self._batch = patterns, batch

@@ -20,7 +20,7 @@ from ckptcore.core.metadata_budget import CONTAINER, meter
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.columns import Columns, Names, Sizes
 from ckptcore.encodings.pickle.container_items import Far, extend, keys, set_items
-from ckptcore.encodings.pickle.record_runs import Runs
+from ckptcore.encodings.pickle.record_runs import RecordRuns
 from ckptcore.encodings.pickle.records import Call, Memo, Record, Shortcuts, by_name
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent
 
@@ -106,7 +106,7 @@ def _run(
     memo = Memo()
     rows = memo.rows
     shortcuts = Shortcuts(data, memo)
-    runs = Runs(data, memo)
+    runs = RecordRuns(data, memo)
     at, size = 0, len(data)
     given, limit = 0, _MAX_GIVEN * size + (1 << 20)
     count, spent, far = meter(), size, Far()
@@ -325,7 +325,7 @@ def _run(
                 raise MalformedCheckpoint(f"{what} uses pickle opcode {op:#04x} at {at - 1} of {size}")
 
 
-def _cost(spent: int, given: int, memo: Memo, runs: Runs) -> int:
+def _cost(spent: int, given: int, memo: Memo, runs: RecordRuns) -> int:
     """About as many bytes as what was built so far takes, its later forms included."""
     return max(spent, 0) + given + _ROW * runs.rows + _FAR * memo.far
 

@@ -34,7 +34,7 @@ class Pickled:
         return bytes(self.out + b".")
 
     def value(self, value: Any) -> None:
-        """Appends one value of a tree as `ckptcore.objects.decode` gives it; raises TypeError."""
+        """Appends one value of a tree as `ckptcore.core.object_tree.decode` gives it; raises TypeError."""
         emit = _VALUES.get(type(value))
         if emit is None:
             raise TypeError(f"{type(value).__name__} cannot be pickled")

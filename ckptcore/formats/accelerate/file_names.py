@@ -42,7 +42,7 @@ _WRITER = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SavedPart:
     """One part: ``model``, ``optimizer_1``, ``scheduler``...
 
     folder: of a DCP part, else "". files: of any other.
@@ -58,12 +58,12 @@ class Part:
         return self.folder or next(iter(self.files.paths.values()))
 
 
-def parts(source: Source) -> tuple[Part, ...]:
+def parts(source: Source) -> tuple[SavedPart, ...]:
     """Models, then optimizers; a folder and a file of one name are two parts."""
     return tuple(_found(source, _PARTS))
 
 
-def states(source: Source) -> tuple[Part, ...]:
+def states(source: Source) -> tuple[SavedPart, ...]:
     """The trainer's own state."""
     return tuple(_found(source, _STATES))
 
@@ -73,7 +73,7 @@ def writers(source: Source) -> frozenset[int]:
     return frozenset(int(m[1]) for p in source.listing if (m := _WRITER.match(p)))
 
 
-def of_a_rank(part: Part) -> bool:
+def of_a_rank(part: SavedPart) -> bool:
     """Whether every rank leaves a file of this part."""
     return any(re.search(r"_\d+\.(?:pkl|pth)$", p) for p in part.files.paths.values()) and (
         part.role in ("random_states", "rng_state")
@@ -87,7 +87,7 @@ def has_model(source: Source) -> bool:
     return any(role == "model" and rule.match(p) for role, rule in _PARTS for p in source.listing)
 
 
-def _found(source: Source, table: tuple[tuple[str, re.Pattern[str]], ...]) -> Iterator[Part]:
+def _found(source: Source, table: tuple[tuple[str, re.Pattern[str]], ...]) -> Iterator[SavedPart]:
     for role, rule in table:
         groups: dict[tuple[int, str], dict[int, str]] = {}
         for path in sorted(source.listing, key=natural):
@@ -100,4 +100,4 @@ def _found(source: Source, table: tuple[tuple[str, re.Pattern[str]], ...]) -> It
             groups.setdefault((number, folder), {})[int(told.get("rank") or 0)] = path
         for (number, folder), paths in sorted(groups.items()):
             name = role if number == 0 else f"{role}_{number}"
-            yield Part(name, folder, RankFiles(name, None, paths))
+            yield SavedPart(name, folder, RankFiles(name, None, paths))

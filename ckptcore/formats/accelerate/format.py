@@ -50,7 +50,7 @@ def read(source: Source) -> Manifest:
     builder = Builder()
     reader = RankReader(source, builder)
     found: list[Part] = []
-    seen: dict[str, names.Part] = {}
+    seen: dict[str, names.SavedPart] = {}
     for part in names.parts(source):
         if part.role in seen:
             raise AmbiguousModel(

@@ -57,7 +57,7 @@ class Numbered:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class NumberingProof:
     """names: number -> parameter, or None with the reason why there is no proof."""
 
     names: dict[int, str] | None
@@ -80,18 +80,18 @@ def numbered(value: Any) -> Numbered | None:
 
 def prove(
     params: Params, optimizers: Sequence[Numbered], shape: Callable[[Any], Shape | None]
-) -> list[Proof]:
+) -> list[NumberingProof]:
     """What the numbers of each optimizer of one model mean; no names where its states hold no tensor.
 
     shape: the global shape of a tensor, None for anything else.
     """
     shapes = [_shapes(o, shape) for o in optimizers]
     model = _Model(params)
-    proofs: dict[int, Proof] = {}
+    proofs: dict[int, NumberingProof] = {}
     for n, optimizer in enumerate(optimizers):
         names = _told(optimizer, model.shapes)
         if names is not None and _fit(names, shapes[n] or {}, model):
-            proofs[n] = Proof(names)
+            proofs[n] = NumberingProof(names)
     rest = [n for n in range(len(optimizers)) if n not in proofs]
     rows = [(optimizers[n], shapes[n] or {}) for n in rest]
     if any(o.ids != list(range(len(o.ids))) for o, _ in rows):
@@ -100,8 +100,8 @@ def prove(
         found = _by_groups(model, rows, whole=len(rows) == len(optimizers))
     proofs.update(zip(rest, found, strict=True))
     # Without a shape there was nothing to compare; without a state there is nothing to name.
-    proofs |= {n: Proof(None, NO_SHAPES) for n in rest if shapes[n] == {}}
-    proofs |= {n: Proof({}) for n, known in enumerate(shapes) if known is None}
+    proofs |= {n: NumberingProof(None, NO_SHAPES) for n in rest if shapes[n] == {}}
+    proofs |= {n: NumberingProof({}) for n, known in enumerate(shapes) if known is None}
     return [proofs[n] for n in range(len(optimizers))]
 
 
@@ -175,7 +175,7 @@ def _fit(names: Mapping[int, str], shapes: Mapping[int, Shape], model: _Model) -
 Known = tuple[Numbered, Mapping[int, Shape]]
 
 
-def _by_groups(model: _Model, rows: Sequence[Known], *, whole: bool) -> list[Proof]:
+def _by_groups(model: _Model, rows: Sequence[Known], *, whole: bool) -> list[NumberingProof]:
     """Numbers that count each optimizer's own groups. whole: these are all optimizers that there are."""
     # As many numbers as parameters: each is taken by one optimizer, and by no other.
     if whole and len(rows) > 1 and sum(len(o.ids) for o, _ in rows) == len(model.names):
@@ -183,14 +183,16 @@ def _by_groups(model: _Model, rows: Sequence[Known], *, whole: bool) -> list[Pro
             fits = all(
                 s == shapes.get(0, s) for s, (_, shapes) in zip(model.shapes.values(), rows, strict=True)
             )
-            return [Proof({0: name}) if fits else Proof(None, NO_FIT) for name in model.names]
+            return [
+                NumberingProof({0: name}) if fits else NumberingProof(None, NO_FIT) for name in model.names
+            ]
         together = _solved(model, rows)
         if all(p.names is not None for p in together):
             return together
     return [_solved(model, [row])[0] for row in rows]
 
 
-def _solved(model: _Model, rows: Sequence[Known]) -> list[Proof]:
+def _solved(model: _Model, rows: Sequence[Known]) -> list[NumberingProof]:
     """No two numbers mean the same parameter."""
     chains = [(n, g["params"]) for n, (o, _) in enumerate(rows) for g in o.groups]
     found = forced_places(model.row, [[rows[n][1].get(i) for i in ids] for n, ids in chains])
@@ -200,7 +202,7 @@ def _solved(model: _Model, rows: Sequence[Known]) -> list[Proof]:
     return [_proof(o, made, found is not None) for made, (o, _) in zip(names, rows, strict=True)]
 
 
-def _by_model(model: _Model, rows: Sequence[Known]) -> list[Proof]:
+def _by_model(model: _Model, rows: Sequence[Known]) -> list[NumberingProof]:
     """Numbers that count the model's parameters: all optimizers count the same ones."""
     ids = [i for o, _ in rows for i in o.ids]
     known: dict[int, Shape] = {}
@@ -213,7 +215,7 @@ def _by_model(model: _Model, rows: Sequence[Known]) -> list[Proof]:
     return [_proof(o, {i: named[i] for i in o.ids if i in named}, found is not None) for o, _ in rows]
 
 
-def _proof(optimizer: Numbered, names: dict[int, str], fits: bool) -> Proof:
+def _proof(optimizer: Numbered, names: dict[int, str], fits: bool) -> NumberingProof:
     if len(names) == len(optimizer.ids):
-        return Proof(names)
-    return Proof(None, AMBIGUOUS if fits else NO_FIT)
+        return NumberingProof(names)
+    return NumberingProof(None, AMBIGUOUS if fits else NO_FIT)

@@ -21,7 +21,7 @@ class Row:
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         self.length = len(shapes)
-        self.front, self.back = _Side(shapes), _Side(shapes[::-1])
+        self.front, self.back = _Matches(shapes), _Matches(shapes[::-1])
 
 
 def forced_places(row: Row, chains: Sequence[Sequence[Shape | None]]) -> list[Places] | None:
@@ -53,7 +53,7 @@ def forced_places(row: Row, chains: Sequence[Sequence[Shape | None]]) -> list[Pl
     return at
 
 
-class _Side:
+class _Matches:
     """A row seen from one end."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:

@@ -15,13 +15,13 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import UsageError
 from ckptcore.formats.base import natural
-from ckptcore.topology.layout import Layout, Topology
+from ckptcore.topology.layout import TensorLayout, Topology
 
 Kind = tuple[str, tuple[int, ...]]  # dtype, shape
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WriteItem:
     """A box of any tensor of one dtype. kind: what its bytes are. nbytes: how many."""
 
     box: Box
@@ -34,7 +34,7 @@ class Share:
     """What one rank writes: positions of tensors, and a piece of each. Millions, so in columns."""
 
     tensors: list[int] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[WriteItem] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[tuple[int, Box]]:
         return zip(self.tensors, (p.box for p in self.pieces), strict=True)
@@ -58,7 +58,7 @@ def by_rank(tensors: Sequence[TensorSpec], order: Iterable[int], topology: Topol
         return [Share(places, [_piece(tensors[i], Box.whole(tensors[i].shape)) for i in places])]
     mine = [Share() for _ in range(topology.mesh.size)]
     load = [0] * topology.mesh.size
-    known: dict[tuple[str, tuple[int, ...], Layout], list[tuple[Piece, list[int]]]] = {}
+    known: dict[tuple[str, tuple[int, ...], TensorLayout], list[tuple[WriteItem, list[int]]]] = {}
     for i in order:
         spec = tensors[i]
         key = spec.dtype, spec.shape, topology.layout(spec.fqn)
@@ -73,8 +73,8 @@ def by_rank(tensors: Sequence[TensorSpec], order: Iterable[int], topology: Topol
     return mine
 
 
-def _piece(spec: TensorSpec, box: Box) -> Piece:
-    return Piece(box, (spec.dtype, box.shape), box.numel * BY_NAME[spec.dtype].itemsize)
+def _piece(spec: TensorSpec, box: Box) -> WriteItem:
+    return WriteItem(box, (spec.dtype, box.shape), box.numel * BY_NAME[spec.dtype].itemsize)
 
 
 def _holders(topology: Topology, spec: TensorSpec) -> list[tuple[Box, list[int]]]:

@@ -128,7 +128,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class MetadataChunks:
     """Chunks of one metadata file.
 
     name: number of the tensor's name. offset, shape: int64 [n, r], elements. rank: int64 [n].
@@ -164,7 +164,7 @@ class ChunkRows:
         self._names.append(name)
         self._counts.append(rows_in(chunks))
 
-    def done(self, names: list[str]) -> Chunks:
+    def done(self, names: list[str]) -> MetadataChunks:
         """All of them; names: of the tensors, for messages."""
         offset, rank = self._offsets.done()
         shape, other = self._shapes.done()
@@ -172,7 +172,7 @@ class ChunkRows:
         if (rank != other).any():
             fqn = names[int(name[(rank != other).argmax()])]
             raise MalformedCheckpoint(f"{self._file}: a chunk of {fqn} mixes ranks", file=self._file)
-        return Chunks(name, offset, shape, rank)
+        return MetadataChunks(name, offset, shape, rank)
 
 
 def rows_in(items: list[Any]) -> int:
@@ -259,7 +259,7 @@ class Join:
     at: int64 [n], the place of each chunk, -1 for none.
     """
 
-    def __init__(self, places: Places, chunks: Chunks, shapes: Ints, ranks: Ints) -> None:
+    def __init__(self, places: Places, chunks: MetadataChunks, shapes: Ints, ranks: Ints) -> None:
         """shapes: int64 [names, r], of the tensors by number of their name. ranks: -2 for no tensor."""
         width = max(places.offset.shape[1], chunks.offset.shape[1], shapes.shape[1])
         keys = _Keys(widened(shapes, width), ranks)

@@ -22,7 +22,7 @@ from ckptcore.encodings.safetensors_header import MAX_HEADER, pack_header
 from ckptcore.encodings.torchzip import writer as write
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import Literal, Slot
-from ckptcore.formats.common.write_assignment import Kind, Piece
+from ckptcore.formats.common.write_assignment import Kind, WriteItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def zips(kinds: Sequence[Kind], at: int, first: int) -> Run:
     return Run(tuple(range(len(items))), tuple(items), tuple(slots), tuple(literals), at)
 
 
-def blob(names: Sequence[str], pieces: Sequence[Piece], at: int, first: int) -> Run:
+def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int) -> Run:
     """Tensors as one safetensors blob from byte ``at`` on, wide elements first as the library has them.
 
     Raises `UnsupportedDtype` for tensors that safetensors has no dtype for, `NameMismatch` for more names

@@ -30,7 +30,7 @@ _START = b"\x80\x04\x95" + bytes(8)  # protocol, and the length of the frame
 _BEGIN = b")\x81\x94}\x94("  # an instance, whose fields follow
 
 
-class Place(NamedTuple):  # made in half the time of a frozen dataclass, once for every chunk
+class ItemPlace(NamedTuple):  # made in half the time of a frozen dataclass, once for every chunk
     """Where an item lies: file relative to the folder, first byte, bytes."""
 
     path: str
@@ -45,11 +45,11 @@ class StoredTensor:
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], Place]]
+    chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], ItemPlace]]
 
 
 def metadata_pickle(
-    tensors: Sequence[StoredTensor], objects: Mapping[str, Place], paths: Mapping[str, Path] | None
+    tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace], paths: Mapping[str, Path] | None
 ) -> bytes:
     """The bytes of `.metadata`.
 
@@ -71,7 +71,7 @@ def metadata_pickle(
     return p.finish()
 
 
-def _state_dict(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, Place]) -> None:
+def _state_dict(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace]) -> None:
     p.open_dict()
     for name in objects:
         p.text(name)
@@ -117,7 +117,7 @@ def _chunks(p: _Pickle, tensor: StoredTensor) -> None:
     p.close_list()
 
 
-def _chunks_alike(p: _Pickle, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], Place]]) -> None:
+def _chunks_alike(p: _Pickle, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], ItemPlace]]) -> None:
     """What `_chunks` writes; all but the numbers has been written once, and is a reference."""
     head = p.known(META, "ChunkStorageMetadata") + _BEGIN + p.known("offsets")
     between = p.known("sizes")
@@ -132,7 +132,7 @@ def _chunks_alike(p: _Pickle, chunks: Sequence[tuple[tuple[int, ...], tuple[int,
 
 
 def _planner(
-    p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, Place], paths: Mapping[str, Path]
+    p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace], paths: Mapping[str, Path]
 ) -> None:
     p.open_dict()
     for name in (*objects, *(t.fqn for t in tensors)):
@@ -144,7 +144,7 @@ def _planner(
     p.close_dict()
 
 
-def _storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, Place]) -> None:
+def _storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace]) -> None:
     p.open_dict()
     for name, place in objects.items():
         _stored(p, name, None, None, place)
@@ -182,7 +182,9 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     p.add(b"".join(out), memoized)
 
 
-def _stored(p: _Pickle, name: str, offset: tuple[int, ...] | None, index: int | None, place: Place) -> None:
+def _stored(
+    p: _Pickle, name: str, offset: tuple[int, ...] | None, index: int | None, place: ItemPlace
+) -> None:
     p.begin(META, "MetadataIndex")
     p.text("fqn")
     p.text(name)

@@ -26,7 +26,16 @@ from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.unpickler import Record
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.dcp.chunk_table import ChunkRows, Chunks, Ints, Join, Numbers, Places, places, rows_in
+from ckptcore.formats.dcp.chunk_table import (
+    ChunkRows,
+    Ints,
+    Join,
+    MetadataChunks,
+    Numbers,
+    Places,
+    places,
+    rows_in,
+)
 from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import inner_path
@@ -111,7 +120,7 @@ class _Columns:
         self._files = Numbers(self._file)
         self._naming = ""  # the metadata file that is being read
         # Of each file: tensors, offsets, shapes and ranks of its chunks, and their places.
-        self._rows: list[tuple[Ints, Chunks, Ints]] = []
+        self._rows: list[tuple[Ints, MetadataChunks, Ints]] = []
 
     def add(self, metadata: Metadata) -> dict[str, Item]:
         """Adds one file's tensors; gives its byte items."""
@@ -165,7 +174,7 @@ class _Columns:
         return shapes, ranks, owner
 
     @staticmethod
-    def _require_ranks(chunks: Chunks, ranks: Ints, fqns: list[str]) -> None:
+    def _require_ranks(chunks: MetadataChunks, ranks: Ints, fqns: list[str]) -> None:
         wrong = chunks.rank != ranks[chunks.name]
         if wrong.any():
             n = int(wrong.argmax())

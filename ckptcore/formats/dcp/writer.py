@@ -16,9 +16,9 @@ from ckptcore.core.box import Box
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
 from ckptcore.formats.common.trees import leaves_below
-from ckptcore.formats.common.write_assignment import Piece, Share, by_rank, in_order
+from ckptcore.formats.common.write_assignment import Share, WriteItem, by_rank, in_order
 from ckptcore.formats.dcp.items import Run, blob, object_zip, zips
-from ckptcore.formats.dcp.metadata_writer import Path, Place, StoredTensor, metadata_pickle
+from ckptcore.formats.dcp.metadata_writer import ItemPlace, Path, StoredTensor, metadata_pickle
 
 METADATA = ".metadata"
 
@@ -58,8 +58,8 @@ class Files:
 
     def __init__(self, request: Arrangement, prefix: str) -> None:
         self._request, self._prefix = request, prefix
-        self.objects: dict[str, Place] = {}
-        self._chunks: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], Place]]] = {}
+        self.objects: dict[str, ItemPlace] = {}
+        self._chunks: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], ItemPlace]]] = {}
         self._full: list[FileLayout] = []  # of this rank
         # The files of the ranks of an even mesh are alike.
         self._zips = lru_cache(maxsize=16)(zips)
@@ -68,7 +68,7 @@ class Files:
 
     def object(self, key: str, value: Any) -> None:
         data = object_zip(value)
-        self.objects[key] = Place(self._name(), self._at, len(data))
+        self.objects[key] = ItemPlace(self._name(), self._at, len(data))
         self._literals.append(Literal(self._at, data))
         self._at += len(data)
 
@@ -76,7 +76,7 @@ class Files:
         """An object with its tensors inside: a torch file of its own, as one item."""
         if set(layout.tensors) & set(self._tensors):  # a tensor stands in a file once
             self._end()
-        self.objects[key] = Place(self._name(), self._at, layout.nbytes)
+        self.objects[key] = ItemPlace(self._name(), self._at, layout.nbytes)
         n = len(self._tensors)
         self._tensors += layout.tensors
         self._boxes += [Box.whole(self._request.tensors[i].shape) for i in layout.tensors]
@@ -120,20 +120,20 @@ class Files:
             held += piece.nbytes
         yield first, len(share.pieces)
 
-    def _add(self, tensors: Sequence[int], pieces: Sequence[Piece]) -> None:
+    def _add(self, tensors: Sequence[int], pieces: Sequence[WriteItem]) -> None:
         if not tensors:
             return
         run, name = self._run(tensors, pieces), self._name()
         for i, piece, (start, length) in zip(tensors, pieces, run.items, strict=True):
             box = piece.box
-            self._chunks.setdefault(i, []).append((box.offset, box.shape, Place(name, start, length)))
+            self._chunks.setdefault(i, []).append((box.offset, box.shape, ItemPlace(name, start, length)))
         self._tensors += [tensors[n] for n in run.order]
         self._boxes += [pieces[n].box for n in run.order]
         self._slots += run.slots
         self._literals += run.literals
         self._at = run.end
 
-    def _run(self, tensors: Sequence[int], pieces: Sequence[Piece]) -> Run:
+    def _run(self, tensors: Sequence[int], pieces: Sequence[WriteItem]) -> Run:
         first = len(self._tensors)
         if self._request.serialization == "safetensors":
             # A blob knows tensors by name alone, and a rank has one piece of each.

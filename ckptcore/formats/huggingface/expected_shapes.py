@@ -10,7 +10,7 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError
 from ckptcore.formats.base import Source
-from ckptcore.formats.huggingface.shard_headers import Shape, Shards, extent
+from ckptcore.formats.huggingface.shard_headers import FolderShards, Shape, extent
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 _MAX_INDEX, _MAX_CONFIG = 256 << 20, 1 << 20
@@ -27,7 +27,7 @@ _EMBEDDINGS = (
 _VOCABULARY, _WIDTH = ("vocab_size",), ("hidden_size", "n_embd", "d_model")
 
 
-def proves_all(source: Source, shards: Shards) -> bool:
+def proves_all(source: Source, shards: FolderShards) -> bool:
     """Whether an index lists these tensors, no other, and tells as many bytes as they have."""
     form = _json(source, INDEX, _MAX_INDEX)
     listed, metadata = form.get("weight_map"), form.get("metadata")
@@ -42,7 +42,7 @@ def proves_all(source: Source, shards: Shards) -> bool:
     return held == total
 
 
-def known_shapes(sources: Sequence[Source], shards: Shards) -> Mapping[str, Shape]:
+def known_shapes(sources: Sequence[Source], shards: FolderShards) -> Mapping[str, Shape]:
     """Shapes of embeddings as the model's configuration tells them; none where some tensor contradicts it."""
     for source in sources:
         config = _json(source, CONFIG, _MAX_CONFIG)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptcore.core.columnar_file import canonical_json
@@ -39,6 +40,7 @@ from ckptcore.formats.huggingface.folder import (
     recognised,
 )
 
+ADAPTER = "adapter_model.safetensors"
 METADATA = "__metadata__"  # the key of a header that is no tensor
 
 
@@ -84,8 +86,22 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
             metadata[OBJECTS_VERSION] = str(VERSION)
         layouts.append(_layout(path, group, request.tensors, metadata, commit=count == 1))
     if count > 1:
-        layouts.append(_index(layouts, request.tensors))
+        layouts.append(_index(layouts, request.tensors, {}))
     return tuple(layouts)
+
+
+def arrange_for_hub(request: Arrangement) -> tuple[FileLayout, ...]:
+    """As `arrange`; the index counts the parameters, too, as `save_pretrained` writes it."""
+    *layouts, last = arrange(request)
+    if last.path == INDEX:
+        parameters = sum(t.numel for t in request.tensors)
+        last = _index(layouts, request.tensors, {"total_parameters": parameters})
+    return (*layouts, last)
+
+
+def arrange_adapter(request: Arrangement) -> tuple[FileLayout, ...]:
+    """As `arrange`, in the one file of a LoRA adapter, which peft knows by its name."""
+    return arrange(replace(request, single=request.single or ADAPTER))
 
 
 def pack(tensors: Sequence[TensorSpec], max_file_bytes: int | None) -> list[list[int]]:
@@ -147,11 +163,13 @@ def _layout(
     return FileLayout(path, len(prefix) + at, tuple(order), slots, (Literal(0, prefix),), commit)
 
 
-def _index(layouts: Sequence[FileLayout], tensors: Sequence[TensorSpec]) -> FileLayout:
+def _index(
+    layouts: Sequence[FileLayout], tensors: Sequence[TensorSpec], counts: Mapping[str, int]
+) -> FileLayout:
     places = {tensors[i].fqn: layout.path for layout in layouts for i in layout.tensors}
     total = sum(t.nbytes for t in tensors)
     index = {
-        "metadata": {"total_size": total},
+        "metadata": {**counts, "total_size": total},
         "weight_map": {name: places[name] for name in sorted(places, key=natural)},
     }
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
@@ -169,5 +187,5 @@ FORMAT = Format(
     recognised_by="`model.safetensors.index.json`, one `*.safetensors` file, or all `*-I-of-N.safetensors`",
     detect=detect,
     reader=Reader(read, objects=True),
-    writer=Writer(Layout(arrange)),
+    writer=Writer(Layout(arrange), hub=Layout(arrange_for_hub), adapter=Layout(arrange_adapter)),
 )

@@ -47,7 +47,7 @@ _ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """One rank's piece of a tensor. file: its path. start: its first byte there.
 
     rank, model: numbers in the file's name, from 1; rank None: the name has none.
@@ -64,10 +64,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shards:
+class FolderShards:
     """All shards of a folder. present: (rank, model) of every file. of: the counts that names claim."""
 
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[ShardPart, ...]]
     sizes: Mapping[str, int]
     present: frozenset[tuple[int, int]]
     of: frozenset[int]
@@ -108,12 +108,12 @@ def has_info(source: Source, path: str) -> bool:
     return INFO in metadata
 
 
-def load(source: Source, paths: list[str]) -> Shards:
+def load(source: Source, paths: list[str]) -> FolderShards:
     """The shards of these files; reads headers only.
 
     Raises `MalformedCheckpoint`, and `DamagedCheckpoint` for files that cannot be of one save.
     """
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[ShardPart]] = {}
     present: set[tuple[int, int]] = set()
     counts: set[int] = set()
     for path in sorted(paths, key=natural):
@@ -127,7 +127,7 @@ def load(source: Source, paths: list[str]) -> Shards:
             parts.setdefault(fqn, []).append(part)
     for fqn, found in parts.items():
         _require_one_save(fqn, found)
-    return Shards(
+    return FolderShards(
         {k: tuple(v) for k, v in parts.items()},
         {p: source.listing[p] for p in paths},
         frozenset(present),
@@ -135,7 +135,7 @@ def load(source: Source, paths: list[str]) -> Shards:
     )
 
 
-def _parts(source: Source, path: str, rank: int | None, model: int) -> list[tuple[str, Part]]:
+def _parts(source: Source, path: str, rank: int | None, model: int) -> list[tuple[str, ShardPart]]:
     size = source.listing[path]
     if size >= 4 and source.store.read(path, 0, 4) == _ZIP:
         raise MalformedCheckpoint(
@@ -160,7 +160,7 @@ def _parts(source: Source, path: str, rank: int | None, model: int) -> list[tupl
             raise MalformedCheckpoint(
                 f"{path}: {fqn} {list(shape)} is placed at {shown(list(offset))}", file=path, fqn=fqn
             )
-        out.append((fqn, Part(path, rank, model, dtype, offset, shape, data + start, stop - start)))
+        out.append((fqn, ShardPart(path, rank, model, dtype, offset, shape, data + start, stop - start)))
     return out
 
 
@@ -178,7 +178,7 @@ def _offsets(raw: Any, path: str) -> dict[str, tuple[int, ...]]:
     return {k: tuple(v) for k, v in rows.items()}
 
 
-def _require_one_save(fqn: str, parts: list[Part]) -> None:
+def _require_one_save(fqn: str, parts: list[ShardPart]) -> None:
     """Every shard of a tensor has its dtype and rank, and lies in the same model file."""
     first = parts[0]
     for part in parts:
@@ -200,13 +200,13 @@ class Missing:
     sure: bool
 
 
-def extent(parts: Sequence[Part]) -> Shape:
+def extent(parts: Sequence[ShardPart]) -> Shape:
     """As far as the parts of a tensor reach, empty ones included: those lie behind the last."""
     ends = [tuple(o + n for o, n in zip(p.offset, p.shape, strict=True)) for p in parts]
     return tuple(max(column) for column in zip(*ends, strict=True))
 
 
-def ended(parts: Sequence[Part]) -> bool:
+def ended(parts: Sequence[ShardPart]) -> bool:
     """Whether the parts themselves show that nothing follows the last of them."""
     shape = extent(parts)
     if not shape or any(n == 0 for p in parts for n in p.shape):
@@ -215,7 +215,7 @@ def ended(parts: Sequence[Part]) -> bool:
     return len(cut) == 1 and _shorter(next(iter(cut.values())))
 
 
-def writers(parts: Sequence[Part], whole: Shape | None = None) -> int | None:
+def writers(parts: Sequence[ShardPart], whole: Shape | None = None) -> int | None:
     """How many ranks the parts of a tensor were cut for, where their lengths leave only one answer.
 
     whole: the tensor's shape, where something else tells it.
@@ -240,7 +240,7 @@ def writers(parts: Sequence[Part], whole: Shape | None = None) -> int | None:
     return least if least == most and grid == len(held) else None
 
 
-def missing(shards: Shards) -> Iterator[Missing]:
+def missing(shards: FolderShards) -> Iterator[Missing]:
     """Files that are not there although there are some of higher ranks, or of their rank.
 
     A rank that holds nothing of a model file writes none of it, and torch drops replicas: only where a
@@ -264,7 +264,7 @@ def missing(shards: Shards) -> Iterator[Missing]:
                 yield Missing(_path(rank, model, of), why, sure)
 
 
-def _next_rank(parts: Sequence[Part], ranks: int) -> int | None:
+def _next_rank(parts: Sequence[ShardPart], ranks: int) -> int | None:
     """The rank from which on the parts of a tensor look cut off; None where they do not."""
     held = {p.rank for p in parts}
     if held != set(range(1, len(held) + 1)) or ended(parts) or (len(held) == 1 and ranks != 2):
@@ -272,7 +272,7 @@ def _next_rank(parts: Sequence[Part], ranks: int) -> int | None:
     return len(held) + 1
 
 
-def unproven(shards: Shards, known: Mapping[str, Shape]) -> tuple[str, ...]:
+def unproven(shards: FolderShards, known: Mapping[str, Shape]) -> tuple[str, ...]:
     """Tensors that would be longer if ranks behind the last were lost; nothing here tells.
 
     known: shapes of tensors that something else tells.
@@ -288,7 +288,7 @@ def unproven(shards: Shards, known: Mapping[str, Shape]) -> tuple[str, ...]:
     )
 
 
-def _cuts(parts: Sequence[Part], shape: Shape) -> dict[int, tuple[int, ...]]:
+def _cuts(parts: Sequence[ShardPart], shape: Shape) -> dict[int, tuple[int, ...]]:
     """dim -> lengths in order of offset, of every dim in which no part is whole."""
     found = {}
     for dim, whole in enumerate(shape):

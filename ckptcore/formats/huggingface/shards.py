@@ -28,7 +28,7 @@ from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.huggingface.expected_shapes import INDEX, known_shapes, proves_all
 from ckptcore.formats.huggingface.shard_headers import (
     INFO,
-    Shards,
+    FolderShards,
     extent,
     has_info,
     is_shard,
@@ -37,7 +37,7 @@ from ckptcore.formats.huggingface.shard_headers import (
     named,
     unproven,
 )
-from ckptcore.formats.huggingface.shard_headers import Part as Shard
+from ckptcore.formats.huggingface.shard_headers import ShardPart as Shard
 from ckptcore.formats.huggingface.whole_files import WholeTensor, differs, whole_tensors
 
 FOLDER = "sharded"  # torch's SHARDED_DIR_NAME
@@ -94,7 +94,9 @@ def _here(source: Source) -> list[str]:
     return [p for p in source.listing if is_shard(p)]
 
 
-def _manifest(shards: Shards, folder: Source, source: Source, whole: _Whole, told: list[Finding]) -> Manifest:
+def _manifest(
+    shards: FolderShards, folder: Source, source: Source, whole: _Whole, told: list[Finding]
+) -> Manifest:
     builder = Builder()
     builder.findings += [
         *told,
@@ -115,7 +117,7 @@ def _manifest(shards: Shards, folder: Source, source: Source, whole: _Whole, tol
     return builder.build("hf_shards", folder.store.url, origin)
 
 
-def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[Finding]:
+def _incomplete(shards: FolderShards, folder: Source, source: Source, whole: _Whole) -> Iterator[Finding]:
     """What the names of the files and the lengths of the parts say about files that are not there."""
     if len(shards.of) > 1:
         counts = ", ".join(map(str, sorted(shards.of)))
@@ -156,14 +158,14 @@ def _incomplete(shards: Shards, folder: Source, source: Source, whole: _Whole) -
             yield finding("stray-file", "files", f"{path} lies among the shards and is none", file=path)
 
 
-def _same_shapes(shards: Shards, whole: _Whole) -> bool:
+def _same_shapes(shards: FolderShards, whole: _Whole) -> bool:
     """Whether the consolidated files hold these tensors, and no other, in these shapes."""
     return whole.keys() == shards.parts.keys() and all(
         extent(parts) == whole[fqn].shape for fqn, parts in shards.parts.items()
     )
 
 
-def _copied(shards: Shards, whole: _Whole) -> dict[str, Whole]:
+def _copied(shards: FolderShards, whole: _Whole) -> dict[str, Whole]:
     """The whole tensors that are what shards hold: of equal dtype and shape, and not of rank 0.
 
     torch writes whole tensors of rank 0 wrong; their values are compared when the headers are.
@@ -183,7 +185,7 @@ def _consolidated(source: Source) -> tuple[_Whole, list[Finding]]:
     return whole_tensors(source, [p for p in flat if named(p) is not None or p == "model.safetensors"])
 
 
-def _compared(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[Finding]:
+def _compared(shards: FolderShards, folder: Source, source: Source, whole: _Whole) -> Iterator[Finding]:
     """What the whole files made of the shards have more, and where else they differ."""
     if not whole:
         return
@@ -195,7 +197,9 @@ def _compared(shards: Shards, folder: Source, source: Source, whole: _Whole) -> 
         yield differs(f"{len(told) - _MAX_TOLD} more tensors of the consolidated files differ")
 
 
-def _differences(shards: Shards, folder: Source, source: Source, whole: _Whole) -> Iterator[tuple[str, str]]:
+def _differences(
+    shards: FolderShards, folder: Source, source: Source, whole: _Whole
+) -> Iterator[tuple[str, str]]:
     looked = 0
     for fqn, parts in shards.parts.items():
         if fqn not in whole:

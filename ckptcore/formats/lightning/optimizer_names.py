@@ -12,7 +12,7 @@ from typing import Any
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import Finding, finding
-from ckptcore.formats.common.optimizer_numbers import Proof, numbered, prove
+from ckptcore.formats.common.optimizer_numbers import NumberingProof, numbered, prove
 from ckptcore.formats.common.shape_matching import Shape
 
 # torch/nn/modules/batchnorm.py, _NormBase.
@@ -36,7 +36,7 @@ def parameter_names(tree: Mapping[Any, Any], file: str) -> tuple[dict[str, dict[
     return names, findings
 
 
-def _unproven(where: str, count: int, proof: Proof, file: str) -> Finding:
+def _unproven(where: str, count: int, proof: NumberingProof, file: str) -> Finding:
     message = f"{where} numbers its {count} parameters: {proof.why}"
     return finding("unnamed-states", "files", message, fqn=where, file=file)
 

@@ -19,7 +19,7 @@ _Row = tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FlatRange:
     """A parameter's elements in a flat tensor of a manifest.
 
     tensor: position of the flat one. fqn: name to give it. start, count: elements. placement: where
@@ -33,7 +33,7 @@ class Piece:
     placement: Placement
 
 
-def recut(manifest: Manifest, flat: set[int], pieces: Sequence[Piece]) -> Manifest:
+def recut(manifest: Manifest, flat: set[int], pieces: Sequence[FlatRange]) -> Manifest:
     """The manifest with the ``flat`` tensors replaced by what their pieces make up.
 
     Elements that no piece holds are left out, and counted in a finding. Objects that only stood

@@ -19,8 +19,8 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import Named, decode
 from ckptcore.errors import CkptError, finding
-from ckptcore.formats.megatron.flat_boxes import Piece, recut
-from ckptcore.formats.megatron.parameter_order import Parameter, Registration, Unregistered
+from ckptcore.formats.megatron.flat_boxes import FlatRange, recut
+from ckptcore.formats.megatron.parameter_order import Parameter, ParameterOrder, Unregistered
 
 ALIGN = 64  # elements (param_and_grad_buffer.py, _pad_start_of_param_if_needed)
 _FLAT = re.compile(
@@ -61,9 +61,9 @@ def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
     flat = {n for buckets in buffers.values() for b in buckets.values() for n in b.tensors.values()}
     try:
         weights = {t.fqn: t for n, t in enumerate(manifest.tensors) if n not in flat and _is_weight(t.fqn)}
-        registration = Registration(args, weights)
+        registration = ParameterOrder(args, weights)
         pieces = [
-            Piece(
+            FlatRange(
                 n,
                 f"optimizer.state.{kind}.{s.parameter.placement.fqn}",
                 s.start,
@@ -186,7 +186,7 @@ def _is_weight(fqn: str) -> bool:
 
 
 def _laid_out(
-    manifest: Manifest, known: Registration, buffers: Mapping[_Key, Mapping[int, Bucket]], zero: bool
+    manifest: Manifest, known: ParameterOrder, buffers: Mapping[_Key, Mapping[int, Bucket]], zero: bool
 ) -> Iterator[tuple[Bucket, Segment]]:
     """Every parameter's segment and the bucket it lies in."""
     world = known.world
@@ -220,7 +220,7 @@ def _laid_out(
         raise Unregistered(f"{len(done)} of {missing} buffers are there")
 
 
-def _rank_of(group: int, known: Registration, expert: bool) -> tuple[int, int, int]:
+def _rank_of(group: int, known: ParameterOrder, expert: bool) -> tuple[int, int, int]:
     """Tensor, pipeline and expert-parallel rank: tensor ranks count fastest, stages slowest."""
     world = known.world
     tp, group = group % (world.etp if expert else world.tp), group // (world.etp if expert else world.tp)
@@ -244,7 +244,7 @@ def _one_dtype(manifest: Manifest, parameters: Sequence[Parameter], buckets: Map
 
 
 def _segments(
-    known: Registration, parameters: Sequence[Parameter], buckets: Sequence[Bucket], zero: bool
+    known: ParameterOrder, parameters: Sequence[Parameter], buckets: Sequence[Bucket], zero: bool
 ) -> list[Segment]:
     own = [known.shares_embedding(p) for p in parameters]
     sizes = [b.numel for b in buckets]

@@ -20,7 +20,7 @@ from ckptcore.encodings.torchzip.reader import Objects, refused_in
 from ckptcore.errors import finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.trees import leaves_below
-from ckptcore.formats.megatron.legacy_merge import Chunk, Merger, model_of, unequal
+from ckptcore.formats.megatron.legacy_merge import Merger, ModelChunk, model_of, unequal
 from ckptcore.formats.megatron.legacy_optimizer import add_buffers, add_numbered
 from ckptcore.formats.megatron.legacy_ranks import FILE, RankFile, read_ranks
 from ckptcore.formats.megatron.parameter_order import Unregistered
@@ -83,7 +83,12 @@ def read(source: Source) -> Manifest:
 
 
 def _numbered(
-    builder: Builder, merger: Merger, chunks: list[Chunk], tree: TorchTree, optimizer: Any, file: RankFile
+    builder: Builder,
+    merger: Merger,
+    chunks: list[ModelChunk],
+    tree: TorchTree,
+    optimizer: Any,
+    file: RankFile,
 ) -> Any:
     """Adds optimizer states under their parameters; gives what is left of the optimizer's tree."""
     try:
@@ -100,7 +105,9 @@ def _numbered(
         return optimizer
 
 
-def _add_flat(builder: Builder, merger: Merger, chunks: list[Chunk], source: Source, file: RankFile) -> None:
+def _add_flat(
+    builder: Builder, merger: Merger, chunks: list[ModelChunk], source: Source, file: RankFile
+) -> None:
     """Adds the distributed optimizer's file that lies beside a rank's, if there is one."""
     path = f"{file.folder}/{FLAT}"
     if path not in source.listing:

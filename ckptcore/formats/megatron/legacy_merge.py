@@ -40,7 +40,7 @@ _BY_LAYER = (
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ModelChunk:
     """The part of the model that one rank holds as one module.
 
     number: in the rank. state: its state dict. old: whether its names were those of before Megatron-Core.
@@ -61,12 +61,12 @@ class Model:
     """
 
     world: World
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ModelChunk, ...]
     first: Counts
     tied: bool
     bucket_size: int | None
 
-    def rank(self, chunk: Chunk) -> Rank:
+    def rank(self, chunk: ModelChunk) -> Rank:
         return Rank(chunk.file.tp, chunk.file.ep, self.first[chunk.number][chunk.file.pp])
 
 
@@ -111,9 +111,9 @@ def model_of(ranks: Ranks) -> Model:
     return Model(world, chunks, first, tied, _bucket_size(args))
 
 
-def unequal(chunks: Sequence[Chunk]) -> Iterator[Finding]:
+def unequal(chunks: Sequence[ModelChunk]) -> Iterator[Finding]:
     """A finding for each parameter that one rank has and another of its stage has not."""
-    stages: dict[tuple[int, int], list[Chunk]] = {}
+    stages: dict[tuple[int, int], list[ModelChunk]] = {}
     for c in chunks:
         stages.setdefault((c.file.pp, c.number), []).append(c)
     for held in stages.values():
@@ -147,7 +147,7 @@ class Merger:
         self.dropped = 0  # empty `_extra_state` entries
         self.lost: set[str] = set()  # files in which refused classes stand where tensors belong
 
-    def add(self, chunk: Chunk, tree: TorchTree) -> None:
+    def add(self, chunk: ModelChunk, tree: TorchTree) -> None:
         """Adds every tensor of a rank's state dict."""
         for name, value in chunk.state.items():
             if name.endswith(EXTRA_STATE):
@@ -159,7 +159,7 @@ class Merger:
             else:
                 tree.add(f"{name}/{chunk.file.folder}", value)
 
-    def whole_name(self, chunk: Chunk, name: str) -> str | None:
+    def whole_name(self, chunk: ModelChunk, name: str) -> str | None:
         """The name in the whole of what a rank calls ``name``; None where no rule tells."""
         return whole_name(self._known(name), self.model.rank(chunk), self.model.world)
 
@@ -211,7 +211,7 @@ class Merger:
             )
         )
 
-    def _parameter(self, chunk: Chunk, tree: TorchTree, name: str, value: StoredView) -> None:
+    def _parameter(self, chunk: ModelChunk, tree: TorchTree, name: str, value: StoredView) -> None:
         model = self.model
         placement = place(self._known(name), value.shape, model.rank(chunk), model.world)
         if placement is not None:
@@ -234,7 +234,7 @@ class Merger:
         # The last stage keeps a copy of tied embeddings for the loss: the same rows once more.
         return EMBEDDING if self.model.tied and name == "output_layer.weight" else name
 
-    def _extra(self, chunk: Chunk, tree: TorchTree, name: str, value: Any) -> None:
+    def _extra(self, chunk: ModelChunk, tree: TorchTree, name: str, value: Any) -> None:
         """State of fp8 layers (Transformer Engine): each rank's own, never merged."""
         if value is None or value == b"" or (isinstance(value, StoredView) and 0 in value.shape):
             self.dropped += 1
@@ -263,7 +263,7 @@ def boxes(
 # --- facts that arguments and tensors tell together -----------------------------------------------
 
 
-def _chunks(file: RankFile) -> Iterator[Chunk]:
+def _chunks(file: RankFile) -> Iterator[ModelChunk]:
     found = sorted((int(m[1] or 0), k) for k in file.tree if (m := _CHUNK.match(k)))
     if not found:
         raise MalformedCheckpoint(f"{file.path} holds no model", file=file.path)
@@ -272,10 +272,10 @@ def _chunks(file: RankFile) -> Iterator[Chunk]:
         if not isinstance(state, dict) or any(type(k) is not str for k in state):
             raise MalformedCheckpoint(f"{file.path}: {key} is no state dict", file=file.path)
         named, old = current_names(state, f"{key} of {file.path}")
-        yield Chunk(file, number, named, old)
+        yield ModelChunk(file, number, named, old)
 
 
-def _layers(ranks: Ranks, chunks: Sequence[Chunk], vpp: int) -> tuple[int, Counts]:
+def _layers(ranks: Ranks, chunks: Sequence[ModelChunk], vpp: int) -> tuple[int, Counts]:
     """(layers of the model, number of the first layer of each chunk).
 
     What the ranks hold decides when it adds up to the arguments' count; with ranks missing, the arguments do.
@@ -301,14 +301,14 @@ def _layers(ranks: Ranks, chunks: Sequence[Chunk], vpp: int) -> tuple[int, Count
     return sum(map(sum, told)), first_layers(told)
 
 
-def _experts(args: Mapping[str, Any], ranks: Ranks, chunks: Sequence[Chunk]) -> int:
+def _experts(args: Mapping[str, Any], ranks: Ranks, chunks: Sequence[ModelChunk]) -> int:
     count = args.get("num_experts", args.get("num_moe_experts"))
     if count is not None and (type(count) is not int or count < 0):
         raise MalformedCheckpoint(f"the arguments say {shown(count, 40)} experts")
     return count or 0
 
 
-def _gated(args: Mapping[str, Any], chunks: Sequence[Chunk]) -> bool:
+def _gated(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
     """Whether fc1 is gate and up projection: twice as many rows as fc2 has columns."""
     found: set[bool] = set()
     for chunk in chunks:
@@ -331,7 +331,7 @@ def _gated(args: Mapping[str, Any], chunks: Sequence[Chunk]) -> bool:
     return found.pop() if found else bool(args.get("swiglu"))
 
 
-def _alike(args: Mapping[str, Any], chunks: Sequence[Chunk]) -> bool:
+def _alike(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
     """Whether all layers have the same parameters, which are then stacked into one tensor each."""
     for key in _BY_LAYER:
         if args.get(key) not in (None, False, 1, ""):
@@ -370,7 +370,7 @@ def _heads(args: Mapping[str, Any]) -> int:
     return value if type(value) is int and value > 0 else 0
 
 
-def _qkv_order(ranks: Ranks, chunks: Sequence[Chunk]) -> str:
+def _qkv_order(ranks: Ranks, chunks: Sequence[ModelChunk]) -> str:
     """How QKV rows are ordered. Megatron-LM asks for the version where modules have their old names."""
     if not any(c.old for c in chunks):
         return "by group"
@@ -382,7 +382,7 @@ def _qkv_order(ranks: Ranks, chunks: Sequence[Chunk]) -> str:
     return "by group"
 
 
-def _own_norms(chunks: Sequence[Chunk]) -> bool:
+def _own_norms(chunks: Sequence[ModelChunk]) -> bool:
     """Whether norms are modules of their own before a joint QKV projection: Megatron's own layers."""
     names = {parse_name(n).rest for c in chunks for n in c.state}
     return "input_layernorm.weight" in names and "self_attention.linear_qkv.weight" in names

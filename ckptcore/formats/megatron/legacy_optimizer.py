@@ -20,7 +20,7 @@ from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.formats.megatron.flat_boxes import flat_boxes
 from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_whole
-from ckptcore.formats.megatron.legacy_merge import EMBEDDING, EXTRA_STATE, Chunk, Merger, Model
+from ckptcore.formats.megatron.legacy_merge import EMBEDDING, EXTRA_STATE, Merger, Model, ModelChunk
 from ckptcore.formats.megatron.parameter_order import Parameter, Unregistered
 from ckptcore.formats.megatron.partition_rules import place
 from ckptcore.formats.torch_save.tree import TorchTree
@@ -32,7 +32,7 @@ _HALF = ("bfloat16", "float16")
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")
 
 
-def parameters_of(chunk: Chunk, model: Model) -> list[Parameter]:
+def parameters_of(chunk: ModelChunk, model: Model) -> list[Parameter]:
     """A state dict's parameters, in order. Raises `Unregistered` for one that no rule places."""
     out = []
     for name, value in chunk.state.items():
@@ -49,7 +49,7 @@ def parameters_of(chunk: Chunk, model: Model) -> list[Parameter]:
     return out
 
 
-def add_numbered(optimizer: Any, chunks: Sequence[Chunk], merger: Merger, tree: TorchTree) -> Any:
+def add_numbered(optimizer: Any, chunks: Sequence[ModelChunk], merger: Merger, tree: TorchTree) -> Any:
     """Adds the states of a plain optimizer under their parameters; gives the rest of its tree.
 
     Raises `Unregistered`, before anything is added, where groups and parameters do not fit.
@@ -88,7 +88,7 @@ def add_numbered(optimizer: Any, chunks: Sequence[Chunk], merger: Merger, tree: 
     return rest if several else rest[0]
 
 
-def add_buffers(state: Any, chunks: Sequence[Chunk], merger: Merger, tree: TorchTree) -> None:
+def add_buffers(state: Any, chunks: Sequence[ModelChunk], merger: Merger, tree: TorchTree) -> None:
     """Adds the flat buffers of ``distrib_optim.pt`` under their parameters.
 
     Raises `Unregistered`, before anything is added, where they do not add up.
@@ -186,7 +186,7 @@ def _masters(
 
 
 def _buffers(
-    chunks: Sequence[Chunk], model: Model, expert: bool | None
+    chunks: Sequence[ModelChunk], model: Model, expert: bool | None
 ) -> Iterator[tuple[str, list[Parameter]]]:
     """(dtype, parameters) of each buffer: one per model chunk and dtype, in order of first sight."""
     for chunk in chunks:

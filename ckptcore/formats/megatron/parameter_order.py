@@ -84,7 +84,7 @@ _OWN_NORMS = {
 }
 
 
-class Registration:
+class ParameterOrder:
     """The parameters of every rank's model, as told by the arguments and the weights stored.
 
     weights: name in the whole -> spec. Raises `Unregistered` where the model is not one whose order is known.

@@ -54,7 +54,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartitionedBox:
     """A box of the rank's tensor that is a box of the whole one.
 
     inner: in the rank's tensor, taken as `Placement.source`. dims: for each dim of the whole, the
@@ -74,7 +74,7 @@ class Placement:
     fqn: str
     shape: tuple[int, ...]
     source: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PartitionedBox, ...]
 
 
 # Local name below its layer -> how it is cut over the ranks; the first match counts.
@@ -266,12 +266,12 @@ def _settled(rule: str, rest: str, shape: tuple[int, ...], tp: int, world: World
 
 def _cut(
     rule: str, shape: tuple[int, ...], tp: int, at: int, name: str
-) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+) -> tuple[tuple[int, ...], tuple[PartitionedBox, ...]]:
     """(shape of the whole, parts) of a tensor cut by a rule."""
     dims = tuple(range(len(shape)))
     zero = (0,) * len(shape)
     if rule == WHOLE:
-        return shape, (Part(Box(zero, shape), dims, zero),)
+        return shape, (PartitionedBox(Box(zero, shape), dims, zero),)
     axis = 1 if rule == COLS else 0
     if len(shape) <= axis:
         raise MalformedCheckpoint(f"{name} {list(shape)} cannot be cut along dim {axis}")
@@ -279,12 +279,14 @@ def _cut(
     whole = (*shape[:axis], n * tp, *shape[axis + 1 :])
     if rule != GATED:
         begin = (*zero[:axis], at * n, *zero[axis + 1 :])
-        return whole, (Part(Box(zero, shape), dims, begin),)
+        return whole, (PartitionedBox(Box(zero, shape), dims, begin),)
     if n % 2:
         raise MalformedCheckpoint(f"{name}: {n} rows are no gate and up projection")
     half = n // 2
     return whole, tuple(
-        Part(Box((k * half, *zero[1:]), (half, *shape[1:])), dims, ((k * tp + at) * half, *zero[1:]))
+        PartitionedBox(
+            Box((k * half, *zero[1:]), (half, *shape[1:])), dims, ((k * tp + at) * half, *zero[1:])
+        )
         for k in (0, 1)
     )
 
@@ -308,7 +310,7 @@ def _reordered(
             low[order[1]], count[order[1]] = head, 1
             at = ((rank.tp * heads + head) * 3 + kind) * size
             parts.append(
-                Part(
+                PartitionedBox(
                     Box(tuple(low), tuple(count)),
                     (order[2], *(2 + d for d in tail)),
                     (at, *(0 for _ in tail)),
@@ -341,14 +343,14 @@ def _grouped(
         n = rows // halves
         whole = (world.experts, rows * tp, hidden)
         parts = tuple(
-            Part(Box((0, 0, k * n), (count, hidden, n)), (0, 2, 1), (first, (k * tp + at) * n, 0))
+            PartitionedBox(Box((0, 0, k * n), (count, hidden, n)), (0, 2, 1), (first, (k * tp + at) * n, 0))
             for k in range(halves)
         )
     else:
         inner, hidden = shape[0] // count, shape[1]
         source = (count, inner, hidden)
         whole = (world.experts, hidden, inner * tp)
-        parts = (Part(Box((0, 0, 0), source), (0, 2, 1), (first, 0, at * inner)),)
+        parts = (PartitionedBox(Box((0, 0, 0), source), (0, 2, 1), (first, 0, at * inner)),)
     return _named(local, rest, source, whole, parts, rank, world)
 
 
@@ -359,10 +361,10 @@ def _experts_here(world: World, name: str) -> int:
 
 
 def _under(
-    whole: tuple[int, ...], parts: tuple[Part, ...], count: int, index: int
-) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+    whole: tuple[int, ...], parts: tuple[PartitionedBox, ...], count: int, index: int
+) -> tuple[tuple[int, ...], tuple[PartitionedBox, ...]]:
     """One of ``count`` along a new first dim."""
-    return (count, *whole), tuple(Part(p.inner, (None, *p.dims), (index, *p.at)) for p in parts)
+    return (count, *whole), tuple(PartitionedBox(p.inner, (None, *p.dims), (index, *p.at)) for p in parts)
 
 
 def _named(
@@ -370,7 +372,7 @@ def _named(
     rest: str,
     source: tuple[int, ...],
     whole: tuple[int, ...],
-    parts: tuple[Part, ...],
+    parts: tuple[PartitionedBox, ...],
     rank: Rank,
     world: World,
 ) -> Placement:

@@ -63,7 +63,7 @@ def read(source: Source) -> Manifest:
     for path in source.listing:
         if m := _FILE.match(path):
             files[m[1]][int(m[2])] = path
-    state = _State(source)
+    state = _RankStates(source)
     world = _world_size(source) or 1 + max(r for ranks in files.values() for r in ranks)
     for part, ranks in files.items():
         if ranks or part == "model":
@@ -82,7 +82,7 @@ def read(source: Source) -> Manifest:
     return join(NAME, source.store.url, parts, told, findings)
 
 
-class _State:
+class _RankStates:
     """Collects what the ranks hold."""
 
     def __init__(self, source: Source) -> None:

@@ -35,7 +35,7 @@ _MAX_TOLD = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class FlatShard:
     """What a file holds of a tensor: (box, first element of it in the file's 1-D tensor) pairs.
 
     numel: elements that the file must hold, at least one.
@@ -56,7 +56,7 @@ class Stored:
     name: str
     dtype: str | None
     shape: tuple[int, ...]
-    shards: tuple[Shard, ...]
+    shards: tuple[FlatShard, ...]
 
 
 Header = tuple[dict[str, tuple[str, tuple[int, ...], int, int]], int]  # tensors, first data byte
@@ -113,7 +113,7 @@ class Folder:
                 item = builder.plain_item(file, start, box.numel * itemsize, Envelope.RAW)
                 builder.chunk(tensor, box.offset, box.shape, item)
 
-    def _start(self, builder: Builder, name: str, dtype: str, shard: Shard) -> int | None:
+    def _start(self, builder: Builder, name: str, dtype: str, shard: FlatShard) -> int | None:
         """The shard's first byte, or None when the file does not hold what the metadata says."""
         header = self.headers.get(shard.file)
         if header is None:  # the file is not there: its range is as good as any
@@ -217,7 +217,7 @@ def _stored(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
     return Stored(name, dtype, shape, tuple(shards))
 
 
-def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> Shard:
+def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> FlatShard:
     flat, local, offset = (spec.get(k) for k in ("flattened_offsets", "local_shape", "global_offset"))
     if (flat is None) == (local is None or offset is None):
         raise ValueError(f"{file} needs either flat ranges or a box, has {shown(dict(spec), 120)}")
@@ -225,7 +225,7 @@ def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> Shard:
         box = Box(_dims(offset), _dims(local))
         if len(box.shape) != len(shape):
             raise ValueError(f"{file} holds a box of {len(box.shape)} dims of a tensor of {len(shape)}")
-        return Shard(file, ((box, 0),) if box.numel else (), box.numel)
+        return FlatShard(file, ((box, 0),) if box.numel else (), box.numel)
     boxes: list[tuple[Box, int]] = []
     at = 0
     for start, stop in flat:
@@ -233,7 +233,7 @@ def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> Shard:
             raise TypeError(f"{file} holds the range {shown([start, stop])}")
         boxes += [(b, at + flat_start(shape, b.offset) - start) for b in from_flat_range(shape, start, stop)]
         at += stop - start
-    return Shard(file, tuple(boxes), at)
+    return FlatShard(file, tuple(boxes), at)
 
 
 def _ranges(offsets: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from ckptcore.core.manifest import TensorSpec, row_major
 from ckptcore.core.object_tree import Named, TensorRef
 from ckptcore.encodings.pickle.writer import Pickled
-from ckptcore.topology.layout import Layout, Mesh
+from ckptcore.topology.layout import Mesh, TensorLayout
 
 RANKS = "\0ranks"  # name of the tensor of a mesh's ranks: int32 [world size]
 _SPEC = "torch.distributed.tensor._dtensor_spec"
@@ -169,7 +169,7 @@ class RankPickled(Pickled):
     def __init__(
         self,
         tensor: Callable[[str], tuple[str, TensorSpec]],
-        distributed: Mapping[str, tuple[TensorSpec, Layout]],
+        distributed: Mapping[str, tuple[TensorSpec, TensorLayout]],
         meshes: Meshes,
     ) -> None:
         """tensor: FQN -> (storage key, spec of what this rank has).
@@ -224,7 +224,7 @@ class RankPickled(Pickled):
             self.value(value.state)
             self.out += b"b"
 
-    def _dtensor(self, ref: TensorRef, whole: TensorSpec, layout: Layout) -> None:
+    def _dtensor(self, ref: TensorRef, whole: TensorSpec, layout: TensorLayout) -> None:
         """Tensors that lie alike differ in the keys of their storages alone."""
         key, local = self.tensor(ref.fqn)
         alike = (layout.axes, layout.placements, whole.dtype, whole.shape, local.shape)
@@ -241,7 +241,7 @@ class RankPickled(Pickled):
         if len(self._memo) == memo and len(around) == 2:
             self._alike[alike] = around[0], around[1]
 
-    def _new_dtensor(self, ref: TensorRef, whole: TensorSpec, layout: Layout) -> None:
+    def _new_dtensor(self, ref: TensorRef, whole: TensorSpec, layout: TensorLayout) -> None:
         strides, dtype = row_major(whole.shape), Named("dtype", whole.dtype)
         placements = tuple(_placement(p) for p in layout.placements)
         strided = any(p.name == "_StridedShard" for p in placements)

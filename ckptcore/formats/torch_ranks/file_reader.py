@@ -32,7 +32,7 @@ _SMALL = 64 << 10  # plain tensors without a checksum of their own are marked by
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalShard:
     """A tensor in the file. view None: the item's first bytes, row-major."""
 
     box: Box
@@ -41,13 +41,13 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class LocalShards:
     """What the rank holds of a distributed tensor. path: where it stood in the tree."""
 
     name: str
     path: Path
     placed: Placed
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalShard, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Plain:
     path: Path
     dtype: str
     shape: Shape
-    piece: Piece
+    piece: LocalShard
     mark: str | None
 
 
@@ -74,7 +74,7 @@ class Content:
     names: every name in the file, in order.
     """
 
-    shards: list[Shards] = field(default_factory=list)
+    shards: list[LocalShards] = field(default_factory=list)
     plain: list[Plain] = field(default_factory=list)
     objects: dict[str, tuple[str, Any, Path]] = field(default_factory=dict)
     refused: dict[str, tuple[bool, tuple[str, ...], str]] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class _File:
             placed = self._placer.place(value, name)
             if isinstance(placed, Placed):
                 pieces = tuple(self._piece(view, box, name) for view, box in placed.pieces)
-                made.shards.append(Shards(name, path, placed, pieces))
+                made.shards.append(LocalShards(name, path, placed, pieces))
                 return
             value = placed
         if isinstance(value, StoredView):
@@ -178,7 +178,7 @@ class _File:
             )
         return left
 
-    def _piece(self, value: StoredView, box: Box, name: str) -> Piece:
+    def _piece(self, value: StoredView, box: Box, name: str) -> LocalShard:
         if value.key not in self.objects.storages:
             raise MalformedCheckpoint(f"{self._path} has no storage {value.key!r} for {name}")
         start, length, crc = self.objects.storages[value.key]
@@ -187,9 +187,9 @@ class _File:
         view = check_view(value, length, 0, self._path, self.objects.swapped)
         self._bytes += _nbytes(value)
         # A trivial view would cost more memory than the chunk itself.
-        return Piece(box, self._items[value.key], None if view == View() else view)
+        return LocalShard(box, self._items[value.key], None if view == View() else view)
 
-    def _mark(self, value: StoredView, piece: Piece) -> str | None:
+    def _mark(self, value: StoredView, piece: LocalShard) -> str | None:
         start, length, crc = self.objects.storages[value.key]
         nbytes, view = _nbytes(value), piece.view or View()
         if not nbytes:

@@ -26,7 +26,7 @@ from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.rank_file_names import RankFiles
 from ckptcore.formats.common.shape_matching import Shape
-from ckptcore.formats.torch_ranks.file_reader import Content, Piece, Plain, Shards, read_rank
+from ckptcore.formats.torch_ranks.file_reader import Content, LocalShard, LocalShards, Plain, read_rank
 from ckptcore.formats.torch_ranks.optimizer import Params
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden
 
@@ -137,7 +137,7 @@ class RankReader:
         names = tuple(n for n in self._names if n in self._at)
         return () if names == tuple(self._at) else names
 
-    def _shards(self, shards: Shards, rank: int, path: str) -> None:
+    def _shards(self, shards: LocalShards, rank: int, path: str) -> None:
         placed = shards.placed
         at = self._tensor(shards.name, placed.dtype, placed.shape, shards.path, path)
         for piece in shards.pieces:
@@ -305,7 +305,7 @@ class _Part:
 
     def _whole(self, name: str, plain: Plain, where: Path, rank: int) -> None:
         at = self._tensor(name, plain.dtype, plain.shape, where, self._files.paths[rank])
-        piece: Piece = plain.piece
+        piece: LocalShard = plain.piece
         self._builder.chunk(at, piece.box.offset, piece.box.shape, piece.item, piece.view)
 
     def _add_object(self, name: str, values: Mapping[str, Any], digests: Mapping[int, str]) -> None:

@@ -19,17 +19,19 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import TensorRef, decode, tensors_in
 from ckptcore.core.tree_paths import Path
-from ckptcore.errors import UnsupportedFormat
+from ckptcore.errors import UnsafeContent, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, natural
 from ckptcore.formats.common.rank_file_names import RankFiles, is_rank_file
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.torch_ranks.dtensor_writer import RANKS, Meshes, RankPickle, RankPickled
 from ckptcore.formats.torch_ranks.optimizer import numbers_for
 from ckptcore.formats.torch_save.layout import Around, Inline, arrays_as_tensors, data_of, lookup
-from ckptcore.topology.layout import MESH_OF_ONE, Layout, Topology
+from ckptcore.store import inner_path
+from ckptcore.topology.layout import MESH_OF_ONE, TensorLayout, Topology
 
 _MODEL, _OPTIMIZERS, _EXTRA = "model", ("optim", "optimizer"), "extra_state"
 _CONFIG = "fsdp_config.json"
+_LONGEST_STEM = 160  # bytes: a file name has 255 at most, and staging adds to it
 _KEPT = 16  # files that others may be like
 Row = tuple[str, Path, Any]  # name, where it stands in its file, value
 
@@ -109,8 +111,8 @@ class _Files:
     ) -> None:
         self._specs, self._tree, self._inline = specs, tree, inline
         self._names = [n for n in tensors_in(tree) if n in specs]
-        self._distributed: dict[str, tuple[TensorSpec, Layout]] = {}
-        number: dict[tuple[tuple[int, ...], Layout], int] = {}
+        self._distributed: dict[str, tuple[TensorSpec, TensorLayout]] = {}
+        number: dict[tuple[tuple[int, ...], TensorLayout], int] = {}
         self._kind: dict[str, int] = {}
         self._held: list[tuple[Box | None, ...]] = []  # of each kind, the boxes of all ranks
         for name in self._names:
@@ -208,8 +210,13 @@ def _has_file(path: Path, value: Any, topology: Topology) -> bool:
 
 
 def _is_stem(top: str) -> bool:
-    """Whether files that begin so are read back under this name."""
-    return RankFiles(top, None).role == top and is_rank_file(f"{top}_world_size_1_rank_0.pt")
+    """Whether files that begin so can be on every disk, and are read back under this name."""
+    try:
+        inner_path(top, what="a key of the checkpoint")
+        short = len(top.encode()) <= _LONGEST_STEM
+    except (UnsafeContent, UnicodeEncodeError):
+        return False
+    return short and RankFiles(top, None).role == top and is_rank_file(f"{top}_world_size_1_rank_0.pt")
 
 
 def _tree(rows: Sequence[Row], several: bool) -> Any:

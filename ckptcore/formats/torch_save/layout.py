@@ -28,7 +28,7 @@ def torch_file(
     classes: bool = False,
     inline: Mapping[str, Inline] | None = None,
 ) -> FileLayout:
-    """The file that holds ``tree``, a value as `ckptcore.objects.decode` gives it.
+    """The file that holds ``tree``, a value as `ckptcore.core.object_tree.decode` gives it.
 
     order: positions into ``tensors`` of those that the tree refers to, in file order. classes: see `Pickled`.
     inline: tensors that the tree refers to and whose bytes are known.

@@ -165,7 +165,7 @@ def metadata(path: Path, **state: Any) -> None:
 
 def cheap(path: Path, refused: str | None = None) -> None:
     """Opens a checkpoint in little time and memory; refused: what the error says, None for no error."""
-    begin = time.monotonic()
+    begin = time.process_time()
     tracemalloc.start()
     try:
         if refused is None:
@@ -177,7 +177,7 @@ def cheap(path: Path, refused: str | None = None) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 256 << 20
-    assert time.monotonic() - begin < 30
+    assert time.process_time() - begin < 30
 
 
 def doubled() -> Any:

@@ -22,9 +22,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptcore
-from ckptcore.conversion.pipeline import validate
+from ckptcore.conversion.pipeline import convert, validate
 from ckptcore.core.box import Box
-from ckptcore.topology.layout import Layout, Mesh, Topology
+from ckptcore.planning.request import Request
+from ckptcore.topology.layout import Mesh, TensorLayout, Topology
 
 JOB = JOBS / "reshard_job.py"
 TOYS = ("dcp_fsdp2_bf16_4r", "dcp_fsdp2_tied_4r", "dcp_fsdp2_tp_uneven_4r", "dcp_hsdp_4r")
@@ -38,29 +39,29 @@ PP: Axes = (("pp", 2), ("fsdp", 2), ("tp", 2))
 ROWS, COLUMNS = ("up.weight", "embed.weight", "head.weight"), ("down.weight",)
 
 
-def layout(fqn: str, shape: tuple[int, ...], axes: Axes) -> Layout:
+def layout(fqn: str, shape: tuple[int, ...], axes: Axes) -> TensorLayout:
     """What `fully_shard` and `parallelize_module` make of a tensor of the samples."""
     sizes = dict(axes)
     name = fqn.removeprefix("model.").removeprefix("optim.state.").removeprefix("optimizer.state.")
     name = name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq").removesuffix(".step")
     at = (("pp", (stage_of(name),)),) if "pp" in sizes else ()
     if not shape or name in (*BUFFERS, "rep", "plain", "zero"):
-        return Layout(at=at)
+        return TensorLayout(at=at)
     placed: dict[str, Any] = {a: Replicate() for a in sizes if a == "dp_replicate"} | {"fsdp": Shard(0)}
     if "tp" in sizes and name.endswith(ROWS):
         placed |= {"fsdp": _StridedShard(0, split_factor=sizes["tp"]), "tp": Shard(0)}
     elif "tp" in sizes and name.endswith(COLUMNS):
         placed |= {"tp": Shard(1)}
-    return Layout(tuple(placed), tuple(placed.values()), at)
+    return TensorLayout(tuple(placed), tuple(placed.values()), at)
 
 
-def reshard(source: Path, target: Path, axes: Axes, patch: pytest.MonkeyPatch, **options: Any) -> Topology:
+def reshard(source: Path, target: Path, axes: Axes, **options: Any) -> Topology:
     """Writes what a job of this mesh would have saved, with the placements above."""
     manifest = ckptcore.open(str(source))
     topology = Topology(Mesh(axes), {t.fqn: layout(t.fqn, t.shape, axes) for t in manifest.tensors})
-    patch.setattr("ckptcore.planning.compose.lay_out", lambda *a, **k: topology)
     mesh = ",".join(f"{a}={n}" for a, n in axes)
-    ckptcore.convert(str(source), str(target), verb="reshard", to="dcp", mesh=mesh, **options)
+    asked = Request(str(source), str(target), verb="reshard", to="dcp", mesh=mesh, **options)
+    convert(asked, catalog_url=False, topology=topology)
     return topology
 
 
@@ -117,8 +118,8 @@ def loaded(sample: Sample, axes: Axes, tmp_path: Path) -> tuple[Chunks, Chunks]:
     return chunks(tmp_path / "out"), theirs
 
 
-def resumes(sample: Sample, axes: Axes, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
-    topology = reshard(sample.root / "ckpt", tmp_path / "out", axes, patch)
+def resumes(sample: Sample, axes: Axes, tmp_path: Path) -> None:
+    topology = reshard(sample.root / "ckpt", tmp_path / "out", axes)
     ours, theirs = loaded(sample, axes, tmp_path)
     # As if the job itself had saved: the same parts, each in a file of a rank that has it.
     for name, parts in theirs.items():
@@ -140,10 +141,8 @@ def found(request: pytest.FixtureRequest) -> dict[str, Sample]:
     [("dcp_fsdp2_tp_uneven_4r", FSDP[3]), ("dcp_fsdp2_bf16_4r", TP), (TITAN, FSDP[2])],
     ids=["uneven-fsdp3", "bf16-fsdp2-tp2", "titan-fsdp2"],
 )
-def test_a_job_resumes(
-    name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resumes(found[name], axes, tmp_path, monkeypatch)
+def test_a_job_resumes(name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path) -> None:
+    resumes(found[name], axes, tmp_path)
 
 
 @pytest.mark.soak
@@ -152,14 +151,12 @@ def test_a_job_resumes(
     "axes", [*FSDP.values(), TP, HSDP, PP], ids=lambda a: "-".join(f"{k}{n}" for k, n in a)
 )
 @pytest.mark.parametrize("name", [*TOYS, TITAN])
-def test_jobs_of_every_mesh_resume(
-    name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_of_every_mesh_resume(name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path) -> None:
     if "tp" in dict(axes) and name == TITAN:
         pytest.skip("its tensors have no TP plan")
     if "pp" in dict(axes) and "tied" in name:
         pytest.skip("its embeddings are tied across the stages")
-    resumes(found[name], axes, tmp_path, monkeypatch)
+    resumes(found[name], axes, tmp_path)
 
 
 @pytest.mark.timeout(600)

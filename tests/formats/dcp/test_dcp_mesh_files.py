@@ -16,9 +16,10 @@ from samples import FIXTURES, Tensors, differences, read_torch, tensors_of, valu
 from torch.distributed.checkpoint import FileSystemReader
 
 import ckptcore
-from ckptcore.conversion.pipeline import validate
+from ckptcore.conversion.pipeline import convert, validate
 from ckptcore.errors import UnsupportedDtype, UsageError
-from ckptcore.topology.layout import Layout, Mesh, Topology
+from ckptcore.planning.request import Request
+from ckptcore.topology.layout import Mesh, TensorLayout, Topology
 
 NESTED = FIXTURES / "torch" / "dcp_nested_2r" / "ckpt"
 DIMS = FIXTURES / "torch" / "dcp_dims_4r" / "ckpt"
@@ -151,12 +152,12 @@ def test_one_file_is_no_mesh(tmp_path: Path) -> None:
         reshard(DIMS, tmp_path / "out.pt", "fsdp=2")
 
 
-def test_a_tensor_that_no_rank_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_no_rank_has_is_refused(tmp_path: Path) -> None:
     """A stage that is not there would lose it."""
-    nowhere = Topology(Mesh((("pp", 2),)), {"b": Layout(at=(("pp", (2,)),))})
-    monkeypatch.setattr("ckptcore.planning.compose.lay_out", lambda *a, **k: nowhere)
+    nowhere = Topology(Mesh((("pp", 2),)), {"b": TensorLayout(at=(("pp", (2,)),))})
     source = saved(tmp_path, {"a": torch.zeros(2), "b": torch.zeros(3)})
+    asked = Request(str(source), str(tmp_path / "out"), verb="reshard", to="dcp", mesh="pp=2")
     with pytest.raises(UsageError) as caught:
-        reshard(source, tmp_path / "out", "pp=2")
+        convert(asked, catalog_url=False, topology=nowhere)
     assert "0 elements of b" in caught.value.message
     assert not (tmp_path / "out").exists()

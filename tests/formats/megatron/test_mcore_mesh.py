@@ -16,8 +16,9 @@ from samples import SAMPLES, Sample, differences, value
 from torch.distributed.tensor import Shard
 
 import ckptcore
-from ckptcore.conversion.pipeline import validate
-from ckptcore.topology.layout import Layout, Mesh, Topology
+from ckptcore.conversion.pipeline import convert, validate
+from ckptcore.planning.request import Request
+from ckptcore.topology.layout import Mesh, TensorLayout, Topology
 
 JOB = JOBS / "mcore_mesh_job.py"
 PLAIN = "root_torch_dist_llama_0.19.2"
@@ -30,7 +31,7 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 UNEVEN = [(3, 1), (5, 2)]
 
 
-def layout(fqn: str, shape: tuple[int, ...], mesh: Mesh) -> Layout:
+def layout(fqn: str, shape: tuple[int, ...], mesh: Mesh) -> TensorLayout:
     """Layers by stage, rows and columns by tensor rank."""
     stacked = int("decoder.layers." in fqn)
     last = dict(mesh.axes)["pp"] - 1
@@ -41,15 +42,15 @@ def layout(fqn: str, shape: tuple[int, ...], mesh: Mesh) -> Layout:
         placed, at = {}, (("pp", (0 if "embedding" in fqn else last,)),)
     if fqn.endswith((*ROWS, *COLUMNS)):
         placed["tp"] = Shard(stacked + int(fqn.endswith(COLUMNS)))
-    return Layout(tuple(placed), tuple(placed.values()), at)
+    return TensorLayout(tuple(placed), tuple(placed.values()), at)
 
 
-def reshard(source: Path, target: Path, tp: int, pp: int, patch: pytest.MonkeyPatch) -> None:
+def reshard(source: Path, target: Path, tp: int, pp: int) -> None:
     mesh = Mesh((("pp", pp), ("tp", tp)))
     tensors = ckptcore.open(str(source)).tensors
     topology = Topology(mesh, {t.fqn: layout(t.fqn, t.shape, mesh) for t in tensors})
-    patch.setattr("ckptcore.planning.compose.lay_out", lambda *a, **k: topology)
-    ckptcore.convert(str(source), str(target), verb="reshard", to="torch_dist", mesh=f"pp={pp},tp={tp}")
+    asked = Request(str(source), str(target), verb="reshard", to="torch_dist", mesh=f"pp={pp},tp={tp}")
+    convert(asked, catalog_url=False, topology=topology)
 
 
 def saved_in(sample: Sample) -> Path:
@@ -63,15 +64,9 @@ def found(request: pytest.FixtureRequest) -> dict[str, Sample]:
 
 @pytest.mark.parametrize("mesh", [*MESHES, *UNEVEN], ids=lambda m: f"tp{m[0]}pp{m[1]}")
 @pytest.mark.parametrize("name", [PLAIN, ADAM])
-def test_everything_again(
-    name: str,
-    mesh: tuple[int, int],
-    found: dict[str, Sample],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_everything_again(name: str, mesh: tuple[int, int], found: dict[str, Sample], tmp_path: Path) -> None:
     source = saved_in(found[name])
-    reshard(source, tmp_path / "out", *mesh, monkeypatch)
+    reshard(source, tmp_path / "out", *mesh)
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert names >= {f"__{r}_0.distcp" for r in range(mesh[0] * mesh[1])}
     before, after = ckptcore.open(str(source)), ckptcore.open(str(tmp_path / "out"))
@@ -91,14 +86,12 @@ def test_everything_again(
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh", [*MESHES, (3, 1)], ids=lambda m: f"tp{m[0]}pp{m[1]}")
-def test_megatron_loads_it(
-    mesh: tuple[int, int], tmp_path: Path, found: dict[str, Sample], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatron_loads_it(mesh: tuple[int, int], tmp_path: Path, found: dict[str, Sample]) -> None:
     folders: dict[str, list[str]] = {}
     for name in (PLAIN, ADAM):
         for tp, pp in ((4, 1), (2, 2), (1, 3), *UNEVEN):
             out = tmp_path / f"{name}_tp{tp}pp{pp}"
-            reshard(saved_in(found[name]), out, tp, pp, monkeypatch)
+            reshard(saved_in(found[name]), out, tp, pp)
             folders[str(out)] = [str(p) for p in sorted(found[name].root.glob("expected*.safetensors"))]
     told = tmp_path / "told.json"
     line = [sys.executable, str(JOB), json.dumps(folders), *map(str, mesh), str(told)]

@@ -21,8 +21,10 @@ from paths import JOBS
 from torch.distributed.tensor import Shard
 
 import ckptcore
+from ckptcore.conversion.pipeline import convert
 from ckptcore.core.manifest import Manifest
-from ckptcore.topology.layout import Layout, Mesh, Topology
+from ckptcore.planning.request import Request
+from ckptcore.topology.layout import Mesh, TensorLayout, Topology
 
 # release -> the variable that names its interpreter
 VARIABLES = {"0.1.0": "CKPTCORE_OLMO_CORE_PYTHON", "3.0.0": "CKPTCORE_OLMO_CORE_3_PYTHON"}
@@ -56,7 +58,7 @@ def test_restored_by_its_own_loader(
 
 def columns(manifest: Manifest, *_: object) -> Topology:
     """Rows over one axis and columns over another."""
-    both, rows = Layout(("fsdp", "tp"), (Shard(0), Shard(1))), Layout(("fsdp",), (Shard(0),))
+    both, rows = TensorLayout(("fsdp", "tp"), (Shard(0), Shard(1))), TensorLayout(("fsdp",), (Shard(0),))
     found = {t.fqn: both if len(t.shape) > 1 else rows for t in manifest.tensors if t.shape}
     return Topology(Mesh((("fsdp", 2), ("tp", 2))), found)
 
@@ -64,15 +66,14 @@ def columns(manifest: Manifest, *_: object) -> Topology:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("mesh", ["fsdp=2", "fsdp=3", "fsdp=4", "fsdp=2,tp=2"])
 def test_a_mesh_restored_at_another_size(
-    mesh: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    mesh: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """0.1.0 loads the files of so many ranks on others, model and AdamW bit for bit."""
     python = interpreter("0.1.0")
     root = sample(request, "v01_fsdp1_fp32_ws2")
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
-    if "tp" in mesh:
-        monkeypatch.setattr("ckptcore.planning.compose.lay_out", columns)
-    ckptcore.convert(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_v01", mesh=mesh)
+    asked = Request(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_v01", mesh=mesh)
+    convert(asked, catalog_url=False, topology=columns if "tp" in mesh else None)
     world = prod(int(part.split("=")[1]) for part in mesh.split(","))
     assert len(list((tmp_path / "out" / "model").glob("rank_*.safetensors"))) == world
     assert run_job(python, "olmo_loader_job.py", ranks, tmp_path / "out", root) >= 60
@@ -97,15 +98,14 @@ def test_steps_restored_by_olmo_core_3(
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tp=2"])
 def test_steps_of_a_mesh_restored_by_olmo_core_3(
-    mesh: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    mesh: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """3.0.0: a step folder of so many ranks fills DTensors of others."""
     python = interpreter("3.0.0")
     root = sample(request, "v3_bf16params_ws2")
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
-    if "tp" in mesh:
-        monkeypatch.setattr("ckptcore.planning.compose.lay_out", columns)
-    ckptcore.convert(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh=mesh)
+    asked = Request(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh=mesh)
+    convert(asked, catalog_url=False, topology=columns if "tp" in mesh else None)
     assert len(list((tmp_path / "out" / "model_and_optim").glob("__*.distcp"))) == 4
     assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
 

@@ -18,12 +18,14 @@ from samples import differences, value
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptcore
+from ckptcore.conversion.pipeline import convert
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import decode
 from ckptcore.errors import NotComplete, UnsafeContent, UnsupportedDtype, UnsupportedFormat
 from ckptcore.formats.base import Arrangement
 from ckptcore.formats.olmo.v01_writer import arrange
-from ckptcore.topology.layout import Layout, Mesh, Topology
+from ckptcore.planning.request import Request
+from ckptcore.topology.layout import Mesh, TensorLayout, Topology
 
 NAME = "v01_fsdp1_fp32_ws2"
 
@@ -368,9 +370,7 @@ def test_what_the_format_cannot_hold(tmp_path: Path, request: pytest.FixtureRequ
 @pytest.mark.parametrize(
     "mesh", [(("fsdp", 3),), (("fsdp", 2), ("tp", 2)), (("dp_replicate", 2), ("fsdp", 2))]
 )
-def test_written_for_ranks(
-    mesh: tuple[tuple[str, int], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_written_for_ranks(mesh: tuple[tuple[str, int], ...], tmp_path: Path) -> None:
     """Uneven and empty parts, columns of 2 and 3 dims, whole tensors: one file a rank, each element once."""
     state = {
         "rows": torch.randn(7, 5).bfloat16(),
@@ -385,18 +385,18 @@ def test_written_for_ranks(
     }
     axes = tuple(a for a, _ in mesh)
     last = Shard(1) if "tp" in axes else Shard(0)
-    cut = Layout(axes, (Replicate() if axes[0] == "dp_replicate" else Shard(0), last)[-len(axes) :])
-    one = Layout((axes[-1],), (Shard(0),))
+    cut = TensorLayout(axes, (Replicate() if axes[0] == "dp_replicate" else Shard(0), last)[-len(axes) :])
+    one = TensorLayout((axes[-1],), (Shard(0),))
     layouts = {n: cut if t.ndim > 1 else one for n, t in state.items() if t.ndim and n != "all"}
-    monkeypatch.setattr("ckptcore.planning.compose.lay_out", lambda *_: Topology(Mesh(mesh), layouts))
     torch.save(state, tmp_path / "in.pt")
-    ckptcore.convert(
+    asked = Request(
         str(tmp_path / "in.pt"),
         str(tmp_path / "out"),
         verb="reshard",
         to="olmo_v01",
         mesh=",".join(f"{a}={n}" for a, n in mesh),
     )
+    convert(asked, catalog_url=False, topology=Topology(Mesh(mesh), layouts))
     world = prod(n for _, n in mesh)
     files = [f"rank_{r}.safetensors" for r in range(world)]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["metadata.json", *files]
@@ -414,6 +414,6 @@ def test_written_for_ranks(
 def test_ranges_are_bounded() -> None:
     """Columns of many rows in 3 dims, which the loader takes as ranges only."""
     spec = TensorSpec("w", "float32", (1 << 10, 1 << 10, 4))
-    topology = Topology(Mesh((("tp", 2),)), {"w": Layout(("tp",), (Shard(2),))})
+    topology = Topology(Mesh((("tp", 2),)), {"w": TensorLayout(("tp",), (Shard(2),))})
     with pytest.raises(UnsupportedFormat, match="1048576 ranges"):
         arrange(Arrangement([spec], topology=topology))

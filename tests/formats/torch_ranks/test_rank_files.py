@@ -21,11 +21,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptcore
+from ckptcore.conversion.pipeline import convert
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import UnsupportedFormat, UsageError
 from ckptcore.formats.base import Arrangement
 from ckptcore.formats.torch_ranks.writer import arrange
-from ckptcore.topology.layout import Layout, Mesh, Topology
+from ckptcore.planning.request import Request
+from ckptcore.topology.layout import Mesh, TensorLayout, Topology
 from ckptcore.topology.rank_layout import lay_out
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def model() -> dict[str, torch.Tensor]:
     }
 
 
-def layouts(axes: dict[str, int]) -> dict[str, Layout]:
+def layouts(axes: dict[str, int]) -> dict[str, TensorLayout]:
     """How the tensors of `model` lie on a mesh: parameters cut, two of them replicated, pipeline stages."""
     data = tuple(a for a in axes if a in ("dp_replicate", "fsdp"))
     cut = (*(Replicate() for _ in data[1:]), Shard(0))
@@ -78,31 +80,29 @@ def layouts(axes: dict[str, int]) -> dict[str, Layout]:
     for name, tensor in model().items():
         at = next(((("pp", s),) for prefix, s in stage.items() if name.startswith(prefix + ".")), ())
         if tensor.ndim and name != "plain":
-            found[name] = Layout(data, cut, at)
+            found[name] = TensorLayout(data, cut, at)
     if "tp" in axes:
         strided = _StridedShard(0, split_factor=axes["tp"])
         found |= {
-            "embed.weight": Layout(("fsdp", "tp"), (strided, Shard(0))),
-            "layers.0.up.weight": Layout(("fsdp", "tp"), (strided, Shard(0))),
-            "layers.0.down.weight": Layout(("fsdp", "tp"), (Shard(0), Shard(1))),
-            "layers.0.down.bias": Layout(("fsdp", "tp"), (Shard(0), Replicate())),
-            "count": Layout(("fsdp", "tp"), (Replicate(), Replicate())),
+            "embed.weight": TensorLayout(("fsdp", "tp"), (strided, Shard(0))),
+            "layers.0.up.weight": TensorLayout(("fsdp", "tp"), (strided, Shard(0))),
+            "layers.0.down.weight": TensorLayout(("fsdp", "tp"), (Shard(0), Shard(1))),
+            "layers.0.down.bias": TensorLayout(("fsdp", "tp"), (Shard(0), Replicate())),
+            "count": TensorLayout(("fsdp", "tp"), (Replicate(), Replicate())),
         }
     if "ep" in axes:
         found |= {
-            "embed.weight": Layout(("fsdp+ep",), (Shard(0),)),
-            "layers.0.up.weight": Layout(("fsdp", "ep"), (Shard(1), Shard(0))),
+            "embed.weight": TensorLayout(("fsdp+ep",), (Shard(0),)),
+            "layers.0.up.weight": TensorLayout(("fsdp", "ep"), (Shard(1), Shard(0))),
         }
     return found
 
 
-def reshard(source: Path, target: Path, mesh: str, found: dict[str, Layout] | None = None) -> None:
+def reshard(source: Path, target: Path, mesh: str, found: dict[str, TensorLayout] | None = None) -> None:
     """found: layouts to use, None for those of the built-in rules."""
-    with pytest.MonkeyPatch.context() as patch:
-        if found is not None:
-            topology = Topology(Mesh(tuple(axes_of(mesh).items())), found)
-            patch.setattr("ckptcore.planning.compose.lay_out", lambda *_: topology)
-        ckptcore.convert(str(source), str(target), verb="reshard", to="torch_ranks", mesh=mesh)
+    topology = None if found is None else Topology(Mesh(tuple(axes_of(mesh).items())), found)
+    asked = Request(str(source), str(target), verb="reshard", to="torch_ranks", mesh=mesh)
+    convert(asked, catalog_url=False, topology=topology)
 
 
 def axes_of(mesh: str) -> dict[str, int]:
@@ -129,7 +129,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def placements(layouts: dict[str, Layout]) -> dict[str, Any]:
+def placements(layouts: dict[str, TensorLayout]) -> dict[str, Any]:
     """What the job is to find: name -> (axes, torch's placements, stages)."""
     return {
         n: (a.axes, tuple(map(torchs, a.placements)), a.at[0][1] if a.at else ()) for n, a in layouts.items()
@@ -268,10 +268,21 @@ def test_a_mesh_of_gpus(tmp_path: Path) -> None:
         reshard(tmp_path / "in.pt", tmp_path / "other", "gpu:fsdp=2")
 
 
+@pytest.mark.parametrize(
+    "top", ["a\\b", "n" * 300, "\ud800", "a\0b"], ids=["backslash", "long", "surrogate", "nul"]
+)
+def test_a_key_that_no_file_can_be_called(top: str, tmp_path: Path) -> None:
+    """All lies in one file for each rank then, under its names."""
+    state = {"model": {"w": torch.arange(8.0)}, "optimizer": {"x": torch.ones(4)}, top: {"y": torch.zeros(4)}}
+    torch.save(state, tmp_path / "in.pt")
+    reshard(tmp_path / "in.pt", tmp_path / "out", "fsdp=2")
+    assert ckptcore.diff(str(tmp_path / "in.pt"), str(tmp_path / "out")).equal
+
+
 def test_a_part_of_a_list_is_refused(tmp_path: Path) -> None:
     """Positions have a meaning: a rank without one of a list's tensors has no list."""
     spec = [TensorSpec(f"w.{n}", "float32", (2,)) for n in (0, 1)]
-    layouts = {f"w.{n}": Layout(at=(("pp", (n,)),)) for n in (0, 1)}
+    layouts = {f"w.{n}": TensorLayout(at=(("pp", (n,)),)) for n in (0, 1)}
     paths = {f"w.{n}": ("w", n) for n in (0, 1)}
     with pytest.raises(UnsupportedFormat, match=r"w\.1 stands in a list"):
         list(arrange(Arrangement(spec, paths=paths, topology=Topology(Mesh((("pp", 2),)), layouts))))

@@ -14,7 +14,7 @@ from ckptcore.formats.base import Arrangement, FileLayout
 from ckptcore.formats.torch_ranks import writer as _rankwrite
 from ckptcore.formats.torch_ranks.writer import arrange
 from ckptcore.formats.torch_save import layout as _torchfile
-from ckptcore.topology.layout import Layout, Replicate, Shard, Topology, _StridedShard
+from ckptcore.topology.layout import Replicate, Shard, TensorLayout, Topology, _StridedShard
 from ckptcore.topology.mesh_spec import parse_mesh
 
 # What every rank's file was when each was built by itself.
@@ -45,15 +45,15 @@ def request(mesh: str) -> Arrangement:
     tp = dict(whole.axes).get("tp", 1)
     strided = cut | {"fsdp": _StridedShard(0, split_factor=tp)} if tp > 1 else cut
     tensors: list[TensorSpec] = []
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, TensorLayout] = {}
     for n in range(4):
         at = (("pp", (n // 2,)),) if "pp" in dict(whole.axes) else ()
         for name, dtype, shape in ROWS:
             for fqn in (f"model.layers.{n}.{name}", f"optim.state.layers.{n}.{name}.exp_avg"):
                 tensors.append(TensorSpec(fqn, dtype, shape))
                 places = strided if name == "up" else cut | {"tp": Replicate()}
-                layout = Layout(axes, tuple(places[a] for a in axes), at)
-                layouts[fqn] = Layout((), (), at) if name == "buffer" else layout
+                layout = TensorLayout(axes, tuple(places[a] for a in axes), at)
+                layouts[fqn] = TensorLayout((), (), at) if name == "buffer" else layout
     objects: dict[str, Any] = {
         "optim.param_groups": [{"lr": 0.1, "betas": [0.9, 0.95]}],
         "extra_state": {"step": 7},

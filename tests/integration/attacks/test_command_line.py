@@ -259,6 +259,7 @@ FOUND = (
     *(f"apply nope://me:{SECRET}@h/x", f"plan one.pt out --save nope://me:{SECRET}@h/x"),
     f"reshard one.pt out --to dcp --mesh fsdp=2 --sharding nope://me:{SECRET}@h/x",
     *(f"consolidate one.pt out --max-file-size {line.NINES}", f"diff one.pt one.pt --memory {line.NINES}GiB"),
+    *("fingerprint whole --catalog sqlite://host/x", "verify-export whole --catalog sqlite://host/x"),
     *(f"sweep --settle {line.NINES}d", f"scrub --budget {line.NINES}"),
     *(f"export nothing out --wait {line.NINES}", "consolidate nothing out --wait 1s"),
 )
@@ -325,7 +326,7 @@ def test_processes_of_their_own(world: World) -> None:
     }
     for typed in (b"inspect \xff\x1b[2J", b"catalog show \xed\xa0\x80", b"catalog sql SELECT'\xff'", b"\xff"):
         command = [sys.executable, "-m", "ckptcore", *typed.split()]
-        done = subprocess.run(command, cwd=world.box, env=env, capture_output=True, check=False, timeout=60)
+        done = subprocess.run(command, cwd=world.box, env=env, capture_output=True, check=False, timeout=300)
         assert done.returncode in CODES, (typed, done)
         assert not CONTROL.search((done.stdout + done.stderr).decode()), (typed, done)
 

@@ -596,7 +596,7 @@ def test_a_folder_of_the_version_before_goes_on(source: Path, place: Path) -> No
 # ---------------------------------------------------------------------------------- the lock
 
 
-def _in_time(call: Callable[[], Any], seconds: float = 10) -> CkptError:
+def _in_time(call: Callable[[], Any], seconds: float = 120) -> CkptError:
     """The error of a call that must not hang; a hang ends this process's child, not the tests."""
     here, there = multiprocessing.Pipe(duplex=False)
 
@@ -716,7 +716,7 @@ def test_runs_that_end_beside_each_other(source: Path, place: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     Staging(str(place / "out")).sweep_gone()
     assert list(place.iterdir()) == []

@@ -19,10 +19,12 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from ckptcore.catalog import open_catalog
+from ckptcore.cli.catalog_render import tail
 from ckptcore.cli.main import run
 from ckptcore.errors import CkptError, SourceUnreadable, finding
-from ckptcore.redaction import bare_url, redacted
+from ckptcore.redaction import bare_url, beginning, ending, redacted
 from ckptcore.utils import terminal
+from ckptcore.utils.text import shown
 
 # Colours of our own are the only escapes; nothing of a stranger's is one.
 NASTY = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202egnp\u2066\u2028\u200b[/red][bold]\u0085\x7f"
@@ -91,6 +93,19 @@ def test_secrets_are_left_out(name: str) -> None:
     ):
         assert "hunter2" not in seen
     assert "hunter2" not in finding("hole", "cover", text).message
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_what_is_cut_was_redacted_before(name: str) -> None:
+    """A URL without its beginning or its end is none any more, and its password a word like others."""
+    text = SECRETS[name]
+    long = f"{text} {'x' * 400}"
+    for length in range(4, len(text) + 1):
+        for seen in (tail(text, length), beginning(text, length), ending(text, length)):
+            assert "hunt" not in seen
+            assert "ter2" not in seen
+        assert "hunt" not in shown(long, length)
+    assert "hunt" not in shown([{"a": ("y" * 150, text + "y" * 300)}], 4000)
 
 
 @pytest.mark.parametrize("text", HARMLESS)

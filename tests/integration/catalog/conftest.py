@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy
 from paths import ROOT
 
-from ckptcore.catalog import CheckpointFacts, open_catalog, upgrade
+from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog, upgrade
 
 DATABASES = ("sqlite", "postgresql")
 
@@ -90,7 +90,11 @@ def convert(catalog):
             verb=verb,
             tool_version="0.1.0",
         )
-        return conversion, catalog.succeed(conversion, source=source, derived=derived, **(given | more))
+        findings = more.pop("findings", ())
+        done = ConversionFacts(**(given | more))
+        return conversion, catalog.succeed(
+            conversion, done, source=source, derived=derived, findings=findings
+        )
 
     return make
 

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 import pytest
 from typer.testing import CliRunner
 
-from ckptcore.catalog import default_url, open_catalog
+from ckptcore.catalog import ConversionFacts, default_url, open_catalog
 from ckptcore.catalog.database import HEAD
-from ckptcore.catalog.queues import inbox, outbox
+from ckptcore.catalog.queues import NewEvent, inbox, outbox
 from ckptcore.cli.catalog import app
 from ckptcore.errors import CatalogError, Conflict, UsageError, finding
 
@@ -56,13 +56,9 @@ def filled(path, facts):
         )
         public = catalog.succeed(
             conversion,
+            ConversionFacts("p" * 64, 196, 196, 10**9, {"write": 1.25}),
             source=source,
             derived=derived,
-            plan_digest="p" * 64,
-            bytes_in=196,
-            bytes_out=196,
-            peak_memory=10**9,
-            timings={"write": 1.25},
         )
         failed = catalog.begin(
             {},
@@ -264,7 +260,7 @@ def test_what_was_given_up_is_listed_and_put_back(ask, path):
     now = datetime.now(UTC)
     with open_catalog(path) as catalog, catalog.queueing() as conn:
         for n in range(3):
-            inbox.accept(conn, now, "trainer", f"e{n}", uri=LONG + f"step-{n}")
+            inbox.accept(conn, now, NewEvent("trainer", f"e{n}", uri=LONG + f"step-{n}"))
         for event in inbox.take(conn, now, limit=2):
             inbox.failed(conn, now, event, "[red]the disk is full: " + "/very/long" * 20)
         outbox.put(conn, now, "evaluation", "k", type="conversion.succeeded", body={})

@@ -34,7 +34,7 @@ with open_catalog(sys.argv[1]) as catalog:
 
 PUBLISH = """
 import sys
-from ckptcore.catalog import CheckpointFacts, open_catalog
+from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog
 def facts(uri, digest):
     return CheckpointFacts(uri, "safetensors", digest, 64, [("w", "bfloat16", (4, 8), 64)],
                            [("model.safetensors", 100, digest)])
@@ -44,8 +44,8 @@ with open_catalog(sys.argv[1]) as catalog:
         derived = facts("/out/model", f"{sys.argv[2]}{turn}".ljust(64, "0"))
         conversion = catalog.begin({}, source_uri=source.uri, destination_uri=derived.uri,
                                    verb="export", tool_version="1")
-        catalog.succeed(conversion, source=source, derived=derived, plan_digest="p", bytes_in=64,
-                        bytes_out=64, peak_memory=None, timings={})
+        done = ConversionFacts("p", bytes_in=64, bytes_out=64, peak_memory=None, timings={})
+        catalog.succeed(conversion, done, source=source, derived=derived)
 """
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from ckptcore.catalog import claims, sightings
 from ckptcore.catalog.claims import Key
-from ckptcore.catalog.sightings import Seen
+from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.errors import finding
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
@@ -17,6 +18,7 @@ PROCESSES = 4
 
 TAKE = """
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from ckptcore.catalog import claims, open_catalog
 with open_catalog(sys.argv[1]) as catalog:
@@ -83,12 +85,13 @@ def test_processes_that_race_take_each_claim_once(catalog, url, python, finish):
 
 
 def test_sightings_are_one_per_place_and_keep_when_it_was_first_seen(catalog):
-    given = {"root": "/runs", "step": 1, "stamp": "s1", "changed_at": NOW}
+    first = SightingRow("/runs/step-1", "/runs", 1, Condition.WRITING, "s1", None, None, (), NOW, NOW, NOW)
+    gone, later = finding("missing-file", "files", "gone", file="a"), NOW + timedelta(hours=1)
+    second = replace(first, uri="/runs/step-1/", state=Condition.BROKEN, stamp="s2", findings=(gone,))
     with catalog.writing() as conn:
-        sightings.note(conn, NOW, "/runs/step-1", state=Seen.WRITING, **given)
-        sightings.note(conn, NOW, "/runs-of-others/step-1", state=Seen.WRITING, **given)
-        later = given | {"findings": [finding("missing-file", "files", "gone", file="a")], "stamp": "s2"}
-        sightings.note(conn, NOW + timedelta(hours=1), "/runs/step-1/", state=Seen.BROKEN, **later)
+        sightings.note(conn, first)
+        sightings.note(conn, replace(first, uri="/runs-of-others/step-1"))
+        sightings.note(conn, replace(second, first_seen_at=later, last_seen_at=later))
     with catalog.reading() as conn:
         found = sightings.below(conn, "/runs")
     assert list(found) == ["/runs/step-1"]

@@ -150,7 +150,7 @@ def test_readers_do_not_wait_for_a_writer(path):
         seen = []
         reader = threading.Thread(target=lambda: seen.append(catalog.list()), daemon=True)
         reader.start()
-        reader.join(timeout=10)
+        reader.join(timeout=120)
         assert seen == [()]
 
 
@@ -187,7 +187,7 @@ def test_switching_the_journal_waits_for_a_writer(path):
         opener.join(timeout=0.3)
         assert opened == []
         connection.execute("COMMIT")
-        opener.join(timeout=30)
+        opener.join(timeout=120)
         assert opened[0].list() == ()
         opened[0].close()
 

@@ -6,7 +6,7 @@ import blake3
 import pytest
 from sqlalchemy import insert
 
-from ckptcore.catalog import open_catalog
+from ckptcore.catalog import ConversionFacts, open_catalog
 from ckptcore.catalog.models import Checkpoint, CheckpointFile, Tensor
 from ckptcore.errors import SourceUnreadable, UsageError, finding
 
@@ -275,13 +275,9 @@ def test_two_thousand_checkpoints_of_five_hundred_tensors(tmp_path, facts):
             )
             catalog.succeed(
                 conversion,
+                ConversionFacts("p", 1, 1, None, {}),
                 source=source,
                 derived=derived,
-                plan_digest="p",
-                bytes_in=1,
-                bytes_out=1,
-                peak_memory=None,
-                timings={},
                 findings=[finding("stray-file", "files", "left over")],
             )
         questions = {

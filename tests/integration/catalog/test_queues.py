@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from ckptcore.catalog import open_catalog, queues
-from ckptcore.catalog.queues import inbox, outbox
+from ckptcore.catalog.queues import NewEvent, inbox, outbox
 from ckptcore.errors import UsageError
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
@@ -17,11 +17,11 @@ ACCEPT = """
 import sys
 from datetime import UTC, datetime
 from ckptcore.catalog import open_catalog
-from ckptcore.catalog.queues import inbox
+from ckptcore.catalog.queues import NewEvent, inbox
 with open_catalog(sys.argv[1]) as catalog:
     for n in range(25):
         with catalog.queueing() as conn:
-            event, new = inbox.accept(conn, datetime.now(UTC), "mlflow", f"e{n}", body=sys.argv[2])
+            event, new = inbox.accept(conn, datetime.now(UTC), NewEvent("mlflow", f"e{n}", body=sys.argv[2]))
         print(n, event.id, int(new))
 """
 
@@ -55,16 +55,16 @@ def queue(catalog):
 
 
 def accept(queue, *ids, now=NOW, **more):
-    return [queue(inbox.accept, now, "mlflow", name, **more)[0] for name in ids]
+    return [queue(inbox.accept, now, NewEvent("mlflow", name, **more))[0] for name in ids]
 
 
 def test_an_event_is_accepted_once(queue):
     given = {"type": "run.done", "uri": "s3://b/run/step-10", "run": "llama", "step": 10, "body": '{"a": 1}'}
-    first, new = queue(inbox.accept, NOW, "mlflow", "e1", **given)
+    first, new = queue(inbox.accept, NOW, NewEvent("mlflow", "e1", **given))
     assert new
-    second, new = queue(inbox.accept, NOW + LEASE, "mlflow", "e1", body="forged")
+    second, new = queue(inbox.accept, NOW + LEASE, NewEvent("mlflow", "e1", body="forged"))
     assert (second, new) == (first, False)
-    assert queue(inbox.accept, NOW, "github", "e1")[1]
+    assert queue(inbox.accept, NOW, NewEvent("github", "e1"))[1]
     assert (first.source, first.event_id, first.state, first.attempts) == ("mlflow", "e1", "waiting", 0)
     assert {name: getattr(first, name) for name in given} == given
     assert queue(inbox.get, first.id) == first
@@ -80,7 +80,7 @@ def test_the_longest_due_is_taken_first_and_by_one_only(queue):
 
 def test_rows_of_others_are_neither_taken_nor_counted(queue):
     for source in ("mlflow", "slurm"):
-        queue(inbox.accept, NOW, source, "e", uri="s3://b/e")
+        queue(inbox.accept, NOW, NewEvent(source, "e", uri="s3://b/e"))
     for endpoint in ("team", "others"):
         queue(outbox.put, NOW, endpoint, "c-1", type="t", body={})
     assert queue(inbox.take, NOW, limit=9, only=[]) == []
@@ -193,11 +193,11 @@ def test_what_ended_long_ago_is_forgotten_and_till_then_a_repeat_is_one(queue):
     queue(outbox.done, NOW, queue(outbox.take, NOW)[0])
     accept(queue, "waits")
     assert queue(queues.forget, NOW + queues.KEEP) == 0
-    assert not queue(inbox.accept, NOW + queues.KEEP, "mlflow", "a")[1]
+    assert not queue(inbox.accept, NOW + queues.KEEP, NewEvent("mlflow", "a"))[1]
     assert queue(queues.forget, NOW + queues.KEEP + timedelta(seconds=1)) == 3
     assert queue(inbox.depth) == {"waiting": 1, "taken": 0, "done": 0, "failed": 0}
     assert queue(outbox.depth)["done"] == 0
-    assert queue(inbox.accept, NOW + queues.KEEP, "mlflow", "a")[1]
+    assert queue(inbox.accept, NOW + queues.KEEP, NewEvent("mlflow", "a"))[1]
 
 
 def test_what_does_not_happen_is_not_told(catalog):
@@ -235,8 +235,8 @@ def test_many_workers_take_each_event_once(url, queue, python, finish):
 def test_rows_that_others_hold_are_skipped(postgres, upgraded):
     with postgres.database(upgraded) as url, open_catalog(url) as catalog, open_catalog(url) as other:
         with catalog.queueing() as conn:
-            inbox.accept(conn, NOW, "s", "a")
-            inbox.accept(conn, NOW, "s", "b")
+            inbox.accept(conn, NOW, NewEvent("s", "a"))
+            inbox.accept(conn, NOW, NewEvent("s", "b"))
         with catalog.queueing() as mine, other.queueing() as theirs:
             theirs.execute(sa.text("SET LOCAL lock_timeout = '2s'"))
             assert [e.event_id for e in inbox.take(mine, NOW)] == ["a"]
@@ -244,4 +244,4 @@ def test_rows_that_others_hold_are_skipped(postgres, upgraded):
         # Nor does a conversion that is being recorded keep a queue waiting.
         with catalog.writing(), other.queueing() as conn:
             conn.execute(sa.text("SET LOCAL lock_timeout = '2s'"))
-            assert inbox.accept(conn, NOW, "s", "c")[1]
+            assert inbox.accept(conn, NOW, NewEvent("s", "c"))[1]

@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 import pytest
 from sqlalchemy import func, select
 
-from ckptcore.catalog import CheckpointFacts, open_catalog
+from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog
 from ckptcore.catalog.models import Checkpoint, CheckpointFile, FindingRecord, Tensor, TrainingRun
+from ckptcore.catalog.types import as_dict
 from ckptcore.errors import CatalogError, Finding, UsageError, finding
 
 
@@ -90,10 +91,9 @@ def test_derived_belongs_to_the_run_and_step_of_its_source(catalog, facts, conve
 
 
 def test_a_conversion_keeps_what_its_source_was_read_as(catalog, facts):
-    given = {"plan_digest": "p", "bytes_in": 1, "bytes_out": 1, "peak_memory": None, "timings": {}}
-    stamps = {"source_stamp": "5" * 64, "source_ctime": "c" * 64}
+    done = ConversionFacts("p", 1, 1, None, {}, source_stamp="5" * 64, source_ctime="c" * 64)
     conversion = begin(catalog)
-    catalog.succeed(conversion, source=facts("/a"), derived=facts("/b", content="c1"), **given, **stamps)
+    catalog.succeed(conversion, done, source=facts("/a"), derived=facts("/b", content="c1"))
     catalog.record_validation(facts("/a"))  # a source that is registered again takes nothing back
     row = catalog.show(conversion).conversion
     assert (row.source_stamp, row.source_ctime) == ("5" * 64, "c" * 64)
@@ -104,11 +104,7 @@ def test_success_told_twice_changes_nothing(catalog, facts):
     given = {
         "source": facts("/runs/step-1"),
         "derived": facts("/out/model", content="c1"),
-        "plan_digest": "p",
-        "bytes_in": 1,
-        "bytes_out": 1,
-        "peak_memory": None,
-        "timings": {},
+        "facts": ConversionFacts("p", 1, 1, None, {}),
         "findings": [finding("stray-file", "files", "left over")],
     }
     first = catalog.succeed(conversion, **given)
@@ -145,13 +141,9 @@ def test_a_failed_conversion_may_still_succeed_but_not_the_other_way(catalog, fa
     catalog.fail(conversion, code="storage-trouble", message="connection reset")
     catalog.succeed(
         conversion,
+        ConversionFacts("p", 1, 1, None, {}),
         source=facts("/runs/step-1"),
         derived=facts("/out/model", content="c1"),
-        plan_digest="p",
-        bytes_in=1,
-        bytes_out=1,
-        peak_memory=None,
-        timings={},
     )
     [row] = catalog.conversions()
     assert (row.state, row.error_code, row.error_message) == ("succeeded", None, None)
@@ -170,13 +162,9 @@ def test_success_ends_what_was_killed_before_it(catalog, facts):
     conversion, waiting = begin(catalog), begin(catalog)
     catalog.succeed(
         conversion,
+        ConversionFacts("p", 1, 1, None, {}),
         source=facts("/runs/step-1"),
         derived=facts("/out/model", content="c1"),
-        plan_digest="p",
-        bytes_in=1,
-        bytes_out=1,
-        peak_memory=None,
-        timings={},
     )
     states = {row.id: (row.state, row.error_code) for row in catalog.conversions()}
     assert states == {
@@ -371,3 +359,34 @@ def test_a_hundred_thousand_tensors_take_seconds(tmp_path, facts):
         catalog.record_validation(facts("/runs/big", tensors=tensors, files=files))
         assert time.process_time() - start < took / 2  # known already: not written again
         assert len(catalog.show(public).tensors) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("verb", "extra", "loadable"),
+    [
+        ("export", ["README.md"], "no"),
+        ("export", ["README.md", "tokenizer.json"], "no"),
+        ("export", ["README.md", "config.json"], None),
+        ("export", ["README.md", "adapter_config.json"], None),
+        ("export", [], None),  # one file; and what an earlier version recorded
+        ("consolidate", ["README.md"], None),
+    ],
+)
+def test_an_export_without_a_config_is_not_loadable(catalog, facts, convert, verb, extra, loadable):
+    derived = facts("/out/model", content="c1", extra=[(name, 3, None) for name in extra])
+    _, public = convert(facts("/runs/a/step-7"), derived, verb=verb)
+    assert catalog.show(public).loadable == loadable
+    assert as_dict(catalog.show(public))["loadable"] == loadable
+
+
+def test_what_is_found_of_the_output_stands_against_it(catalog, facts, convert):
+    found = [finding("not-loadable", "files", "no config"), finding("stray-file", "files", "x", file="x")]
+    source, derived = (
+        facts("/runs/a/step-7", verified="cover"),
+        facts("/out/model", content="c1", verified="cover"),
+    )
+    conversion, public = convert(source, derived, findings=found)
+    assert {f.code for f in catalog.show(conversion).findings} == {"not-loadable", "stray-file"}
+    assert [f.code for f in catalog.show(public).findings] == ["not-loadable"]
+    assert [f.code for f in catalog.show("/runs/a/step-7").findings] == ["stray-file"]
+    assert catalog.show(public).checkpoint.state == "present"

@@ -6,6 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from ckptcore.catalog import maintenance as tending
+from ckptcore.errors import UsageError
 
 
 @pytest.fixture
@@ -76,3 +77,37 @@ def test_what_is_gone_or_not_proven_gives_way_to_what_is(made, ask, catalog):
         tending.gone(conn, datetime.now(UTC), lost)
     made("/exports/30", 30, verified=None)
     assert ask(EXPORTS) == [("llama", 10, "float32", "/exports/10")]
+
+
+def test_an_export_that_failed_its_verification_is_no_newest_export(made, ask, catalog):
+    made("/exports/10", 10)
+    newer = made("/exports/20", 20)
+    conversion = catalog.show(newer).written_by[0].id
+    assert (
+        catalog.record_verdict(conversion, [("names", "ok", "fit"), ("finite", "failed", "w: 1 NaN")])
+        == "failed"
+    )
+    assert ask(EXPORTS) == [("llama", 10, "float32", "/exports/10")]
+    wanted = [("llama", 20, "failed", newer, "/exports/20")]
+    assert ask("SELECT run, step, verdict, checkpoint, uri FROM export_verdicts") == wanted
+    assert catalog.record_verdict(conversion, [("finite", "ok", "none")]) == "ok"
+    assert ask(EXPORTS) == [("llama", 20, "float32", "/exports/20")]
+
+
+def test_a_check_that_could_not_be_done_takes_nothing_back(made, catalog):
+    conversion = catalog.show(made("/exports/10", 10)).written_by[0].id
+    assert (
+        catalog.record_verdict(conversion, [("elements", "not-done", "gone"), ("names", "ok", "")])
+        == "unproven"
+    )
+    assert catalog.record_verdict(conversion, [("elements", "ok", "all"), ("names", "not-done", "")]) == "ok"
+    assert catalog.record_verdict(conversion, [("elements", "not-done", "gone")]) == "ok"
+    row = catalog.show(conversion).conversion
+    assert {name: each["verdict"] for name, each in row.export_checks.items()} == {
+        "elements": "ok",
+        "names": "ok",
+    }
+    assert row.export_checks["elements"]["summary"] == "all"
+    assert row.export_verified_at >= row.started_at
+    with pytest.raises(UsageError, match="no conversion"):
+        catalog.record_verdict("nothing", [])

@@ -18,7 +18,7 @@ import webhooks
 from starlette.testclient import TestClient
 
 from deployments.receiver.app import make_app
-from deployments.receiver.inbox import Box
+from deployments.receiver.inbox import Mailbox
 from deployments.receiver.settings import Sender, load
 
 
@@ -29,9 +29,9 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def box(url: str) -> Iterator[Box]:
+def box(url: str) -> Iterator[Mailbox]:
     """Inbox and outbox of that catalog."""
-    opened = Box(url)
+    opened = Mailbox(url)
     yield opened
     opened.close()
 
@@ -50,7 +50,7 @@ def application(
 ) -> Iterator[tuple[TestClient, Path]]:
     """A client of one application for all tests, and the file of its catalog."""
     path = tmp_path_factory.mktemp("inbox") / "catalog.sqlite"
-    app = make_app(senders, Box(str(path)), clock=lambda: webhooks.NOW)
+    app = make_app(senders, Mailbox(str(path)), clock=lambda: webhooks.NOW)
     with TestClient(app, raise_server_exceptions=True) as running:
         yield running, path
 

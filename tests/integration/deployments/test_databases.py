@@ -19,7 +19,7 @@ from ckptcore.catalog import upgrade
 from ckptcore.catalog.sql_query import ask
 from ckptcore.errors import UsageError
 from deployments.local.postgres import make_databases
-from deployments.local.state import OWNERS, Choices, Ports, State, load, settle
+from deployments.local.state import OWNERS, Choices, LocalState, Ports, load, settle
 
 psycopg = pytest.importorskip("psycopg", reason="pip install 'ckptcore[postgres]'")
 COMPOSE = ROOT / "deployments" / "compose.yaml"
@@ -35,7 +35,7 @@ def server() -> Iterator[postgresql.Server]:
 
 
 @pytest.fixture
-def state(server: postgresql.Server, tmp_path: Path) -> State:
+def state(server: postgresql.Server, tmp_path: Path) -> LocalState:
     """As `make up` settles it, for that server."""
     settle(tmp_path, Choices(ports=Ports(1, 1, server.port, 1)))
     found = load(tmp_path)
@@ -47,7 +47,7 @@ def password_of(server: postgresql.Server) -> str:
     return server.url().split(":")[2].split("@")[0]
 
 
-def owners_do_their_work_and_nothing_else(state: State) -> None:
+def owners_do_their_work_and_nothing_else(state: LocalState) -> None:
     assert upgrade(state.catalog)[1]
     assert ask(state.catalog, "SELECT count(*) FROM checkpoint").rows == ((0,),)
     assert ask(state.catalog, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user").rows == (
@@ -69,13 +69,13 @@ def owners_do_their_work_and_nothing_else(state: State) -> None:
             psycopg.connect(url)
 
 
-def test_make_up_gives_each_database_an_owner(state: State) -> None:
+def test_make_up_gives_each_database_an_owner(state: LocalState) -> None:
     for _ in range(2):
         make_databases(state)
     owners_do_their_work_and_nothing_else(state)
 
 
-def test_what_an_older_version_made_becomes_the_owners(state: State, server: postgresql.Server) -> None:
+def test_what_an_older_version_made_becomes_the_owners(state: LocalState, server: postgresql.Server) -> None:
     secrets = state.folder / "secrets.json"
     secrets.write_text(json.dumps({n: v for n, v in state.secrets.items() if n not in OWNERS.values()}))
     older = load(state.folder)
@@ -110,7 +110,7 @@ def test_what_an_older_version_made_becomes_the_owners(state: State, server: pos
         assert left.fetchall() == []
 
 
-def test_compose_gives_each_database_an_owner(state: State, server: postgresql.Server) -> None:
+def test_compose_gives_each_database_an_owner(state: LocalState, server: postgresql.Server) -> None:
     psql = shutil.which("psql")
     if psql is None:
         pytest.skip("no psql on this machine: apt-get install postgresql-client")

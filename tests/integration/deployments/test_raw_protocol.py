@@ -51,7 +51,7 @@ def port() -> Iterator[int]:
         time.sleep(0.01)
     yield listener.getsockname()[1]
     server.should_exit = True
-    thread.join(20)
+    thread.join(120)
     listener.close()
 
 
@@ -62,7 +62,14 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     seen.clear()
 
 
-def answer(port: int, *parts: bytes, pause: float = 0.0, wait: float = 20) -> bytes:
+@pytest.fixture
+def patient(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time enough for a request that comes byte by byte, however busy the machine is."""
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 300)
+    monkeypatch.setattr(protocol, "BODY_SECONDS", 300)
+
+
+def answer(port: int, *parts: bytes, pause: float = 0.0, wait: float = 120) -> bytes:
     """What comes back until the other side closes; each part is a packet of its own."""
     with socket.create_connection(("127.0.0.1", port), timeout=wait) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -118,6 +125,7 @@ def test_what_has_two_meanings_is_refused(name: str, port: int) -> None:
     assert seen == []
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("name", ["bare LF", "obs-fold", "bare CR", "length and chunks"])
 def test_also_when_it_comes_byte_by_byte(name: str, port: int) -> None:
     found = answer(port, *(bytes([byte]) for byte in REFUSED[name]))
@@ -125,6 +133,7 @@ def test_also_when_it_comes_byte_by_byte(name: str, port: int) -> None:
     assert seen == []
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_is_right_is_answered(port: int) -> None:
     for parts in (
         [GET[:-2] + CLOSE],
@@ -140,7 +149,7 @@ def test_what_is_right_is_answered(port: int) -> None:
 
 
 def test_a_connection_takes_one_request_after_the_other(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as client:
         for number in range(3):
             client.sendall(GET if number else BODY + b"Content-Length: 2\r\n\r\nab")
             found = b""
@@ -204,7 +213,7 @@ def test_a_large_head_is_refused(port: int) -> None:
 
 
 def test_many_half_requests_keep_nobody_out(port: int) -> None:
-    half = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(300)]
+    half = [socket.create_connection(("127.0.0.1", port), timeout=120) for _ in range(300)]
     for one in half:
         one.sendall(b"GET /a HTTP/1.1\r\nX: ")
     assert b" 200 " in answer(port, GET[:-2] + CLOSE)

@@ -12,7 +12,7 @@ from webhooks import HOOKS, NOW, Hook, Rows
 
 from deployments.receiver import batch_writer as keeper
 from deployments.receiver.app import make_app
-from deployments.receiver.inbox import Box
+from deployments.receiver.inbox import Mailbox
 from deployments.receiver.settings import Sender
 
 
@@ -37,37 +37,39 @@ def test_without_its_database_it_asks_to_send_again(
     assert send(client, HOOKS["bearer"]).json()["status"] == "accepted"
 
 
-def test_who_asks_whether_it_is_ready_takes_no_time_from_events(senders: dict[str, Sender], url: str) -> None:
+def test_who_asks_whether_it_is_ready_takes_no_time_from_events(
+    senders: dict[str, Sender], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "FRESH", 300.0)  # as if no time went by
+    monkeypatch.setattr(keeper, "SECONDS", 300.0)
     asked: list[float] = []
 
-    class Slow(Box):
+    class Slow(Mailbox):
         def check(self) -> None:
             asked.append(time.monotonic())
             time.sleep(0.2)
             super().check()
 
-    async def many() -> float:
+    async def many() -> None:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://receiver") as client:
             ready = [asyncio.create_task(client.get("/readyz")) for _ in range(100)]
             await asyncio.sleep(0.05)
-            began = time.monotonic()
             hook = HOOKS["bearer"]
             answer = await client.post(hook.path, content=hook.body, headers=hook.headers)
-            took = time.monotonic() - began
             assert answer.status_code == 202
+            assert len(asked) == 1  # the event was behind one check, not behind a hundred
             assert {one.status_code for one in await asyncio.gather(*ready)} == {200}
             assert (await client.get("/readyz")).status_code == 200  # remembered
             assert len(asked) == 1
-            await asyncio.sleep(keeper.FRESH)
+            monkeypatch.setattr(keeper, "FRESH", 0.0)
             assert (await client.get("/readyz")).status_code == 200
             assert len(asked) == 2
-            return took
 
     box = Slow(url)
     app = make_app(senders, box, clock=lambda: NOW)
     try:
-        assert asyncio.run(many()) < 5.0  # behind one check; behind a hundred it would be 20 s, and a 503
+        asyncio.run(many())
     finally:
         box.close()
 
@@ -78,7 +80,8 @@ def test_a_database_that_does_not_answer_is_not_waited_for(
     monkeypatch.setattr(keeper, "SECONDS", 0.3)
     with rows.locked():
         assert send(client, HOOKS["bearer"]).status_code == 503
-    end = time.monotonic() + 30
+    monkeypatch.setattr(keeper, "SECONDS", 300.0)
+    end = time.monotonic() + 120
     while not rows() and time.monotonic() < end:
         time.sleep(0.05)
     # It was written after all. The sender comes again, and is told that it is known.

@@ -11,7 +11,7 @@ import pytest
 import webhooks
 
 from ckptcore.errors import UsageError
-from deployments.receiver.http_errors import REFUSALS, Refused
+from deployments.receiver.http_errors import REFUSALS, RequestRefused
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import load
 
@@ -27,8 +27,8 @@ def test_examples(name: str) -> None:
 
 def test_the_refusals_are_those_that_senders_know() -> None:
     assert {status for status, _ in REFUSALS.values()} == {400, 401, 403, 404, 408, 413, 415, 422, 431, 503}
-    assert "secret" not in str(Refused("unauthorized", "no secret fits").told)
-    assert "/var" not in str(Refused("unavailable", "/var/lib/catalog is away").told)
+    assert "secret" not in str(RequestRefused("unauthorized", "no secret fits").told)
+    assert "/var" not in str(RequestRefused("unavailable", "/var/lib/catalog is away").told)
 
 
 def test_the_example_is_a_whole_one_of_every_kind() -> None:

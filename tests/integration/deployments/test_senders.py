@@ -46,13 +46,13 @@ def env(running: live.Live) -> dict[str, str]:
 
 def run(*command: str | Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)), env=dict(env), capture_output=True, text=True, timeout=60, check=False
+        list(map(str, command)), env=dict(env), capture_output=True, text=True, timeout=300, check=False
     )
 
 
 def announced(running: live.Live, count: int = 1) -> list[tuple[Any, ...]]:
     """The rows of the inbox, when there are as many; scripts may send in the background."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while len(found := running.rows("source, type, uri, run, step")) < count and time.monotonic() < end:
         time.sleep(0.05)
     return found

@@ -12,14 +12,14 @@ import pytest
 from paths import ROOT
 
 from deployments.local.__main__ import told
-from deployments.local.state import Choices, State
+from deployments.local.state import Choices, LocalState
 
 FOLDER = ROOT / "deployments"
 
 
 def program(tmp_path: Path) -> str:
     """What asks the catalog, as `make up` tells it."""
-    (line,) = re.findall(r"^  (\S+ catalog sql .*)$", told(State(tmp_path, Choices(), {})), re.MULTILINE)
+    (line,) = re.findall(r"^  (\S+ catalog sql .*)$", told(LocalState(tmp_path, Choices(), {})), re.MULTILINE)
     return shlex.split(line)[0]
 
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import pytest
 from standardwebhooks import Webhook
 
-from deployments.receiver.http_errors import Refused
+from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.verify import key_of, sign, verify
 
@@ -79,9 +79,9 @@ def test_the_senders_own_signature_fits(name: str) -> None:
     dialect = DIALECTS[kind]
     key = key_of(secret, dialect.key)
     verify(dialect, dialect.proof, [b"another", key], headers, body, now)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         verify(dialect, dialect.proof, [b"another"], headers, body, now)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         verify(dialect, dialect.proof, [key], headers, body + b" ", now)
 
 
@@ -119,6 +119,6 @@ def test_no_comparison_tells_the_length_of_a_token(given: str, monkeypatch: pyte
     if given == "t" * 24:
         verify(DIALECTS["bearer"], "authorization", secrets, headers, b"", 0)
     else:
-        with pytest.raises(Refused):
+        with pytest.raises(RequestRefused):
             verify(DIALECTS["bearer"], "authorization", secrets, headers, b"", 0)
     assert compared == [(32, 32)] * 2

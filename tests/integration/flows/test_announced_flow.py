@@ -55,12 +55,12 @@ def test_a_checkpoint_that_is_still_being_written_is_waited_for(
         for path in sorted(source.iterdir(), key=lambda p: p.name == ".metadata"):
             data = path.read_bytes()
             for size in (len(data) // 2, len(data)):
-                time.sleep(0.3)
+                time.sleep(0.1)  # far less than `QUIET`, also where a second takes long
                 (late / path.name).write_bytes(data[:size])
 
     writer = threading.Timer(0.5, arrive)
     writer.start()
-    state = arrived(late, wait_minutes=0.5)
+    state = arrived(late, wait_minutes=5)
     writer.join()
     assert state.is_completed(), state.message
     assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)

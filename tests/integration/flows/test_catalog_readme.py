@@ -14,7 +14,7 @@ import ckptcore.catalog
 from ckptcore.catalog import aliases, holds, open_catalog, upgrade
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.models import Base
-from ckptcore.catalog.queues import inbox
+from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.catalog.views import VIEWS
 
 pytestmark = [
@@ -33,6 +33,12 @@ ANSWERS = {
     "Which is the newest proven export of every training run?": [
         ("mistral", 5, "bfloat16", "/exports/bf16-5"),
         ("mistral", 5, "float32", "/exports/step-5"),
+    ],
+    "Which exports were verified, and which are not what they should be?": [
+        # They have no config.json, so that nothing proves their names.
+        ("mistral", 4, "unproven", "/exports/step-4"),
+        ("mistral", 5, "unproven", "/exports/bf16-5"),
+        ("mistral", 5, "unproven", "/exports/step-5"),
     ],
     "What is the newest of each kind that was made of one run?": [
         ("consolidate", "safetensors", "float32", 5, "/whole/5"),
@@ -98,7 +104,9 @@ ANSWERS = {
         ("consolidate", "/out/10", "a number", "a number", "a number"),
     ],
     "Which stage takes the time?": [
-        (stage, 9, "a number") for stage in ("inspect", "plan", "publish", "validate", "verify", "write")
+        *((stage, 9, "a number") for stage in ("inspect", "plan", "publish", "validate", "verify")),
+        ("verify_export", 3, "a number"),
+        ("write", 9, "a number"),
     ],
     "Which checkpoints hold a tensor of this name, in which shape and dtype?": [
         ("/llama/step-10", "[4, 4]", "float32", W),
@@ -232,8 +240,8 @@ def _add(root, url):
             roots.add(conn, NOW, "llama", str(root / "llama"))
             roots.swept(conn, NOW, "llama", "3 found")
         with catalog.queueing() as conn:
-            inbox.accept(conn, NOW, "mlflow", "e1", type="created", uri=str(root / "llama/step-40"))
-            inbox.accept(conn, NOW, "mlflow", "e2")
+            inbox.accept(conn, NOW, NewEvent("mlflow", "e1", "created", str(root / "llama/step-40")))
+            inbox.accept(conn, NOW, NewEvent("mlflow", "e2"))
             inbox.done(conn, NOW, next(e for e in inbox.take(conn, NOW, limit=2) if e.event_id == "e2"))
             conn.execute(sa.text("UPDATE inbox SET state = 'waiting', attempts = 0 WHERE event_id = 'e1'"))
 

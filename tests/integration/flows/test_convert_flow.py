@@ -116,7 +116,7 @@ def test_a_damaged_source_stops_before_any_work(
 
 
 @pytest.mark.parametrize(
-    "options", [{"rename": ["a"]}, {"max_file_size": "many"}, {"workers": 0}, {"include": ["nothing*"]}]
+    "options", [{"rename": ["a"]}, {"max_file_size": "many"}, {"memory": "1"}, {"include": ["nothing*"]}]
 )
 def test_arguments_that_make_no_sense_are_a_failed_run(
     convert: Any, source: Path, tmp_path: Path, options: dict[str, Any]
@@ -124,6 +124,16 @@ def test_arguments_that_make_no_sense_are_a_failed_run(
     state = convert(str(source), str(tmp_path / "out"), no_catalog=True, **options, return_state=True)
     assert state.is_failed()
     assert state.message.startswith("usage: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("options", [{"workers": 0}, {"device": "tpu"}, {"verb": "reshard"}])
+def test_what_the_form_refuses_begins_nothing(
+    convert: Any, source: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    state = convert(str(source), str(tmp_path / "out"), no_catalog=True, **options, return_state=True)
+    assert state.is_failed()
+    assert f"- {next(iter(options))}: " in state.message
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -136,7 +146,9 @@ def test_the_faces_do_the_same_job(source: Path, tmp_path: Path, monkeypatch: py
     assert whole.result().destination == f"{source}.consolidated"
     assert observe.equal(observe.tensors(Path(f"{source}.consolidated")), TENSORS)
 
-    export(str(source), str(tmp_path / "hf"), model_prefix="model", dtype="bf16")
+    made = export(str(source), str(tmp_path / "hf"), model_prefix="model", dtype="bf16")
+    assert made.loadable == "no"  # nothing tells a config
+    assert "not-loadable" in [w.code for w in made.warnings]
     found = observe.tensors(tmp_path / "hf")
     expected = {name.removeprefix("model."): tensor.bfloat16() for name, tensor in TENSORS.items()}
     assert observe.equal(found, expected)

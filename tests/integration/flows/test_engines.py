@@ -172,7 +172,7 @@ def dask_cluster(
             process.wait()
 
 
-def until(there: Any, what: str, seconds: float = 60.0) -> Any:
+def until(there: Any, what: str, seconds: float = 240.0) -> Any:
     """What ``there`` gives, once it gives something."""
     limit = time.monotonic() + seconds
     while not (found := there()):

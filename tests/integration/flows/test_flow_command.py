@@ -5,24 +5,30 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import observe
 import pytest
+import typer.main
 from observe import ONE_FILE_EACH, TENSORS
 from paths import ROOT
+from prefect import Flow
+from prefect.utilities.callables import parameter_schema
 
 from ckptcore.catalog import open_catalog
+from ckptcore.cli.main import app
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import Interrupted, SourceUnreadable, UsageError
 from ckptcore.planning.request import Request
 from ckptcore.utils.units import parse_size
-from flows._command import parser
+from flows._command import parse
+from flows._options import option_of
 
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in ONE_FILE_EACH.items()]
 pytestmark = pytest.mark.xdist_group("prefect")
@@ -43,14 +49,14 @@ from flows.convert import convert
 main(convert, sys.argv[1:])
 """
 
-# The flow with a write that takes two minutes, and Ctrl-C in its first second.
+# The flow with a write that takes an hour, and Ctrl-C in its first second.
 INTERRUPTED = """
 import os, signal, sys, threading, time
 from tasks import write
 def execute(plan_uri, indices, settings, progress):
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    for done in range(1200):
-        progress("write", done, 1200)
+    for done in range(36_000):
+        progress("write", done, 36_000)
         time.sleep(0.1)
 write.execute = execute
 from flows._command import main
@@ -68,7 +74,7 @@ def run(what: str, *arguments: str, env: Mapping[str, str]) -> subprocess.Comple
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -138,13 +144,11 @@ def test_a_reshard_killed_between_files_writes_the_missing_ones(
 def test_ctrl_c_ends_the_running_batches_too(
     prefect_api: str, source: Path, tmp_path: Path, catalog: str
 ) -> None:
-    began = time.monotonic()
     env = os.environ | {"PREFECT_API_URL": prefect_api}
     done = run(INTERRUPTED, str(source), str(tmp_path / "out"), "--catalog", catalog, env=env)
     assert done.returncode == Interrupted.exit_code, done.stderr
     assert done.stderr.splitlines()[-1] == f"stopped; {Interrupted.default_hint}"
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - began < 60
     (failed,) = open_catalog(catalog).conversions()
     assert (failed.state, failed.error_code) == ("failed", Interrupted.code)
 
@@ -179,29 +183,85 @@ def test_the_server_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
 
 
 def test_a_module_is_a_command_with_help() -> None:
-    done = run("flows.export", "--help", env=os.environ)
+    done = run("flows.export", "--help", env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 0
-    assert "usage: python -m flows.export" in done.stdout
-    assert "names and shapes are checked against it" in " ".join(done.stdout.split())
+    assert "Usage: python -m flows.export" in done.stdout
+    assert "a config file, which names and shapes are checked against" in " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize("flow", ["convert", "consolidate", "export"])
-def test_the_signature_is_the_command_line(flow: str) -> None:
-    function = getattr(importlib.import_module(f"flows.{flow}"), flow).fn
-    given = vars(parser(function, flow).parse_args(["a", "b"]))
+def flow_of(name: str) -> Flow[..., Any]:
+    found: Flow[..., Any] = getattr(importlib.import_module(f"flows.{name}"), name)
+    return found
+
+
+@pytest.mark.parametrize("name", ["convert", "consolidate", "export", "reshard"])
+def test_the_signature_is_the_command_line(name: str) -> None:
+    flow = flow_of(name)
+    given = parse(flow, ["a", "b"])
     assert given == {
         name: {"source": "a", "destination": "b"}.get(name, parameter.default)
-        for name, parameter in inspect.signature(function).parameters.items()
+        for name, parameter in inspect.signature(flow.fn).parameters.items()
     }
 
 
+@pytest.mark.parametrize("verb", ["consolidate", "export", "reshard"])
+def test_a_flow_has_the_options_of_its_command(verb: str) -> None:
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    known = {p.name: p for p in command.params if p.name not in ("src", "dst", "wait", "output")}
+    flow = inspect.signature(flow_of(verb).fn).parameters
+    alone = {"batch", "engine", *(("verify_export",) if verb == "export" else ())}
+    assert set(known) | alone == set(flow) - {"source", "destination", "also"}
+    for name, option in known.items():
+        assert option.default == flow[name].default, name
+        assert option.help == option_of(flow[name]).help, name
+
+
+def test_what_is_spelled_arrives(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nfqn = "*"\n')
+    line = ["a", "--also", '{"destination": "c", "mesh": "fsdp=2"}', "--include", "x", "--include", "y"]
+    more = ["--sharding", str(rules), "--no-digest", "--fingerprint", "--workers", "3", "--tie", "a=b"]
+    given = parse(flow_of("reshard"), [*line, *more])
+    assert [target.destination for target in given["also"]] == ["c"]
+    assert (list(given["include"]), list(given["tie"])) == (["x", "y"], ["a=b"])
+    assert given["sharding"] == rules.read_text()
+    assert (given["digest"], given["fingerprint"], given["workers"]) == (False, True, 3)
+    assert (
+        parse(flow_of("reshard"), ["a", "b", "--sharding", rules.read_text()])["sharding"]
+        == rules.read_text()
+    )
+
+
 @pytest.mark.parametrize(
-    "arguments", [["only-a-source"], ["a", "b", "--no-such-option"], ["a", "b", "--verb", "x"]]
+    "arguments",
+    [
+        ["only-a-source"],
+        ["a", "b", "--no-such-option"],
+        ["a", "b", "--verb", "x"],
+        ["a", "b", "--workers", "0"],
+        ["a", "b", "--device", "tpu"],
+    ],
 )
 def test_a_wrong_command_line_is_exit_code_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        parser(importlib.import_module("flows.convert").convert.fn, "convert").parse_args(arguments)
+        parse(flow_of("convert"), arguments)
     assert stopped.value.code == UsageError.exit_code
-    assert "usage: convert" in capsys.readouterr().err
+    assert "see `python -m flows.convert --help`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["convert", "consolidate", "export", "reshard", "arrived", "sweep", "scrub", "retire", "resume"]
+)
+def test_a_form_says_what_every_parameter_means(name: str) -> None:
+    schema = parameter_schema(flow_of(name)).model_dump()
+    assert {n for n, of_one in schema["properties"].items() if not of_one.get("description")} == set()
+
+
+def test_a_form_shows_choices_and_limits() -> None:
+    shown = parameter_schema(flow_of("convert")).model_dump()["properties"]
+    assert shown["verb"]["enum"] == ["consolidate", "export"]
+    assert {"minimum": 1, "type": "integer"} in shown["workers"]["anyOf"]
+    assert re.fullmatch(shown["device"]["pattern"], "cuda:1")
+    assert parameter_schema(flow_of("reshard")).model_dump()["properties"]["serialization"]["enum"]

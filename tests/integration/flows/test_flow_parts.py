@@ -18,7 +18,7 @@ from flows._batches import MAX_TASKS, batches
 from flows._naming import explain
 from tasks import logs, progress, retry
 
-MODULES = ["flows._batches", "flows._command", "flows._naming", "tasks.markdown_text"]
+MODULES = ["flows._batches", "flows._naming", "tasks.markdown_text"]
 
 
 @pytest.mark.parametrize("name", MODULES)

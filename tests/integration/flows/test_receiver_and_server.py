@@ -48,7 +48,7 @@ def told() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     server.server_close()
 
 
-def until(what: Callable[[], Any], seconds: float = 90.0) -> Any:
+def until(what: Callable[[], Any], seconds: float = 240.0) -> Any:
     """What something says as soon as it says anything."""
     end = time.monotonic() + seconds
     while not (found := what()):

@@ -33,7 +33,7 @@ def test_a_claim_is_renewed_while_the_work_goes_on(catalog, url, monkeypatch):
     monkeypatch.setattr(claims, "renew", counted)
     with claimed(catalog, KEY, "/s", "a") as mine:
         assert mine.mine
-        assert renewed.wait(20)
+        assert renewed.wait(120)
         with catalog.writing() as conn:  # waits for the renewal's end
             claims.standing(conn, KEY)
         with claimed(catalog, KEY, "/s", "b") as other:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import UsageError
-from ckptcore.operations.export_target import Place, colliding, options_digest, target_of
+from ckptcore.operations.export_target import TemplateFields, colliding, options_digest, target_of
 from ckptcore.planning.request import Request
 
-PLACE = Place("/runs", "llama", 300, "step-300", "llama/step-300")
+PLACE = TemplateFields("/runs", "llama", 300, "step-300", "llama/step-300")
 
 
 def test_the_default_goes_beside_the_root():
@@ -25,7 +25,11 @@ def test_the_default_goes_beside_the_root():
         ("{root}/../exports/{run}/step-{step}", PLACE, "/exports/llama/step-300"),
         ("/out/{step:08d}", PLACE, "/out/00000300"),
         ("s3://b/{path}", PLACE, "s3://b/llama/step-300"),
-        ("{root}/../out/{name}", Place("s3://b/runs", "r", 1, "s=1.ckpt", "r/s=1.ckpt"), "s3://b/out/s=1"),
+        (
+            "{root}/../out/{name}",
+            TemplateFields("s3://b/runs", "r", 1, "s=1.ckpt", "r/s=1.ckpt"),
+            "s3://b/out/s=1",
+        ),
     ],
 )
 def test_templates(template, place, filled):
@@ -58,7 +62,9 @@ def test_what_can_make_nothing_is_refused_when_it_is_told(form, word):
 
 def test_a_step_that_nothing_tells():
     with pytest.raises(UsageError, match="tells a step"):
-        target_of({"destination": "/out/{step}"}).fill(Place("/runs", "llama", None, "final", "llama/final"))
+        target_of({"destination": "/out/{step}"}).fill(
+            TemplateFields("/runs", "llama", None, "final", "llama/final")
+        )
 
 
 def test_the_digest_is_of_what_decides_the_bytes():

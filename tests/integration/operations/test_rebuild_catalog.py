@@ -14,7 +14,7 @@ from ckptcore import Settings, api
 from ckptcore.catalog import open_catalog
 from ckptcore.errors import SourceUnreadable
 from ckptcore.operations.rebuild_catalog import rebuild
-from ckptcore.planning.config_folder import provenance
+from ckptcore.planning.model_card import provenance
 
 
 @pytest.fixture(scope="module")

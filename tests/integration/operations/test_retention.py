@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import UsageError
-from ckptcore.operations.retention import Entry, Policy, decide
+from ckptcore.operations.retention import Policy, RetentionEntry, decide
 
 words = st.lists(st.sampled_from(["a", "b"]), max_size=1).map(tuple)
 entries = st.lists(
     st.builds(
-        Entry,
+        RetentionEntry,
         id=st.uuids().map(str),
         run=st.sampled_from(["r", "s"]),
         step=st.none() | st.integers(0, 60),
@@ -76,6 +76,6 @@ def test_policies_that_make_no_sense(given):
 
 
 def test_reasons_in_words():
-    found = [Entry("1", "r", 1), Entry("2", "r", 2, ("best",)), Entry("3", "r", 3)]
+    found = [RetentionEntry("1", "r", 1), RetentionEntry("2", "r", 2, ("best",)), RetentionEntry("3", "r", 3)]
     whys = [v.why for v in decide(found, Policy(1, 10))]
     assert whys == [("not one of the last 1, not of every 10",), ("tagged best",), ("one of the last 1",)]

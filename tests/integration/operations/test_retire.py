@@ -413,3 +413,15 @@ def test_the_command_line(made, url, capsys):
     assert not made[1].exists()
     assert run(["retire", "--keep-last", "0", "--catalog", url]) == 2
     assert os.listdir(made[2].parent)
+
+
+def test_an_export_that_failed_its_verification_stands_for_nothing(made, retired, catalog, tmp_path):
+    written = catalog.show(str(tmp_path / "out/step-1")).written_by[0].id
+    catalog.record_verdict(written, [("fingerprints", "failed", "w differs")])
+    found = retired()
+    assert found[1][0] == "unsafe"
+    assert "failed when it was verified" in " ".join(found[1][1])
+    assert fates(found)[2] == "deleted"
+    assert made[1].exists()
+    catalog.record_verdict(written, [("fingerprints", "ok", "equal")])
+    assert fates(retired())[1] == "deleted"

@@ -40,7 +40,7 @@ def _is_at(name):
 FAULTS = {
     "before the folder that it is moved to": (aside.os, "mkdir", 1, False),
     "before its record": (aside.os, "mkdir", 1, True),
-    "in its record": (aside.Record, "dump", 1, True),
+    "in its record": (aside.RemovalRecord, "dump", 1, True),
     "before it is moved": (aside.Aside, "take", 1, False),
     "moved and not committed": (aside.Aside, "take", 1, True),
     "committed": (module, "_require_read_again", 1, False),

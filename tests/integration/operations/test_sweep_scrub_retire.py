@@ -8,7 +8,7 @@ from checkpoints import save
 
 from ckptcore.catalog import open_catalog, queues
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.catalog.queues import inbox
+from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.conversion.pipeline import convert
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
@@ -36,7 +36,7 @@ def test_a_checkpoint_from_its_save_to_its_end(either, runs):
         # Events that ended long ago are forgotten on the way.
         long_ago = datetime.now(UTC) - queues.KEEP - timedelta(hours=1)
         with catalog.queueing() as conn:
-            inbox.accept(conn, long_ago, "s", "e")
+            inbox.accept(conn, long_ago, NewEvent("s", "e"))
             inbox.done(conn, long_ago, inbox.take(conn, long_ago)[0])
         sweep(catalog, lambda _: None, settle_s=0, dry_run=True)
         with catalog.queueing() as conn:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from pydantic import TypeAdapter
 
@@ -17,8 +18,9 @@ from ckptcore.catalog import claims, open_catalog, sightings, upgrade
 from ckptcore.catalog.database import HEAD
 from ckptcore.catalog.queues import inbox, outbox
 from ckptcore.cli.main import run
-from ckptcore.conversion.pipeline import convert, execute
+from ckptcore.conversion.pipeline import convert, execute, prepare
 from ckptcore.planning.request import Request, Settings
+from deployments import parameters
 from deployments.receiver.run_request import order_of
 from deployments.receiver.settings import load
 from flows.arrived import arrived
@@ -35,6 +37,7 @@ SECRETS = (
     "EVENTBRIDGE_KEY",
     "EVALUATION_SECRET",
 )
+PARAMETERS = json.loads((Path(__file__).parents[2] / "fixtures" / "upgrade" / "parameters.json").read_text())
 WHSEC = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 
@@ -146,6 +149,38 @@ def test_a_saved_plan_of_another_source_is_refused(old, capsys):
     assert (code, refused["error"]["code"]) == (11, "source-changed")
 
 
+@pytest.fixture
+def planned_otherwise(tmp_path, monkeypatch):
+    """A source with plain values, with a saved plan and half of a conversion of a version that wrote them
+    in another form: release 0.1 gave the form no version."""
+    source = tmp_path / "source.pt"
+    torch.save({f"w{n}": torch.arange(700.0) for n in range(4)} | {"step": 7}, source)
+    half = Request(str(source), str(tmp_path / "half"), max_file_size=3000)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptcore.formats.huggingface.safetensors.VERSION", 0)
+        execute(prepare(half).plan_uri, [0, 1])
+        plan = ["plan", source, tmp_path / "out", "--save", tmp_path / "saved"]
+        assert run(list(map(str, plan))) == 0
+    return half
+
+
+def test_a_plan_that_is_made_otherwise_now_is_refused_with_what_to_do(planned_otherwise, tmp_path, capsys):
+    capsys.readouterr()
+    code, refused = answer(capsys, "apply", tmp_path / "saved")
+    assert (code, refused["error"]["code"]) == (11, "source-changed")
+    assert "ckptcore plan SRC DST --save DIR" in refused["error"]["hint"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_a_conversion_that_is_planned_otherwise_now_begins_anew(planned_otherwise, tmp_path):
+    result = convert(planned_otherwise, catalog_url=False)
+    assert not any(receipt.reused for receipt in result.files)
+    fresh = Request(planned_otherwise.source, str(tmp_path / "fresh"), max_file_size=3000)
+    convert(fresh, catalog_url=False)
+    assert bytes_of(tmp_path / "half") == bytes_of(tmp_path / "fresh")
+    assert not (tmp_path / ".half.ckptcore").exists()
+
+
 def test_scrub_proves_what_was_published(old, capsys):
     upgrade(f"sqlite:///{old}/catalog.sqlite")
     shutil.rmtree(old / "kept" / "step-9")
@@ -196,6 +231,29 @@ def test_deployments_of_the_older_version_start_flows_of_this_one(old):
             TypeAdapter(
                 known[key].annotation if not isinstance(known[key].annotation, str) else object
             ).validate_python(value)
+
+
+def test_events_that_started_flows_of_the_older_version_start_them_still(old):
+    """What senders were told to send (`ckptcore.<flow>.requested`) is a contract, too."""
+    before, now = (
+        yaml.safe_load(path.read_text())["deployments"] for path in (old / "prefect.yaml", parameters.FILE)
+    )
+    heard = {one["name"]: _events(one) for one in now}
+    assert sum(map(len, heard.values())) >= 5
+    assert all(_events(one) <= heard[one["name"]] for one in before)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_that_a_deployment_of_the_older_version_stored_are_accepted(name):
+    """Every parameter that its flow had, with its default of then."""
+    flow = getattr(importlib.import_module(f"flows.{name}"), name)
+    stored = PARAMETERS[name]
+    taken = flow.validate_parameters(dict(stored))  # with the defaults of what is new
+    assert {key: taken[key] for key in stored} == stored
+
+
+def _events(deployment):
+    return {event for trigger in deployment.get("triggers") or () for event in trigger["expect"]}
 
 
 def test_retire_does_not_believe_the_clocks_of_the_older_version(old, capsys):

@@ -22,11 +22,15 @@ OPTIONS = {
     "diff": """--exclude --include --keep-quantized --memory --model --model-prefix --output --rename --tie
         --workers""",
     "consolidate": WRITE,
-    "export": WRITE + " --config --model-prefix",
+    "export": WRITE + " --arch --config --model-prefix --names --tokenizer",
     "reshard": WRITE + " --mesh --model-prefix --serialization --sharding",
-    "plan": """--config --dtype --dtype-for --exclude --include --keep-quantized --max-file-size --memory
-        --mesh --model-prefix --no-resume --output --overwrite --overwrite-foreign --recover --rename --resume
-        --save --serialization --sharding --tie --to --verb --workers""",
+    "verify-export": """--against --any-memory --catalog --device --dtype --dtype-for --exclude --include
+        --keep-quantized --logits --logits-dtype --logits-tolerance --memory --model-prefix --near
+        --near-threshold --no-catalog --output --recover --reference --rename --tie --workers""",
+    "plan": """--arch --config --dtype --dtype-for --exclude --include --keep-quantized
+        --max-file-size --memory --mesh --model-prefix --names --no-catalog --no-resume --output
+        --overwrite --overwrite-foreign --recover --rename --resume --save --serialization
+        --sharding --tie --to --tokenizer --verb --workers""",
     "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint
         --no-verify --output --verify --workers""",
     "fingerprint": """--catalog --device --exclude --include --keep-quantized --memory --model
@@ -53,6 +57,12 @@ def test_options_are_those_written_here() -> None:
         if name != "catalog"
     }
     assert found == {name: set(text.split()) for name, text in OPTIONS.items()}
+
+
+def test_no_command_line_waits_for_pydantic_to_know_its_options() -> None:
+    code = "import sys, ckptcore.cli.main; print(any(m.split('.')[0] == 'pydantic' for m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -97,7 +107,7 @@ def test_a_saved_plan_is_carried_out_only_on_the_same_source(tmp_path: Path) -> 
 
     source, plan, out = tmp_path / "a.safetensors", tmp_path / "plan", tmp_path / "out"
     save_file({"w": arange(4)}, source)
-    assert run("plan", str(source), str(out), "--save", str(plan)).returncode == 0
+    assert run("plan", str(source), str(out), "--no-catalog", "--save", str(plan)).returncode == 0
     assert not out.exists()
     source.rename(tmp_path / "kept")
     save_file({"w": arange(4) + 1}, source)  # equal names, shapes and sizes

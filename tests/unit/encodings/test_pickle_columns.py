@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ckptcore
-from ckptcore.encodings.pickle.record_runs import Runs
+from ckptcore.encodings.pickle.record_runs import RecordRuns
 from ckptcore.encodings.pickle.unpickler import Columns, loads
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.dcp.metadata import TABLE
@@ -79,7 +79,9 @@ def digest(folder: Path, data: bytes) -> str:
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Reads no runs from here on."""
-    return lambda: monkeypatch.setattr(Runs, "follow", lambda self, shortcuts, call, at, stack, marks: at)
+    return lambda: monkeypatch.setattr(
+        RecordRuns, "follow", lambda self, shortcuts, call, at, stack, marks: at
+    )
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -51,7 +51,8 @@ CASES = {
     "top level, as torchtitan": (under() + flat_adam("optimizer") + [("train_state", "step")], ""),
     "top level, nothing else": (under(), ""),
     "model alone": (under("model"), "model."),
-    "model beside ema, told by the optimizer": (under("model") + under("ema") + adam("optim"), None),
+    "model beside ema, told by the optimizer": (under("model") + under("ema") + adam("optim"), "model."),
+    "model beside ema, without an optimizer": (under("model") + under("ema_model"), "model."),
     "a module called actor": (under("actor") + adam("actor_optim"), "actor."),
     "buffers beside parameters": ([*under("model"), ("model", "rope.freqs"), *adam("optim")], "model."),
     "wrapped names": ([("model", f"_orig_mod.{w}") for w in WEIGHTS] + adam("optim"), "model."),
@@ -62,14 +63,14 @@ CASES = {
 @pytest.mark.parametrize("recorded", [True, False], ids=["paths", "names"])
 def test_found(name: str, recorded: bool) -> None:
     paths, root = CASES[name]
-    if name == "model alone" and not recorded:
+    if name in ("model alone", "model beside ema, without an optimizer") and not recorded:
         pytest.skip("without paths, 'model.' may be part of the model's own names")
     assert find_model(manifest_of(paths, recorded=recorded)).prefix == root
 
 
 @pytest.mark.parametrize(
     "paths",
-    [under("model") + under("ema") + adam("optim"), under("policy") + under("critic"), adam("optim")],
+    [under("net") + under("ema") + adam("optim"), under("policy") + under("critic"), adam("optim")],
     ids=["two places fit the optimizer", "two parts and no optimizer", "an optimizer alone"],
 )
 def test_doubt_is_an_error_that_lists_the_candidates(paths: list[tuple[str, ...]]) -> None:
@@ -78,6 +79,24 @@ def test_doubt_is_an_error_that_lists_the_candidates(paths: list[tuple[str, ...]
     assert "--model-prefix" in caught.value.hint
     for container in {p[0] for p in paths} - {"optim"}:
         assert container in caught.value.message
+
+
+def test_what_else_could_be_the_model_is_told_of() -> None:
+    for paths in (under("model") + under("ema") + adam("optim"), under("model") + under("ema")):
+        part = find_model(manifest_of(paths))
+        assert (part.prefix, part.others) == ("model.", ("ema.",))
+    assert find_model(manifest_of(under("model") + adam("optim"))).others == ()
+
+
+@pytest.mark.parametrize("beside", ["ema_model", "ema", "averaged", "aa.ema"])
+@pytest.mark.parametrize("optimizer", [adam("optim"), []], ids=["optimizer", "none"])
+def test_a_copy_is_never_suggested(beside: str, optimizer: list[tuple[str, ...]]) -> None:
+    paths = under(*beside.split(".")) + under("network") + optimizer
+    with pytest.raises(AmbiguousModel) as caught:
+        find_model(manifest_of(paths))
+    assert caught.value.hint == "name one: --model-prefix network." or (
+        caught.value.hint == "name it: --model-prefix network."
+    )
 
 
 def test_the_user_decides() -> None:

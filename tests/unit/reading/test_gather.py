@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore.core.box import Box
-from ckptcore.reading.gather import gather
+from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload
 from ckptcore.utils.crc32 import Pieces, combine
 
@@ -41,9 +41,10 @@ def test_any_box_of_any_permutation(data: st.DataObject) -> None:
     tile = np.zeros(extent, np.uint16)
     scratch = np.empty(data.draw(st.sampled_from([2, 4, 16, 64, 4096])), np.uint8)
     ranges: list[tuple[int, int, int]] = []
-    gather(
-        payload, Box.whole(shape), Box(offset, extent), "bfloat16", tile, scratch, lambda *r: ranges.append(r)
-    )
+    want = Box(offset, extent)
+    into = Interleaver(tile, want, "bfloat16", scratch)
+    into.put(payload, Box.whole(shape), want, lambda *r: ranges.append(r))
+    into.flush()
     assert (tile == values[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]).all()
     assert all(zlib.crc32(raw[at : at + n]) == crc for at, n, crc in ranges)
 

@@ -18,8 +18,8 @@ from ckptcore.core.box import Box
 from ckptcore.topology.rank_layout import lay_out
 
 JOB = JOBS / "topology_job.py"
-CASES = [
-    (ranks, model, mesh)
+CASES = [  # eight processes of torch take half a minute to begin on two cores
+    pytest.param(ranks, model, mesh, marks=[pytest.mark.soak] if ranks == 8 else [])
     for ranks in (4, 8)
     for mesh in job.MESHES[ranks]
     for model in job.MODELS
@@ -78,7 +78,7 @@ def test_every_rank_has_what_we_say(ranks: int, model: str, mesh: str, jobs: Cal
 
 
 @pytest.mark.xdist_group("topology")
-@pytest.mark.parametrize(("ranks", "model", "mesh"), [c for c in CASES if "pp" not in c[2]])
+@pytest.mark.parametrize(("ranks", "model", "mesh"), [c for c in CASES if "pp" not in str(c.values[2])])
 def test_chunks_are_those_that_torch_saves(
     ranks: int, model: str, mesh: str, jobs: Callable[[int], Path]
 ) -> None:

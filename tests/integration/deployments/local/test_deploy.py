@@ -67,7 +67,7 @@ def test_the_form_says_what_every_parameter_means(deployments: dict[str, Any]) -
     arrived = deployments["arrived"]["parameter_openapi_schema"]
     assert set(arrived["required"]) == {"source", "destination"}
     assert arrived["properties"]["verb"]["enum"] == ["consolidate", "export"]
-    assert arrived["properties"]["source"]["description"] == "the checkpoint, a path or URL."
+    assert arrived["properties"]["source"]["description"] == "Checkpoint: a path or any fsspec URL."
 
 
 def test_events_and_schedules_start_them(stack: Stack, deployments: dict[str, Any]) -> None:

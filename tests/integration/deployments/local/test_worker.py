@@ -44,7 +44,7 @@ def worker(stack: Stack, log: Path, name: str = "other") -> Iterator[subprocess.
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(90)
+            process.wait(300)
 
 
 def runs_of(process: subprocess.Popen[bytes]) -> list[int]:
@@ -80,7 +80,7 @@ def test_a_worker_lets_go_of_its_run(stack: Stack, checkpoint: Path, tmp_path: P
             os.kill(int(below), signal.SIGKILL)
         else:
             process.terminate()
-        code = process.wait(60)
+        code = process.wait(300)
     assert (code == 0) is (end != "dies")
     assert stack.run(id)["state"]["name"] == "AwaitingRetry", stack.told(id)
     assert "its worker was stopped" in stack.run(id)["state"]["message"]
@@ -114,6 +114,6 @@ def test_others_keep_their_runs(stack: Stack, tmp_path: Path) -> None:
             },
         )["id"]
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
     assert stack.run(id)["state_type"] == "RUNNING"
     stack.post(f"/flow_runs/{id}/set_state", {"state": {"type": "CANCELLED"}, "force": True})

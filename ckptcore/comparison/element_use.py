@@ -1,0 +1,236 @@
+"""Account for stored elements: is each one of a source in what was mapped from it, once?
+
+A mapped tensor is boxes of views into stored items (`ckptcore.core.manifest.Chunks`). Seen from an item, both
+sides are sets of addresses: the elements that the source's tensors hold there, and those that the mapped ones
+take. They are compared exactly, whatever a map splits, merges, permutes or reshapes:
+
+1. A run of an item that both sides name alike is accounted for: without a map, that is all of them.
+2. What is left is marked element by element, in windows: +1 for the source, -1 for what is mapped.
+
+Peak memory: a few int64 columns as long as the number of chunks, and 64 MiB.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Ints, Manifest
+
+_WINDOW = 1 << 23  # elements that are marked at a time
+_TILE = 1 << 20  # elements whose addresses are made at a time
+Marks = npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How stored elements go on.
+
+    unused: stored tensor -> how many of its elements are in no mapped tensor. repeated: mapped tensor -> how
+    many of its elements another one has too, or are of no tensor that goes on.
+    """
+
+    unused: dict[str, int]
+    repeated: dict[str, int]
+
+
+def element_use(source: Manifest, mapped: Manifest, kept: Set[str]) -> Use:
+    """Compare what is stored with what is mapped.
+
+    Args:
+        source: The checkpoint.
+        mapped: Over the same items.
+        kept: The source's tensors that go on.
+    """
+    have, want = _uses(source, kept.__contains__), _uses(mapped, lambda _: True)
+    left_have, left_want = _cancelled(have, want)
+    unused, repeated = Counter[str](), Counter[str]()
+    for item in sorted({*have.item[left_have].tolist(), *want.item[left_want].tolist()}):
+        mine = left_have[have.item[left_have] == item]
+        theirs = left_want[want.item[left_want] == item]
+        _mark(_tiles(have, mine), _tiles(want, theirs), unused, repeated)
+    return Use(dict(unused), dict(repeated))
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """Runs of elements: row n is the elements start + sum(index * stride) of an item, owned by names[owner].
+
+    shape, stride: int64 [n, R], dims by stride, the largest first. run: whether it is one run without gaps.
+    """
+
+    names: list[str]
+    owner: Ints
+    item: Ints
+    start: Ints
+    shape: Ints
+    stride: Ints
+    run: npt.NDArray[np.bool_]
+
+    @property
+    def numel(self) -> Ints:
+        found: Ints = np.prod(self.shape, axis=1)
+        return found
+
+
+def _uses(manifest: Manifest, kept: Callable[[str], bool]) -> _Uses:
+    """The stored elements of some tensors; of a computed one, those that it is computed from."""
+    rows = [t for t, spec in enumerate(manifest.tensors) if kept(spec.fqn)]
+    tables = [_of(manifest, [t for t in rows if t not in manifest.derived])]
+    if manifest.inputs is not None:
+        below = {i for t in rows if t in manifest.derived for i in manifest.derived[t].inputs}
+        tables.append(_of(manifest.inputs, sorted(below)))
+    rank = max(t.shape.shape[1] for t in tables)
+    first, names = 0, list[str]()
+    owners = []
+    for table in tables:
+        owners.append(table.owner + first)
+        first, names = first + len(table.names), names + table.names
+    return _Uses(
+        names,
+        np.concatenate(owners),
+        np.concatenate([t.item for t in tables]),
+        np.concatenate([t.start for t in tables]),
+        np.concatenate([_wide(t.shape, rank, 1) for t in tables]),
+        np.concatenate([_wide(t.stride, rank, 0) for t in tables]),
+        np.concatenate([t.run for t in tables]),
+    )
+
+
+def _of(manifest: Manifest, tensors: list[int]) -> _Uses:
+    chunks = manifest.chunks
+    chosen = np.zeros(len(manifest.tensors), np.bool_)
+    chosen[tensors] = True
+    rows = np.flatnonzero(chosen[chunks.tensor] & (chunks.item >= 0) & (chunks.shape > 0).all(axis=1))
+    owner, shape = chunks.tensor[rows], chunks.shape[rows]
+    behind = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1]
+    stride = np.hstack([behind[:, 1:], np.ones((len(rows), min(1, shape.shape[1])), np.int64)])
+    start = np.zeros(len(rows), np.int64)
+    if chunks.view is not None:
+        resolved = chunks.view[rows, 0] >= 0
+        width = np.array([BY_NAME[t.dtype].itemsize for t in manifest.tensors], np.int64)[owner]
+        start = np.where(resolved, chunks.view[rows, 0] // width, 0)
+        stride = np.where(resolved[:, None], chunks.view[rows, 2:], stride)
+    stride = np.where(shape == 1, 0, stride)
+    order = np.argsort(-stride, axis=1, kind="stable")
+    shape, stride = np.take_along_axis(shape, order, 1), np.take_along_axis(stride, order, 1)
+    expected, run = np.ones(len(rows), np.int64), np.ones(len(rows), np.bool_)
+    for d in reversed(range(shape.shape[1])):
+        run &= (shape[:, d] == 1) | (stride[:, d] == expected)
+        expected = expected * shape[:, d]
+    return _Uses([t.fqn for t in manifest.tensors], owner, chunks.item[rows], start, shape, stride, run)
+
+
+def _wide(table: Ints, rank: int, fill: int) -> Ints:
+    return np.pad(table, ((0, 0), (0, rank - table.shape[1])), constant_values=fill)
+
+
+def _cancelled(have: _Uses, want: _Uses) -> tuple[Ints, Ints]:
+    """The rows of both sides without those that name the same run of the same item."""
+    keys = [np.stack([u.item, u.start, np.where(u.run, u.numel, -1)], axis=1) for u in (have, want)]
+    _, which = np.unique(np.concatenate(keys), axis=0, return_inverse=True)
+    which = which.reshape(-1)
+    one, two = which[: len(have.item)], which[len(have.item) :]
+    count = int(which.max()) + 1 if len(which) else 0
+    equal = np.bincount(one[have.run], minlength=count) == np.bincount(two[want.run], minlength=count)
+    return np.flatnonzero(~(have.run & equal[one])), np.flatnonzero(~(want.run & equal[two]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Addresses of one row, few enough to be made at once. simple: whether none comes twice."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    simple: bool
+
+    @property
+    def last(self) -> int:
+        return self.start + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+
+    def addresses(self) -> Ints:
+        """Every address, in the order of the elements."""
+        found = np.full((1,) * len(self.shape), self.start, np.int64)
+        for d, (n, s) in enumerate(zip(self.shape, self.stride, strict=True)):
+            found = found + (np.arange(n) * s).reshape((-1,) + (1,) * (len(self.shape) - 1 - d))
+        return found.reshape(-1)
+
+    def inside(self, marks: Marks, begin: int) -> Marks | None:
+        """The marks of this tile as a view, where it lies in the window as a whole."""
+        if not self.simple or self.start < begin or self.last >= begin + len(marks):
+            return None
+        width = marks.itemsize
+        return np.lib.stride_tricks.as_strided(
+            marks[self.start - begin :], self.shape, tuple(s * width for s in self.stride)
+        )
+
+
+def _tiles(uses: _Uses, rows: Ints) -> list[_Tile]:
+    found = []
+    for row in rows.tolist():
+        start, name = int(uses.start[row]), uses.names[int(uses.owner[row])]
+        shape, stride = tuple(uses.shape[row].tolist()), tuple(uses.stride[row].tolist())
+        dims = list(zip(shape, stride, strict=True))
+        reach = 1  # dims by stride: none reaches into the next larger one
+        simple = True
+        for n, s in reversed(dims):
+            simple &= n == 1 or s >= reach
+            reach += (n - 1) * s
+        for box in Box.whole(shape).tiles(_TILE):
+            at = start + sum(o * s for o, s in zip(box.offset, stride, strict=True))
+            found.append(_Tile(name, at, box.shape, stride, simple))
+    return found
+
+
+def _mark(have: list[_Tile], want: list[_Tile], unused: Counter[str], repeated: Counter[str]) -> None:
+    """Adds what one item's tiles leave over."""
+    for begin in sorted({w for t in (*have, *want) for w in _windows(t)}):
+        marks = np.zeros(_WINDOW, np.int16)
+        mine = [t for t in have if begin in _windows(t)]
+        theirs = [t for t in want if begin in _windows(t)]
+        for tiles, by in ((mine, 1), (theirs, -1)):
+            for tile in tiles:
+                _add(marks, begin, tile, by)
+        if not marks.any():
+            continue
+        for tile in mine:
+            unused[tile.name] += int((_seen(marks, begin, tile) > 0).sum())
+        for tile in theirs:
+            repeated[tile.name] += int((_seen(marks, begin, tile) < 0).sum())
+    for counter in (unused, repeated):
+        for name in [n for n, count in counter.items() if not count]:
+            del counter[name]
+
+
+def _windows(tile: _Tile) -> range:
+    """The first addresses of the windows that a tile reaches into."""
+    return range(tile.start // _WINDOW * _WINDOW, tile.last + 1, _WINDOW)
+
+
+def _add(marks: Marks, begin: int, tile: _Tile, by: int) -> None:
+    view = tile.inside(marks, begin)
+    if view is not None:
+        view += by
+        return
+    for places in _places(tile, begin):
+        np.add.at(marks, places, np.int16(by))
+
+
+def _seen(marks: Marks, begin: int, tile: _Tile) -> Marks:
+    """The marks of a tile's elements in the window."""
+    view = tile.inside(marks, begin)
+    return view if view is not None else np.concatenate([marks[p] for p in _places(tile, begin)])
+
+
+def _places(tile: _Tile, begin: int) -> Iterator[Ints]:
+    """Where a tile's elements are in a window."""
+    addresses = tile.addresses() - begin
+    yield addresses[(addresses >= 0) & (addresses < _WINDOW)]

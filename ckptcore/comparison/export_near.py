@@ -1,0 +1,137 @@
+"""Hold an export against a related folder: does every tensor point the way of its namesake?
+
+Weights that were trained on from others stay near them: their cosine is near 1. Rows in a wrong order, gate
+in the place of up, or experts shifted by one make it about 0, in that tensor. Both sides are read box by box,
+and the sums are of float64.
+
+Peak memory: the interpreter, torch, and ``Settings.memory``.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
+from ckptcore.comparison.tensor_compare import Opened, labelled
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.execution.tiles import Budget
+from ckptcore.planning.request import Settings
+from ckptcore.reading.casting import torch_on
+from ckptcore.reading.gather import Bytes, tile_view
+from ckptcore.utils.workers import Progress, ProgressMeter
+
+_BLOCK = 1 << 16  # elements that are float64 at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """How two folders lie to each other.
+
+    cosines: (name, cosine) of tensors that both have in one shape. only_export: names that the other lacks;
+    only_base: that the export lacks. shapes: (name, shape of the export, of the other). zero: names of which
+    one side is all zeros and the other is not: they have no direction.
+    """
+
+    cosines: tuple[tuple[str, float], ...]
+    only_export: tuple[str, ...]
+    only_base: tuple[str, ...]
+    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    zero: tuple[str, ...]
+
+
+def near(export: Opened, base: Opened, settings: Settings, progress: Progress | None = None) -> Near:
+    """Compares the tensors that two checkpoints have under one name.
+
+    Raises the first error of any worker, and what `Opened.finish` raises.
+    """
+    mine, theirs = export.manifest.index, base.manifest.index
+    shapes, pairs = [], []
+    for name, row in mine.items():
+        if name not in theirs:
+            continue
+        a, b = export.manifest.tensors[row], base.manifest.tensors[theirs[name]]
+        if a.shape != b.shape:
+            shapes.append((name, a.shape, b.shape))
+        elif a.numel:
+            pairs.append(_Pair(name, (export, base), (row, theirs[name])))
+    budget = Budget.of(settings)
+    meter = ProgressMeter(progress, "near", sum(p.spec.nbytes for p in pairs))
+    walk_boxes(_opening(pairs), lambda: _worker((export, base), budget), budget, meter)
+    export.finish()
+    base.finish()
+    found = {p.name: p.cosine() for p in pairs}
+    return Near(
+        tuple((n, c) for n, c in found.items() if c is not None),
+        tuple(n for n in mine if n not in theirs),
+        tuple(n for n in theirs if n not in mine),
+        tuple(shapes),
+        tuple(n for n, c in found.items() if c is None),
+    )
+
+
+class _Pair(OpenTensor):
+    """A pair while it is read, and its sums."""
+
+    def __init__(self, name: str, sides: tuple[Opened, Opened], rows: tuple[int, int]) -> None:
+        specs = [s.manifest.tensors[r] for s, r in zip(sides, rows, strict=True)]
+        widest = max(specs, key=lambda s: BY_NAME[s.dtype].itemsize)
+        super().__init__(widest, max(s.beside(r) for s, r in zip(sides, rows, strict=True)), ())
+        self.name, self.sides, self.rows = name, sides, rows
+        self.specs: Sequence[TensorSpec] = specs
+        self.lock, self.sums = threading.Lock(), np.zeros(3)
+
+    def cosine(self) -> float | None:
+        """The cosine, NaN where an element is none; None where one side alone is all zeros."""
+        dot, one, two = self.sums.tolist()
+        if one == two == 0:
+            return 1.0
+        if one == 0 or two == 0:
+            return None
+        return float(dot / (math.sqrt(one) * math.sqrt(two)))
+
+
+def _opening(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
+    for each in pairs:
+        each.readers = [side.reader(row) for side, row in zip(each.sides, each.rows, strict=True)]
+        yield each
+
+
+def _worker(sides: tuple[Opened, Opened], budget: Budget) -> Callable[[_Pair, Box], None]:
+    """What sums one box in one thread."""
+    torch = torch_on("cpu")
+    one, two, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
+
+    def read(each: _Pair, box: Box) -> None:
+        held = []
+        for side, reader, spec, buffer in zip(sides, each.readers, each.specs, (one, two), strict=True):
+            with labelled(side.label):
+                reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
+            held.append(_elements(torch, buffer, spec.dtype, box.numel))
+        sums = np.zeros(3)
+        for at in range(0, box.numel, _BLOCK):
+            a, b = (_wide(torch, h[at : at + _BLOCK]) for h in held)
+            sums += [float(torch.dot(a, b)), float(torch.dot(a, a)), float(torch.dot(b, b))]
+        with each.lock:
+            each.sums += sums
+
+    return read
+
+
+def _elements(torch: Any, buffer: Bytes, dtype: str, count: int) -> Any:
+    data = buffer[: count * BY_NAME[dtype].itemsize]
+    return torch.from_numpy(data).view(getattr(torch, dtype))
+
+
+def _wide(torch: Any, block: Any) -> Any:
+    """Elements as float64; a complex number as its two parts."""
+    if block.is_complex():
+        block = torch.view_as_real(block.to(torch.complex128)).reshape(-1)
+    return block.to(torch.float64)

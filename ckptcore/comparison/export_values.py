@@ -1,0 +1,201 @@
+"""Read an export beside its source, through the map and the cast, and compare every element.
+
+Both sides of a tensor are read box by box (`ckptcore.comparison.box_walk`). What the source holds is cast as
+the export was, and the bits are compared. In the same pass the export is fingerprinted, and NaN and Inf of
+both sides are counted. A tensor that is damaged on one side is noted, and the others are read all the same.
+
+Peak memory: the interpreter, torch where tensors are computed or cast, and ``Settings.memory``: a tile of
+each side, one that is cast, and a buffer for strided reads, a worker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
+from ckptcore.comparison.not_finite import Counts, is_nan, not_finite
+from ckptcore.comparison.tensor_compare import Opened
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.errors import DamagedCheckpoint
+from ckptcore.execution.tiles import Budget
+from ckptcore.fingerprints.sums import ZERO, Fingerprinted, add, box_sum, tensor_fingerprint
+from ckptcore.planning.request import Settings
+from ckptcore.reading.casting import cast_into
+from ckptcore.reading.equality import differing, index_in
+from ckptcore.reading.gather import Bytes, tile_view
+from ckptcore.utils.workers import Progress, ProgressMeter
+
+SOURCE, EXPORT = "source", "export"
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Two tensors of one shape that must hold the same.
+
+    name: what they are called where this is reported. sides: what is read first, and what must be the same
+    after the cast to its dtype. rows: their numbers in the two manifests. wanted: whether the second is a
+    tensor of the export, to be fingerprinted.
+    """
+
+    name: str
+    sides: tuple[Opened, Opened]
+    rows: tuple[int, int]
+    wanted: bool = True
+
+    @property
+    def specs(self) -> tuple[TensorSpec, TensorSpec]:
+        """Both tensors."""
+        one, two = (s.manifest.tensors[r] for s, r in zip(self.sides, self.rows, strict=True))
+        return one, two
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was found of a pair.
+
+    differing: elements with other bits than they should have; first: index of one of them. nan, inf: how many
+    there are, (source, export). fingerprint: of the export's tensor. damage: side -> why it cannot be read.
+    """
+
+    name: str
+    specs: tuple[TensorSpec, TensorSpec]
+    differing: int
+    first: tuple[int, ...] | None
+    nan: tuple[int, int]
+    inf: tuple[int, int]
+    fingerprint: str
+    damage: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def fingerprinted(self) -> Fingerprinted:
+        """The export's tensor as fingerprints of checkpoints are made of it."""
+        spec = self.specs[1]
+        return spec.fqn, spec.dtype, spec.shape, self.fingerprint
+
+
+def read_beside(
+    pairs: Sequence[Beside], settings: Settings, progress: Progress | None = None
+) -> tuple[Seen, ...]:
+    """Reads and compares every pair, in their order.
+
+    Raises what reading raises, but for damage, which is noted.
+    """
+    budget = Budget.of(settings)
+    opened = [_Pair(p) for p in pairs if p.specs[0].numel]
+    meter = ProgressMeter(progress, "compare", sum(p.spec.nbytes for p in opened))
+    walk_boxes(_opening(opened), lambda: _worker(budget), budget, meter)
+    found = {id(each.pair): each.seen() for each in opened}
+    return tuple(found.get(id(p)) or _empty(p) for p in pairs)
+
+
+def finish(side: Opened, label: str) -> tuple[str, str] | None:
+    """(side, damage) that shows when what was read of a side is proven as a whole; None where nothing does.
+
+    Raises `SourceChanged` when its files are not those that were opened.
+    """
+    try:
+        side.finish()
+    except DamagedCheckpoint as error:
+        return label, error.message
+    return None
+
+
+class _Pair(OpenTensor):
+    """A pair while it is read, and what was found. Its spec is of the wider dtype: boxes of both fit."""
+
+    def __init__(self, pair: Beside) -> None:
+        specs = pair.specs
+        widest = max(specs, key=lambda s: BY_NAME[s.dtype].itemsize)
+        across = max(side.beside(row) for side, row in zip(pair.sides, pair.rows, strict=True))
+        super().__init__(widest, across, ())
+        self.pair, self.specs, self.lock = pair, specs, threading.Lock()
+        self.differing = 0
+        self.first: tuple[int, ...] | None = None
+        self.nan, self.inf = (0, 0), (0, 0)
+        self.sum, self.damage = ZERO, dict[str, str]()
+
+    def begin(self) -> None:
+        """Makes the readers, when it is its turn."""
+        self.readers = [side.reader(row) for side, row in zip(self.pair.sides, self.pair.rows, strict=True)]
+
+    def count(self, before: Counts, after: Counts) -> None:
+        """Adds what a box has of NaN and Inf, in the source and in the export."""
+        self.nan = self.nan[0] + before[0], self.nan[1] + after[0]
+        self.inf = self.inf[0] + before[1], self.inf[1] + after[1]
+
+    def seen(self) -> Seen:
+        """What was found."""
+        spec = self.specs[1]
+        taken = tensor_fingerprint(spec.dtype, spec.shape, self.sum)
+        damage = tuple(self.damage.items())
+        return Seen(self.pair.name, self.specs, self.differing, self.first, self.nan, self.inf, taken, damage)
+
+
+def _opening(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
+    for each in pairs:
+        each.begin()
+        yield each
+
+
+def _empty(pair: Beside) -> Seen:
+    spec = pair.specs[1]
+    taken = tensor_fingerprint(spec.dtype, spec.shape, ZERO)
+    return Seen(pair.name, pair.specs, 0, None, (0, 0), (0, 0), taken)
+
+
+def _worker(budget: Budget) -> Callable[[_Pair, Box], None]:
+    """What compares one box in one thread."""
+    one, two, cast, scratch = (np.empty(budget.tile, np.uint8) for _ in range(4))
+
+    def compare(each: _Pair, box: Box) -> None:
+        tiles = []
+        for n, (label, buffer) in enumerate(((SOURCE, one), (EXPORT, two))):
+            dtype = each.specs[n].dtype
+            try:
+                each.readers[n].read(box, tile_view(buffer, box.shape, dtype), scratch)
+            except DamagedCheckpoint as error:
+                with each.lock:
+                    each.damage.setdefault(label, error.message)
+                return
+            tiles.append(buffer[: box.numel * BY_NAME[dtype].itemsize])
+        _compare(each, box, tiles[0], tiles[1], cast, scratch)
+
+    return compare
+
+
+def _compare(each: _Pair, box: Box, held: Bytes, got: Bytes, room: Bytes, scratch: Bytes) -> None:
+    (source, export), itemsize = each.specs, BY_NAME[each.specs[1].dtype].itemsize
+    wanted = held
+    if source.dtype != export.dtype:
+        wanted = room[: len(got)]
+        cast_into(tile_view(held, box.shape, source.dtype), source.dtype, wanted, export.dtype, "cpu")
+    found = differing(wanted, got, itemsize)
+    if found is not None and wanted is not held:
+        found = _but_nan(wanted, got, export.dtype, itemsize)
+    after = not_finite(got, export.dtype)
+    before = after if found is None and wanted is held else not_finite(held, source.dtype)
+    summed = box_sum(export.dtype, export.shape, box, got, scratch) if each.pair.wanted else ZERO
+    with each.lock:
+        each.count(before, after)
+        each.sum = add(each.sum, summed)
+        if found is not None:
+            each.differing += found[1]
+            index = index_in(box, found[0])
+            each.first = index if each.first is None else min(each.first, index)
+
+
+def _but_nan(wanted: Bytes, got: Bytes, dtype: str, itemsize: int) -> tuple[int, int] | None:
+    """As `differing`, for what was cast: which NaN a NaN becomes is the processor's choice."""
+    units = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+    if BY_NAME[dtype].kind != "f" or itemsize not in units:
+        return differing(wanted, got, itemsize)
+    mask = wanted.view(units[itemsize]) != got.view(units[itemsize])
+    mask &= ~(is_nan(wanted, dtype) & is_nan(got, dtype))
+    count = int(np.count_nonzero(mask))
+    return (int(mask.argmax()), count) if count else None

@@ -1,0 +1,137 @@
+"""Compute logits with transformers: do two folders open, and do they say the same?
+
+Run as ``python -m ckptcore.comparison.logits_process`` with JSON on standard input: ``{"folders": [path,
+...], "dtype", "device", "seed", "batch", "length"}``; prints JSON. One process for all folders, one model at
+a time: logits of one model can differ in their last bits from process to process. Nothing is fetched, and no
+code that lies in a folder is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """What became of each folder, and how the first one's logits lie to the second's.
+
+    ``folders``: for each ``{"class", "shape", "finite"}``, or ``{"refused": why}`` where transformers does
+    not open it, or ``{"missing": [...], "mismatched": [...]}`` where it would start tensors at random.
+    ``difference``: ``{"max_abs", "equal"}``, of two that have logits of one shape. ``error``: why nothing
+    can be said.
+    """
+    import torch
+    import transformers
+
+    library: Any = transformers  # ships no complete types
+    library.logging.set_verbosity_error()
+    out: dict[str, Any] = {"transformers": library.__version__, "folders": []}
+    configs: list[Any] = []
+    for folder in asked["folders"]:
+        try:
+            configs.append(library.AutoConfig.from_pretrained(folder, **_LOCAL))
+        except Exception as error:  # any failure of a third-party config class says that it does not open
+            configs.append(None)
+            out["folders"].append({"refused": _brief(error)})
+        else:
+            out["folders"].append({})
+    if None in configs:
+        return out
+    sizes = [_vocabulary(c) for c in configs]
+    if None in sizes:
+        at = sizes.index(None)
+        return out | {"error": f"{asked['folders'][at]} has no vocabulary: it is no model of tokens"}
+    out["tokens"] = bound = min(n for n in sizes if n is not None)
+    seeded = torch.Generator().manual_seed(asked["seed"])
+    ids = torch.randint(bound, (asked["batch"], asked["length"]), generator=seeded)
+    found: list[Any] = []
+    for place, folder in enumerate(asked["folders"]):
+        outcome, logits = _logits(library, torch, folder, configs[place], ids, asked)
+        out["folders"][place] |= outcome
+        found.append(logits)
+    if len(found) == 2 and all(f is not None for f in found) and found[0].shape == found[1].shape:
+        one, two = found
+        out["difference"] = {
+            "max_abs": float((one.double() - two.double()).abs().max()),
+            "equal": bool(torch.equal(one, two)),
+        }
+    return out
+
+
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
+
+def _logits(
+    library: Any, torch: Any, folder: str, config: Any, ids: Any, asked: dict[str, Any]
+) -> tuple[dict[str, Any], Any]:
+    """(what became of a folder, its logits on the CPU or None)."""
+    names = getattr(config, "architectures", None) or []
+    cls = getattr(library, names[0], None) if names else None
+    # Version 5 calls it dtype, earlier ones torch_dtype.
+    kind = "dtype" if int(library.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    means = {kind: getattr(torch, asked["dtype"]), "output_loading_info": True, **_LOCAL}
+    try:
+        model, info = (cls or library.AutoModelForCausalLM).from_pretrained(folder, **means)
+    except (ImportError, MemoryError):  # a library or memory is lacking: nothing is said against the folder
+        raise
+    except Exception as error:  # any failure of a third-party model class says that it does not open
+        if "allocate" in str(error) and isinstance(
+            error, RuntimeError
+        ):  # torch's way to say that memory is lacking
+            raise
+        return {"refused": _brief(error)}, None
+    outcome: dict[str, Any] = {"class": type(model).__name__}
+    random = {k: sorted(_names(info.get(f"{k}_keys") or ())) for k in ("missing", "mismatched")}
+    if any(random.values()):
+        return outcome | random, None
+    model = model.to(asked["device"]).eval()
+    inputs = {"input_ids": ids.to(asked["device"])}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    with torch.inference_mode():
+        output = model(**inputs)
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        logits = getattr(output, "last_hidden_state", None)
+    if logits is None:
+        return outcome | {"refused": "it gives no logits and no hidden state"}, None
+    logits = logits.float().cpu()
+    outcome |= {"shape": list(logits.shape), "finite": bool(torch.isfinite(logits).all())}
+    return outcome, logits
+
+
+def _names(keys: Sequence[Any]) -> list[str]:
+    """Names of tensors; of a mismatch, its first element."""
+    return [str(k[0]) if isinstance(k, tuple | list) else str(k) for k in keys]
+
+
+def _vocabulary(config: Any) -> int | None:
+    """How many token ids a model takes."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _brief(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:4])[:500]}"
+
+
+def main() -> None:
+    """Answers on standard output; an error becomes ``{"error": text}``."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    try:
+        outcome = answer(json.load(sys.stdin))
+    except Exception as error:  # of transformers' inside, which may change with any version
+        outcome = {"error": _brief(error)}
+    json.dump(outcome, answers)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

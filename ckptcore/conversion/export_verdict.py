@@ -1,0 +1,143 @@
+"""Find what an export was made from, and keep the verdict on it.
+
+The catalog knows the request of every conversion; a model card names the source. Neither is needed: whoever
+verifies an export can name its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.checking.examine import inspect
+from ckptcore.checking.export_proof import ALWAYS, NOT_DONE, ExportProof
+from ckptcore.errors import CkptError, UsageError
+from ckptcore.planning.export_source import ExportSource, Known
+from ckptcore.planning.model_card import provenance
+from ckptcore.planning.request import Request
+from ckptcore.store import open_store
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+    from ckptcore.catalog.types import CheckpointDetail, ConversionRow
+
+_MAX_CARD = 1 << 20  # bytes
+_DTYPES = ("dtype", "dtype_for")
+
+
+def find_source(
+    export: str, against: str | None, options: Mapping[str, Any], catalog: str | bool | None
+) -> Known:
+    """What is known of an export.
+
+    Args:
+        export: Its URL.
+        against: The source that the caller names, or None.
+        options: Fields of `Request` that say how it was exported, in place of what the catalog says.
+        catalog: URL; None for the default one, False for none.
+
+    Raises:
+        CatalogError: The catalog cannot be used.
+        UsageError: The options make no request.
+    """
+    registered = _registered(export, catalog) if catalog is not False else None
+    conversion = registered[0].id if registered is not None else None
+    exact = bool(options.keys() & set(_DTYPES))
+    if registered is not None and not options:
+        found = _by_catalog(*registered, export, against)
+        if found is not None:
+            return Known(found, conversion=conversion)
+    if against is not None:
+        request = Request(against, export, verb="export", **options)
+        return Known(ExportSource(request, "--against", exact, asked=True), conversion=conversion)
+    by, place, digest = "the catalog", "", ""
+    if registered is not None:
+        place, digest = registered[0].source_uri, registered[1]
+    elif (card := _card(export)) is not None:
+        by, (place, digest, _) = "the model card", card
+    if not place:
+        return Known(
+            None, "no source is known: neither the catalog nor a model card names one; try --against"
+        )
+    request = Request(place, export, verb="export", **options)
+    return Known(ExportSource(request, by, exact, digest or None), conversion=conversion)
+
+
+def record_verdict(known: Known, proof: ExportProof, catalog: str | bool | None) -> ExportProof:
+    """Stores the verdict with the conversion that wrote the export, if a catalog knows one; gives the proof
+    with the conversion's id."""
+    if known.conversion is None or catalog is False:
+        return proof
+    from ckptcore.catalog import open_catalog
+
+    with open_catalog(catalog if isinstance(catalog, str) else None) as opened:
+        keep(opened, known.conversion, proof)
+    return replace(proof, conversion=known.conversion)
+
+
+def keep(catalog: Catalog, conversion: str, proof: ExportProof) -> None:
+    """Stores the verdict with a conversion. What was asked for beside and could not be done is no word."""
+    checks = [
+        (c.name, c.verdict, c.summary) for c in proof.checks if c.name in ALWAYS or c.verdict != NOT_DONE
+    ]
+    catalog.record_verdict(conversion, checks)
+
+
+def _registered(export: str, catalog: str | bool | None) -> tuple[ConversionRow, str] | None:
+    """(the conversion that wrote what lies there now, digest of its source's manifest or "")."""
+    from ckptcore.catalog import open_catalog
+    from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
+
+    with open_catalog(catalog if isinstance(catalog, str) else None) as opened:
+        there = opened.at(export)
+        detail = opened.show(there[0].id, tensors=False) if there is not None else None
+        if not isinstance(detail, CheckpointDetail) or not detail.written_by or not _same(export, detail):
+            return None
+        made = detail.written_by[0]
+        conversion = opened.show(made.id)
+    sources = conversion.sources if isinstance(conversion, ConversionDetail) else ()
+    return made, sources[0].manifest_digest if sources else ""
+
+
+def _same(export: str, known: CheckpointDetail) -> bool:
+    """Whether what lies there has the manifest that was recorded; also where it cannot be opened any more:
+    then its files were damaged since."""
+    try:
+        found = {inspect(export).digest, inspect(export, keep_quantized=True).digest}
+    except CkptError as error:
+        return error.exit_code == 1
+    return known.checkpoint.manifest_digest in found
+
+
+def _by_catalog(made: ConversionRow, digest: str, export: str, against: str | None) -> ExportSource | None:
+    """The source by the request of a conversion; None where this version cannot read the request."""
+    try:
+        request = Request.from_dict(dict(made.request))
+    except (UsageError, TypeError, AttributeError):  # of a newer version, or of a catalog that was rebuilt
+        return None
+    if request.verb != "export":
+        return None
+    place = against if against is not None else request.source
+    return ExportSource(
+        replace(request, source=place, destination=export),
+        "--against" if against is not None else "the catalog",
+        exact=True,
+        digest=digest or None,
+        asked=against is not None,
+    )
+
+
+def _card(export: str) -> tuple[str, str, str] | None:
+    """What a model card in the export says."""
+    try:
+        with closing(open_store(export)) as store:
+            size = store.size("README.md")
+            if size is None or size > _MAX_CARD:
+                return None
+            return provenance(store.read("README.md", 0, size).decode(errors="replace"))
+    except CkptError as error:
+        if error.transient:
+            raise
+        return None  # one file has no card

@@ -1,0 +1,393 @@
+"""Sort stored tensors into classes: those that one term of a rule takes, of one shape and with equal sizes.
+
+A class is handled at once, in columns, however many tensors it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ckptcore.core.manifest import Ints, TensorSpec
+from ckptcore.naming.maps.declaration import ArchMap, Rule, Term
+from ckptcore.naming.maps.index_space import Pieces, closed, joined, opened, single, with_index
+from ckptcore.naming.maps.layout import Layout, size_of, solved
+from ckptcore.naming.maps.sizes import UnknownNumber, value_of
+from ckptcore.naming.maps.tensor_name import NameMatch, Templates
+
+Shape = tuple[int, ...]
+Seen = Mapping[str, set[tuple[int, ...]]]  # term of `to`, as it is written -> indices of what it makes
+
+
+@dataclass(frozen=True)
+class Class:
+    """Tensors that one term of a rule takes, all of one shape, with what their axes are.
+
+    Attributes:
+        rule, side, term: What takes them: a term of this spelling of the rule.
+        rows: int64 [n], the tensors.
+        index: Axis -> int64 [n], their indices.
+        wild, inside: What the wild parts of their names are, see `NameMatch`.
+        sizes: Axis -> elements, of every axis of the rule.
+        rank: Dims that the ellipsis stands for.
+        shifts: Per term of ``to``: axis -> what is added to an index in the name.
+    """
+
+    rule: Rule
+    side: tuple[Term, ...]
+    term: Term
+    rows: Ints
+    index: Mapping[str, Ints]
+    wild: Mapping[str, str]
+    inside: Mapping[str, Ints]
+    sizes: Mapping[str, int]
+    rank: int
+    shifts: tuple[Mapping[str, int], ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Of the tensors, without an ellipsis."""
+        return self.term.layout.filled(self.rank)
+
+
+def placed(pieces: Pieces, of: Class, at: Ints) -> Iterator[tuple[int, Pieces]]:
+    """Where boxes of a class's tensors lie in what is made of them.
+
+    Args:
+        pieces: Boxes over the dims of the class's tensors.
+        of: The class.
+        at: Number of a box -> which of the class's tensors it is of.
+
+    Yields:
+        The number of a term of ``to``, and the boxes over its dims, with a column per index of its name
+        behind them.
+    """
+    for axis, value in of.index.items():
+        pieces = with_index(pieces, axis, value[at[pieces.row]])
+    blocks: dict[tuple[str, ...], list[Pieces]] = {}
+    for block in opened(pieces, of.layout, of.sizes):
+        if len(block) and not of.rule.drops.keys() & set(block.names):
+            blocks.setdefault(block.names, []).append(block)
+    for names, parts in blocks.items():
+        axes = frozenset(names)
+        number = next(n for n, term in enumerate(of.rule.to) if _has(of, term, axes))
+        term = of.rule.to[number]
+        found = joined(parts)
+        for each in term.name.indices:
+            found = single(found, each.axis)
+        yield number, closed(found, term.layout.filled(of.rank), of.sizes)
+
+
+def shape_in(of: Class, number: int) -> Shape:
+    """The shape of what a term of ``to`` makes."""
+    return sizes_of(of.rule.to[number].layout.filled(of.rank), of.sizes)
+
+
+def keys_in(of: Class, number: int, pieces: Pieces, at: Ints) -> tuple[Ints, list[str]]:
+    """Which tensor of a term of ``to`` each box is of: (int64 [n], the names that these number)."""
+    name = of.rule.to[number].name
+    columns = [
+        pieces.lo[:, pieces.names.index(each.axis)] + of.shifts[number].get(each.axis, 0)
+        for each in name.indices
+    ]
+    width = len(columns)
+    spans: dict[str, tuple[int, int]] = {}
+    for label in name.wild:
+        held = of.inside[label][at[pieces.row]]
+        spans[label] = len(columns), len(columns) + held.shape[1]
+        columns += list(held.T)
+    if not columns:
+        return np.zeros(len(pieces), np.int64), name.spell({}, of.wild, of.inside, 1)
+    keys, which = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    index = {each.axis: keys[:, n] for n, each in enumerate(name.indices[:width])}
+    inside = {label: keys[:, a:b] for label, (a, b) in spans.items()}
+    return which.reshape(-1).astype(np.int64), name.spell(index, of.wild, inside, len(keys))
+
+
+def _has(of: Class, term: Term, axes: frozenset[str]) -> bool:
+    """Whether a term holds the block of these axes."""
+    indices = frozenset(i.axis for i in term.name.indices)
+    blocks = term.layout.filled(of.rank).blocks
+    return any((block | indices) - of.rule.repeats == axes for block in blocks)
+
+
+class Takers:
+    """What every rule of a map takes."""
+
+    def __init__(
+        self, rules: ArchMap, tensors: Sequence[TensorSpec], numbers: Mapping[str, int], templates: Templates
+    ) -> None:
+        self._tensors, self._templates, self.numbers = tensors, templates, numbers
+        shapes: dict[Shape, int] = {}
+        self._shape = np.array([shapes.setdefault(t.shape, len(shapes)) for t in tensors], np.int64)
+        self._shapes = tuple(shapes)
+        self._rank = np.array([len(s) for s in self._shapes], np.int64)
+        self._by: list[tuple[str, Ints]] = []
+        self.count = np.zeros(len(tensors), np.int64)
+        self.classes: list[Class] = []
+        self.dropped: dict[int, str] = {}
+        self.parts: list[tuple[int, str]] = []
+        self.guessed: dict[str, int] = {}
+        self.problems: list[str] = []
+        self.needed: dict[str, str] = {}  # rule that must take something -> a name that it takes
+        self.made: dict[str, tuple[Term, ...]] = {}  # rule -> what it makes
+        self.everywhere: dict[str, str] = {}  # rule that must take something for each index -> its axis
+        for rule in rules.rules:
+            if rule.presence != "optional":
+                self.needed.setdefault(rule.name, str(rule.spellings[0][0]))
+            self.made.setdefault(rule.name, rule.to)
+            if rule.presence == "every" and rule.to and rule.to[0].name.indices:
+                self.everywhere.setdefault(rule.name, rule.to[0].name.indices[0].axis)
+            self._take(rule)
+
+    def twice(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Tensors that several rules take, with these."""
+        for row in np.flatnonzero(self.count > 1).tolist():
+            yield row, tuple(name for name, rows in self._by if row in rows)
+
+    def unused(self, seen: Seen) -> Iterator[str]:
+        """Rules whose tensors must come out and do not, with a name that they would take."""
+        used = {name for name, rows in self._by if len(rows)}
+        for name, of in self.needed.items():
+            if name not in used and not all(str(term) in seen for term in self.made[name]):
+                yield f"{name} ({of})"
+
+    def _take(self, rule: Rule) -> None:
+        try:
+            known, wrong = _known(rule, self.numbers), ""
+        except ValueError as error:
+            known, wrong = {}, str(error)
+        for side in rule.spellings:
+            found = [self._matches(rule, term, known) for term in side]
+            if not found[0]:  # a spelling is told by its first term; others may be those of another spelling
+                continue
+            for matches in found:
+                for each in matches:
+                    self.count[each.rows] += 1
+                    self._by.append((rule.name, each.rows))
+                    if rule.drop:
+                        self.dropped |= dict.fromkeys(each.rows.tolist(), rule.drop)
+            if wrong and any(found):
+                self.problems.append(f"{rule.name} does not fit the numbers: {wrong}")
+            elif not rule.drop and any(found):
+                self._classify(rule, side, found, known)
+
+    def _matches(self, rule: Rule, term: Term, known: Mapping[str, int]) -> list[NameMatch]:
+        """The names that a term takes, with indices on its axes."""
+        out = []
+        for each in term.name.match(self._templates):
+            index = dict(each.index)
+            rank = self._rank[self._shape[each.rows]]
+            dims = len(term.layout.dims)
+            keep = rank >= dims - 1 if term.layout.open else rank == dims
+            try:
+                for field_ in term.name.indices:
+                    index[field_.axis] = each.index[field_.axis] - field_.shifted(self.numbers)
+                    size = known.get(field_.axis)
+                    keep &= index[field_.axis] >= 0
+                    if size is not None:
+                        keep &= index[field_.axis] < size
+                if rule.where:
+                    keep &= value_of(rule.where, {**self.numbers, **known, **index})
+            except UnknownNumber as error:
+                self.problems.append(f"{rule.name} needs the number {error}, which is not known")
+                continue
+            except ValueError as error:
+                self.problems.append(f"{rule.name} does not fit the numbers: {error}")
+                continue
+            rows = np.flatnonzero(keep)
+            if len(rows):
+                inside = {k: v[rows] for k, v in each.inside.items()}
+                held = {k: v[rows] for k, v in index.items()}
+                out.append(NameMatch(each.rows[rows], held, each.wild, inside))
+        return out
+
+    def _classify(
+        self, rule: Rule, side: tuple[Term, ...], found: list[list[NameMatch]], known: Mapping[str, int]
+    ) -> None:
+        """Sorts what a spelling takes into classes."""
+        dims = {a for term in rule.to for a in term.layout.axes}
+        longest: dict[str, int] = {}
+        for matches in found:
+            for each in matches:
+                for axis, value in each.index.items():
+                    if axis in dims and axis not in known:
+                        longest[axis] = max(longest.get(axis, 0), int(value.max()) + 1)
+        sizes = {**known, **longest}
+        if len(side) == 1:
+            for each in found[0]:
+                shape = self._shape[each.rows]
+                for kind in np.unique(shape).tolist():
+                    self._add(rule, side, (kind,), [(0, each, np.flatnonzero(shape == kind))], sizes)
+            return
+        for same in _alike(found):
+            for kinds, members in self._instances(rule, side, same):
+                self._add(rule, side, kinds, members, sizes)
+
+    def _instances(
+        self, rule: Rule, side: tuple[Term, ...], found: Sequence[tuple[int, NameMatch]]
+    ) -> Iterator[tuple[tuple[int, ...], list[tuple[int, NameMatch, Ints]]]]:
+        """Tensors that go together, by the shapes of each term's: (shapes, (term, match, rows) of each)."""
+        shared = set.intersection(*({i.axis for i in t.name.indices} for t in side))
+        keys = [
+            np.hstack(
+                [
+                    np.stack([m.index[a] for a in sorted(shared)], axis=1)
+                    if shared
+                    else np.zeros((len(m.rows), 0), np.int64),
+                    *(m.inside[w] for w in sorted(m.inside)),
+                ]
+            )
+            for _, m in found
+        ]
+        lengths = np.cumsum([0, *(len(k) for k in keys)])
+        every, which = _unique_rows(np.vstack(keys))
+        table = np.full((every, len(side)), -1, np.int64)
+        for (term, m), (a, b) in zip(found, pairwise(lengths.tolist()), strict=True):
+            table[which[a:b], term] = self._shape[m.rows]
+            differing = np.flatnonzero(table[which[a:b], term] != self._shape[m.rows])
+            if len(differing):
+                row = int(m.rows[differing[0]])
+                self.problems.append(
+                    f"{self._tensors[row].fqn} has another shape than what {rule.name} joins it with"
+                )
+        kinds, kind = np.unique(table, axis=0, return_inverse=True)
+        kind = kind.reshape(-1)
+        for n, row in enumerate(kinds.tolist()):
+            members = []
+            for (term, m), (a, b) in zip(found, pairwise(lengths.tolist()), strict=True):
+                chosen = np.flatnonzero(kind[which[a:b]] == n)
+                if len(chosen):
+                    members.append((term, m, chosen))
+            yield tuple(row), members
+
+    def _add(
+        self,
+        rule: Rule,
+        side: tuple[Term, ...],
+        kinds: tuple[int, ...],
+        members: Sequence[tuple[int, NameMatch, Ints]],
+        known: Mapping[str, int],
+    ) -> None:
+        """Adds the classes of tensors that go together, when their sizes can be told."""
+        _, m, chosen = members[0]
+        first = self._tensors[int(m.rows[chosen[0]])].fqn
+        shapes = [None if k < 0 else self._shapes[k] for k in kinds]
+        try:
+            sizes, guessed = _all_sizes(rule, side, shapes, known, self.numbers)
+            shifts = tuple({i.axis: i.shifted(self.numbers) for i in term.name.indices} for term in rule.to)
+        except UnknownNumber as error:
+            self.problems.append(f"{first} cannot be mapped: {error} is not known")
+            return
+        except ValueError as error:
+            self.problems.append(
+                f"{first} {list(shapes[members[0][0]] or ())} does not fit {rule.name}: {error}"
+            )
+            return
+        self.guessed |= guessed
+        lost = [a for a in rule.drops if sizes.get(a, 0)]
+        for number, match_, rows in members:
+            term, shape = side[number], shapes[number]
+            assert shape is not None  # a member has a shape
+            rank = len(shape) - len(term.layout.dims) + 1 if term.layout.open else 0
+            index = {a: v[rows] for a, v in match_.index.items()}
+            inside = {k: v[rows] for k, v in match_.inside.items()}
+            self.classes.append(
+                Class(rule, side, term, match_.rows[rows], index, match_.wild, inside, sizes, rank, shifts)
+            )
+            self.parts += [(row, rule.drops[a]) for a in lost for row in match_.rows[rows].tolist()]
+
+
+def _known(rule: Rule, numbers: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of a rule's axes that numbers tell."""
+    axes = {a for side in (*rule.spellings, rule.to) for t in side for a in _every_axis(t)}
+    known = {a: numbers[a] for a in axes - rule.axes.keys() if a in numbers}
+    return _evaluated(rule, known, numbers)
+
+
+def _every_axis(term: Term) -> set[str]:
+    return {*term.layout.axes, *(i.axis for i in term.name.indices)}
+
+
+def _evaluated(rule: Rule, sizes: Mapping[str, int], numbers: Mapping[str, int]) -> dict[str, int]:
+    """With the axes whose arithmetic can be done; raises `ValueError` where it contradicts a size."""
+    found = dict(sizes)
+    while True:
+        before = len(found)
+        for axis, expression in rule.axes.items():
+            try:
+                value = int(value_of(expression, {**numbers, **found}))
+            except UnknownNumber:
+                continue
+            if found.setdefault(axis, value) != value:
+                raise ValueError(f"{axis} is {expression} = {value}, and the tensor has {found[axis]}")
+        if len(found) == before:
+            return found
+
+
+def _all_sizes(
+    rule: Rule,
+    side: Sequence[Term],
+    shapes: Sequence[Shape | None],
+    known: Mapping[str, int],
+    numbers: Mapping[str, int],
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The sizes of every axis of a rule, and those that are guessed.
+
+    Raises:
+        UnknownNumber: For an axis whose size nothing tells.
+        ValueError: Where sizes contradict each other.
+    """
+    layouts = []
+    for term, shape in zip(side, shapes, strict=True):
+        layout = None if shape is None else term.layout.closed(len(shape))
+        if layout is not None and shape is not None:
+            layouts.append((layout, shape))
+    sizes, guessed = dict(known), dict[str, int]()
+    while True:
+        before = len(sizes)
+        for layout, shape in layouts:
+            sizes = solved(layout, shape, sizes)
+        sizes = _evaluated(rule, sizes, numbers)
+        if len(sizes) != before:
+            continue
+        axis = next((a for a in rule.default if a not in sizes), None)
+        if axis is None:
+            break
+        sizes[axis] = guessed[axis] = rule.default[axis]
+    held = [layout for layout, _ in layouts]
+    tail = max(
+        (len(x.dims) - len(t.layout.dims) + 1 for x, t in zip(held, side, strict=False) if t.layout.open),
+        default=0,
+    )
+    for layout in (*held, *(t.layout.filled(tail) for t in rule.to)):
+        for node in layout.dims:
+            if size_of(node, sizes) is None:
+                raise UnknownNumber(next(a for a in sorted(layout.axes) if a not in sizes))
+    return sizes, guessed
+
+
+def _alike(found: Sequence[Sequence[NameMatch]]) -> Iterator[list[tuple[int, NameMatch]]]:
+    """Matches of several terms, those together whose wild parts are the same text."""
+    groups: dict[tuple[tuple[str, str], ...], list[tuple[int, NameMatch]]] = {}
+    for term, matches in enumerate(found):
+        for each in matches:
+            groups.setdefault(tuple(sorted(each.wild.items())), []).append((term, each))
+    yield from groups.values()
+
+
+def _unique_rows(table: Ints) -> tuple[int, Ints]:
+    """(how many distinct rows, which of them each row is)."""
+    if not table.shape[1]:
+        return 1, np.zeros(len(table), np.int64)
+    every, which = np.unique(table, axis=0, return_inverse=True)
+    return len(every), which.reshape(-1).astype(np.int64)
+
+
+def sizes_of(layout: Layout, sizes: Mapping[str, int]) -> Shape:
+    found = tuple(size_of(d, sizes) for d in layout.dims)
+    assert None not in found  # `_all_sizes` has looked
+    return tuple(int(n) for n in found if n is not None)

@@ -1,0 +1,283 @@
+"""Apply a map to a manifest: every tensor of the new world as views into what is stored.
+
+A chunk of a mapped tensor is a box, the item that holds it, and a view: first byte and strides, relative to
+the elements of the item in their row-major order. What an item's own metadata says of its layout (a torch
+zip's strides) is put together with the view when the item is resolved. No tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptcore.core.coverage import equal_boxes
+from ckptcore.core.dequantize import ADDED
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Chunks, Derived, Envelope, Ints, Manifest, TensorSpec
+from ckptcore.errors import UsageError
+from ckptcore.naming.maps.classes import Class, keys_in, placed
+from ckptcore.naming.maps.declaration import ArchMap
+from ckptcore.naming.maps.index_space import Bools, Pieces, pieces_of
+from ckptcore.naming.maps.matching import Matched, match, require_fit
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A manifest in another world of names.
+
+    Attributes:
+        manifest: The tensors under their new names, over the same items.
+        map: What made it.
+        sources: New name -> names of the tensors that it is made of.
+        rules: New name -> the rule that made it.
+        moved: New name -> old name, where a tensor's elements, order and shape are what they were.
+        dropped: (old name, reason) of what does not go on.
+        parts: (old name, reason) of tensors of which a part does not go on.
+        guessed: (axis, size) that nothing tells, and a rule assumes.
+    """
+
+    manifest: Manifest
+    map: ArchMap
+    sources: Mapping[str, tuple[str, ...]]
+    rules: Mapping[str, str]
+    moved: Mapping[str, str]
+    dropped: tuple[tuple[str, str], ...]
+    parts: tuple[tuple[str, str], ...]
+    guessed: tuple[tuple[str, int], ...]
+
+
+def convert(manifest: Manifest, rules: ArchMap, numbers: Mapping[str, int]) -> Conversion:
+    """The manifest after a map.
+
+    Args:
+        manifest: Whose every tensor the map has a rule for.
+        rules: The map.
+        numbers: Of the model.
+
+    Raises:
+        NameMismatch: Naming what is missing, left over, or does not fit.
+        UsageError: For a computed tensor that would have to be cut.
+    """
+    matched = match(rules, manifest.tensors, numbers)
+    require_fit(matched, manifest.tensors)
+    return converted(manifest, matched)
+
+
+def converted(manifest: Manifest, matched: Matched) -> Conversion:
+    """The manifest after a map that fits it; raises `UsageError` as `convert`."""
+    _require_stored(manifest, matched)
+    names = [t.fqn for t in manifest.tensors]
+    number = {made.name: n for n, made in enumerate(matched.made)}
+    ids, parts = _pieces(manifest.chunks, manifest, matched.classes, number)
+    specs = [TensorSpec(m.name, m.dtype, m.shape) for m in matched.made]
+    result = _manifest(manifest, matched, specs, ids, parts, number)
+    return Conversion(
+        result,
+        matched.map,
+        {m.name: tuple(names[s] for s in m.sources) for m in matched.made},
+        {m.name: m.rule for m in matched.made},
+        {m.name: names[m.sources[0]] for m in matched.made if m.same and not m.add and len(m.sources) == 1},
+        tuple((names[t], reason) for t, reason in matched.dropped.items()),
+        tuple((names[t], reason) for t, reason in matched.parts),
+        matched.guessed,
+    )
+
+
+def _require_stored(manifest: Manifest, matched: Matched) -> None:
+    """Computed tensors are renamed, and nothing else."""
+    for made in matched.made:
+        if made.add and made.dtype not in ADDED:
+            raise UsageError(
+                f"cannot make {made.name}: cannot add to {made.dtype} (must be one of {', '.join(ADDED)})",
+                hint="Try --names stored to keep the names as they are",
+            )
+        computed = next((s for s in made.sources if s in manifest.derived), None)
+        if computed is not None and (not made.same or made.add):
+            raise UsageError(
+                f"cannot make {made.name} of {manifest.tensors[computed].fqn}: its values are not stored",
+                hint="Try --names stored, or carry the stored values with --keep-quantized",
+            )
+
+
+def _pieces(
+    chunks: Chunks, manifest: Manifest, classes: Sequence[Class], number: Mapping[str, int]
+) -> tuple[Ints, list[tuple[int, Pieces, Ints]]]:
+    """(ids: tensor of every box, (rank, boxes, chunk of each) class by class)."""
+    ids: list[Ints] = [np.zeros(0, np.int64)]
+    parts: list[tuple[int, Pieces, Ints]] = []
+    twin = np.full(len(chunks), -1, np.int64)
+    for first, copy in equal_boxes(manifest):
+        twin[first] = twin[copy] = first
+    for of in classes:
+        begin, count = chunks.first[of.rows], np.diff(chunks.first)[of.rows]
+        at = np.repeat(np.arange(len(of.rows)), count)
+        within = np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
+        row = np.repeat(begin, count) + within
+        rank = len(manifest.tensors[int(of.rows[0])].shape)
+        width = np.array([BY_NAME[manifest.tensors[t].dtype].itemsize for t in of.rows.tolist()], np.int64)
+        view = None if chunks.view is None else chunks.view[row]
+        loose = manifest.items.envelope[chunks.item[row]] == Envelope.TORCHZIP
+        lo, shape = chunks.lo[row, :rank], chunks.shape[row, :rank]
+        boxes = pieces_of(np.arange(len(row)), width[at], lo, shape, view, loose, twin[row])
+        for term, p in placed(boxes, of, at):
+            which, names = keys_in(of, term, p, at)
+            ids.append(np.array([number[name] for name in names], np.int64)[which])
+            parts.append((len(of.rule.to[term].layout.filled(of.rank).dims), p, row[p.row]))
+    return np.concatenate(ids), parts
+
+
+def _manifest(
+    manifest: Manifest,
+    matched: Matched,
+    specs: Sequence[TensorSpec],
+    ids: Ints,
+    parts: Sequence[tuple[int, Pieces, Ints]],
+    number: Mapping[str, int],
+) -> Manifest:
+    """The tensors with their chunks; those that are computed by themselves."""
+    ranks = np.array([len(t.shape) for t in manifest.tensors], np.int64)
+    chunks = _chunks(manifest.chunks, ranks, len(specs), ids, parts)
+    origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
+    items = replace(manifest.items, holds=_promised(manifest, ranks, parts))
+    whole = replace(
+        manifest,
+        tensors=tuple(specs),
+        chunks=chunks,
+        items=items,
+        origin=origin,
+        derived={},
+        inputs=None,
+        order=(),
+    )
+    nodes: dict[int, Derived] = {}
+    inputs: list[TensorSpec] = []
+    spans: list[tuple[Chunks, int]] = []
+    for n, made in enumerate(matched.made):
+        source = made.sources[0]
+        if source in manifest.derived and manifest.inputs is not None:
+            node = manifest.derived[source]
+            nodes[n] = replace(node, inputs=tuple(range(len(inputs), len(inputs) + len(node.inputs))))
+            inputs += [manifest.inputs.tensors[i] for i in node.inputs]
+            spans += [(manifest.inputs.chunks, i) for i in node.inputs]
+        elif made.add:
+            nodes[n] = Derived(f"add_{made.dtype}", (len(inputs),), (made.add,))
+            inputs.append(TensorSpec(manifest.tensors[source].fqn, made.dtype, made.shape))
+            spans.append((chunks, n))
+    if not nodes:
+        return whole
+    below = _gathered(spans)
+    rank = max(chunks.lo.shape[1], below.lo.shape[1])
+    return replace(whole, chunks=_wide(_without(chunks, nodes), rank)).deriving(
+        nodes, tuple(inputs), _wide(below, rank)
+    )
+
+
+def _chunks(
+    stored: Chunks, ranks: Ints, tensors: int, ids: Ints, parts: Sequence[tuple[int, Pieces, Ints]]
+) -> Chunks:
+    """Chunk columns, by tensor; a chunk that is what it was stays unresolved where it was.
+
+    ranks: int64 [T], dims of the stored tensors.
+    """
+    rank = max((r for r, _, _ in parts), default=0)
+    total = len(ids)
+    lo, shape = np.zeros((total, rank), np.int64), np.ones((total, rank), np.int64)
+    step, start, row = np.ones((total, rank), np.int64), np.zeros(total, np.int64), np.zeros(total, np.int64)
+    own = np.zeros(total, np.int64)  # the rank of each
+    end = 0
+    for r, p, of in parts:
+        begin, end = end, end + len(p)
+        lo[begin:end, :r], shape[begin:end, :r] = p.lo[:, :r], p.ext[:, :r]
+        step[begin:end, :r], start[begin:end], row[begin:end] = p.step[:, :r], p.start, of
+        own[begin:end] = r
+    order = (
+        np.lexsort((*(lo[:, d] for d in reversed(range(rank))), row, ids)) if total else np.zeros(0, np.int64)
+    )
+    lo, shape, step, start, row = lo[order], shape[order], step[order], start[order], row[order]
+    view = np.hstack([start[:, None], _flags(stored, row)[:, None], step])
+    unchanged = _unchanged(stored, row, shape, step, start) & (own[order] == ranks[stored.tensor[row]])
+    view[unchanged, 0] = -1
+    first = np.searchsorted(ids[order], np.arange(tensors + 1)).astype(np.int64)
+    kept = view if bool((view[:, 0] >= 0).any()) else None
+    return Chunks(first, lo, shape, stored.item[row], kept)
+
+
+def _promised(manifest: Manifest, ranks: Ints, parts: Sequence[tuple[int, Pieces, Ints]]) -> Ints | None:
+    """What the metadata says of the items that boxes are views into: see `Items`."""
+    stored, held = manifest.chunks, manifest.items.holds
+    rows = np.unique(np.concatenate([np.zeros(0, np.int64), *(of for _, _, of in parts)]))
+    if stored.view is not None:
+        rows = rows[stored.view[rows, 0] < 0]
+    rows = rows[stored.item[rows] >= 0]
+    if not len(rows):
+        return held
+    rank = stored.shape.shape[1]
+    found = np.full((len(manifest.items), 1 + rank), -1, np.int64)
+    if held is not None:
+        found[:, : held.shape[1]] = held[:, : 1 + rank]
+    found[stored.item[rows], 0] = ranks[stored.tensor[rows]]
+    found[stored.item[rows], 1:] = stored.shape[rows]
+    return found
+
+
+def _flags(stored: Chunks, row: Ints) -> Ints:
+    """The view flags of chunks, 0 of those that are not resolved."""
+    if stored.view is None:
+        return np.zeros(len(row), np.int64)
+    held = stored.view[row]
+    return np.where(held[:, 0] >= 0, held[:, 1], 0)
+
+
+def _unchanged(stored: Chunks, row: Ints, shape: Ints, step: Ints, start: Ints) -> Bools:
+    """Which boxes are a whole chunk that is not resolved, in its own shape and order."""
+    rank = min(shape.shape[1], stored.shape.shape[1])
+    same: Bools
+    same = (start == 0) & (shape[:, :rank] == stored.shape[row, :rank]).all(axis=1)
+    for columns in (shape[:, rank:], stored.shape[row, rank:]):
+        same &= (columns == 1).all(axis=1)
+    expected = np.ones(len(row), np.int64)
+    for d in reversed(range(shape.shape[1])):
+        same &= (shape[:, d] == 1) | (step[:, d] == expected)
+        expected = expected * shape[:, d]
+    if stored.view is not None:
+        same &= stored.view[row, 0] < 0
+    return same
+
+
+def _gathered(spans: Sequence[tuple[Chunks, int]]) -> Chunks:
+    """The chunks of tensors of several tables, in one."""
+    rank = max(c.lo.shape[1] for c, _ in spans)
+    parts = [(_wide(c, rank), slice(int(c.first[t]), int(c.first[t + 1]))) for c, t in spans]
+    first = np.concatenate([np.zeros(1, np.int64), np.cumsum([s.stop - s.start for _, s in parts])])
+    columns = [
+        np.concatenate([getattr(c, name)[s] for c, s in parts]) for name in ("lo", "shape", "item", "view")
+    ]
+    return Chunks(first.astype(np.int64), *columns)
+
+
+def _wide(chunks: Chunks, rank: int) -> Chunks:
+    """With columns for so many dims, and a view for every chunk."""
+    more = rank - chunks.lo.shape[1]
+    view = chunks.view
+    if view is None:
+        view = np.full((len(chunks), 2 + chunks.lo.shape[1]), -1, np.int64)
+    pad = ((0, 0), (0, more))
+    return Chunks(
+        chunks.first,
+        np.pad(chunks.lo, pad),
+        np.pad(chunks.shape, pad, constant_values=1),
+        chunks.item,
+        np.pad(view, pad, constant_values=1),
+    )
+
+
+def _without(chunks: Chunks, tensors: Mapping[int, Derived]) -> Chunks:
+    """Without the chunks of some tensors, which stay in the table."""
+    if not tensors:
+        return chunks
+    kept = ~np.isin(chunks.tensor, np.array(sorted(tensors), np.int64))
+    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)]).astype(np.int64)
+    view = None if chunks.view is None else chunks.view[kept]
+    return Chunks(count[chunks.first], chunks.lo[kept], chunks.shape[kept], chunks.item[kept], view)

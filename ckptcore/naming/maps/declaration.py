@@ -1,0 +1,473 @@
+"""Read maps from TOML, and refuse those that say something impossible.
+
+A family of models is one file in ``families/``; what families share are named groups of rules in ``shared/``:
+
+```
+arch = "qwen3"                                     # --arch
+architectures = ["Qwen3ForCausalLM"]               # of a config.json
+model_types = ["qwen3"]
+
+[[map]]
+world = "megatron"                                 # of the source; `to` is the other one, hf-hub by default
+use = ["megatron/embedding", "megatron/attention"] # groups of shared rules
+with = { mlp = "mlp" }                             # texts for <mlp> in shared rules, before their defaults
+
+[[map.rule]]
+name = "query-norm"                                # unique in the map
+from = "decoder.layers.{layer}.self_attention.q_layernorm.weight"
+to = "model.layers.{layer}.self_attn.q_norm.weight"
+```
+
+A rule says which tensors of one world are which of the other. ``from`` and ``to`` are a term, or a list of
+terms that make up the whole together; ``or`` is a list of other spellings of ``from``, told by their first
+terms. A term is a name (`tensor_name`) and, behind ``" : "``, a layout (`layout`); without layouts tensors
+stay what they are. More of a rule:
+
+- ``axes = {q = "heads / kv_heads", k = 1}``: sizes, by arithmetic on numbers and other axes. An axis without
+  one takes its size from the number of its name, or from the shapes; ``default`` = {pad = 0} where neither
+  tells. An axis that is an index in names is that long where its size is known: other indices do not match.
+- ``drops = {pad = "reason"}``: parts that no tensor of ``to`` has. ``drop = "reason"`` instead of ``to``: the
+  tensor does not go on.
+- ``repeats = ["heads"]``: axes of ``to`` along which elements of ``from`` are repeated.
+- ``add = 1``: added to every element, in float32, rounded to the stored dtype.
+- ``where = "layer < dense"``: of indices and numbers.
+- ``presence``: ``every`` (the default: for all indices of the first name), ``some``, or ``optional``.
+- ``one_way = "reason"``: why there is no way back, where neither a drop nor ``add`` says it.
+
+A map may say ``requires = {"model.block.name" = ["default"]}``: values that the trainer's own config must
+have there, where there is one; and ``refused = "reason"`` instead of rules, with ``signs``, patterns that
+tell its names. A group and a map may say ``stacked = {layer = "decoder.layers."}``: names below that prefix
+may also come without their index, with the layers in a first dim of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from importlib import resources
+from itertools import product
+from typing import Annotated, Any, Literal
+
+from blake3 import blake3
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.errors import UsageError
+from ckptcore.naming.maps.layout import ELLIPSIS, Axis, Layout, parse_layout
+from ckptcore.naming.maps.sizes import names_in
+from ckptcore.naming.maps.tensor_name import Index, TensorName, parse_name
+from ckptcore.naming.worlds import is_world
+
+_TEXT = re.compile(r"<([a-z_][a-z_0-9]*)>")
+_ADDING = "adding to a weight rounds: adding the opposite need not give it back"
+
+
+@dataclass(frozen=True)
+class Term:
+    """A tensor of a rule, or one for each index in its name."""
+
+    name: TensorName
+    layout: Layout
+
+    @cached_property
+    def blocks(self) -> tuple[frozenset[str], ...]:
+        """The axes of each block, indices included; dims of an ellipsis are left out."""
+        indices = frozenset(i.axis for i in self.name.indices)
+        return tuple((block | indices) - {ELLIPSIS} for block in self.layout.blocks)
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule with its choices made.
+
+    Attributes:
+        name: Of its declaration, with the group it comes from.
+        spellings: Of the tensors that it takes; one of them counts.
+        to: What becomes of them; nothing where they are dropped.
+        presence: every, some or optional.
+        axes: Axis -> expression. default: axis -> size. where: expression, or "".
+        drops: Axis -> why its part does not go on. drop: why nothing of it does, or "".
+        repeats: Axes along which elements are repeated.
+        add: Added to every element.
+        one_way: Why it has no inverse; "" where it has.
+    """
+
+    name: str
+    spellings: tuple[tuple[Term, ...], ...]
+    to: tuple[Term, ...]
+    presence: str = "every"
+    axes: Mapping[str, str] = field(default_factory=dict)
+    default: Mapping[str, int] = field(default_factory=dict)
+    where: str = ""
+    drops: Mapping[str, str] = field(default_factory=dict)
+    drop: str = ""
+    repeats: frozenset[str] = frozenset()
+    add: int = 0
+    one_way: str = ""
+
+    @property
+    def invertible(self) -> bool:
+        """Whether the rule backwards gives what it was."""
+        return not self.one_way
+
+    def inverted(self) -> Rule:
+        """The rule backwards; its first spelling is what it makes."""
+        return replace(self, spellings=(self.to,), to=self.spellings[0])
+
+
+@dataclass(frozen=True)
+class ArchMap:
+    """The rules between two worlds for one architecture.
+
+    Attributes:
+        arch: Its name. architectures, model_types: what a config.json calls it.
+        world, to: From where to where.
+        rules: In the order of the declaration.
+        refused: Why there is no map although the architecture is known; "" where there is one.
+        requires: Path in the world's own config -> values that it may have there, where it has one.
+        signs: Patterns by which names of a refused architecture are told.
+        digest: Of the declaration, with the groups it uses, hex.
+        version: Of the library that the rules come from, or "".
+    """
+
+    arch: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    world: str
+    to: str
+    rules: tuple[Rule, ...]
+    refused: str = ""
+    requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    signs: tuple[re.Pattern[str], ...] = ()
+    digest: str = ""
+    version: str = ""
+
+    @property
+    def invertible(self) -> bool:
+        """Whether every rule is."""
+        return all(r.invertible for r in self.rules)
+
+    def inverted(self) -> ArchMap:
+        """The map of the other direction.
+
+        Raises:
+            UsageError: With the rules that have no inverse.
+        """
+        lost = [f"{r.name} ({r.one_way})" for r in self.rules if not r.invertible]
+        if lost:
+            raise UsageError(f"cannot map {self.arch} from {self.to} to {self.world}: {'; '.join(lost)}")
+        turned = tuple(r.inverted() for r in self.rules)
+        digest = blake3(f"inverse {self.digest}".encode()).hexdigest()
+        return replace(self, world=self.to, to=self.world, rules=turned, digest=digest)
+
+
+def _list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _text(value: Any) -> Any:
+    return str(value) if type(value) is int else value
+
+
+Terms = Annotated[tuple[str, ...], BeforeValidator(_list), Field(min_length=1)]
+Values = tuple[str | int | bool, ...]
+Expression = Annotated[str, BeforeValidator(_text)]
+
+
+class _Form(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class RuleForm(_Form):
+    """A rule as TOML has it: see the module."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    source: Terms = Field(alias="from")
+    spellings: tuple[Terms, ...] = Field((), alias="or")
+    to: Terms | None = None
+    axes: dict[str, Expression] = {}
+    default: dict[str, int] = {}
+    where: str = ""
+    drops: dict[str, str] = {}
+    drop: str = ""
+    repeats: tuple[str, ...] = ()
+    add: int = 0
+    presence: Literal["every", "some", "optional"] = "every"
+    one_way: str = ""
+
+    @model_validator(mode="after")
+    def _one_end(self) -> RuleForm:
+        if (self.to is None) != bool(self.drop):
+            raise ValueError("a rule has either `to` or `drop`")
+        for expression in (*self.axes.values(), *([self.where] if self.where else [])):
+            names_in(expression)
+        if self.repeats and not self.one_way:
+            raise ValueError("`repeats` has no way back: say why in `one_way`")
+        return self
+
+
+class GroupForm(_Form):
+    """Rules that families share. defaults: texts for what stands in angle brackets."""
+
+    defaults: dict[str, str] = {}
+    axes: dict[str, Expression] = {}
+    stacked: dict[str, str] = {}
+    requires: dict[str, Values] = {}
+    rule: tuple[RuleForm, ...]
+
+
+class MapForm(_Form):
+    """The map of a family from one world."""
+
+    world: str
+    to: str = "hf-hub"
+    use: tuple[str, ...] = ()
+    texts: dict[str, str] = Field({}, alias="with")
+    axes: dict[str, Expression] = {}
+    stacked: dict[str, str] = {}
+    without: tuple[str, ...] = ()
+    rule: tuple[RuleForm, ...] = ()
+    refused: str = ""
+    requires: dict[str, Values] = {}
+    signs: tuple[str, ...] = ()
+    version: str = ""
+
+
+class FamilyForm(_Form):
+    """A family's file."""
+
+    arch: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")
+    architectures: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+    map: tuple[MapForm, ...] = Field(min_length=1)
+
+
+@cache
+def built_in_maps() -> tuple[ArchMap, ...]:
+    """Every map that comes with ckptcore, by architecture."""
+    families = resources.files(__package__) / "families"
+    names = sorted(f.name for f in families.iterdir() if f.name.endswith(".toml"))
+    return tuple(m for name in names for m in read_maps((families / name).read_text("utf-8"), name))
+
+
+def read_maps(text: str, what: str) -> tuple[ArchMap, ...]:
+    """The maps of a family's file.
+
+    Args:
+        text: TOML.
+        what: What it is called in errors.
+
+    Raises:
+        UsageError: For a file that is none, or whose rules contradict themselves.
+    """
+    try:
+        family = FamilyForm.model_validate(tomllib.loads(text))
+        return tuple(_map(family, form) for form in family.map)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"cannot read the map {what}: {where}: {first['msg']}") from error
+    except ValueError as error:
+        raise UsageError(f"cannot read the map {what}: {error}") from error
+
+
+def compiled(form: RuleForm, *, group: str = "", texts: Mapping[str, str] | None = None) -> list[Rule]:
+    """The rules of a declared one, one for each choice of its texts.
+
+    Raises:
+        ValueError: For a rule that says something impossible.
+    """
+    return list(_rules(form, group, texts or {}, {}, {}))
+
+
+@cache
+def _groups(name: str) -> Mapping[str, GroupForm]:
+    """The groups of a shared file."""
+    held = resources.files(__package__) / "shared" / f"{name}.toml"
+    if not held.is_file():
+        raise ValueError(f"there is no file of shared rules called {name}")
+    return {k: GroupForm.model_validate(v) for k, v in tomllib.loads(held.read_text("utf-8")).items()}
+
+
+def _group(name: str) -> GroupForm:
+    file, slash, group = name.partition("/")
+    found = _groups(file).get(group) if slash else None
+    if found is None:
+        raise ValueError(f"no group of shared rules is called {name}")
+    return found
+
+
+def _map(family: FamilyForm, form: MapForm) -> ArchMap:
+    for world in (form.world, form.to):
+        if not is_world(world):
+            raise ValueError(f"no world is called {world!r}")
+    groups = [(name, _group(name)) for name in form.use]
+    rules: list[Rule] = []
+    used: set[str] = set()
+    for name, group in groups:
+        used |= {x for r in group.rule for x in _TEXT.findall(r.model_dump_json())}
+        texts = group.defaults | form.texts
+        axes = group.axes | form.axes
+        kept = [r for r in group.rule if f"{name}/{r.name}" not in form.without]
+        for each in kept:
+            rules += _rules(each, name, texts, axes, form.stacked | group.stacked)
+    for each in form.rule:
+        rules += _rules(each, "", form.texts, form.axes, form.stacked)
+    known = {f"{name}/{r.name}" for name, group in groups for r in group.rule}
+    if unknown := [w for w in form.without if w not in known]:
+        raise ValueError(f"`without` names {unknown[0]}, which is in no group that is used")
+    if unused := sorted(set(form.texts) - used):
+        raise ValueError(f"`with` has a text for <{unused[0]}>, which no rule names")
+    if not rules and not form.refused:
+        raise ValueError(f"the map from {form.world} has no rules, and no reason to be refused")
+    declared = [r.name for r in form.rule] + [f"{n}/{r.name}" for n, g in groups for r in g.rule]
+    if len(set(declared)) != len(declared):
+        raise ValueError("two rules have one name")
+    content = [family.arch, form.model_dump(mode="json"), [g.model_dump(mode="json") for _, g in groups]]
+    return ArchMap(
+        family.arch,
+        family.architectures,
+        family.model_types,
+        form.world,
+        form.to,
+        tuple(rules),
+        form.refused,
+        {k: v for _, g in groups for k, v in g.requires.items()} | form.requires,
+        tuple(re.compile(s) for s in form.signs),
+        blake3(canonical_json(content)).hexdigest(),
+        form.version,
+    )
+
+
+def _rules(
+    form: RuleForm, group: str, texts: Mapping[str, str], axes: Mapping[str, str], stacked: Mapping[str, str]
+) -> Iterator[Rule]:
+    name = f"{group}/{form.name}" if group else form.name
+    try:
+        ends = [[_filled(t, texts) for t in side] for side in (form.source, *form.spellings, form.to or ())]
+        parsed = [[_terms(t) for t in side] for side in ends]
+        labels: dict[str, dict[str, None]] = {}
+        for side in parsed:
+            for term in side:
+                for _, chosen in term:
+                    for label, value in chosen.items():
+                        labels.setdefault(label, {})[value] = None
+        for n, values in enumerate(product(*labels.values())):
+            chosen = dict(zip(labels, values, strict=True))
+            sides = [tuple(_chosen(term, chosen) for term in side) for side in parsed]
+            spellings = [s for side in sides[:-1] for s in _stacked(side, stacked)]
+            rule = Rule(
+                name,
+                tuple(spellings),
+                sides[-1],
+                form.presence if n == 0 else "optional",
+                dict(axes) | form.axes,
+                form.default,
+                form.where,
+                form.drops,
+                form.drop,
+                frozenset(form.repeats),
+                form.add,
+                form.one_way or form.drop or "; ".join(form.drops.values()) or (_ADDING if form.add else ""),
+            )
+            _require_whole(rule)
+            yield rule
+    except ValueError as error:
+        raise ValueError(f"rule {name}: {error}") from error
+
+
+def _filled(text: str, texts: Mapping[str, str]) -> str:
+    """With the texts in angle brackets put in."""
+
+    def put(found: re.Match[str]) -> str:
+        if found[1] not in texts:
+            raise ValueError(f"there is no text for <{found[1]}>")
+        return texts[found[1]]
+
+    return _TEXT.sub(put, text)
+
+
+def _terms(text: str) -> list[tuple[Term, dict[str, str]]]:
+    name, colon, layout = text.partition(" : ")
+    shape = parse_layout(layout) if colon else Layout((Axis(ELLIPSIS),))
+    return [(Term(each, shape), chosen) for each, chosen in parse_name(name.strip())]
+
+
+def _chosen(terms: Sequence[tuple[Term, dict[str, str]]], chosen: Mapping[str, str]) -> Term:
+    for term, own in terms:
+        if own.items() <= chosen.items():
+            return term
+    label = next(k for k, v in terms[0][1].items() if k not in chosen or v != chosen[k])
+    raise ValueError(f"{{{label}:...}} has other texts elsewhere in the rule")
+
+
+def _stacked(side: tuple[Term, ...], stacked: Mapping[str, str]) -> list[tuple[Term, ...]]:
+    """A spelling, and the same with layers in the tensors' first dim."""
+    out = [side]
+    for axis, prefix in stacked.items():
+        if all(_is_below(t, axis, prefix) for t in side):
+            out.append(tuple(_below(t, axis) for t in side))
+    return out
+
+
+def _is_below(term: Term, axis: str, prefix: str) -> bool:
+    parts = term.name.parts
+    return len(parts) > 2 and parts[0] == prefix and parts[1] == Index(axis) and str(parts[2])[:1] == "."
+
+
+def _below(term: Term, axis: str) -> Term:
+    prefix, _, rest, *more = term.name.parts
+    assert isinstance(prefix, str)  # `_is_below` has looked
+    assert isinstance(rest, str)
+    name = TensorName((prefix + rest.removeprefix("."), *more))
+    return Term(name, Layout((Axis(axis), *term.layout.dims)))
+
+
+def _require_whole(rule: Rule) -> None:
+    """Raises `ValueError` unless every block of one side is one of the other, or dropped with a reason."""
+    for side in (*rule.spellings, rule.to):
+        if len({t.layout.open for t in (*side, *rule.spellings[0])}) > 1:
+            raise ValueError("some of its layouts have an ellipsis, and some have none")
+        for term in side:
+            indices = [i.axis for i in term.name.indices]
+            if double := next((a for a in indices if a in term.layout.axes), None):
+                raise ValueError(f"{double} is an index and a dim of {term}")
+    if any(not t.name.wild and set(t.name.wild) != set(rule.to[0].name.wild) for t in rule.to[1:]):
+        raise ValueError("its names have other wild parts")
+    if rule.drop:
+        return
+    made = [block - rule.repeats for term in rule.to for block in term.blocks]
+    for side in rule.spellings:
+        held = [block for term in side for block in term.blocks]
+        kept = [b for b in held if not b & rule.drops.keys()]
+        for block in kept:
+            if made.count(block) != 1:
+                raise ValueError(
+                    f"{_few(side)} has a part of {sorted(block)}, and `to` {_count(made, block)}"
+                )
+        for block in made:
+            if kept.count(block) != 1:
+                raise ValueError(
+                    f"`to` has a part of {sorted(block)}, and {_few(side)} {_count(kept, block)}"
+                )
+        for axis in rule.drops:
+            if not any(axis in block for block in held):
+                raise ValueError(f"it drops {axis}, which {_few(side)} has not")
+        wild = {w for term in side for w in term.name.wild}
+        if any(set(t.name.wild) - wild for t in rule.to):
+            raise ValueError(f"`to` has a wild part that {_few(side)} has not")
+
+
+def _few(side: Sequence[Term]) -> str:
+    return ", ".join(map(str, side[:3]))
+
+
+def _count(blocks: Sequence[frozenset[str]], block: frozenset[str]) -> str:
+    count = blocks.count(block)
+    return "has none" if not count else f"has {count} of them"

@@ -1,0 +1,450 @@
+"""Make the steps between live modules and files from the installed transformers.
+
+transformers says how it renames, stacks, splits and permutes tensors between a file and a module: a list of
+transforms for a model type or a class (`transformers.conversion_mapping`). They are read here as data:
+patterns as its own constructors compiled them, in both directions, and operations by their class. No
+operation is run, and one that is not known becomes a step that is refused by its class.
+
+```
+python -m ckptcore.naming.maps.from_transformers FOLDER   # writes steps.toml and families.toml there
+```
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptcore.naming.maps.declaration import RuleForm, compiled
+from ckptcore.naming.maps.live_families import FamilyForm, PartForm
+from ckptcore.naming.maps.live_steps import ITEM, StepForm, Substitution
+
+RENAMINGS = ("WeightRenaming", "GroupWeightRename", "Inkling2IndexOffsetWeightRename", "PrefixChange")
+_LOADING = "transformers.core_model_loading"  # the module of its transforms and operations
+_LOADING_ONLY = ("PrefixChange",)  # a module that was never loaded is saved without it
+_SOME = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+_HEADS = "num_attention_heads"
+_SPLIT = "the parts are as long as the module's parameters, which files do not say"
+_EITHER = "files may hold it either way round; it is saved as the module has it"
+
+
+class _Unknown(Exception):
+    """An operation that is none of those known."""
+
+
+@dataclass
+class _Tensors:
+    """The tensors of a join, while its operations are followed from files to the module.
+
+    Attributes:
+        hub, live: Dims of each, as expressions of layouts.
+        axes: Sizes. numbers: Where a config has a number.
+        lists: Whether files hold numbered parts. one_way: Why there is no way back.
+    """
+
+    hub: list[list[str]]
+    live: list[list[str]]
+    axes: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)
+    lists: bool = False
+    one_way: str = ""
+
+    def part(self, n: int) -> str:
+        """The label of a part, of one element."""
+        self.axes[f"p{n}"] = 1
+        return f"p{n}"
+
+    def put(self, old: str, new: str) -> None:
+        """Replaces an axis everywhere."""
+        for dims in (*self.hub, *self.live):
+            dims[:] = [_with(d, old, new) for d in dims]
+
+
+def steps_of(transforms: Iterable[Any]) -> tuple[StepForm, ...]:
+    """The steps of a list of transformers' transforms."""
+    return tuple(_step(t) for t in transforms)
+
+
+def entries() -> dict[str, tuple[StepForm, ...]]:
+    """The steps of every model type and class that the installed transformers lists."""
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    listed: Mapping[str, Sequence[Any]] = mapping._build_checkpoint_conversion_mapping()
+    return {name: steps_of(found) for name, found in sorted(listed.items()) if name != "legacy"}
+
+
+def entries_of(names: Iterable[str]) -> dict[str, tuple[StepForm, ...]]:
+    """The steps of some of them."""
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    return {name: steps_of(mapping.get_checkpoint_conversion_mapping(name)) for name in names}
+
+
+def family_of(model: Any, model_type: str, names: Sequence[str]) -> FamilyForm:
+    """Which entries a model's own and its submodules' steps are, in transformers' order.
+
+    As `get_model_conversion_mapping` finds them; entries are named, not copied.
+
+    Args:
+        model: On the meta device.
+        model_type: Of its config.
+        names: Of classes that have the same parts.
+    """
+    modeling: Any = importlib.import_module("transformers.modeling_utils")
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    seen: dict[str, list[str]] = {}
+    parts: list[PartForm] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, modeling.PreTrainedModel) or module.is_custom_code():
+            continue
+        name, kind = type(module).__name__, module.config.model_type
+        if _below(path, seen.get(name, ())):
+            continue
+        by_class = mapping.get_checkpoint_conversion_mapping(name) is not None
+        if not by_class and (not kind or _below(path, seen.get(kind, ()))):
+            continue
+        entry = name if by_class else kind
+        if mapping.get_checkpoint_conversion_mapping(entry) is None:
+            continue
+        scope = path.removeprefix(model.base_model_prefix).removeprefix(".") if path else None
+        parts.append(PartForm(entry=entry, scope=scope))
+        seen.setdefault(name, []).append(path)
+        if not by_class:
+            seen.setdefault(kind, []).append(path)
+    return FamilyForm(
+        arch=model_type,
+        architectures=tuple(names),
+        base=model.base_model_prefix or "",
+        parts=tuple(parts),
+        within=dict(sorted(_types_within(model.config.to_dict()))),
+    )
+
+
+def built(model_type: str, name: str) -> Any:
+    """A model of a class from its default config, on the meta device, with few layers."""
+    library: Any = importlib.import_module("transformers")
+    torch: Any = importlib.import_module("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = _small(library, library.CONFIG_MAPPING[model_type]())
+        with torch.device("meta"):
+            return getattr(library, name)._from_config(config)
+
+
+def classes() -> dict[str, list[str]]:
+    """The classes of each model type that transformers' own tables for `AutoModel...` name."""
+    auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    out: dict[str, dict[str, None]] = {}
+    for table in sorted(n for n in vars(auto) if n.startswith("MODEL_") and n.endswith("_MAPPING_NAMES")):
+        for kind, names in getattr(auto, table).items():
+            for name in [names] if isinstance(names, str) else names:
+                out.setdefault(kind, {})[name] = None
+    return {kind: sorted(names) for kind, names in sorted(out.items())}
+
+
+def families(kinds: Iterable[str] | None = None) -> list[FamilyForm]:
+    """The families of model types: classes whose parts are the same are one.
+
+    Those that cannot be built of their default config are left out.
+
+    Args:
+        kinds: Model types; all by default.
+    """
+    library: Any = importlib.import_module("transformers")
+    named = classes()
+    alike: dict[str, tuple[FamilyForm, set[str]]] = {}
+    for kind in sorted(library.CONFIG_MAPPING.keys()) if kinds is None else kinds:
+        for name in named.get(kind, []):
+            try:
+                model = built(kind, name)
+            except Exception:  # a default config need not be one that a class takes
+                continue
+            found = family_of(model, model.config.model_type or kind, ())
+            alike.setdefault(found.model_dump_json(), (found, set()))[1].add(name)
+    made = (f.model_copy(update={"architectures": tuple(sorted(names))}) for f, names in alike.values())
+    return sorted(made, key=lambda f: (f.arch, f.architectures))
+
+
+def _step(transform: Any) -> StepForm:
+    """One transform, both ways."""
+    kind = type(transform).__name__ if type(transform).__module__ == _LOADING else ""
+    to_live, to_hub = _substitution(transform), _substitution(transform.reverse_transform())
+    made_of = tuple(type(op).__name__ for op in getattr(transform, "operations", ()))
+    if kind in RENAMINGS:
+        saved = None if kind in _LOADING_ONLY else to_hub
+        return StepForm(to_live=to_live, to_hub=saved, made_of=(kind,))
+    if kind != "WeightConverter":
+        name = type(transform).__name__
+        return StepForm(to_live=to_live, to_hub=to_hub, refused=_refused(name), made_of=(name,))
+    try:
+        rule, numbers = _rule(transform.operations, to_hub.put, to_live.put)
+    except _Unknown as error:
+        return StepForm(to_live=to_live, to_hub=to_hub, refused=_refused(str(error)), made_of=made_of)
+    return StepForm(to_live=to_live, to_hub=to_hub, rule=rule, numbers=numbers, made_of=made_of)
+
+
+def _refused(kind: str) -> str:
+    return f"transformers' {kind} is arbitrary Python, which no rule stands for"
+
+
+def _substitution(transform: Any) -> Substitution:
+    return Substitution(
+        find=transform.compiled_sources.pattern,
+        put=tuple(transform.target_patterns),
+        shift=getattr(transform, "offset", 0),
+        guarded=type(transform).__name__ == "GroupWeightRename",
+    )
+
+
+def _rule(
+    operations: Sequence[Any], hub: Sequence[str], live: Sequence[str]
+) -> tuple[RuleForm, dict[str, str]]:
+    """The rule that operations are, for parts of names.
+
+    Raises:
+        _Unknown: Naming the class of an operation that is not known, or not in this place.
+    """
+    if any("\\" in name for name in (*hub, *live)):
+        raise _Unknown("WeightConverter with a group")
+    rank = 1 + max((_deepest(op) for op in operations), default=0)
+    rank -= any(type(op).__name__ == "MergeModulelist" for op in operations)
+    dims = [*(f"d{n}" for n in range(rank)), "..."]
+    tensors = _Tensors([list(dims) for _ in hub], [list(dims) for _ in hub])
+    for op in operations:
+        follow = _OPERATIONS.get(type(op).__name__)
+        if follow is None or type(op).__module__ != _LOADING:
+            raise _Unknown(type(op).__name__)
+        follow(tensors, op, hub, live)
+    if len(tensors.live) != len(live) or tensors.lists != any("*" in h for h in hub):
+        raise _Unknown(" and ".join(type(op).__name__ for op in operations))
+    form = {
+        "name": "join",
+        "from": tuple(_term(n, d) for n, d in zip(live, tensors.live, strict=True)),
+        "to": tuple(_term(n.replace("*", ITEM), d) for n, d in zip(hub, tensors.hub, strict=True)),
+        "axes": dict(sorted(tensors.axes.items())),
+        "presence": "some",
+        "one_way": tensors.one_way,
+    }
+    try:
+        rule = RuleForm.model_validate(form)
+        compiled(rule)
+    except ValueError as error:  # both sides would not be the same elements
+        raise _Unknown(" and ".join(type(op).__name__ for op in operations)) from error
+    return rule, tensors.numbers
+
+
+def _deepest(op: Any) -> int:
+    """The last dim that an operation names."""
+    return max((getattr(op, name, 0) for name in ("dim", "dim0", "dim1")), default=0)
+
+
+def _stack(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
+    """`MergeModulelist`: a list becomes one tensor, with a dim for its numbers."""
+    for dims in t.live:
+        dims.insert(op.dim, "item")
+    t.lists = True
+
+
+def _join(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
+    """`Concatenate`: parts of one length, as saving cuts them, or a list of them."""
+    if len(live) != 1:
+        raise _Unknown("Concatenate")
+    if op.num_shards_attribute is not None:
+        if len(hub) != 1:
+            raise _Unknown("Concatenate")
+        t.live[0][op.dim] = f"(item {t.live[0][op.dim]})"
+        t.lists = True
+        return
+    parts = [t.part(n) for n in range(len(hub))]
+    if any(dims != t.live[0] for dims in t.live):
+        raise _Unknown("Concatenate")
+    joined = list(t.live[0])
+    joined[op.dim] = f"(({' + '.join(parts)}) {joined[op.dim]})"
+    for part, dims in zip(parts, t.hub, strict=True):
+        dims[0] = f"({part} {dims[0]})"
+    t.live = [joined]
+
+
+def _cut(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
+    """`Chunk`: parts of one length."""
+    if len(t.live) != 1 or op.num_shards_attribute is not None:
+        raise _Unknown("Chunk")
+    parts = [t.part(n) for n in range(len(live))]
+    whole, halves = t.live[0], f"({' + '.join(parts)})"
+    if "two" in t.axes:  # they are what was beside each other
+        if len(parts) != 2 or not whole[op.dim].startswith("(two "):
+            raise _Unknown("Chunk")
+        del t.axes["two"]
+        t.live = [[_with(d, "two", part) for d in whole] for part in parts]
+        t.hub = [[_with(d, "two", halves) for d in t.hub[0]]]
+        return
+    axis = whole[op.dim]
+    t.live = [[_with(d, axis, f"({part} {axis})") for d in whole] for part in parts]
+    t.hub = [[_with(d, axis, f"({halves} {axis})") for d in t.hub[0]]]
+
+
+def _split(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
+    """`Split`: parts of the lengths that the module's parameters have."""
+    if len(t.live) != 1:
+        raise _Unknown("Split")
+    parts = [f"part{n}" for n in range(len(live))]
+    axis = t.live[0][op.dim]
+    t.hub = [[_with(d, axis, f"({' + '.join(parts)})") for d in t.hub[0]]]
+    t.live = [[_with(d, axis, part) for d in t.live[0]] for part in parts]
+    t.one_way = _SPLIT
+
+
+def _interleave(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
+    """`Interleave`: what is beside each other in files is above each other in the module."""
+    if len(t.live) != 1:
+        raise _Unknown("Interleave")
+    axis = t.live[0][op.dim]
+    pair = (f"(two {axis})", f"({axis} two)")
+    t.axes["two"] = 2
+    t.hub[0] = [pair[not op.inverse] if d == axis else d for d in t.hub[0]]
+    t.live[0][op.dim] = pair[op.inverse]
+
+
+def _transpose(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
+    """`Transpose`; with ``check_dims`` only of files that have it the other way round."""
+    if len(t.live) != 1:
+        raise _Unknown("Transpose")
+    if op.check_dims:
+        if tuple(hub) != tuple(live):  # saving looks for a parameter by the hub's name
+            raise _Unknown("Transpose")
+        t.one_way = _EITHER
+        return
+    dims = t.live[0]
+    dims[op.dim0], dims[op.dim1] = dims[op.dim1], dims[op.dim0]
+
+
+def _rope(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
+    """`PermuteForRope`: halves of heads instead of pairs, in files those beside each other."""
+    if len(t.live) != len(live) or op.inverse:
+        raise _Unknown("PermuteForRope")
+    where = f"{op.subconfig_key}.{_HEADS}" if op.subconfig_key else _HEADS
+    heads = where.replace(".", "_")  # another number than that of another config
+    t.numbers[heads] = where
+    t.axes["two"] = 2
+    t.put("d0", f"({heads} pairs two)")
+    for name, dims in zip(live, t.live, strict=True):
+        if op.permute_layer_names is None or any(x in name for x in op.permute_layer_names):
+            dims[:] = [d.replace("pairs two", "two pairs") for d in dims]
+
+
+_OPERATIONS: Mapping[str, Callable[[_Tensors, Any, Sequence[str], Sequence[str]], None]] = {
+    "MergeModulelist": _stack,
+    "Concatenate": _join,
+    "Chunk": _cut,
+    "Split": _split,
+    "Interleave": _interleave,
+    "Transpose": _transpose,
+    "PermuteForRope": _rope,
+}
+
+
+def _with(dim: str, axis: str, new: str) -> str:
+    """A dim with one axis replaced."""
+    words = dim.replace("(", "( ").replace(")", " )").split()
+    if dim == axis:
+        return new
+    return " ".join(new if w == axis else w for w in words).replace("( ", "(").replace(" )", ")")
+
+
+def _term(name: str, dims: Sequence[str]) -> str:
+    return f"{name} : {' '.join(dims)}"
+
+
+def _below(path: str, places: Sequence[str]) -> bool:
+    return any(p == "" or path.startswith(p + ".") for p in places)
+
+
+def _types_within(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """(where, model type) of every config inside of one."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and isinstance(value.get("model_type"), str):
+            yield f"{before}{key}", value["model_type"]
+            yield from _types_within(value, f"{before}{key}.")
+
+
+def _small(library: Any, config: Any) -> Any:
+    """A config with two layers: submodules are what counts."""
+    for name in _SOME:
+        if isinstance(vars(config).get(name), int) and vars(config)[name] > 2:
+            setattr(config, name, 2)
+    for value in vars(config).values():
+        if isinstance(value, library.PreTrainedConfig):
+            _small(library, value)
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(vars(config).get(name), list):
+            setattr(config, name, vars(config)[name][: getattr(config, "num_hidden_layers", 2)])
+    return config
+
+
+def steps_toml(found: Mapping[str, Sequence[StepForm]], version: str) -> str:
+    """``steps.toml``: every entry's steps, those that are another's named only."""
+    first: dict[str, str] = {}
+    same: list[str] = []
+    out = [_HEAD, f"version = {_text(version)}\n\n[entries]\n"]
+    for name, steps in found.items():
+        content = "".join(
+            f"  {_value(s.model_dump(mode='json', by_alias=True, exclude_defaults=True))},\n" for s in steps
+        )
+        of = first.setdefault(content, name)
+        if of == name:
+            out.append(f"{_key(name)} = [\n{content}]\n\n")
+        else:
+            same.append(f"{_key(name)} = {_text(of)}\n")
+    return "".join([*out, "[same] # entry = the one that has the same steps\n", *same])
+
+
+def families_toml(found: Iterable[FamilyForm], version: str) -> str:
+    """``families.toml``."""
+    lines = [f"  {_value(f.model_dump(mode='json', exclude_defaults=True))},\n" for f in found]
+    return "".join([_HEAD, f"version = {_text(version)}\n\nfamily = [\n", *lines, "]\n"])
+
+
+_HEAD = "# Made by `python -m ckptcore.naming.maps.from_transformers`. Do not edit.\n"
+
+
+def _value(value: Any) -> str:
+    """TOML, on one line."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int) else _text(value)
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _text(key)
+
+
+def _text(text: str) -> str:
+    """A string of TOML; literal where it can be, as regexes read better so."""
+    if "\\" in text and "'" not in text and text.isprintable():
+        return f"'{text}'"
+    return json.dumps(text)
+
+
+def main(folder: str) -> None:
+    """Writes both files into a folder."""
+    library: Any = importlib.import_module("transformers")
+    library.logging.set_verbosity_error()
+    steps = steps_toml(entries(), library.__version__)
+    (Path(folder) / "steps.toml").write_text(steps, encoding="utf-8")
+    (Path(folder) / "families.toml").write_text(
+        families_toml(families(), library.__version__), encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python -m {__spec__.name} FOLDER")
+    main(sys.argv[1])

@@ -1,0 +1,369 @@
+"""Move boxes of stored chunks through index spaces: split, cut, permuted, merged, in columns.
+
+`Pieces` are boxes, each with the place of its first element and the strides of its dims in storage. A layout
+opens the dims of stored tensors into axes (`opened`), and another closes these axes into the dims of the
+tensors that are made (`closed`). No byte is looked at, and the work grows with the number of boxes that come
+out: a box whose elements are no longer a box in the new space becomes several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptcore.core.manifest import Ints, row_major
+from ckptcore.errors import MetadataTooLarge
+from ckptcore.naming.maps.layout import UNIT, Axis, Layout, Node, Product, Sum, axes_of, size_of
+
+Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
+MOST = 50_000_000  # boxes: beyond what a plan of any checkpoint can hold
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Boxes over named columns.
+
+    Attributes:
+        names: Of the columns.
+        row: int64 [n], whose boxes these are: a number that the caller gives.
+        start: int64 [n], bytes from where the chunk begins to the first element.
+        width: int64 [n], bytes of an element.
+        lo, ext: int64 [n, k], first index and extent.
+        step: int64 [n, k], strides, elements.
+        dim: int64 [n, k], the stored dim that a column lies in; -1 for none.
+        loose: bool [n], whether only the item says its strides: then no stride leads from one stored dim to
+            another.
+        twin: int64 [n], a number that copies of one stored box share: they are cut alike; -1 without copies.
+    """
+
+    names: tuple[str, ...]
+    row: Ints
+    start: Ints
+    width: Ints
+    lo: Ints
+    ext: Ints
+    step: Ints
+    dim: Ints
+    loose: Bools
+    twin: Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, rows: Ints) -> Pieces:
+        return Pieces(
+            self.names,
+            self.row[rows],
+            self.start[rows],
+            self.width[rows],
+            self.lo[rows],
+            self.ext[rows],
+            self.step[rows],
+            self.dim[rows],
+            self.loose[rows],
+            self.twin[rows],
+        )
+
+
+def pieces_of(
+    row: Ints, width: Ints, lo: Ints, shape: Ints, view: Ints | None, loose: Bools, twin: Ints
+) -> Pieces:
+    """Boxes as a manifest has them; empty ones are left out.
+
+    Args:
+        row: int64 [n], kept with each.
+        width: int64 [n], bytes of an element.
+        lo, shape: int64 [n, r].
+        view: int64 [n, 2 + r], see `Chunks`; a chunk that is not resolved is row-major.
+        loose: bool [n], whether an item may have strides of its own where a chunk is not resolved.
+        twin: int64 [n], see `Pieces`.
+    """
+    step = _row_major(shape)
+    start = np.zeros(len(row), np.int64)
+    if view is not None:
+        known = view[:, 0] >= 0
+        loose = loose & ~known
+        start = np.where(known, view[:, 0], 0)
+        step = np.where(known[:, None], view[:, 2 : 2 + shape.shape[1]], step)
+    names = tuple(f"{n}" for n in range(shape.shape[1]))
+    found = Pieces(names, row, start, width, lo, shape, step, _dims(shape), loose, twin)
+    held = (shape > 0).all(axis=1)
+    return found if held.all() else found[np.flatnonzero(held)]
+
+
+def whole_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
+    """Whole tensors of one shape."""
+    n, k = len(row), len(shape)
+    extent = np.broadcast_to(np.array(shape, np.int64), (n, k)).copy()
+    steps = np.broadcast_to(np.array(row_major(tuple(shape)), np.int64), (n, k)).copy()
+    names = tuple(f"{n}" for n in range(k))
+    zero = np.zeros(n, np.int64)
+    none = np.zeros(n, np.bool_)
+    return Pieces(
+        names, row, zero, width, np.zeros((n, k), np.int64), extent, steps, _dims(extent), none, zero - 1
+    )
+
+
+def with_index(pieces: Pieces, name: str, value: Ints) -> Pieces:
+    """With a column behind the others in which each box has one index."""
+    zero = np.zeros((len(pieces), 1), np.int64)
+    return replace(
+        pieces,
+        names=(*pieces.names, name),
+        lo=np.hstack([pieces.lo, value[:, None]]),
+        ext=np.hstack([pieces.ext, zero + 1]),
+        step=np.hstack([pieces.step, zero]),
+        dim=np.hstack([pieces.dim, zero - 1]),
+    )
+
+
+def opened(pieces: Pieces, layout: Layout, sizes: Mapping[str, int]) -> list[Pieces]:
+    """The boxes over the layout's axes, block by block; further columns stay.
+
+    Args:
+        pieces: Whose first columns are the layout's dims.
+        layout: Without an ellipsis.
+        sizes: Of every axis.
+    """
+    found = [pieces]
+    for column in reversed(range(len(layout.dims))):  # columns before it stay where they are
+        found = [q for p in found for q in _open(p, column, layout.dims[column], sizes)]
+    return found
+
+
+def closed(pieces: Pieces, layout: Layout, sizes: Mapping[str, int]) -> Pieces:
+    """The boxes of one block over the dims of a layout that has this block, and further columns.
+
+    An axis of the layout that the block lacks is one along which its elements are repeated.
+    """
+    block = frozenset(pieces.names)
+    for n, node in enumerate(layout.dims):
+        pieces = _close(pieces, node, block, sizes, f"-{n}")
+    dims = [f"-{n}" for n in range(len(layout.dims))]
+    return _ordered(pieces, (*dims, *(x for x in pieces.names if x not in dims)))
+
+
+def single(pieces: Pieces, name: str) -> Pieces:
+    """With every box cut into those of one index along a column."""
+    return _exploded(pieces, pieces.names.index(name), pieces.ext[:, pieces.names.index(name)] > 1)
+
+
+def joined(parts: Sequence[Pieces]) -> Pieces:
+    """All boxes of parts that have the same columns."""
+    if len(parts) == 1:
+        return parts[0]
+    return Pieces(
+        parts[0].names,
+        np.concatenate([p.row for p in parts]),
+        np.concatenate([p.start for p in parts]),
+        np.concatenate([p.width for p in parts]),
+        np.concatenate([p.lo for p in parts]),
+        np.concatenate([p.ext for p in parts]),
+        np.concatenate([p.step for p in parts]),
+        np.concatenate([p.dim for p in parts]),
+        np.concatenate([p.loose for p in parts]),
+        np.concatenate([p.twin for p in parts]),
+    )
+
+
+def _open(p: Pieces, column: int, node: Node, sizes: Mapping[str, int]) -> list[Pieces]:
+    if isinstance(node, Axis):
+        if node == UNIT:
+            return [_without(p, column)]
+        return [replace(p, names=(*p.names[:column], node.name, *p.names[column + 1 :]))]
+    if isinstance(node, Sum):
+        out: list[Pieces] = []
+        begin = 0
+        for part in node.parts:
+            size = _sized(part, sizes)
+            cut = _cut(p, column, begin, size)
+            if len(cut):
+                out += _open(cut, column, part, sizes)
+            begin += size
+        return out
+    outer, *rest = node.factors
+    inner: Node = rest[0] if len(rest) == 1 else Product(tuple(rest))
+    halves = _open(_split(p, column, _sized(inner, sizes)), column + 1, inner, sizes)
+    return [q for half in halves for q in _open(half, column, outer, sizes)]
+
+
+def _close(p: Pieces, node: Node, block: frozenset[str], sizes: Mapping[str, int], name: str) -> Pieces:
+    """With the columns of a dim's axes made one."""
+    if isinstance(node, Axis):
+        if node == UNIT or node.name not in block:
+            return _repeated(p, name, _sized(node, sizes))
+        return replace(p, names=tuple(name if n == node.name else n for n in p.names))
+    if isinstance(node, Sum):
+        part, begin = _part_of(node, block, sizes)
+        p = _close(p, part, block, sizes, name)
+        lo = p.lo.copy()
+        lo[:, p.names.index(name)] += begin
+        return replace(p, lo=lo)
+    for n, factor in enumerate(node.factors):
+        p = _close(p, factor, block, sizes, f"{name}.{n}")
+    last, inner = len(node.factors) - 1, 1
+    for n in reversed(range(last)):
+        inner *= _sized(node.factors[n + 1], sizes)
+        p = _merged(p, f"{name}.{n}", f"{name}.{n + 1}", inner)
+    return replace(p, names=tuple(name if n == f"{name}.0" else n for n in p.names))
+
+
+def _part_of(node: Sum, block: frozenset[str], sizes: Mapping[str, int]) -> tuple[Node, int]:
+    """The part of a sum that a block lies in, and where it begins: lacking least, then sharing most."""
+    begin, best, found = 0, (1 << 30, 0), (node.parts[0], 0)
+    for part in node.parts:
+        fits = min((len(c - {"1"} - block), -len(c & block)) for c in axes_of(part))
+        if fits < best:
+            best, found = fits, (part, begin)
+        begin += _sized(part, sizes)
+    return found
+
+
+def _sized(node: Node, sizes: Mapping[str, int]) -> int:
+    size = size_of(node, sizes)
+    assert size is not None  # `matching` looks for axes without a size
+    return size
+
+
+def _split(p: Pieces, column: int, inner: int) -> Pieces:
+    """A column n made two, (n // inner, n % inner): a box is up to three, whose middle has whole rows."""
+    inner = max(inner, 1)
+    lo, end = p.lo[:, column], p.lo[:, column] + p.ext[:, column]
+    first, last = lo // inner, (end - 1) // inner
+    one = first == last
+    body_begin, body_end = -(-lo // inner), end // inner
+    # One row of the outer index; whole rows; what is left in front of these, and behind.
+    cases = (
+        (one, lo, end, first, np.ones_like(lo)),
+        (~one & (body_end > body_begin), body_begin * inner, body_end * inner, body_begin, None),
+        (~one & (lo % inner != 0), lo, body_begin * inner, first, np.ones_like(lo)),
+        (~one & (end % inner != 0), body_end * inner, end, last, np.ones_like(lo)),
+    )
+    parts = []
+    for mask, begin, stop, outer, count in cases:
+        rows = np.flatnonzero(mask)
+        if not len(rows):
+            continue
+        q = p[rows]
+        begin, stop, outer = begin[rows], stop[rows], outer[rows]
+        step = q.step[:, column]
+        rows_held = (stop - begin) // inner if count is None else count[rows]
+        width = np.full_like(begin, inner) if count is None else stop - begin
+        inside = np.zeros_like(begin) if count is None else begin - outer * inner
+        parts.append(
+            replace(
+                q,
+                names=(*q.names[:column], "outer", "inner", *q.names[column + 1 :]),
+                start=q.start + (begin - q.lo[:, column]) * step * q.width,
+                lo=_two(q.lo, column, outer, inside),
+                ext=_two(q.ext, column, rows_held, width),
+                step=_two(q.step, column, step * inner, step),
+                dim=_two(q.dim, column, q.dim[:, column], q.dim[:, column]),
+            )
+        )
+    return joined(parts) if parts else _two_columns(p, column)
+
+
+def _cut(p: Pieces, column: int, begin: int, size: int) -> Pieces:
+    """What lies in [begin, begin + size) of a column, counted from there."""
+    lo = np.maximum(p.lo[:, column], begin)
+    end = np.minimum(p.lo[:, column] + p.ext[:, column], begin + size)
+    rows = np.flatnonzero(end > lo)
+    q = p[rows]
+    new_lo, new_ext = q.lo.copy(), q.ext.copy()
+    new_lo[:, column], new_ext[:, column] = lo[rows] - begin, (end - lo)[rows]
+    start = q.start + (lo[rows] - q.lo[:, column]) * q.step[:, column] * q.width
+    return replace(q, lo=new_lo, ext=new_ext, start=start)
+
+
+def _merged(p: Pieces, outer: str, inner: str, size: int) -> Pieces:
+    """Two columns made one, named as the outer one: index outer * size + inner.
+
+    size: of the inner one. Boxes that have no single stride there are cut along the outer one.
+    """
+    a, b = p.names.index(outer), p.names.index(inner)
+    fits = (p.ext[:, a] == 1) | (
+        (p.ext[:, b] == size) & ((size == 1) | (p.step[:, a] == size * p.step[:, b]))
+    )
+    fits &= ~p.loose | (p.ext[:, a] == 1) | (p.ext[:, b] == 1) | (p.dim[:, a] == p.dim[:, b])
+    if (p.twin >= 0).any():
+        fits &= (p.twin < 0) | ~np.isin(p.twin, p.twin[~fits])
+    p = _exploded(p, a, ~fits)
+    lo, ext, step, dim = p.lo.copy(), p.ext.copy(), p.step.copy(), p.dim.copy()
+    lo[:, a] = p.lo[:, a] * size + p.lo[:, b]
+    ext[:, a] = p.ext[:, a] * p.ext[:, b]
+    single = p.ext[:, b] == 1
+    step[:, a] = np.where(single, p.step[:, a], p.step[:, b])
+    dim[:, a] = np.where(single, p.dim[:, a], p.dim[:, b])
+    return _without(replace(p, lo=lo, ext=ext, step=step, dim=dim), b)
+
+
+def _exploded(p: Pieces, column: int, which: Bools) -> Pieces:
+    """With the boxes ``which`` cut into those of one index along a column."""
+    if not which.any():
+        return p
+    count = np.where(which, p.ext[:, column], 1)
+    if int(count.sum()) > MOST:
+        raise MetadataTooLarge(
+            f"cannot map names: the result would have {int(count.sum())} pieces (limit {MOST})",
+            hint="Try --names stored",
+        )
+    rows = np.repeat(np.arange(len(p)), count)
+    at = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
+    q = p[rows]
+    lo, ext = q.lo.copy(), q.ext.copy()
+    lo[:, column] += at
+    ext[:, column] = np.where(which[rows], 1, ext[:, column])
+    return replace(q, lo=lo, ext=ext, start=q.start + at * q.step[:, column] * q.width)
+
+
+def _repeated(p: Pieces, name: str, size: int) -> Pieces:
+    zero = np.zeros((len(p), 1), np.int64)
+    return replace(
+        p,
+        names=(*p.names, name),
+        lo=np.hstack([p.lo, zero]),
+        ext=np.hstack([p.ext, zero + size]),
+        step=np.hstack([p.step, zero]),
+        dim=np.hstack([p.dim, zero - 1]),
+    )
+
+
+def _without(p: Pieces, column: int) -> Pieces:
+    keep = [n for n in range(len(p.names)) if n != column]
+    names = tuple(p.names[n] for n in keep)
+    return _picked(p, names, keep)
+
+
+def _ordered(p: Pieces, names: tuple[str, ...]) -> Pieces:
+    order = [p.names.index(n) for n in names]
+    return _picked(p, names, order)
+
+
+def _picked(p: Pieces, names: tuple[str, ...], columns: list[int]) -> Pieces:
+    lo, ext, step, dim = (c[:, columns] for c in (p.lo, p.ext, p.step, p.dim))
+    return replace(p, names=names, lo=lo, ext=ext, step=step, dim=dim)
+
+
+def _two(columns: Ints, at: int, first: Ints, second: Ints) -> Ints:
+    return np.hstack([columns[:, :at], first[:, None], second[:, None], columns[:, at + 1 :]])
+
+
+def _two_columns(p: Pieces, column: int) -> Pieces:
+    names = (*p.names[:column], "outer", "inner", *p.names[column + 1 :])
+    none = np.zeros((0, len(names)), np.int64)
+    return replace(p[np.zeros(0, np.int64)], names=names, lo=none, ext=none, step=none, dim=none)
+
+
+def _dims(shape: Ints) -> Ints:
+    return np.broadcast_to(np.arange(shape.shape[1], dtype=np.int64), shape.shape).copy()
+
+
+def _row_major(shape: Ints) -> Ints:
+    """Strides of contiguous boxes, elements."""
+    steps = np.ones_like(shape)
+    for d in reversed(range(shape.shape[1] - 1)):
+        steps[:, d] = steps[:, d + 1] * np.maximum(shape[:, d + 1], 1)
+    return steps

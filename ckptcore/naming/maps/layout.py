@@ -1,0 +1,251 @@
+"""Layouts: how the dims of a tensor are made of named axes.
+
+```
+(kv_heads (q + k + v) head_dim) h      two dims; the first is groups of heads, in each q, then k, then v
+(heads pairs two) h                    rotary pairs beside each other
+experts ((gate + up) ffn) h            gate above up, per expert
+...                                    all other dims as they are
+1                                      a dim of one element
+```
+
+Axes beside each other in parentheses are one dim, the last runs fastest; ``+`` puts parts behind each other.
+Choosing one part of every sum gives a *block*: the elements that have an index on each of its axes. Two
+tensors that hold blocks of the same axes hold the same elements, wherever their layouts put them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+_TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z_0-9]*|\.\.\.|[()+1])")
+ELLIPSIS = "..."
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis; ``1`` is a dim of one element that is part of no block."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Product:
+    """Factors of one dim, the last runs fastest."""
+
+    factors: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Parts of one dim, behind each other."""
+
+    parts: tuple[Node, ...]
+
+
+Node = Axis | Product | Sum
+UNIT = Axis("1")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The dims of a tensor."""
+
+    dims: tuple[Node, ...]
+
+    @cached_property
+    def axes(self) -> frozenset[str]:
+        """Every axis that is named; not the ellipsis, and not ``1``."""
+        return frozenset(a for d in self.dims for a in _axes(d)) - {ELLIPSIS, "1"}
+
+    @property
+    def open(self) -> bool:
+        """Whether it has an ellipsis."""
+        return Axis(ELLIPSIS) in self.dims
+
+    @cached_property
+    def blocks(self) -> tuple[frozenset[str], ...]:
+        """The axes of every block, in the order of the tensor's elements."""
+        choices = [list(axes_of(d)) for d in self.dims]
+        return tuple(frozenset().union(*each) - {"1"} for each in product(*choices))
+
+    def closed(self, rank: int) -> Layout | None:
+        """With the ellipsis replaced, for a tensor of ``rank`` dims; None where that has too few."""
+        if not self.open:
+            return self if len(self.dims) == rank else None
+        count = rank - len(self.dims) + 1
+        if count < 0:
+            return None
+        at = self.dims.index(Axis(ELLIPSIS))
+        return Layout((*self.dims[:at], *self.tail(count), *self.dims[at + 1 :]))
+
+    def filled(self, count: int) -> Layout:
+        """With the ellipsis replaced by so many dims."""
+        found = self.closed(len(self.dims) - 1 + count) if self.open else self
+        assert found is not None  # the count is not negative
+        return found
+
+    @staticmethod
+    def tail(count: int) -> tuple[Axis, ...]:
+        """The axes that an ellipsis is for so many dims."""
+        return tuple(Axis(f"{ELLIPSIS}{n}") for n in range(count))
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout that a text says.
+
+    Raises:
+        ValueError: For a text that is none.
+
+    >>> [sorted(b) for b in parse_layout("(g (q + k) d) h").blocks]
+    [['d', 'g', 'h', 'q'], ['d', 'g', 'h', 'k']]
+    """
+    tokens = list(_tokens(text))
+    dims: list[Node] = []
+    while tokens:
+        dims.append(_factor(tokens, text))
+    found = Layout(tuple(dims))
+    if sum(d == Axis(ELLIPSIS) for d in dims) > 1 or any(
+        ELLIPSIS in _axes(d) for d in dims if d != Axis(ELLIPSIS)
+    ):
+        raise ValueError(f"{text!r}: an ellipsis stands for dims, once")
+    for choice in product(*(list(_occurring(d)) for d in dims)):
+        names = [a for each in choice for a in each if a != "1"]
+        if len(names) != len(set(names)):
+            raise ValueError(f"{text!r}: an axis is named twice")
+    if len(set(found.blocks)) != len(found.blocks):
+        raise ValueError(f"{text!r}: two parts have the same axes")
+    return found
+
+
+def size_of(node: Node, sizes: Mapping[str, int]) -> int | None:
+    """Elements of a dim; None where an axis is not known."""
+    if isinstance(node, Axis):
+        return 1 if node == UNIT else sizes.get(node.name)
+    total = 0 if isinstance(node, Sum) else 1
+    for each in node.parts if isinstance(node, Sum) else node.factors:
+        size = size_of(each, sizes)
+        if size is None:
+            return None
+        total = total + size if isinstance(node, Sum) else total * size
+    return total
+
+
+def solved(layout: Layout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of axes that follow from a tensor's shape, with those that were known.
+
+    Args:
+        layout: Without an ellipsis.
+        shape: Elements, of the same rank.
+        sizes: Known ones.
+
+    Raises:
+        ValueError: Where what is known does not fit the shape.
+
+    >>> solved(parse_layout("(g (q + k + v) d) h"), (48, 7), {"g": 2, "q": 4, "k": 1, "v": 1})["d"]
+    4
+    """
+    known = dict(sizes)
+    while True:
+        before = len(known)
+        for node, size in zip(layout.dims, shape, strict=True):
+            _solve(node, size, known)
+        if len(known) == before:
+            return known
+
+
+def _solve(node: Node, size: int, known: dict[str, int]) -> None:
+    """Adds the one unknown axis of a dim."""
+    if isinstance(node, Axis):
+        expected = known.setdefault(node.name, size) if node != UNIT else 1
+        if expected != size:
+            raise ValueError(f"{_spelled(node)} is {expected}, and the tensor has {size}")
+        return
+    each = node.parts if isinstance(node, Sum) else node.factors
+    sizes = [size_of(n, known) for n in each]
+    unknown = [n for n, s in zip(each, sizes, strict=True) if s is None]
+    rest = 0 if isinstance(node, Sum) else 1
+    for held in sizes:
+        if held is not None:
+            rest = rest + held if isinstance(node, Sum) else rest * held
+    if not unknown:
+        if rest != size:
+            raise ValueError(f"{_spelled(node)} is {rest}, and the tensor has {size}")
+    elif len(unknown) == 1:
+        if isinstance(node, Sum):
+            if rest > size:
+                raise ValueError(f"{_spelled(node)} is at least {rest}, and the tensor has {size}")
+            _solve(unknown[0], size - rest, known)
+        elif rest and size % rest == 0:
+            _solve(unknown[0], size // rest, known)
+        else:
+            raise ValueError(f"{_spelled(node)} is a multiple of {rest}, and the tensor has {size}")
+
+
+def axes_of(node: Node) -> Iterator[frozenset[str]]:
+    """The axes of each block of a dim."""
+    for each in _occurring(node):
+        yield frozenset(each)
+
+
+def _axes(node: Node) -> Iterator[str]:
+    if isinstance(node, Axis):
+        yield node.name
+        return
+    for each in node.parts if isinstance(node, Sum) else node.factors:
+        yield from _axes(each)
+
+
+def _occurring(node: Node) -> Iterator[tuple[str, ...]]:
+    """The axes of each block of a dim, as often as they are named."""
+    if isinstance(node, Axis):
+        yield (node.name,)
+    elif isinstance(node, Sum):
+        for part in node.parts:
+            yield from _occurring(part)
+    else:
+        for each in product(*(list(_occurring(f)) for f in node.factors)):
+            yield tuple(name for one in each for name in one)
+
+
+def _spelled(node: Node) -> str:
+    if isinstance(node, Axis):
+        return node.name
+    if isinstance(node, Sum):
+        return "(" + " + ".join(_spelled(p) for p in node.parts) + ")"
+    return "(" + " ".join(_spelled(f) for f in node.factors) + ")"
+
+
+def _tokens(text: str) -> Iterator[str]:
+    at = 0
+    while at < len(text.rstrip()):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            raise ValueError(f"{text!r} is no layout (at {text[at:]!r})")
+        yield found[1]
+        at = found.end()
+
+
+def _factor(tokens: list[str], text: str) -> Node:
+    token = tokens.pop(0)
+    if token in (")", "+"):
+        raise ValueError(f"{text!r} is no layout: {token} without what it belongs to")
+    if token != "(":
+        return Axis(token)
+    parts: list[Node] = []
+    factors: list[Node] = []
+    while True:
+        if not tokens:
+            raise ValueError(f"{text!r} is no layout: a parenthesis is not closed")
+        if tokens[0] in (")", "+"):
+            if not factors:
+                raise ValueError(f"{text!r} is no layout: an empty part")
+            parts.append(factors[0] if len(factors) == 1 else Product(tuple(factors)))
+            factors = []
+            if tokens.pop(0) == ")":
+                return parts[0] if len(parts) == 1 else Sum(tuple(parts))
+        else:
+            factors.append(_factor(tokens, text))

@@ -1,0 +1,399 @@
+"""Map live transformers modules to files on the hub: frozen families, and the map for a checkpoint's names.
+
+``transformers/steps.toml`` holds the steps of every model type and class that transformers lists
+(`from_transformers` made it, and it says of which version); ``transformers/families.toml`` says which of
+them are a model's and its submodules'. A family's steps run over the names of one checkpoint, whichever
+options of the config it was trained with, and what they do to them becomes the rules of an `ArchMap`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from pydantic import Field
+
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.errors import UsageError
+from ckptcore.naming.maps.declaration import ArchMap, Rule, RuleForm, compiled
+from ckptcore.naming.maps.live_steps import (
+    ITEM,
+    Form,
+    Route,
+    Step,
+    StepForm,
+    live_names,
+    saved_names,
+    wanted_numbers,
+)
+from ckptcore.naming.maps.tensor_name import NUMBER, SLOT
+from ckptcore.naming.worlds import HUB, LIVE
+
+Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+_FOLDER = "transformers"
+_MEANS = re.compile(r"[{}<>\0]| : |^\s|\s$|^$")  # what names and terms of rules are written with
+
+
+class PartForm(Form):
+    """Steps of a model: an entry of transformers' list; within a submodule, or of the whole (None)."""
+
+    entry: str
+    scope: str | None = None
+
+
+class FamilyForm(Form):
+    """Classes of models that have the same steps.
+
+    Attributes:
+        arch: Model type. architectures: Classes.
+        base: What the base model is called in them.
+        parts: In the order of loading.
+        within: Place of a config inside the config -> its model type, where submodules depend on it.
+    """
+
+    arch: str
+    architectures: tuple[str, ...] = ()
+    base: str = ""
+    parts: tuple[PartForm, ...] = ()
+    within: dict[str, str] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LiveFamily:
+    """A family with its steps.
+
+    Attributes:
+        form: What is known of it.
+        steps: In the order of loading.
+        version: Of the transformers that they come from.
+    """
+
+    form: FamilyForm
+    steps: tuple[Step, ...]
+    version: str
+
+    @property
+    def digest(self) -> str:
+        """Of its steps and the version they come from, hex."""
+        steps = [(s.scope, s.form.model_dump(mode="json")) for s in self.steps]
+        return blake3(canonical_json([self.version, self.form.model_dump(mode="json"), steps])).hexdigest()
+
+    @classmethod
+    def of(cls, form: FamilyForm, entry: Callable[[str], Sequence[StepForm]], version: str) -> LiveFamily:
+        """With the steps of its entries."""
+        steps = [Step(s, p.scope, form.base) for p in form.parts for s in entry(p.entry)]
+        return cls(form, tuple(steps), version)
+
+
+def frozen_version() -> str:
+    """The version of transformers that the frozen steps come from."""
+    return str(_read("steps.toml")["version"])
+
+
+def frozen_entries() -> tuple[str, ...]:
+    """The model types and classes of that version's list."""
+    held = _read("steps.toml")
+    return tuple(sorted([*held["entries"], *held["same"]]))
+
+
+@cache
+def frozen_steps(entry: str) -> tuple[StepForm, ...]:
+    """The steps of a model type or class."""
+    held = _read("steps.toml")
+    steps = held["entries"][held["same"].get(entry, entry)]
+    return tuple(StepForm.model_validate(s) for s in steps)
+
+
+@cache
+def frozen_families() -> tuple[FamilyForm, ...]:
+    """Every family that is known without transformers."""
+    return tuple(FamilyForm.model_validate(f) for f in _read("families.toml")["family"])
+
+
+def frozen_family(config: Mapping[str, Any]) -> LiveFamily | None:
+    """The family of a config.json; None where it is not among the frozen.
+
+    A config that names no class is of its model type's only family. Where configs inside of it have other
+    model types than those that were frozen, the submodules are others, and so may be their steps.
+    """
+    kind, named = config.get("model_type"), config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    own = [f for f in frozen_families() if f.arch == kind]
+    found = _same([f for f in own if name in f.architectures] or ([] if name else own))
+    if found is None:
+        return None
+    for place, model_type in found.within.items():
+        inside: Any = config
+        for key in place.split("."):
+            inside = inside.get(key) if isinstance(inside, Mapping) else None
+        if isinstance(inside, Mapping) and inside.get("model_type", model_type) != model_type:
+            return None
+    return LiveFamily.of(found, frozen_steps, frozen_version())
+
+
+def called(arch: str) -> LiveFamily | None:
+    """The frozen family of a model type or class; None where there is none, or classes differ."""
+    found = _same([f for f in frozen_families() if arch == f.arch or arch in f.architectures])
+    return None if found is None else LiveFamily.of(found, frozen_steps, frozen_version())
+
+
+def _same(found: Sequence[FamilyForm]) -> FamilyForm | None:
+    """The first of families, if all have the same steps."""
+    kinds = {f.model_dump_json(include={"base", "parts"}) for f in found}
+    return found[0] if len(kinds) == 1 else None
+
+
+def live_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any] | None = None) -> ArchMap:
+    """The map from a module's tensors to the hub's files, as `save_pretrained` writes them.
+
+    Args:
+        family: Of the model.
+        names: Of every tensor of the module that there is.
+        config: What config.json holds, for the numbers that rules need.
+
+    Raises:
+        UsageError: For tensors whose step is refused, and for numbers that are not in the config.
+        NameMismatch: Where two tensors would be one part of the same.
+    """
+    routes = saved_names(family.steps, names)
+    for name in (n for r in routes for n in (*r.live, *r.hub)):
+        if _MEANS.search(name.replace(ITEM, "")):
+            raise UsageError(
+                f"cannot map {name!r}: its characters mean something in rules",
+                hint="Try --rename for that tensor, or --names stored",
+            )
+    numbers = numbers_of(family, config or {})
+    rules = tuple(r for form in _rules(routes, numbers) for r in compiled(form))
+    return _arch_map(family, rules)
+
+
+def hub_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any] | None = None) -> ArchMap:
+    """The map from the hub's files to a module's tensors; arguments and errors as of `live_map`.
+
+    Raises:
+        UsageError: Also for rules that have no way back.
+    """
+    return live_map(family, _loaded(family, names), config).inverted()
+
+
+def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
+    """Whose names these are: the hub's, also where both are called the same, or a module's.
+
+    They are the hub's when loading and saving gives them again, a module's when saving and loading does;
+    None where neither does. A step may find something in names that it has already made: only both ways
+    together tell.
+    """
+    known = _some(names)
+    kinds = _kinds(known)
+    loaded = _loaded(family, known, refuse=False)
+    if _kinds(_saved(family, loaded)) == kinds:
+        return HUB
+    again = _loaded(family, _saved(family, known), refuse=False)
+    return LIVE if _kinds(again) == kinds else None
+
+
+def _some(names: Iterable[str]) -> set[str]:
+    """Names of every kind, few of each: of numbers beyond those that steps tell apart, one stands for all."""
+    out: dict[str, str] = {}
+    for name in names:
+        out.setdefault(NUMBER.sub(lambda found: found[0] if len(found[0]) < 2 else SLOT, name), name)
+    return set(out.values())
+
+
+def _loaded(family: LiveFamily, names: Iterable[str], *, refuse: bool = True) -> set[str]:
+    return {n for found in live_names(family.steps, names, refuse=refuse).values() for n in found}
+
+
+def _saved(family: LiveFamily, names: Iterable[str]) -> set[str]:
+    """One name of each list."""
+    return {
+        n.replace(ITEM, "0") for route in saved_names(family.steps, names, refuse=False) for n in route.hub
+    }
+
+
+def _kinds(names: Iterable[str]) -> set[str]:
+    """Names without their numbers."""
+    return {NUMBER.sub(SLOT, n) for n in names}
+
+
+def _arch_map(family: LiveFamily, rules: tuple[Rule, ...]) -> ArchMap:
+    form = family.form
+    return ArchMap(
+        form.arch,
+        form.architectures,
+        (form.arch,),
+        LIVE,
+        HUB,
+        rules,
+        digest=family.digest,
+        version=f"transformers {family.version}",
+    )
+
+
+def numbers_of(family: LiveFamily, config: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers of the config by the names that rules give them; those that it lacks are left out."""
+    out = {}
+    for name, place in wanted_numbers(family.steps).items():
+        inside: Any = config
+        for key in place.split("."):
+            inside = inside.get(key) if isinstance(inside, Mapping) else None
+        if type(inside) is int:
+            out[name] = inside
+    return out
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Routes whose names differ in numbers only.
+
+    Attributes:
+        routes: All of them.
+        live, hub: Templates of their names.
+    """
+
+    routes: tuple[Route, ...]
+    live: tuple[str, ...]
+    hub: tuple[str, ...]
+
+
+def _rules(routes: Sequence[Route], numbers: Mapping[str, int]) -> list[RuleForm]:
+    """The rules that take exactly the routes' tensors."""
+    groups: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[Route]] = defaultdict(list)
+    for route in routes:
+        live, hub = (tuple(NUMBER.sub(SLOT, n) for n in side) for side in (route.live, route.hub))
+        groups[id(route.step), live, hub].append(route)
+    alike = [_Alike(tuple(found), live, hub) for (_, live, hub), found in groups.items()]
+    taken: dict[str, int] = defaultdict(int)
+    for each in alike:
+        for template in set(each.live):
+            taken[template] += 1
+    out: list[RuleForm] = []
+    for each in alike:
+        many = all(taken[t] == 1 for t in each.live)
+        for live, hub in _indexed(each, len(out)) if many else [(r.live, r.hub) for r in each.routes]:
+            out.append(_rule(len(out), each, live, hub, numbers))
+    return out
+
+
+def _rule(
+    number: int, alike: _Alike, live: Sequence[str], hub: Sequence[str], numbers: Mapping[str, int]
+) -> RuleForm:
+    """The rule of a step, for whole names. number: of the rule, and of what its axes are called by."""
+    step, name = alike.routes[0].step, f"{_slug(alike.live[0])}-{number}"
+    if step is None or step.rule is None:
+        form = {"name": name, "from": tuple(live), "to": tuple(hub), "presence": "some"}
+        return RuleForm.model_validate(form)
+    joined = step.rule
+    needed = {k: place for k, place in step.numbers.items() if k not in numbers}
+    if needed:
+        raise UsageError(
+            f"cannot map {live[0]}: the config does not say {next(iter(needed.values()))}",
+            hint="Try --config FOLDER with the model's config.json",
+        )
+    axes = {**joined.axes, **{k: numbers[k] for k in step.numbers}}
+    item = re.compile(rf"\b{ITEM[1:-1]}\b")
+
+    def whole(names: Sequence[str], terms: Sequence[str]) -> tuple[str, ...]:
+        """Names with the layouts of terms; lists of one rule are not as long as those of another."""
+        layouts = [item.sub(f"item{number}", t[t.index(" : ") :]) for t in terms]
+        return tuple(
+            n.replace(ITEM, f"{{item{number}}}") + layout for n, layout in zip(names, layouts, strict=True)
+        )
+
+    return joined.model_copy(
+        update={
+            "name": name,
+            "source": whole(live, joined.source),
+            "to": whole(hub, joined.to or ()),
+            "axes": {k: str(v) for k, v in axes.items()},
+        }
+    )
+
+
+Sides = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def _indexed(alike: _Alike, number: int) -> list[Sides]:
+    """Names with an index where numbers differ, for one rule or several.
+
+    A rule's indices are all combinations of theirs, as lists of modules are: else only one number is an index
+    in a rule, and where the hub's numbers are not the module's, none is.
+    """
+    live = np.array([_digits(r.live) for r in alike.routes], np.int64)
+    hub = np.array([_digits(r.hub) for r in alike.routes], np.int64)
+    axes = _distinct(live)
+    if len(axes) > 1 and not _is_product(axes):
+        widest = max(range(len(axes)), key=lambda n: len(np.unique(axes[n])))
+        others = np.stack([a for n, a in enumerate(axes) if n != widest], axis=1)
+        parts = [np.flatnonzero((others == values).all(axis=1)) for values in np.unique(others, axis=0)]
+        out: list[Sides] = []
+        for rows in parts:
+            part = replace(alike, routes=tuple(alike.routes[r] for r in rows.tolist()))
+            out += _indexed(part, number + len(out))
+        return out
+    fields = [_field(column, axes, number) for column in live.T]
+    made = [_field(column, axes, number) for column in hub.T]
+    given = [f for f in fields if f is not None]
+    wanted = [f for f in made if f is not None]
+    if len(wanted) < len(made) or not axes:
+        return [(r.live, r.hub) for r in alike.routes]
+    return [(_spelled(alike.live, given), _spelled(alike.hub, wanted))]
+
+
+def _distinct(columns: Columns) -> list[Columns]:
+    """The columns that are not one number, each once."""
+    out: list[Columns] = []
+    for column in columns.T:
+        if not (column == column[0]).all() and not any((column == other).all() for other in out):
+            out.append(column)
+    return out
+
+
+def _is_product(axes: Sequence[Columns]) -> bool:
+    """Whether rows are all combinations of numbers, those of every axis but the first from 0 on."""
+    sizes = [len(np.unique(axis)) for axis in axes]
+    rows = len(np.unique(np.stack(axes, axis=1), axis=0))
+    return rows == math.prod(sizes) and all(
+        int(axis.max()) == n - 1 for axis, n in zip(axes[1:], sizes[1:], strict=True)
+    )
+
+
+def _field(column: Columns, axes: Sequence[Columns], number: int) -> str | None:
+    """What stands for a column in a name: its number, or an index; None where it is no axis's."""
+    if (column == column[0]).all():
+        return str(column[0])
+    for n, axis in enumerate(axes):
+        shift = column - axis
+        if (shift == shift[0]).all():
+            return f"{{n{number}_{n} {int(shift[0]):+d}}}" if shift[0] else f"{{n{number}_{n}}}"
+    return None
+
+
+def _digits(names: Sequence[str]) -> list[int]:
+    return [int(d) for n in names for d in NUMBER.findall(n)]
+
+
+def _spelled(templates: Sequence[str], fields: Sequence[str]) -> tuple[str, ...]:
+    """Templates with their slots filled, in order."""
+    rest = iter(fields)
+    return tuple("".join(c if c != SLOT else next(rest) for c in t) for t in templates)
+
+
+def _slug(template: str) -> str:
+    """A rule's name."""
+    text = "".join(c if c.isalnum() and c.isascii() else "-" for c in template.lower())
+    return "-".join(part for part in text.split("-") if part) or "tensor"
+
+
+@cache
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads((resources.files(__package__) / _FOLDER / name).read_text("utf-8"))

@@ -1,0 +1,289 @@
+"""Lead from the names of a live transformers module to those of its files, and back, by transformers' steps.
+
+A *step* renames a part of names by a regex, or joins and cuts tensors. Loading runs the steps from the hub's
+names to the module's; saving runs them backwards, joins first. What is here does to names what
+`core_model_loading.revert_weight_conversion` (saving) and `rename_source_key` (loading) do, over steps that
+are data (`from_transformers` makes them): no transformers, no tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.naming.maps.declaration import RuleForm
+
+ITEM = "{item}"  # in a name: the number of a list that is one tensor in the live module
+_PROBES = ("0", "7", "123")  # numbers that stand for any
+
+
+class Form(BaseModel):
+    """What TOML holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class Substitution(Form):
+    """What one direction of a step does to a name.
+
+    Attributes:
+        find: Regex with a named group ``g<k>`` for each pattern.
+        put: What replaces the text found: the first, or with ``guarded`` that of the pattern's group.
+            ``\\1`` is the pattern's first group.
+        shift: Added to the number that this group is.
+        guarded: Nothing is replaced before the first pattern is found (`GroupWeightRename`).
+    """
+
+    find: str
+    put: tuple[str, ...] = Field(min_length=1)
+    shift: int = 0
+    guarded: bool = False
+
+    @model_validator(mode="after")
+    def _is_regex(self) -> Substitution:
+        try:
+            self.regex  # noqa: B018 - compiled once, here
+        except re.error as error:
+            raise ValueError(f"{self.find!r} is no regex: {error}") from error
+        return self
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        """Compiled."""
+        return re.compile(self.find)
+
+
+class StepForm(Form):
+    """A step, both ways.
+
+    Attributes:
+        to_hub: Of the module's names; nothing where only loading takes the step.
+        to_live: Of the hub's names.
+        rule: Of parts of names, for a step that does more than rename: ``from`` in the module, ``to`` on the
+            hub. The texts that ``to_hub`` finds are of its terms, in their order.
+        numbers: Number that the rule names -> where the config has it, ``vision_config.num_attention_heads``.
+        refused: Why this is no rule, for an operation that is none of those known.
+        made_of: Classes of transformers' transform or of its operations.
+    """
+
+    to_hub: Substitution | None = None
+    to_live: Substitution
+    rule: RuleForm | None = None
+    numbers: dict[str, str] = {}
+    refused: str = ""
+    made_of: tuple[str, ...] = ("WeightRenaming",)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a model: within a submodule, or everywhere.
+
+    Attributes:
+        form: The step.
+        scope: Of the submodule below the base model; None for the whole model.
+        base: The base model's name, with which names may begin.
+    """
+
+    form: StepForm
+    scope: str | None = None
+    base: str = ""
+
+    def within(self, name: str) -> tuple[str, str] | None:
+        """(what stands before the submodule's own name, that name); None outside of the submodule."""
+        if self.scope is None:
+            return "", name
+        scope = f"{self.scope}." if self.scope else ""
+        base = f"{self.base}." if self.base else ""
+        for prefix in (base + scope, scope):
+            if name.startswith(prefix):
+                return prefix, name.removeprefix(prefix)
+        return None
+
+
+@dataclass(frozen=True)
+class Route:
+    """Tensors of the module and what files hold of them.
+
+    Attributes:
+        live: Names in the module.
+        hub: Names in files; ``{item}`` stands for every number of a list.
+        step: That joins and cuts; None where tensors are only renamed.
+    """
+
+    live: tuple[str, ...]
+    hub: tuple[str, ...]
+    step: StepForm | None = None
+
+
+@dataclass
+class _Renaming:
+    """Renaming steps in their order; those that are guarded remember that they began."""
+
+    steps: Sequence[tuple[Step, Substitution]]
+    begun: set[int] = field(default_factory=set)
+
+    def applied(self, name: str) -> str:
+        for n, (step, sub) in enumerate(self.steps):
+            found = _found(step, sub, name)
+            if found is None:
+                continue
+            before, own, match, branch = found
+            if sub.guarded:
+                if branch == 0:
+                    self.begun.add(n)
+                elif n not in self.begun:
+                    continue
+            put = _filled(sub, match, branch)
+            name = before + own.replace(match.group(0), put, 1)
+        return name
+
+
+def saved_names(steps: Sequence[Step], names: Iterable[str], *, refuse: bool = True) -> list[Route]:
+    """What files hold of a module's tensors, as `save_pretrained` writes them.
+
+    Args:
+        steps: In the order of loading.
+        names: Of the module's tensors.
+        refuse: Else tensors whose step is refused are renamed only.
+
+    Raises:
+        UsageError: For tensors whose step is refused.
+        NameMismatch: Where two tensors would be one part of the same.
+    """
+    backwards = [(s, s.form.to_hub) for s in reversed(steps) if s.form.to_hub is not None]
+    joins = [(s, sub) for s, sub in backwards if s.form.rule is not None or (refuse and s.form.refused)]
+    renaming = _Renaming([(s, sub) for s, sub in backwards if s.form.rule is None and not s.form.refused])
+    out: list[Route] = []
+    groups: dict[tuple[int, str], dict[int, tuple[str, str]]] = {}
+    for name in sorted(names, key=natural_order):
+        for n, (step, sub) in enumerate(joins):
+            found = _found(step, sub, name)
+            if found is None:
+                continue
+            if step.form.refused:
+                raise UsageError(
+                    f"cannot map {name} to the hub's names: {step.form.refused}",
+                    hint="Try --names stored, or save_pretrained in the training program",
+                )
+            before, own, match, branch = found
+            key = before + own.replace(match.group(0), sub.put[0], 1)
+            held = groups.setdefault((n, key), {})
+            if branch in held:
+                raise NameMismatch(
+                    f"{held[branch][0]} and {name} would be the same part of {key}", broken=[name]
+                )
+            held[branch] = name, match.group(0)
+            break
+        else:
+            out.append(Route((name,), (renaming.applied(name),)))
+    for (n, key), held in groups.items():
+        step, sub = joins[n]
+        assert step.form.rule is not None  # those refused have raised
+        before, _, behind = key.partition(sub.put[0])
+        hub = tuple(_listed(renaming, before + part + behind) for part in sub.put)
+        out.append(Route(_parts(step.form, held), hub, step.form))
+    return out
+
+
+def live_names(
+    steps: Sequence[Step], names: Iterable[str], *, refuse: bool = True
+) -> dict[str, tuple[str, ...]]:
+    """The module's tensors that a file's tensor goes into, as `from_pretrained` finds them.
+
+    Args:
+        steps: In the order of loading.
+        names: Of tensors in files.
+        refuse: Else tensors whose step is refused are renamed only.
+
+    Raises:
+        UsageError: For tensors whose step is refused.
+    """
+    joins = [s for s in steps if s.form.rule is not None or (refuse and s.form.refused)]
+    renaming = _Renaming([(s, s.form.to_live) for s in steps if s.form.rule is None and not s.form.refused])
+    out: dict[str, tuple[str, ...]] = {}
+    for name in sorted(names, key=natural_order):
+        renamed = renaming.applied(name)
+        out[name] = (renamed,)
+        for step in joins:
+            sub = step.form.to_live
+            found = _found(step, sub, renamed)
+            if found is None:
+                continue
+            if step.form.refused:
+                raise UsageError(
+                    f"cannot map {name} to the module's names: {step.form.refused}", hint="Try --names stored"
+                )
+            before, own, match, _ = found
+            out[name] = tuple(before + own.replace(match.group(0), put, 1) for put in sub.put)
+            break
+    return out
+
+
+def natural_order(name: str) -> list[tuple[int, int] | tuple[int, str, int]]:
+    """The order in which transformers looks at names: numbers by value."""
+    out: list[tuple[int, int] | tuple[int, str, int]] = []
+    for part in name.split("."):
+        if part.isdecimal():
+            out.append((0, int(part)))
+            continue
+        text = part.rstrip("0123456789")
+        out.append((1, text, int(part[len(text) :]) if len(text) < len(part) else -1))
+    return out
+
+
+def wanted_numbers(steps: Iterable[Step]) -> Mapping[str, str]:
+    """Every number that rules of steps name, and where a config has it."""
+    return {k: v for s in steps for k, v in s.form.numbers.items()}
+
+
+def _found(step: Step, sub: Substitution, name: str) -> tuple[str, str, re.Match[str], int] | None:
+    """(what stands before the submodule's own name, that name, what is found, of which pattern)."""
+    inside = step.within(name)
+    if inside is None:
+        return None
+    before, own = inside
+    match = sub.regex.search(own)
+    if match is None:
+        return None
+    branch = next(k for k, v in match.groupdict().items() if v is not None)
+    return before, own, match, int(branch[1:])
+
+
+def _filled(sub: Substitution, match: re.Match[str], branch: int) -> str:
+    """What replaces a match."""
+    put = sub.put[branch if sub.guarded else 0]
+    if "\\1" not in put:
+        return put
+    text = match.group(sub.regex.groupindex[f"g{branch}"] + 1)
+    return put.replace("\\1", str(int(text) + sub.shift) if sub.shift else text)
+
+
+def _listed(renaming: _Renaming, name: str) -> str:
+    """The hub's name of a part, with ``{item}`` where a list is numbered.
+
+    Raises:
+        UsageError: Where the number decides how it is called.
+    """
+    if "*" not in name:
+        return renaming.applied(name)
+    called = [renaming.applied(name.replace("*", probe)) for probe in _PROBES]
+    for found in re.finditer(_PROBES[-1], called[-1]):
+        form = called[-1][: found.start()] + ITEM + called[-1][found.end() :]
+        if all(form.replace(ITEM, p) == c for p, c in zip(_PROBES, called, strict=True)):
+            return form
+    raise UsageError(
+        f"cannot tell the hub's names of {name}: they depend on the number", hint="Try --names stored"
+    )
+
+
+def _parts(form: StepForm, held: Mapping[int, tuple[str, str]]) -> tuple[str, ...]:
+    """The names of a joined tensor's parts, in the order of the rule; those that are not there included."""
+    assert form.rule is not None
+    texts = [source.partition(" : ")[0] for source in form.rule.source]
+    name, found = next(iter(held.values()))
+    return tuple(held[n][0] if n in held else name.replace(found, text, 1) for n, text in enumerate(texts))

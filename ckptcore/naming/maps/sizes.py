@@ -1,0 +1,115 @@
+"""Compute sizes from a model's numbers: ``heads / kv_heads``, exact or not at all."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_NODES = (
+    ast.Expression,
+    ast.BinOp,
+    ast.Compare,
+    ast.BoolOp,
+    ast.And,
+    ast.Or,
+    ast.Name,
+    ast.Load,
+    ast.Constant,
+    ast.Div,
+    *_BINARY,
+    *_COMPARE,
+)
+
+
+class UnknownNumber(Exception):
+    """An expression names a number that is not known."""
+
+
+def names_in(expression: str) -> frozenset[str]:
+    """The numbers that an expression names.
+
+    Raises:
+        ValueError: For an expression that is none.
+    """
+    return frozenset(node.id for node in ast.walk(_parsed(expression)) if isinstance(node, ast.Name))
+
+
+def value_of(expression: str, numbers: Mapping[str, Any]) -> Any:
+    """The value of an expression over integers, or over int64 arrays of them.
+
+    Args:
+        expression: With ``+ - * / // %``, comparisons, ``and``, ``or``; ``/`` is exact.
+        numbers: By name.
+
+    Raises:
+        UnknownNumber: For a name that is not among the numbers.
+        ValueError: For a division that is not exact, or by nothing.
+
+    >>> value_of("heads / kv_heads + 2", {"heads": 32, "kv_heads": 8})
+    6
+    """
+    return _value(_parsed(expression).body, numbers)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(expression: str) -> ast.Expression:
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression!r} is no expression") from error
+    for node in ast.walk(tree):
+        if not isinstance(node, _NODES) or (isinstance(node, ast.Constant) and type(node.value) is not int):
+            raise ValueError(f"{expression!r}: {type(node).__name__} is not part of an expression")
+    return tree
+
+
+def _value(node: ast.expr, numbers: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        if numbers.get(node.id) is None:
+            raise UnknownNumber(node.id)
+        return numbers[node.id]
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, numbers), _value(node.right, numbers)
+        if isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod)) and np.any(np.equal(right, 0)):
+            raise ValueError("division by 0")
+        if isinstance(node.op, ast.Div):
+            if np.any(np.not_equal(left % right, 0)):
+                raise ValueError(f"{left} is no multiple of {right}")
+            return left // right
+        return _BINARY[type(node.op)](left, right)
+    if isinstance(node, ast.Compare):
+        held: Any = True
+        left = _value(node.left, numbers)
+        for op, operand in zip(node.ops, node.comparators, strict=True):
+            right = _value(operand, numbers)
+            held = np.logical_and(held, _COMPARE[type(op)](left, right))
+            left = right
+        return held
+    assert isinstance(node, ast.BoolOp)  # `_parsed` lets nothing else through
+    every = isinstance(node.op, ast.And)
+    held = every
+    for operand in node.values:
+        held = (np.logical_and if every else np.logical_or)(held, _value(operand, numbers))
+    return held

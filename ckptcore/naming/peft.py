@@ -1,0 +1,278 @@
+"""PEFT: which tensors of a model are a LoRA adapter, and what are they called on the hub?
+
+A live module that `get_peft_model` wrapped holds the base weights beside the adapter's, and each adapter
+under a name: ``base_model.model.<module>.lora_A.default.weight``. In ``adapter_model.safetensors`` the base
+weights and the adapter's name are gone (peft/utils/save_and_load.py, `get_peft_model_state_dict`). What the
+shapes tell (the rank) is held against adapter_config.json; what they do not tell (``lora_alpha``) is
+only there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptcore.core.subset import select
+from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.naming.rename import Dropped, Mapped
+
+Shape = tuple[int, ...]
+PREFIX = "base_model.model."
+_BASE = "a base weight: an adapter holds its own alone"
+# Kind -> its names in a live module, and behind the module on the hub. The adapter's name may be gone.
+_KINDS: Mapping[str, tuple[re.Pattern[str], str]] = {
+    "lora": (
+        re.compile(r"^(?P<module>.+?)\.(?P<part>lora_[AB])(?:\.(?P<name>[^.]+))?\.(?P<end>weight|bias)$"),
+        "{part}.{end}",
+    ),
+    "embedding": (
+        re.compile(r"^(?P<module>.+?)\.(?P<part>lora_embedding_[AB])(?:\.(?P<name>[^.]+))?$"),
+        "{part}",
+    ),
+    "dora": (
+        re.compile(r"^(?P<module>.+?)\.lora_magnitude_vector(?:\.(?!weight$)(?P<name>[^.]+))?(?:\.weight)?$"),
+        "lora_magnitude_vector",
+    ),
+    "saved": (re.compile(r"^(?P<module>.+?)\.modules_to_save\.(?P<name>[^.]+)\.(?P<end>.+)$"), "{end}"),
+    "tokens": (
+        re.compile(r"^(?P<module>.+?)\.token_adapter\.trainable_tokens_delta(?:\.(?P<name>[^.]+))?$"),
+        "token_adapter.trainable_tokens_delta",
+    ),
+}
+_OTHER_LAYOUTS = ("target_parameters", "layer_replication", "use_bdlora", "use_qalora", "megatron_config")
+_PLAIN = re.compile(r"[\w.]+")
+_NARROWED = ("exclude_modules", "layers_to_transform", "layers_pattern", "layer_replication")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter inside a model.
+
+    name: what the live module called it, "" where that is gone. hub: name in the model -> name on the hub, of
+    what the adapter holds. modules: module (without `PREFIX`) -> its part (lora_A, ...) -> name in the model.
+    saved: modules that it holds whole. base: modules whose base weights lie beside it.
+    """
+
+    name: str
+    hub: Mapping[str, str]
+    modules: Mapping[str, Mapping[str, str]]
+    saved: frozenset[str]
+    base: frozenset[str]
+
+
+def holds_lora(names: Iterable[str]) -> bool:
+    """Whether tensors of a LoRA adapter are among the names of a model."""
+    return any((hit := _parsed(name)) is not None and hit[0] in ("lora", "embedding") for name in names)
+
+
+def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) -> Adapter | None:
+    """The LoRA adapter among the names of a model, wrappers off; None where there is none.
+
+    form: adapter_config.json, which tells of biases and whole modules that the names alone do not.
+    Raises `UsageError` with the candidates where there are several.
+    """
+    every = list(names)
+    found = [(name, *hit) for name in every if (hit := _parsed(name)) is not None]
+    if not holds_lora(name for name, _, _ in found):
+        return None
+    called = sorted({m["name"] or "" for _, _, m in found})
+    if len(called) > 1:
+        raise UsageError(
+            f"cannot export one adapter of several: {', '.join(c or '(without a name)' for c in called)}",
+            hint=" ".join(f"--exclude '*.{c}.*' --exclude '*.{c}'" for c in called[1:] if c)
+            + f" exports {called[0]}",
+        )
+    hub: dict[str, str] = {}
+    modules: dict[str, dict[str, str]] = {}
+    saved = set()
+    for name, kind, match in found:
+        module = match["module"].removeprefix(PREFIX)
+        parts = match.groupdict()
+        end = _KINDS[kind][1].format(**{k: v for k, v in parts.items() if v is not None})
+        hub[name] = f"{PREFIX}{module}.{end}"
+        if kind == "saved":
+            saved.add(module)
+        else:
+            modules.setdefault(module, {})[end] = name
+    others = [name for name in every if name not in hub]
+    told = _told_apart(others, modules, form or {}, live=called != [""])
+    hub |= {name: PREFIX + name.removeprefix(PREFIX) for name in told}
+    saved |= {n.removeprefix(PREFIX).rpartition(".")[0] for n in told if not n.endswith(".bias")}
+    base = {n.removeprefix(PREFIX).rpartition(".")[0] for n in others if n not in told}
+    base = {b.removesuffix(".base_layer") for b in base if ".original_module" not in b}
+    return Adapter(called[0], hub, modules, frozenset(saved), frozenset(base))
+
+
+def adapted(mapped: Mapped, adapter: Adapter) -> Mapped:
+    """What `remap` gave, without the base weights, and the adapter's names as on the hub.
+
+    Raises `NameMismatch` when two tensors end up with one name.
+    """
+    stored = {new: old for old, new in mapped.renamed}
+    rows, names, renamed = list[int](), list[str](), list[tuple[str, str]]()
+    dropped = list(mapped.dropped)
+    for row, spec in enumerate(mapped.manifest.tensors):
+        old, new = stored.get(spec.fqn, spec.fqn), adapter.hub.get(spec.fqn)
+        if new is None:
+            dropped.append(Dropped(old, _BASE))
+            continue
+        if new in names:
+            raise NameMismatch(f"two tensors of the adapter would both be called {new}")
+        rows.append(row)
+        names.append(new)
+        renamed += [(old, new)] if old != new else []
+    kept = select(mapped.manifest, rows, names)
+    return replace(mapped, manifest=kept, renamed=tuple(renamed), dropped=tuple(dropped))
+
+
+def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[str, Any]) -> dict[str, Any]:
+    """adapter_config.json for an adapter, held against names and shapes; what they tell is filled in.
+
+    shapes: name in the model -> shape. form: the config of the training run. Raises `NameMismatch` with what
+    contradicts it, and `UsageError` for what is no LoRA config, or lacks ``lora_alpha``.
+    """
+    if form.get("peft_type") != "LORA":
+        raise UsageError(
+            f"cannot use an adapter_config.json of the type {form.get('peft_type')!r}: LORA is exported here"
+        )
+    if type(form.get("lora_alpha")) not in (int, float):
+        raise UsageError(
+            f"cannot export the adapter: lora_alpha is in no shape, and not in its config (got "
+            f"{form.get('lora_alpha')!r})",
+            hint="name the adapter_config.json of the training run: --config FILE",
+        )
+    ranks = _ranks(adapter, shapes) if not any(form.get(k) for k in _OTHER_LAYOUTS) else {}
+    out = dict(form)
+    if form.get("r") is None:
+        if len(set(ranks.values())) != 1:
+            raise UsageError(
+                f"cannot tell r of the adapter (got {_few(ranks)})", hint="name a config that tells it"
+            )
+        out["r"] = next(iter(ranks.values()))
+    if form.get("target_modules") is None and not form.get("target_parameters"):
+        out["target_modules"] = sorted(m for m, parts in adapter.modules.items() if _is_lora(parts))
+    problems = [*_odd_ranks(ranks, out), *_odd_parts(adapter, out), *_odd_targets(adapter, out)]
+    if problems:
+        raise NameMismatch(
+            f"the adapter does not fit its config: {'; '.join(problems[:5])}"
+            + (f" and {len(problems) - 5} more" if problems[5:] else ""),
+            hint="name the adapter_config.json of this training run: --config FILE",
+        )
+    return out
+
+
+def _parsed(name: str) -> tuple[str, re.Match[str]] | None:
+    if "lora_" not in name and ".modules_to_save." not in name and ".token_adapter." not in name:
+        return None
+    for kind, (pattern, _) in _KINDS.items():
+        if (match := pattern.match(name)) is not None:
+            return kind, match
+    return None
+
+
+def _told_apart(
+    names: Sequence[str], modules: Mapping[str, Any], form: Mapping[str, Any], *, live: bool
+) -> list[str]:
+    """Names that the config alone says are the adapter's: biases, and whole modules outside a live one."""
+    bias, whole = form.get("bias", "none"), form.get("modules_to_save")
+    if not live and all(name.startswith(PREFIX) for name in names):
+        return list(names)  # an adapter's own file: all of it is the adapter's
+    found = []
+    for name in names:
+        module, _, end = name.removeprefix(PREFIX).rpartition(".")
+        of_lora = end == "bias" and module.removesuffix(".base_layer") in modules
+        is_bias = (bias == "all" and end == "bias") or (bias == "lora_only" and of_lora)
+        is_whole = not live and isinstance(whole, list) and _lies_in(module, whole)
+        if (is_bias and ".original_module." not in name) or is_whole:
+            found.append(name)
+    return found
+
+
+def _ranks(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Module -> rank. Raises `NameMismatch` for half of a pair, and for two halves that do not fit."""
+    found = {}
+    for module, parts in adapter.modules.items():
+        for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
+            if a not in parts and b not in parts:
+                continue
+            lacking = a if a not in parts else b if b not in parts else None
+            if lacking is not None:
+                raise NameMismatch(f"the adapter lacks {PREFIX}{module}.{lacking}", missing=[lacking])
+            first, second = shapes[parts[a]], shapes[parts[b]]
+            if len(first) < 2 or len(second) < 2 or first[0] != second[1]:
+                raise NameMismatch(
+                    f"{parts[a]} {list(first)} and {parts[b]} {list(second)} have no rank in common"
+                )
+            found[module] = first[0]
+    return found
+
+
+def _odd_ranks(ranks: Mapping[str, int], form: Mapping[str, Any]) -> Iterable[str]:
+    pattern = form.get("rank_pattern") or {}
+    if not all(_PLAIN.fullmatch(key) for key in pattern):  # nobody's regular expressions are run
+        return
+    for module, rank in ranks.items():
+        hit = next((v for k, v in pattern.items() if _ends(module, [k])), form["r"])
+        if hit != rank:
+            yield f"{module} has rank {rank} (config says {hit})"
+
+
+def _odd_parts(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
+    lora = [parts for parts in adapter.modules.values() if _is_lora(parts)]
+    given = {
+        "use_dora": any("lora_magnitude_vector" in parts for parts in lora),
+        "lora_bias": any("lora_B.bias" in parts for parts in lora),
+        "trainable_token_indices": any(
+            "token_adapter.trainable_tokens_delta" in p for p in adapter.modules.values()
+        ),
+    }
+    for key, there in given.items():
+        if bool(form.get(key)) != there:
+            yield f"{key} is {form.get(key)!r}, and its tensors are {'there' if there else 'not there'}"
+    whole = form.get("modules_to_save") or []
+    odd = [m for m in sorted(adapter.saved) if not _lies_in(m, whole) and m not in adapter.modules]
+    yield from (
+        f"{m} is held whole, and is not in modules_to_save" for m in odd if not m.endswith(".base_layer")
+    )
+    for name in whole:
+        if not any(_lies_in(m, [name]) for m in adapter.saved):
+            yield f"modules_to_save names {name}, of which nothing is there"
+
+
+def _odd_targets(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
+    """Modules that the config would give an adapter, and that have none; and the other way round."""
+    targets = form.get("target_modules")
+    lora = {m for m, parts in adapter.modules.items() if _is_lora(parts)}
+    if form.get("target_parameters"):
+        return
+    if not isinstance(targets, list) or any(form.get(k) for k in _NARROWED):
+        return  # a text is a regular expression, which is not run, or all-linear, which only the model knows
+    yield from (f"{m} has an adapter, and is no target" for m in sorted(lora) if not _ends(m, targets))
+    bare = sorted(adapter.base - set(adapter.modules))
+    yield from (f"{m} is a target, and has no adapter" for m in bare if _ends(m, targets))
+
+
+def _is_lora(parts: Mapping[str, str]) -> bool:
+    return any(part.startswith("lora_") for part in parts)
+
+
+def _ends(module: str, names: Sequence[Any]) -> bool:
+    """Whether a module is one of these names, or ends with one, as peft compares them."""
+    return any(isinstance(n, str) and (module == n or module.endswith(f".{n}")) for n in names)
+
+
+def _lies_in(module: str, names: Sequence[Any]) -> bool:
+    """Whether a module is one of these, or lies in one."""
+    return any(isinstance(n, str) and f".{n}." in f".{module}." for n in names)
+
+
+def _few(ranks: Mapping[str, int]) -> str:
+    return ", ".join(f"{m}: {r}" for m, r in list(ranks.items())[:4]) or "no pair of lora_A and lora_B"
+
+
+def dumped(form: Mapping[str, Any]) -> bytes:
+    """The bytes of an adapter_config.json, as peft writes it."""
+    return (json.dumps(form, indent=2, sort_keys=True) + "\n").encode()

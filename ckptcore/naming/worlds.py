@@ -1,0 +1,51 @@
+"""Tell whose names a model's tensors have: by patterns that only one trainer's modules make.
+
+A world here is only a suspicion: a map must then account for every tensor. Names that match no pattern are
+taken as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# What no other world's names have. torchtitan took its names from Meta's own Llama.
+_MARKS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (world, re.compile(pattern))
+    for world, pattern in (
+        ("megatron", r"(.*\.)?embedding\.word_embeddings\.weight"),
+        (
+            "megatron",
+            r"(.*\.)?decoder\.layers\.(\d+\.)?self_attention\.linear_(qkv|proj|q_proj|kv_up_proj)\..+",
+        ),
+        ("megatron", r"(.*\.)?decoder\.layers\.(\d+\.)?mlp\.(.+\.)?linear_fc[12]\..+"),
+        ("megatron", r"(.*\.)?decoder\.layers\.(\d+\.)?mixer\..+"),
+        ("torchtitan", r"layers\.\d+\.(attention_norm|ffn_norm)\.weight"),
+        ("olmo_core", r"blocks\.\d+\.(attention\.w_(q|k|v|out)|feed_forward_norm)\.weight"),
+        ("olmo", r"transformer\.blocks\.\d+\.(att_proj|attn_out|ff_proj|q_proj)\.weight"),
+    )
+)
+HUB = "hf-hub"
+LIVE = "hf-live"
+PEFT = "peft"
+_WORLDS = {HUB, LIVE, PEFT, "verl", *(world for world, _ in _MARKS)}
+
+
+def worlds() -> tuple[str, ...]:
+    """Every world's name."""
+    return tuple(sorted(_WORLDS))
+
+
+def is_world(name: str) -> bool:
+    """Whether a world is called so."""
+    return name in _WORLDS
+
+
+def suspected(names: Iterable[str]) -> str | None:
+    """The trainer's world that most of the names speak for; None where no name speaks for any."""
+    votes: dict[str, int] = {}
+    for name in names:
+        for world, mark in _MARKS:
+            if mark.fullmatch(name):
+                votes[world] = votes.get(world, 0) + 1
+    return max(votes, key=lambda w: votes[w], default=None)

@@ -1,0 +1,223 @@
+"""Read the small files of a Hugging Face folder: what lies beside the weights, by what it is for.
+
+`FILES` says which files belong to a model folder; everything else in a folder (weights, logs, notes) is left
+alone. Only what lies right in a folder is read, and what `FILES` names with a folder of its own. Custom code
+is carried as bytes, and never imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckptcore.errors import SourceUnreadable, UsageError
+from ckptcore.store import hub_hint, join_url, local_path, open_store, split_url
+from ckptcore.store.listing import Folder, folder_at
+
+NONE = "none"  # as --config or --tokenizer: take none, not even one that lies in the source
+CONFIG, ADAPTER, CARD = "config.json", "adapter_config.json", "README.md"
+MODEL, TOKENIZER, LEGAL, PEFT = "model", "tokenizer", "legal", "peft"
+# What a file is for -> its names, as globs. A slash is a folder of its own, else none is looked into.
+FILES: Mapping[str, tuple[str, ...]] = {
+    MODEL: (CONFIG, "generation_config.json", "*.py"),
+    PEFT: (ADAPTER,),
+    TOKENIZER: (
+        "tokenizer*",
+        "tekken.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+        "*.model",
+        "*.tiktoken",
+        "chat_template*",
+        "additional_chat_templates/*.jinja",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    ),
+    LEGAL: ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*"),
+}
+# A folder with one of these holds a tokenizer.
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_MAX_FILE = 64 << 20
+_MAX_FILES = 500
+_FOLDERS = tuple({p.split("/")[0] for ps in FILES.values() for p in ps if "/" in p})
+
+
+@dataclass(frozen=True)
+class HubFolder:
+    """The small files of a folder. url: where it lies. names: path in it -> (bytes, role)."""
+
+    url: str
+    names: Mapping[str, tuple[int, str]]
+    _content: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+
+    def has_config(self) -> bool:
+        """Whether it holds a model's config.json: a JSON object with a ``model_type``."""
+        form = self.json(CONFIG)
+        return form is not None and isinstance(form.get("model_type"), str)
+
+    def has_adapter(self) -> bool:
+        """Whether it holds an adapter's config: a JSON object with a ``peft_type``."""
+        return "peft_type" in (self.json(ADAPTER) or {})
+
+    def has_tokenizer(self) -> bool:
+        """Whether it holds a tokenizer."""
+        return any(fnmatchcase(name, glob) for name in self.names for glob in _TOKENIZERS)
+
+    def read(self, name: str) -> bytes:
+        """The bytes of one of its files; raises `SourceUnreadable`, `StorageTrouble`."""
+        if name not in self._content:
+            self._content[name] = _read(join_url(self.url, name), self.names[name][0])
+        return self._content[name]
+
+    def of(self, *roles: str) -> dict[str, bytes]:
+        """Its files of these roles, name -> bytes."""
+        return {name: self.read(name) for name, (_, role) in sorted(self.names.items()) if role in roles}
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """A file as a JSON object; None where it is not there, or is none."""
+        if name not in self.names:
+            return None
+        try:
+            form = json.loads(self.read(name))
+        except (ValueError, RecursionError):
+            return None
+        return form if isinstance(form, dict) else None
+
+    def without_code(self) -> HubFolder:
+        """Without Python files, unless one of its configs asks for them."""
+        asks = any("auto_map" in (self.json(n) or {}) for n in self.names if n.endswith("config.json"))
+        names = self.names if asks else {n: v for n, v in self.names.items() if not n.endswith(".py")}
+        return HubFolder(self.url, names, self._content)
+
+
+def look(url: str, *, inside: str | None = None, known: Folder | None = None) -> HubFolder:
+    """The small files right in a folder; none where there is no such folder.
+
+    inside: take no file that a link leads out of this local folder. known: what lies in it, where that is
+    known already. Raises `StorageTrouble`, `UsageError`.
+    """
+    here = folder_at(url) if known is None else known
+    found = dict(here.files)
+    for name in _FOLDERS:
+        if name in here.folders:
+            below = folder_at(join_url(url, name))
+            found |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
+    names = {}
+    for name, nbytes in found.items():
+        role = _role(name)
+        kept = nbytes <= _MAX_FILE and (inside is None or _stays(join_url(url, name), inside))
+        if role is not None and kept:
+            names[name] = nbytes, role
+    if len(names) > _MAX_FILES:
+        names = {n: v for n, v in names.items() if not n.endswith(".py")}
+    # The card is read for its licence and base model alone, and never copied.
+    if CARD in found and found[CARD] <= _MAX_FILE and (inside is None or _stays(join_url(url, CARD), inside)):
+        names[CARD] = found[CARD], ""
+    return HubFolder(url, names)
+
+
+def read_named(option: str, url: str, name: str = CONFIG) -> HubFolder:
+    """The folder that an option names, or the one file, which counts as ``name``.
+
+    Raises `UsageError` where nothing is.
+    """
+    if url.endswith(f"/{name}") or url == name:
+        url = split_url(url)[0]
+    elif (nbytes := _size(url)) is not None:
+        if nbytes > _MAX_FILE:
+            raise UsageError(f"cannot read {option} {url}: it has {nbytes} bytes", hint="name a JSON file")
+        return HubFolder(url, {name: (nbytes, MODEL)}, {name: _read(url, nbytes)})
+    here = folder_at(url)
+    if not here.files and not here.folders:
+        raise UsageError(
+            f"cannot read {option} {url}: it does not exist, or is empty",
+            hint=hub_hint(url) or "name a folder or a file",
+        )
+    return look(url, known=here)
+
+
+def front_matter(card: bytes) -> dict[str, Any]:
+    """The YAML at the head of a README; {} where there is none.
+
+    >>> front_matter(b"---\\nlicense: mit\\n---\\n# x")
+    {'license': 'mit'}
+    """
+    import yaml
+
+    found = re.match(r"---\r?\n(.{0,65536}?)\r?\n---\s", card.decode(errors="replace"), re.DOTALL)
+    if found is None:
+        return {}
+    try:
+        form = yaml.safe_load(found[1])
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}  # it is only asked what it says of licence and base model
+    return form if isinstance(form, dict) else {}
+
+
+def agree(folders: Sequence[HubFolder], role: str) -> bool:
+    """Whether these folders hold the same config, or tokenizer: equal files where both have one."""
+    names = [{n for n, (_, r) in f.names.items() if r == role} for f in folders]
+    common = set.intersection(*names)
+    if not any(fnmatchcase(name, glob) for name in common for glob in (CONFIG, ADAPTER, *_TOKENIZERS)):
+        return len(folders) == 1
+    first = folders[0]
+    pairs = [(f, n) for f in folders[1:] for n in common]
+    return all(f.names[n] == first.names[n] and f.read(n) == first.read(n) for f, n in pairs)
+
+
+def _role(name: str) -> str | None:
+    for role, globs in FILES.items():
+        for glob in globs:
+            if name.count("/") == glob.count("/") and fnmatchcase(name, glob):
+                return role
+    return None
+
+
+def _size(url: str) -> int | None:
+    """Bytes of a file; None for what is none."""
+    path = local_path(url)
+    if path is not None:
+        try:
+            return os.stat(path).st_size if os.path.isfile(path) else None
+        except OSError as error:
+            raise SourceUnreadable(f"cannot open {url}: {error.strerror}") from error
+    parent, name = split_url(url)
+    if "." not in name:  # as `open_source` does: object stores have no folders to ask
+        return None
+    with closing(open_store(parent)) as store:
+        return store.size(name)
+
+
+def _read(url: str, nbytes: int) -> bytes:
+    """A whole file; links are followed: a folder of the hub's cache is made of them."""
+    path = local_path(url)
+    if path is not None:
+        url = os.path.realpath(path)
+    parent, name = split_url(url)
+    with closing(open_store(parent)) as store:
+        return store.read(name, 0, nbytes)
+
+
+def _stays(url: str, inside: str) -> bool:
+    """Whether a file lies below a folder, links followed; true on object stores, which have none."""
+    path, root = local_path(url), local_path(inside)
+    if path is None or root is None:
+        return True
+    return os.path.realpath(path).startswith(os.path.join(os.path.realpath(root), ""))

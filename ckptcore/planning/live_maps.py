@@ -1,0 +1,218 @@
+"""Map a live transformers module's names to the hub's, or back, as the model's config says.
+
+The family is one of the frozen (`ckptcore.naming.maps.live_families`). One that is not among them is asked of
+the installed transformers, which builds the model of the config on the meta device: run as
+``python -m ckptcore.planning.live_maps`` with the config as JSON on standard input, prints JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import MissingDependency, NameMismatch, UsageError
+from ckptcore.naming.maps.conversion import converted
+from ckptcore.naming.maps.from_transformers import entries_of, family_of
+from ckptcore.naming.maps.live_families import (
+    FamilyForm,
+    LiveFamily,
+    called,
+    frozen_family,
+    hub_map,
+    live_map,
+    numbers_of,
+    world_of,
+)
+from ckptcore.naming.maps.live_steps import StepForm
+from ckptcore.naming.maps.matching import match, require_fit
+from ckptcore.naming.maps.numbers import Config
+from ckptcore.naming.rename import Mapped
+from ckptcore.naming.worlds import HUB
+from ckptcore.planning.meta_model import built
+from ckptcore.planning.name_maps import MappedNames, NameMap, composed
+from ckptcore.planning.stored_configs import stored_configs
+
+_TIMEOUT = 300
+_FUSED = (".gate_up_proj", ".experts.down_proj")  # of modules of transformers 5, for all experts together
+
+
+def map_live_names(
+    mapped: Mapped, *, arch: str, to: str, source: Manifest, config: Mapping[str, Any] | None, url: str
+) -> MappedNames | None:
+    """A model part under the hub's names, or under a live module's.
+
+    Args:
+        mapped: The model part under its stored names, without ties.
+        arch: A model type or class, or ``auto``.
+        to: ``hf-hub`` or ``hf-live``.
+        source: The whole checkpoint, beside which a config may be.
+        config: What ``--config`` holds, or None. url: What it is called.
+
+    Returns:
+        None where the names are those already, or nothing says which model it is.
+
+    Raises:
+        NameMismatch: For tensors that do not fit the model's rules.
+        UsageError: For an architecture that nothing knows, and for tensors that no rule stands for.
+        MissingDependency: For an architecture that only transformers could tell.
+    """
+    content, said = _config(source, config, url)
+    names = [t.fqn for t in mapped.manifest.tensors]
+    family = _family(arch, content, names)
+    if family is None:
+        if to == HUB:
+            return None
+        raise NameMismatch(
+            f"cannot map to {to}: nothing says which model this is",
+            hint="Try --config FOLDER with the model's config.json, or --arch",
+        )
+    because = f"--arch {arch}" if arch != "auto" else f"{said} says {family.form.arch}"
+    world = world_of(family, names)
+    if world == to or (world is None and to == HUB):
+        return None
+    if world is None:
+        raise NameMismatch(
+            f"cannot map to {to}: the names are neither a module's of {family.form.arch} nor its files'",
+            hint="Try another --arch, or --names stored to keep the names as they are",
+        )
+    rules = (live_map if to == HUB else hub_map)(family, names, content)
+    matched = match(rules, mapped.manifest.tensors, {})
+    require_fit(matched, mapped.manifest.tensors)
+    found = converted(mapped.manifest, matched)
+    numbers = {k: (v, said) for k, v in numbers_of(family, content or {}).items()}
+    how = NameMap(rules.arch, world, to, f"{because} ({rules.version})", numbers, rules.digest)
+    return MappedNames(composed(mapped, found), how, found, ())
+
+
+def _config(
+    source: Manifest, config: Mapping[str, Any] | None, url: str
+) -> tuple[Mapping[str, Any] | None, str]:
+    """(config.json of the model, what it is called)."""
+    if config is not None:
+        return config, f"--config {url}"
+    beside = next((c for c in stored_configs(source, HUB) if c.architectures), None)
+    return (None, "") if beside is None else (beside.content, beside.name)
+
+
+def _family(arch: str, config: Mapping[str, Any] | None, names: list[str]) -> LiveFamily | None:
+    """The frozen family, else the one that transformers tells."""
+    if arch != "auto":
+        found = called(arch) or (
+            frozen_family(config) if config is not None and arch in _calls(config) else None
+        )
+        if found is None:
+            raise UsageError(
+                f"no map of live modules is called {arch!r}, or its classes have different ones",
+                hint="Try --arch with the class of the model, or --config with its config.json",
+            )
+        return found
+    return family_of_config(config, names) if config is not None else None
+
+
+def _calls(config: Mapping[str, Any]) -> tuple[str, ...]:
+    return Config("", HUB, config).architectures
+
+
+def family_of_config(config: Mapping[str, Any], names: Sequence[str]) -> LiveFamily | None:
+    """The frozen family of a config, else the one that the installed transformers tells.
+
+    Returns:
+        None where none does, and no name is one that only modules have.
+
+    Raises:
+        MissingDependency: For such names without transformers. UsageError: Where it builds no model.
+    """
+    calls = _calls(config)
+    found = frozen_family(config)
+    if found is not None or not calls:
+        return found
+    kind = calls[-1]
+    if importlib.util.find_spec("transformers") is None:
+        if any(map(_is_fused, names)):
+            raise MissingDependency(
+                f"cannot map the names of {kind}: no frozen map knows it, and transformers is not installed",
+                hint="pip install 'ckptcore[hf]', or --names stored to keep the names as they are",
+            )
+        return None
+    answer = _ask(config)
+    if "error" in answer:
+        if any(map(_is_fused, names)):
+            raise UsageError(
+                f"cannot map the names of {kind}: no frozen map knows it; transformers: {answer['error']}",
+                hint="Try --names stored to keep the names as they are",
+            )
+        return None
+    entries = {k: tuple(map(StepForm.model_validate, v)) for k, v in answer["entries"].items()}
+    form = FamilyForm.model_validate(answer["family"])
+    return LiveFamily.of(form, lambda entry: entries[entry], answer["version"])
+
+
+def _is_fused(name: str) -> bool:
+    return name.endswith(_FUSED)
+
+
+def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers says of a config's model, in a process of its own."""
+    try:
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "ckptcore.planning.live_maps",
+            ],  # -P: nothing from the current folder
+            input=json.dumps(config).encode(),
+            capture_output=True,
+            timeout=_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"building the model took more than {_TIMEOUT} s"}
+    try:
+        answer: dict[str, Any] = json.loads(run.stdout)
+    except ValueError:
+        last = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        answer = {"error": last[0] if last else f"exit status {run.returncode}"}
+    return answer
+
+
+def generated(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The family of a config's model and its steps, as JSON; ``error`` where transformers builds none."""
+    import transformers
+
+    library: Any = transformers  # ships no complete types
+    library.logging.set_verbosity_error()
+    try:
+        model = built(config)
+    except Exception as error:  # any failure of a third-party model class says that the config is not for it
+        lines = str(error).strip().splitlines()
+        return {"error": f"{type(error).__name__}: {lines[0].strip() if lines else ''}"}
+    form = family_of(model, model.config.model_type, [type(model).__name__])
+    steps = {
+        name: [s.model_dump(mode="json", by_alias=True, exclude_defaults=True) for s in found]
+        for name, found in entries_of(p.entry for p in form.parts).items()
+    }
+    return {"family": form.model_dump(mode="json"), "entries": steps, "version": library.__version__}
+
+
+def main() -> None:
+    """Answers on standard output."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    try:
+        answer = generated(json.load(sys.stdin))
+    except Exception as error:  # of transformers' transforms, whose inside may change with any version
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    json.dump(answer, answers)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Model cards: what does the README of an export say, and what does one that lies somewhere tell?
+
+A card says where the weights come from, so that a lost catalog can be rebuilt from it (`provenance`), and is
+replaced without asking as long as nobody has written in it (`is_untouched`). Both read cards of every earlier
+version, too: the three lines of the source stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.naming.rename import Mapped
+from ckptcore.planning.model_files import ModelFiles
+from ckptcore.planning.request import Request
+from ckptcore.redaction import bare_url, redacted
+from ckptcore.store import local_path, split_url
+
+_PROVENANCE = re.compile(
+    r"^- source: `(?P<source>[^`\n]{1,4096})` \(.*\)\n"
+    r"- source manifest \(BLAKE3\): `(?P<digest>[0-9a-f]{64})`\n"
+    r"- exported by: ckptcore (?P<version>[\w.+-]{1,64})$",
+    re.MULTILINE,
+)
+# The head of a card, and its facts in their order, each at most once but for ties.
+_HEAD = r"---\n(?:(?:library_name|base_model|license): [^\n]+\n)+---\n\n"
+_FACTS = (
+    "cast to",
+    "dtype",
+    "architecture",
+    "base model",
+    "licence",
+    "config",
+    "adapter",
+    "tokenizer",
+    "code",
+    "note",
+)
+# A card as `model_card` writes it, or wrote it, from its first byte to its last.
+_PLAIN_CARD = re.compile(
+    rf"({_HEAD})?# (?P<title>[^\n]+)\n\n"
+    r"[\d,]+ parameters in \d+ tensors, exported from a sharded training checkpoint\.\n\n## Provenance\n\n"
+    r"- source: `[^\n]{1,4096}\n- source manifest \(BLAKE3\): `[0-9a-f]{64}`\n"
+    r"- exported by: ckptcore [\w.+-]{1,64}\n"
+    + "".join(rf"(- {fact}: [^\n]*\n)?" for fact in _FACTS)
+    + r"(- tied: `[^\n]*` is `[^\n]*`, equality checked\n)*"
+    r"(- fingerprint: `[0-9a-f]{64}`\n)?"
+)
+_TIED = re.compile(r"^- tied: `([^`\n]+)` is `([^`\n]+)`, equality checked$", re.MULTILINE)
+# Configs that version 5 of transformers writes and 4.57 opens wrongly, or not at all: model type -> the key
+# that is written otherwise.
+_NEEDS_5: Mapping[str, str] = {"olmo3": "rope_parameters", "qwen3_moe": "num_local_experts"}
+
+
+def model_card(
+    request: Request, mapped: Mapped, manifest: Manifest, written: Mapping[str, str], files: ModelFiles
+) -> bytes:
+    """The README of an export. written: name -> dtype of the tensors that are cast."""
+    from ckptcore import __version__
+
+    specs = mapped.manifest.tensors
+    head, count = list(_head(files)), sum(t.numel for t in specs)
+    lines = [
+        *(["---", *head, "---", ""] if head else []),
+        f"# {split_url(request.destination)[1]}",
+        "",
+        f"{count:,} parameters in {len(specs)} tensors, exported from a sharded training checkpoint.",
+        "",
+        "## Provenance",
+        "",
+        f"- source: `{_line(_place(request.source))}` ({manifest.format})",
+        f"- source manifest (BLAKE3): `{manifest.digest}`",
+        f"- exported by: ckptcore {__version__}",
+        *(f"- {name}: {_line(text)}" for name, text in _facts(request, specs, written, files) if text),
+        *[f"- tied: `{a}` is `{b}`, equality checked" for a, b in mapped.ties],
+        "",
+    ]
+    return "\n".join(lines).encode(errors="backslashreplace")
+
+
+def fingerprint_line(fingerprint: str) -> bytes:
+    """The last line of a card: the fingerprint of what the tensors held before any cast."""
+    return f"- fingerprint: `{fingerprint}`\n".encode()
+
+
+def provenance(card: str) -> tuple[str, str, str] | None:
+    """What such a README says: (source, digest of its manifest, version); None where it is not ours."""
+    found = _PROVENANCE.search(card)
+    return (found["source"], found["digest"], found["version"]) if found else None
+
+
+def tied_by_card(card: str) -> tuple[tuple[str, str], ...]:
+    """The ties that such a README names: (name that is not stored, name that is)."""
+    return tuple((m[1], m[2]) for m in _TIED.finditer(card))
+
+
+def is_untouched(card: bytes, name: str) -> bool:
+    """Whether a README of a folder of this name is one that `model_card` writes, and nothing was added."""
+    found = _PLAIN_CARD.fullmatch(card.decode(errors="replace"))
+    return found is not None and found["title"] == name
+
+
+def _head(files: ModelFiles) -> Iterator[str]:
+    """The YAML that hubs read."""
+    if files.config is None and files.adapter is None:
+        return
+    yield f"library_name: {'transformers' if files.adapter is None else 'peft'}"
+    if files.base_model:
+        yield f"base_model: {json.dumps(redacted(files.base_model))}"
+    if files.licence:
+        yield f"license: {json.dumps(redacted(files.licence))}"
+
+
+def _facts(
+    request: Request, specs: tuple[TensorSpec, ...], written: Mapping[str, str], files: ModelFiles
+) -> Iterator[tuple[str, str]]:
+    """(fact, text), in the order of `_FACTS`; the text is empty where it is not known."""
+    yield "cast to", request.dtype or ""
+    total: Counter[str] = Counter()
+    for spec in specs:
+        dtype = written.get(spec.fqn, spec.dtype)
+        total[dtype] += spec.numel
+    yield "dtype", ", ".join(f"{dtype} ({count:,})" for dtype, count in total.most_common())
+    form = files.config.form if files.config is not None else {}
+    names = form.get("architectures")
+    named = ", ".join(f"`{n}`" for n in names if isinstance(n, str)) if isinstance(names, list) else ""
+    kind = form.get("model_type")
+    yield "architecture", f"{named} ({kind})" if named and isinstance(kind, str) else named
+    yield "base model", f"`{redacted(files.base_model)}`" if files.base_model else ""
+    legal = [n for n in (files.config.content if files.config else {}) if n.startswith(("LIC", "NOTICE"))]
+    licence = [f"`{redacted(files.licence)}`"] if files.licence else []
+    yield "licence", ", ".join(licence + [f"see {name}" for name in legal])
+    version = form.get("transformers_version")
+    by = f", written by transformers {version}" if isinstance(version, str) else ""
+    config = files.config or files.adapter
+    yield "config", f"`{_place(config.url)}`{by}" if config is not None else ""
+    lora = files.adapter.form if files.adapter is not None else {}
+    yield "adapter", f"LoRA, r {lora.get('r')}, lora_alpha {lora.get('lora_alpha')}" if lora else ""
+    yield "tokenizer", f"`{_place(files.taken_from)}`" if files.taken_from else ""
+    code = ", ".join(f"`{name}`" for name in files.code)
+    yield "code", f"{code}, as it was found: read it before you trust it" if code else ""
+    key = _NEEDS_5.get(kind) if isinstance(kind, str) else None
+    if key is not None and key in form and _major(version) >= 5:
+        yield "note", f"transformers 4.57 does not open this config as it is meant (`{key}`): open it with 5"
+
+
+def _major(version: object) -> int:
+    found = re.match(r"\d{1,4}", version) if isinstance(version, str) else None
+    return int(found[0]) if found else 0
+
+
+def _place(url: str) -> str:
+    """A place in full, without credentials."""
+    path = local_path(url)
+    return os.path.abspath(path) if path is not None else bare_url(url)
+
+
+def _line(text: str) -> str:
+    """Text of files and paths on one line."""
+    return " ".join(text.split("\n"))

@@ -1,0 +1,292 @@
+"""Find what belongs beside an export's weights: config, tokenizer, templates, code, licence.
+
+What the user names comes first (``--config``, ``--tokenizer``). What is not named is looked for where
+trainers leave it: in the folder of the checkpoint's files and the folders right in it, in the same way from
+there up to what the user named, and beside that, there only under the names of `BESIDE`. The nearest place
+counts. Where one place holds two that differ, nothing is guessed: the candidates are an error.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import placed
+from ckptcore.errors import AmbiguousModel, Finding, SourceUnreadable, UsageError, finding
+from ckptcore.planning.config_folder import ConfigFolder
+from ckptcore.planning.hub_files import (
+    ADAPTER,
+    CARD,
+    CONFIG,
+    LEGAL,
+    MODEL,
+    NONE,
+    PEFT,
+    TOKENIZER,
+    HubFolder,
+    agree,
+    front_matter,
+    look,
+    read_named,
+)
+from ckptcore.planning.request import Request
+from ckptcore.store import join_url, local_path, split_url
+from ckptcore.store.listing import folder_at
+from ckptcore.store.place import Relation, identify, relation
+
+# Where trainers put them, below a checkpoint's folder or beside it.
+BESIDE: Mapping[str, str] = {
+    "huggingface": "verl",
+    "tokenizer": "Megatron-Bridge",
+    ".hf_metadata": "NeMo Automodel",
+    ".hf_metadata/tokenizer": "NeMo Automodel",
+    "context/nemo_tokenizer": "NeMo 2",
+    "model_assets": "VeOmni",
+}
+_OWN_LORA = frozenset({"phi4mm"})  # models that hold LoRA weights for good
+_MAX_FOLDERS = 64  # of a checkpoint's folder that are looked into; of more, those of `BESIDE`
+_IS: Mapping[str, tuple[Callable[[HubFolder], bool], str]] = {
+    "config": (HubFolder.has_config, MODEL),
+    "adapter config": (HubFolder.has_adapter, PEFT),
+    "tokenizer": (HubFolder.has_tokenizer, TOKENIZER),
+}
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What adapter_config.json says. url: where it lies. form: its content."""
+
+    url: str
+    form: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What goes beside the weights.
+
+    config: with its folder's other files; None where there is none. tokenizer: name -> bytes of files that
+    come from another folder, taken_from, "" where they do not. adapter:
+    adapter_config.json of an adapter. code: names of Python files that are carried.
+    base_model, licence: as the files tell them, else "".
+    """
+
+    config: ConfigFolder | None = None
+    tokenizer: Mapping[str, bytes] | None = None
+    taken_from: str = ""
+    findings: tuple[Finding, ...] = ()
+    base_model: str = ""
+    licence: str = ""
+    adapter: AdapterConfig | None = None
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The Python files among them."""
+        content = self.config.content if self.config is not None else {}
+        return tuple(sorted(n for n in content if n.endswith(".py")))
+
+
+def find_files(request: Request, manifest: Manifest) -> ModelFiles:
+    """What goes beside the weights of an export of this checkpoint.
+
+    Raises `UsageError` for what is named and is not there, or is no config; `AmbiguousModel` with the
+    candidates where two of one place differ.
+    """
+    single = request.single is not None
+    config = _named(request.config, "--config")
+    tokenizer = _named(request.tokenizer, "--tokenizer")
+    if config is not None:
+        _require_object(config, str(request.config))
+    if tokenizer is not None and not tokenizer.has_tokenizer():
+        raise UsageError(
+            f"cannot take a tokenizer from --tokenizer {request.tokenizer}: it holds none",
+            hint="name a folder with tokenizer.json, tokenizer.model, tekken.json or *.tiktoken",
+        )
+    findings = []
+    places = _Places(request, manifest)
+    if config is None and request.config != NONE and not single:
+        config = _nearest("config", places.every())
+        if config is not None:
+            findings.append(_told("config.json", config))
+    own = config is not None and config.has_tokenizer()
+    if tokenizer is None and request.tokenizer != NONE and not own and not single:
+        tokenizer = _nearest("tokenizer", places.every())
+        if tokenizer is not None:
+            findings.append(_told("the tokenizer", tokenizer))
+    return _joined(request, config, tokenizer, findings)
+
+
+def has_lora_of_its_own(request: Request) -> bool:
+    """Whether the config that is named is of a model that holds LoRA weights for good: it is no adapter."""
+    config = _named(request.config, "--config")
+    form = (config.json(CONFIG) if config is not None else None) or {}
+    return form.get("model_type") in _OWN_LORA
+
+
+def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
+    """As `find_files`, for an export of a LoRA adapter: adapter_config.json in place of config.json."""
+    findings = []
+    single, places = request.single is not None, _Places(request, manifest)
+    named = None if request.config in (None, NONE) else read_named("--config", str(request.config), ADAPTER)
+    tokenizer = _named(request.tokenizer, "--tokenizer")
+    config = named
+    if named is None or not named.has_adapter():
+        if request.config != NONE:
+            config = _nearest("adapter config", places.every())
+            if config is not None:
+                findings.append(_told("adapter_config.json", config))
+        if config is None and named is not None:
+            raise UsageError(
+                f"cannot use --config {request.config}: it holds no adapter_config.json, and the model is a "
+                "LoRA adapter",
+                hint="name the one of the training run, or export the base weights with --exclude '*.lora_*'",
+            )
+    if tokenizer is None and request.tokenizer != NONE and not single:
+        near = [f for f in (named, config) if f is not None and f.has_tokenizer()]
+        tokenizer = near[0] if near else _nearest("tokenizer", places.every())
+        if tokenizer is not None and not near:
+            findings.append(_told("the tokenizer", tokenizer))
+    form = (config.json(ADAPTER) if config is not None else None) or {}
+    base = str(form.get("base_model_name_or_path") or "")
+    return ModelFiles(
+        tokenizer=tokenizer.of(TOKENIZER, LEGAL) if tokenizer is not None else None,
+        taken_from=tokenizer.url if tokenizer is not None else "",
+        findings=tuple(findings),
+        base_model=base if _is_hub_name(base) else "",
+        adapter=AdapterConfig(config.url, form) if config is not None else None,
+    )
+
+
+def _joined(
+    request: Request, config: HubFolder | None, tokenizer: HubFolder | None, findings: list[Finding]
+) -> ModelFiles:
+    other = tokenizer if tokenizer is not None and (config is None or tokenizer.url != config.url) else None
+    kept = [MODEL, LEGAL] if other is not None or request.tokenizer == NONE else [MODEL, TOKENIZER, LEGAL]
+    folder = None if config is None else ConfigFolder(config.url, config.of(*kept))
+    content = folder.content if folder is not None else {}
+    beside = {n: d for n, d in other.of(TOKENIZER, LEGAL).items() if n not in content} if other else None
+    card = {} if config is None or CARD not in config.names else front_matter(config.read(CARD))
+    licence = card.get("license")
+    return ModelFiles(
+        folder,
+        beside,
+        other.url if other is not None else "",
+        tuple(findings),
+        _base_model(config, card.get("base_model")),
+        licence if isinstance(licence, str) else "",
+    )
+
+
+def _base_model(config: HubFolder | None, told: object) -> str:
+    """The name on the hub of what a config was made for: where it was loaded from, else what a card says."""
+    form = (config.json(CONFIG) if config is not None else None) or {}
+    for name in (form.get("_name_or_path"), *(told if isinstance(told, list) else [told])):
+        if _is_hub_name(name):
+            return str(name)
+    return ""
+
+
+def _is_hub_name(name: object) -> bool:
+    return isinstance(name, str) and name.count("/") == 1 and not name.startswith(("/", ".", "~"))
+
+
+def _named(url: str | None, option: str) -> HubFolder | None:
+    return None if url is None or url == NONE else read_named(option, url)
+
+
+def _require_object(config: HubFolder, url: str) -> None:
+    if CONFIG not in config.names:
+        raise UsageError(
+            f"--config {url}: there is no config.json", hint="name the folder that holds it, or the file"
+        )
+    if config.json(CONFIG) is None:
+        raise UsageError(f"--config {url}: config.json is not a JSON object")
+
+
+def _told(what: str, folder: HubFolder) -> Finding:
+    return finding("found-files", "files", f"{what} is taken from {folder.url}, which nobody named")
+
+
+class _Places:
+    """The folders that are looked into, place by place, nearest first; each is looked into once."""
+
+    def __init__(self, request: Request, manifest: Manifest) -> None:
+        self._more = _places(request, manifest)
+        self._seen: list[list[HubFolder]] = []
+
+    def every(self) -> Iterator[list[HubFolder]]:
+        """All of them; what was seen is not looked into again."""
+        yield from self._seen
+        for place in self._more:
+            self._seen.append(place)
+            yield place
+
+
+def _nearest(what: str, places: Iterable[list[HubFolder]]) -> HubFolder | None:
+    is_one, role = _IS[what]
+    for place in places:
+        found = [folder for folder in place if is_one(folder)]
+        if len(found) > 1 and not agree(found, role):
+            told = ", ".join(folder.url for folder in found[:8])
+            raise AmbiguousModel(
+                f"cannot tell which {what} is the model's (got {told})",
+                hint=f"Try --{what.split()[-1]} {found[0].url}, or --{what.split()[-1]} {NONE}",
+                candidates=[folder.url for folder in found],
+            )
+        if found:
+            return found[0]
+    return None
+
+
+def _places(request: Request, manifest: Manifest) -> Iterator[list[HubFolder]]:
+    root, source = manifest.root, request.source
+    alone = manifest.origin.get("file") is not None
+    listed = identify(root).family != "http"  # a page is no folder: it may list nothing, or anything
+    if alone:  # it lies in a folder with others
+        yield _beside(root, request) if listed else []
+        return
+    files, top = placed(manifest), _plain(source)
+    common = posixpath.commonpath([posixpath.dirname(path) for path in files]) if files else ""
+    above = _plain(join_url(root, common) if common else root)
+    yield _inside(above, request)
+    while above.startswith(f"{top}/"):
+        above = split_url(above)[0]
+        yield _inside(above, request)
+    parent, name = split_url(top)
+    if name and parent != top and listed and not parent.endswith("://"):
+        try:
+            yield _beside(parent, request)
+        except SourceUnreadable:  # it is not the user's own, and nobody named it
+            return
+
+
+def _plain(url: str) -> str:
+    path = local_path(url)
+    return url.rstrip("/") if path is None else str(path.absolute())
+
+
+def _inside(root: str, request: Request) -> list[HubFolder]:
+    here = folder_at(root)
+    few = here.folders if len(here.folders) <= _MAX_FOLDERS else ()
+    nested = [name for name in BESIDE if "/" in name and name.split("/")[0] in here.folders]
+    known = [name for name in BESIDE if name in here.folders] + nested
+    names = [*known, *(n for n in few if n not in known)]
+    folders = [look(root, inside=root, known=here), *(look(join_url(root, n), inside=root) for n in names)]
+    return _apart(folders, request)
+
+
+def _beside(root: str, request: Request) -> list[HubFolder]:
+    here = folder_at(root)
+    names = [name for name in BESIDE if name.split("/")[0] in here.folders]
+    folders = [look(root, inside=root, known=here), *(look(join_url(root, n), inside=root) for n in names)]
+    return _apart(folders, request)
+
+
+def _apart(folders: list[HubFolder], request: Request) -> list[HubFolder]:
+    """Without what an earlier run made, and without code that nobody asks for."""
+    target = identify(request.destination)
+    kept = [f for f in folders if f.names]
+    kept = [f for f in kept if relation(identify(f.url), target) not in (Relation.SAME, Relation.INSIDE)]
+    return [f.without_code() for f in kept]

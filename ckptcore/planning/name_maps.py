@@ -1,0 +1,303 @@
+"""Choose the map that takes a model's names to another world, by configs and by what fits, and apply it.
+
+The architecture comes from ``--arch``, else from a config of transformers (``--config``, or one beside the
+checkpoint), else from names and shapes alone: the maps that account for every tensor. Numbers that shapes do
+not tell come from configs, and configs that contradict each other are an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.naming.maps.conversion import Conversion, converted
+from ckptcore.naming.maps.declaration import ArchMap, built_in_maps
+from ckptcore.naming.maps.matching import Matched, match, require_fit
+from ckptcore.naming.maps.numbers import NUMBERS, Config, agreed
+from ckptcore.naming.maps.sizes import names_in
+from ckptcore.naming.maps.tensor_name import Templates
+from ckptcore.naming.rename import Dropped, Made, Mapped
+from ckptcore.naming.worlds import HUB
+from ckptcore.planning.stored_configs import stored_configs
+
+_INVISIBLE = ("rope_theta", "norm_eps")  # numbers that no tensor's shape depends on
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """How names were mapped: what a plan shows of it.
+
+    Attributes:
+        arch, world, to: Of the map.
+        because: Why this one.
+        numbers: Number -> (value, where it is said).
+        digest: Of the map.
+    """
+
+    arch: str
+    world: str
+    to: str
+    because: str
+    numbers: Mapping[str, tuple[int | float, str]]
+    digest: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        numbers = {k: {"value": v, "source": s} for k, (v, s) in sorted(self.numbers.items())}
+        return {
+            "arch": self.arch,
+            "from": self.world,
+            "to": self.to,
+            "because": self.because,
+            "numbers": numbers,
+            "digest": self.digest,
+        }
+
+
+@dataclass(frozen=True)
+class MappedNames:
+    """A model in another world of names. map: how; warnings: what it took for granted."""
+
+    mapped: Mapped
+    map: NameMap
+    conversion: Conversion
+    warnings: tuple[Finding, ...]
+
+
+def map_names(
+    mapped: Mapped,
+    world: str,
+    *,
+    arch: str,
+    to: str,
+    source: Manifest,
+    config: Mapping[str, Any] | None,
+    url: str,
+    part: bool = False,
+) -> MappedNames:
+    """A model part in another world of names.
+
+    Args:
+        mapped: The model part under its stored names, without ties.
+        world: Whose names these are.
+        arch: Name of an architecture, or ``auto``.
+        to: The world that is asked for.
+        source: The whole checkpoint, which may hold the arguments of its training.
+        config: What ``--config`` holds, or None. url: What it is called.
+        part: Whether a part of the model was asked for, so that tensors may be missing.
+
+    Raises:
+        NameMismatch: Where no map fits, or configs contradict each other.
+        UsageError: For an architecture that is not known, that is refused, or that more than one can be.
+    """
+    configs = [
+        *([Config(f"--config {url}", HUB, config)] if config is not None else []),
+        *stored_configs(source, world),
+    ]
+    numbers = agreed(configs)
+    sizes = {name: int(value) for name, (value, _) in numbers.items() if isinstance(value, int)}
+    matched, because = _choose(mapped.manifest, world, arch, to, configs, sizes, part)
+    if matched.map.refused:
+        raise UsageError(
+            f"cannot map {world} names of {matched.map.arch}: {matched.map.refused}",
+            hint="Try --names stored to keep the names as they are",
+        )
+    _require_agreed(matched.map, configs)
+    require_fit(matched, mapped.manifest.tensors, part=part)
+    found = converted(mapped.manifest, matched)
+    used = {a for of in matched.classes for a in of.sizes} | {
+        name for of in matched.classes for name in _named(of.rule.axes)
+    }
+    held = {name: said for name, said in numbers.items() if name in used or name in _INVISIBLE}
+    for of in matched.classes:
+        for name in (of.sizes.keys() & NUMBERS) - held.keys():
+            held[name] = of.sizes[name], "names and shapes"
+    how = NameMap(matched.map.arch, world, to, because, held, matched.map.digest)
+    warnings = (*_assumed(found), *_lacking(matched))
+    return MappedNames(composed(mapped, found), how, found, warnings)
+
+
+def _named(axes: Mapping[str, str]) -> Iterator[str]:
+    for expression in axes.values():
+        yield from names_in(expression)
+
+
+def _choose(
+    manifest: Manifest,
+    world: str,
+    arch: str,
+    to: str,
+    configs: Sequence[Config],
+    sizes: Mapping[str, int],
+    part: bool,
+) -> tuple[Matched, str]:
+    """The one map that fits, and why it is this one."""
+    maps = [m for m in built_in_maps() if (m.world, m.to) == (world, to)]
+    tensors = manifest.tensors
+    templates = Templates.of(t.fqn for t in tensors)
+    if arch != "auto":
+        chosen = [m for m in maps if arch == m.arch or arch in (*m.model_types, *m.architectures)]
+        if not chosen:
+            raise UsageError(
+                f"no map takes {world} names of architecture {arch!r} to {to}", hint=f"one of: {_archs(maps)}"
+            )
+        because = f"--arch {arch}"
+    else:
+        named = next((c for c in configs if c.architectures), None)
+        if named is None:
+            return _fitting(manifest, maps, world, to, configs, sizes, templates, part)
+        calls = named.architectures
+        chosen = [m for m in maps if {m.arch, *m.model_types, *m.architectures} & set(calls)]
+        because = f"{named.name} says {calls[0]}"
+        if not chosen:
+            raise NameMismatch(
+                f"no map takes {world} names of {calls[0]} to {to} ({because})",
+                hint=f"Try --names stored to keep the names as they are; there are maps for {_archs(maps)}",
+            )
+    found = [match(m, tensors, sizes, templates) for m in chosen if not m.refused]
+    if not found:
+        return _nothing(chosen[0]), because
+    return min(found, key=_distance), because
+
+
+def _fitting(
+    manifest: Manifest,
+    maps: Sequence[ArchMap],
+    world: str,
+    to: str,
+    configs: Sequence[Config],
+    sizes: Mapping[str, int],
+    templates: Templates,
+    part: bool,
+) -> tuple[Matched, str]:
+    """The one map that accounts for every tensor, by names, shapes and what configs say of modules."""
+    known = [m for m in maps if not m.refused]
+    able = [m for m in known if not _contradicted(m, configs)] or known
+    if not able:
+        raise NameMismatch(
+            f"no map takes {world} names to {to}", hint="Try --names stored to keep the names as they are"
+        )
+    found = [match(m, manifest.tensors, sizes, templates) for m in able if _covers(m, templates)]
+    fitting = [m for m in found if m.fits]
+    if not fitting and part:
+        able_in_part = [m for m in found if m.fits_in_part]
+        least = min(map(_distance, able_in_part), default=0)
+        fitting = [m for m in able_in_part if _distance(m) == least]
+    if not fitting:
+        for refused in (m for m in maps if m.refused):
+            if any(sign.search(t.fqn) for sign in refused.signs for t in manifest.tensors):
+                return _nothing(refused), "its names"
+        every = found or [match(m, manifest.tensors, sizes, templates) for m in able]
+        return min(every, key=_distance), "the closest by names"
+    first = fitting[0]
+    kinds = {_outcome(m) for m in fitting}
+    if len(kinds) > 1:
+        names = [m.map.arch for m in fitting]
+        raise UsageError(
+            f"cannot tell the architecture: names and shapes fit {', '.join(names)}, whose tensors differ",
+            hint=f"Try --arch {names[0]}, or --config with the model's config.json",
+            candidates=names,
+        )
+    others = [m.map.arch for m in fitting[1:]]
+    same = f" (as for {', '.join(others)})" if others else ""
+    return first, f"names and shapes fit {first.map.arch}{same}"
+
+
+def _covers(rules: ArchMap, templates: Templates) -> bool:
+    """Whether every kind of name is one that some rule takes: quickly, before shapes are looked at."""
+    taken: set[str] = set()
+    wild = []
+    for rule in rules.rules:
+        for side in rule.spellings:
+            for term in side:
+                if term.name.wild:
+                    wild.append(term.name)
+                else:
+                    taken.add(term.name.template)
+    left = [t for t in templates.rows if t not in taken]
+    return all(any(name.fits(t) for name in wild) for t in left)
+
+
+def _contradicted(rules: ArchMap, configs: Sequence[Config]) -> str:
+    """What a trainer's config says of its modules that the map is not for; "" for nothing."""
+    for config in configs:
+        for place, values in rules.requires.items() if config.world == rules.world else ():
+            said = config.at(place)
+            if isinstance(said, (str, int, bool)) and said not in values:
+                wanted = " or ".join(json.dumps(v) for v in values)
+                return f"{config.name} says {place} = {json.dumps(said)}, the map is for {wanted}"
+    return ""
+
+
+def _require_agreed(rules: ArchMap, configs: Sequence[Config]) -> None:
+    contradiction = _contradicted(rules, configs)
+    if contradiction:
+        raise NameMismatch(
+            f"the map of {rules.arch} ({rules.world} to {rules.to}) is not for this: {contradiction}",
+            hint="Try another --arch, or --names stored to keep the names as they are",
+        )
+
+
+def _outcome(matched: Matched) -> frozenset[Any]:
+    """Equal for maps that do the same with the tensors."""
+    return frozenset(
+        (of.term, of.rule.to, of.rule.add, tuple(sorted(of.sizes.items())), tuple(of.rows.tolist()))
+        for of in matched.classes
+    )
+
+
+def _distance(matched: Matched) -> int:
+    """How much does not fit."""
+    return (
+        len(matched.left)
+        + len(matched.twice)
+        + len(matched.unused)
+        + len(matched.absent)
+        + len(matched.problems)
+    )
+
+
+def _nothing(refused: ArchMap) -> Matched:
+    return Matched(refused, (), (), {}, (), (), (), (), (), (), ())
+
+
+def _archs(maps: Sequence[ArchMap]) -> str:
+    return ", ".join(sorted({m.arch for m in maps if not m.refused})) or "none"
+
+
+def composed(mapped: Mapped, found: Conversion) -> Mapped:
+    """Both steps as one: first renamed by the user's rules, then mapped."""
+    before = {new: old for old, new in mapped.renamed}
+    renamed = [(before.get(old, old), new) for new, old in found.moved.items()]
+    gone = [Dropped(before.get(name, name), rule) for name, rule in (*found.dropped, *found.parts)]
+    made = tuple(
+        Made(new, rule, tuple(before.get(s, s) for s in found.sources[new]), new in found.moved)
+        for new, rule in found.rules.items()
+    )
+    return replace(
+        mapped,
+        manifest=found.manifest,
+        renamed=tuple((old, new) for old, new in renamed if old != new),
+        dropped=(*mapped.dropped, *gone),
+        made=made,
+        map=found.map.digest,
+    )
+
+
+def _assumed(found: Conversion) -> Iterator[Finding]:
+    for axis, size in found.guessed:
+        message = f"nothing tells the size of {axis} in the map of {found.map.arch}: {size} was assumed"
+        yield finding("assumed-size", "cover", message)
+
+
+def _lacking(matched: Matched) -> Iterator[Finding]:
+    """What a part of a model lacks."""
+    gone = [f"nothing for the rule {rule}" for rule in matched.unused] + list(matched.absent)
+    if gone:
+        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        message = f"a part of {matched.map.arch}, which transformers will not open: {gone[0]}{more}"
+        yield finding("not-loadable", "files", message)

@@ -1,0 +1,43 @@
+"""Verify export: is what was published what its source holds?"""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+
+from ckptcore.checking.export_proof import CHECKS, OK, ExportProof
+from ckptcore.comparison.verify_export import Wanted
+from ckptcore.comparison.verify_export import verify_export as verify
+from ckptcore.planning.export_source import ExportSource
+from ckptcore.planning.request import Request, Settings
+from tasks.artifacts import shown
+from tasks.logs import log
+from tasks.markdown_text import table
+from tasks.retry import STEP
+
+MAX_ROWS = 200  # a browser draws the table; the log and the catalog name the first
+
+
+@task(task_run_name="verify export", **STEP)
+def verify_export(request: Request, manifest_digest: str, settings: Settings) -> ExportProof:
+    """The proof of a published export: each check and its verdict, which are an artifact.
+
+    manifest_digest: of the source as it was exported.
+    """
+    source = ExportSource(request, "the request", exact=True, digest=manifest_digest)
+    proof = verify(request.destination, source, Wanted(), settings)
+    rows = [(c.name, CHECKS[c.name], f"**{c.verdict}**", c.summary) for c in proof.checks]
+    wrong = [(c.name, f"`{p.name}`", p.what) for c in proof.failures for p in c.problems]
+    parts = [f"# {proof.verdict}", table(("check", "asks", "verdict", "what"), rows)]
+    if wrong:
+        parts.append(table(("check", "where", "what"), wrong[:MAX_ROWS]))
+    shown(
+        create_markdown_artifact,
+        "\n\n".join(parts),
+        key="export-verification",
+        description=f"`{proof.export}`: {proof.verdict}",
+    )
+    for check in proof.checks:
+        tell = log.info if check.verdict == OK else log.warning
+        tell("%s: %s: %s", check.name, check.verdict, check.summary)
+    return proof

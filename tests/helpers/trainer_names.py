@@ -1,0 +1,387 @@
+"""Small models under the names and layouts of trainers, made with torch from what the hub has.
+
+Written from the trainers' own sources, and without ckptcore: Megatron-Bridge's param_mapping.py, torchtitan's
+state_dict_adapter.py, OLMo-core's nn/hf/convert.py. `FAMILIES` is the table of tiny configs: a new map adds a
+line to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+State = dict[str, torch.Tensor]
+_SMALL: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+}
+_MOE = {"num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2}
+# Architecture -> (model type, config, worlds that have a map for it).
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("llama", {}, ("megatron", "torchtitan", "olmo_core")),
+    "mistral": ("mistral", {}, ("megatron",)),
+    "qwen2": ("qwen2", {}, ("megatron",)),
+    "qwen3": ("qwen3", {"head_dim": 8}, ("megatron", "torchtitan", "olmo_core")),
+    "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 8}, ("megatron", "torchtitan")),
+    "mixtral": ("mixtral", {"num_local_experts": 4}, ("megatron",)),
+    "olmoe": ("olmoe", {"num_experts": 4}, ("megatron",)),
+    "olmo2": ("olmo2", {}, ("olmo_core",)),
+    "olmo3": ("olmo3", {}, ("olmo_core",)),
+    "flex_olmo": ("flex_olmo", {"num_experts": 4}, ("olmo_core",)),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "head_dim": 8}, ("megatron",)),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 12,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "head_dim": 8,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+        ("megatron",),
+    ),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8}, ("megatron", "torchtitan")),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 12,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        ("megatron", "torchtitan"),
+    ),
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 8, "tie_word_embeddings": True},
+        ("megatron",),
+    ),
+    "gemma2": ("gemma2", {"head_dim": 8, "tie_word_embeddings": True}, ("megatron",)),
+    "gemma3": ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": True}, ("megatron",)),
+}
+
+
+def hub_model(arch: str) -> tuple[dict[str, Any], State]:
+    """(config, state dict as the hub has it) of a small model whose tensors all differ."""
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kind, more, _ = FAMILIES[arch]
+    library: Any = transformers
+    config = library.CONFIG_MAPPING[kind](
+        **({**_SMALL, **more} if arch != "gpt2" else {"vocab_size": 40, **more})
+    )
+    torch.manual_seed(0)
+    model = library.AutoModelForCausalLM.from_config(config)
+    state: State = dict(revert_weight_conversion(model, model.state_dict()))
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    state = {n: torch.randn_like(t.float()).to(t.dtype) for n, t in state.items()}
+    return {**config.to_dict(), "architectures": [type(model).__name__]}, state
+
+
+def megatron(config: Mapping[str, Any], hub: State, form: str) -> State:
+    """As Megatron-Core names it. form: stacked, layers (experts in one tensor), grouped or sequential."""
+    if config["model_type"] == "gpt2":
+        return _megatron_gpt2(hub)
+    out: State = {}
+    for name, tensor in hub.items():
+        if name.startswith("model.layers."):
+            continue
+        new = {
+            "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+            "model.norm.weight": "decoder.final_layernorm.weight",
+            "lm_head.weight": "output_layer.weight",
+        }[name]
+        padded = torch.cat([tensor, tensor.new_full((8, *tensor.shape[1:]), 7)])
+        out[new] = tensor if new == "decoder.final_layernorm.weight" else padded
+    layers = [_megatron_layer(config, below(hub, n), form) for n in range(config["num_hidden_layers"])]
+    for n, layer in enumerate(layers):
+        if form != "stacked" or any(x.keys() != layer.keys() for x in layers):
+            out |= {f"decoder.layers.{n}.{name}": tensor for name, tensor in layer.items()}
+        elif n == 0:
+            out |= {f"decoder.layers.{k}": torch.stack([x[k] for x in layers]) for k in layer}
+    return out
+
+
+def _megatron_gpt2(hub: State) -> State:
+    names = {
+        r"transformer\.wte": "embedding.word_embeddings",
+        r"transformer\.wpe": "embedding.position_embeddings",
+        r"transformer\.ln_f": "decoder.final_layernorm",
+        r"transformer\.h\.(\d+)\.ln_1": r"decoder.layers.\1.self_attention.linear_qkv.layer_norm",
+        r"transformer\.h\.(\d+)\.ln_2": r"decoder.layers.\1.mlp.linear_fc1.layer_norm",
+        r"transformer\.h\.(\d+)\.attn\.c_attn": r"decoder.layers.\1.self_attention.linear_qkv",
+        r"transformer\.h\.(\d+)\.attn\.c_proj": r"decoder.layers.\1.self_attention.linear_proj",
+        r"transformer\.h\.(\d+)\.mlp\.c_fc": r"decoder.layers.\1.mlp.linear_fc1",
+        r"transformer\.h\.(\d+)\.mlp\.c_proj": r"decoder.layers.\1.mlp.linear_fc2",
+    }
+    out: State = {}
+    for name, tensor in hub.items():
+        module, _, kind = name.rpartition(".")
+        old, new = next((o, n) for o, n in names.items() if re.fullmatch(o, module))
+        module = re.sub(old, new, module)
+        value = tensor.T if "linear_" in module and tensor.dim() == 2 else tensor
+        if module.endswith("linear_qkv"):  # heads before queries, keys and values
+            value = value.reshape(3, 4, 4, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+        out[f"{module}_{kind}" if module.endswith("layer_norm") else f"{module}.{kind}"] = value
+    return out
+
+
+def below(hub: State, layer: int) -> State:
+    """The tensors of a layer, by their names in it."""
+    prefix = f"model.layers.{layer}."
+    return {n.removeprefix(prefix): t for n, t in hub.items() if n.startswith(prefix)}
+
+
+def _megatron_layer(config: Mapping[str, Any], hub: State, form: str) -> State:
+    out: State = {}
+    gemma = "pre_feedforward_layernorm.weight" in hub
+    before = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+    names = {
+        "input_layernorm.weight": "input_layernorm.weight",
+        f"{before}.weight": "pre_mlp_layernorm.weight",
+        "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+        "self_attn.o_proj.bias": "self_attention.linear_proj.bias",
+        "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+        "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+        "self_attn.sinks": "self_attention.core_attention.softmax_offset",
+        "self_attn.q_a_proj.weight": "self_attention.linear_q_down_proj.weight",
+        "self_attn.q_b_proj.weight": "self_attention.linear_q_up_proj.weight",
+        "self_attn.q_a_layernorm.weight": "self_attention.q_layernorm.weight",
+        "self_attn.kv_a_proj_with_mqa.weight": "self_attention.linear_kv_down_proj.weight",
+        "self_attn.kv_b_proj.weight": "self_attention.linear_kv_up_proj.weight",
+        "self_attn.kv_a_layernorm.weight": "self_attention.kv_layernorm.weight",
+        "mlp.gate.weight": "mlp.router.weight",
+        "mlp.router.weight": "mlp.router.weight",
+        "mlp.router.bias": "mlp.router.bias",
+        "block_sparse_moe.gate.weight": "mlp.router.weight",
+        "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+        "block_sparse_moe.e_score_correction_bias": "mlp.router.expert_bias",
+        "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+        "mlp.shared_experts.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
+    }
+    if gemma:
+        names |= {
+            "post_attention_layernorm.weight": "self_attention.linear_proj.post_layernorm.weight",
+            "post_feedforward_layernorm.weight": "mlp.linear_fc2.post_layernorm.weight",
+        }
+    left = dict(hub)
+    for old, new in names.items():
+        if old in left:
+            out[new] = left.pop(old)
+    if "self_attn.q_proj.weight" in left:
+        heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+        for kind in ("weight", "bias"):
+            parts = [left.pop(f"self_attn.{x}_proj.{kind}", None) for x in "qkv"]
+            if parts[0] is not None:
+                rows = [
+                    p.reshape(groups, n, -1, *p.shape[1:])
+                    for p, n in zip(parts, (heads // groups, 1, 1), strict=True)
+                ]
+                out[f"self_attention.linear_qkv.{kind}"] = torch.cat(rows, 1).reshape(-1, *parts[0].shape[1:])
+    for prefix in ("mlp.", "mlp.shared_experts."):
+        if f"{prefix}gate_proj.weight" in left:
+            both = [left.pop(f"{prefix}{x}_proj.weight") for x in ("gate", "up")]
+            out[f"{prefix}linear_fc1.weight"] = torch.cat(both)
+    for kind, values in _experts(left).items():
+        for at, part in values.items():
+            if form in ("stacked", "layers"):
+                out[f"mlp.experts.experts.{at}.{kind}"] = part
+            for e in range(len(part)):
+                if form == "grouped":
+                    out[f"mlp.experts.{at}.{kind}{e}"] = part[e]
+                elif form == "sequential":
+                    out[f"mlp.experts.local_experts.{e}.{at}.{kind}"] = part[e]
+    assert not left, sorted(left)
+    return out
+
+
+def _experts(left: State) -> dict[str, dict[str, torch.Tensor]]:
+    """weight, bias -> linear_fc1 and linear_fc2 of all experts; taken out of ``left``."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    if "mlp.experts.gate_up_proj" in left:  # GPT-OSS: interleaved, and transposed
+        for kind, name in (("weight", "gate_up_proj"), ("bias", "gate_up_proj_bias")):
+            value = left.pop(f"mlp.experts.{name}")
+            down = left.pop(f"mlp.experts.{name.replace('gate_up', 'down')}")
+            both = torch.cat([value[..., ::2], value[..., 1::2]], -1)
+            found[kind] = {
+                "linear_fc1": both.transpose(1, 2) if kind == "weight" else both,
+                "linear_fc2": down.transpose(1, 2) if kind == "weight" else down,
+            }
+        return found
+    gate, up, down = (
+        ("w1", "w3", "w2") if any(".w1." in n for n in left) else ("gate_proj", "up_proj", "down_proj")
+    )
+    count = len([n for n in left if re.fullmatch(rf".*experts\.\d+\.{gate}\.weight", n)])
+    if not count:
+        return {}
+    root = next(n for n in left if f".experts.0.{gate}." in n).split("experts.")[0]
+    take = lambda e, x: left.pop(f"{root}experts.{e}.{x}.weight")  # noqa: E731
+    rows = [(torch.cat([take(e, gate), take(e, up)]), take(e, down)) for e in range(count)]
+    return {
+        "weight": {
+            "linear_fc1": torch.stack([a for a, _ in rows]),
+            "linear_fc2": torch.stack([b for _, b in rows]),
+        }
+    }
+
+
+def torchtitan(config: Mapping[str, Any], hub: State, form: str) -> State:
+    """As torchtitan names it. form: old, linear (qkv_linear and new experts), or fused (wqkv)."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    rotated = config["model_type"] == "llama"
+    head = "output" if form == "old" else "lm_head"
+    out = {
+        "tok_embeddings.weight": hub["model.embed_tokens.weight"],
+        "norm.weight": hub["model.norm.weight"],
+        f"{head}.weight": hub["lm_head.weight"],
+    }
+    experts = "moe.experts." if form == "old" else "moe.routed_experts.inner_experts."
+    dims = ("", "", "", "") if form == "old" else ("_EFD", "_EDF", "_EG", "_ED")
+    names = {
+        "input_layernorm.weight": "attention_norm.weight",
+        "post_attention_layernorm.weight": "ffn_norm.weight",
+        "self_attn.o_proj.weight": "attention.wo.weight",
+        "self_attn.o_proj.bias": "attention.wo.bias",
+        "self_attn.q_norm.weight": "attention.q_norm.weight",
+        "self_attn.k_norm.weight": "attention.k_norm.weight",
+        "self_attn.sinks": "attention.sinks",
+        "self_attn.q_a_proj.weight": "attention.wq_a.weight",
+        "self_attn.q_a_layernorm.weight": "attention.q_norm.weight",
+        "self_attn.q_b_proj.weight": "attention.wq_b.weight",
+        "self_attn.kv_a_proj_with_mqa.weight": "attention.wkv_a.weight",
+        "self_attn.kv_a_layernorm.weight": "attention.kv_norm.weight",
+        "self_attn.kv_b_proj.weight": "attention.wkv_b.weight",
+        "mlp.gate_proj.weight": "feed_forward.w1.weight",
+        "mlp.up_proj.weight": "feed_forward.w3.weight",
+        "mlp.down_proj.weight": "feed_forward.w2.weight",
+        "mlp.gate.weight": "moe.router.gate.weight",
+        "mlp.router.weight": "moe.router.gate.weight",
+        "mlp.router.bias": "moe.router.gate.bias",
+        "mlp.gate.e_score_correction_bias": "moe.expert_bias" + ("" if form == "old" else "_E"),
+        "mlp.shared_experts.gate_proj.weight": "moe.shared_experts.w1.weight",
+        "mlp.shared_experts.up_proj.weight": "moe.shared_experts.w3.weight",
+        "mlp.shared_experts.down_proj.weight": "moe.shared_experts.w2.weight",
+    }
+    for n in range(config["num_hidden_layers"]):
+        left, prefix = below(hub, n), f"layers.{n}."
+        for old, new in names.items():
+            if old in left:
+                out[prefix + new] = left.pop(old)
+        for kind in ("weight", "bias"):
+            parts = [left.pop(f"self_attn.{x}_proj.{kind}", None) for x in "qkv"]
+            if parts[0] is None:
+                continue
+            if rotated:
+                parts = [_unrotated(parts[0], heads), _unrotated(parts[1], groups), parts[2]]
+            linear = "" if form == "old" else "qkv_linear."
+            if form == "fused":
+                rows = [
+                    p.reshape(groups, -1, p.shape[0] // (heads if i == 0 else groups), *p.shape[1:])
+                    for i, p in enumerate(parts)
+                ]
+                out[f"{prefix}attention.qkv_linear.wqkv.{kind}"] = torch.cat(rows, 1).reshape(
+                    -1, *parts[0].shape[1:]
+                )
+            else:
+                out |= {
+                    f"{prefix}attention.{linear}w{x}.{kind}": p for x, p in zip("qkv", parts, strict=True)
+                }
+        if "mlp.experts.gate_up_proj" in left:
+            for at, (name, turn) in enumerate(
+                (
+                    ("gate_up_proj", True),
+                    ("down_proj", True),
+                    ("gate_up_proj_bias", False),
+                    ("down_proj_bias", False),
+                )
+            ):
+                value = left.pop(f"mlp.experts.{name}")
+                new = ("mlp1_weight", "mlp2_weight", "mlp1_bias", "mlp2_bias")[at]
+                suffix = "" if form == "old" else ("_EGD", "_EDF", "_EG", "_ED")[at]
+                out[prefix + experts + new + suffix] = value.transpose(1, 2).contiguous() if turn else value
+        for x, old, suffix in (
+            ("w1", "gate_proj", dims[0]),
+            ("w3", "up_proj", dims[0]),
+            ("w2", "down_proj", dims[1]),
+        ):
+            each = [
+                left.pop(f"mlp.experts.{e}.{old}.weight")
+                for e in range(4)
+                if f"mlp.experts.{e}.{old}.weight" in left
+            ]
+            if each:
+                out[prefix + experts + x + suffix] = torch.stack(each)
+        assert not left, sorted(left)
+    return out
+
+
+def _unrotated(w: torch.Tensor, heads: int) -> torch.Tensor:
+    """torchtitan's `_reverse_permute`."""
+    rows, columns = w.shape
+    return w.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def olmo_core(config: Mapping[str, Any], hub: State, form: str) -> State:
+    """As OLMo-core names it. form: of one name only."""
+    behind = config["model_type"] in ("olmo2", "olmo3", "flex_olmo")
+    out = {
+        "embeddings.weight": torch.cat([hub["model.embed_tokens.weight"], torch.ones(8, 16)]),
+        "lm_head.norm.weight": hub["model.norm.weight"],
+        "lm_head.w_out.weight": torch.cat([hub["lm_head.weight"], torch.ones(8, 16)]),
+    }
+    names = {
+        "self_attn.q_proj.weight": "attention.w_q.weight",
+        "self_attn.k_proj.weight": "attention.w_k.weight",
+        "self_attn.v_proj.weight": "attention.w_v.weight",
+        "self_attn.o_proj.weight": "attention.w_out.weight",
+        "self_attn.q_norm.weight": "attention.q_norm.weight",
+        "self_attn.k_norm.weight": "attention.k_norm.weight",
+        "mlp.gate_proj.weight": "feed_forward.w1.weight",
+        "mlp.down_proj.weight": "feed_forward.w2.weight",
+        "mlp.up_proj.weight": "feed_forward.w3.weight",
+        "post_attention_layernorm.weight" if behind else "input_layernorm.weight": "attention_norm.weight",
+        "post_feedforward_layernorm.weight"
+        if behind
+        else "post_attention_layernorm.weight": "feed_forward_norm.weight",
+    }
+    for n in range(config["num_hidden_layers"]):
+        left, prefix = below(hub, n), f"blocks.{n}."
+        for old, new in names.items():
+            if old in left:
+                out[prefix + new] = left.pop(old)
+        if "mlp.gate.weight" in left:
+            out[f"{prefix}feed_forward_moe.router.weight"] = left.pop("mlp.gate.weight").reshape(-1)
+            for x, old in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+                each = [left.pop(f"mlp.experts.{e}.{old}.weight").T for e in range(4)]
+                out[f"{prefix}feed_forward_moe.experts.mlp.{x}"] = torch.cat(each).contiguous()
+        assert not left, sorted(left)
+    return out
+
+
+# World -> (how it is made, its forms).
+WORLDS: dict[str, tuple[Callable[[Mapping[str, Any], State, str], State], tuple[str, ...]]] = {
+    "megatron": (megatron, ("stacked", "layers", "grouped", "sequential")),
+    "torchtitan": (torchtitan, ("old", "linear", "fused")),
+    "olmo_core": (olmo_core, ("one",)),
+}

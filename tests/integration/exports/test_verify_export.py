@@ -1,0 +1,419 @@
+"""Verifying exports: what is wrong with one is found, by the check that asks for it, and by its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import ckptcore
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog.types import ConversionDetail, ConversionRow
+from ckptcore.checking.export_proof import Check, ExportProof
+from ckptcore.cli import main
+from ckptcore.comparison.export_logits import LogitsWanted, check_logits
+from ckptcore.errors import BudgetTooSmall, SourceUnreadable, UsageError
+
+transformers: Any = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("asked_here", "logits_here")
+Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``ckpt/``: model, with tied embeddings, and optimizer state; ``config/``; ``hf/``: its export;
+    ``right/``: what transformers saves."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    dcp.save({"model": model.state_dict(), "optim": {"step": torch.tensor(3)}}, checkpoint_id=folder / "ckpt")
+    config.save_pretrained(folder / "config")
+    model.save_pretrained(folder / "right")
+    ckptcore.convert(str(folder / "ckpt"), str(folder / "hf"), verb="export", config=str(folder / "config"))
+    return folder
+
+
+@pytest.fixture
+def export(llama: Path, tmp_path: Path) -> Path:
+    """A copy of the export, to be damaged."""
+    return Path(shutil.copytree(llama / "hf", tmp_path / "hf"))
+
+
+@pytest.fixture
+def logits_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computes logits in this process, which has imported transformers already, and not in one of its own."""
+    from ckptcore.comparison.logits_process import answer
+
+    monkeypatch.setattr(
+        "ckptcore.comparison.export_logits._ask", lambda asked: json.loads(json.dumps(answer(asked)))
+    )
+
+
+def change(export: Path, how: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Writes the weights again."""
+    tensors = load_file(export / "model.safetensors")
+    how(tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, export / "model.safetensors", {"format": "pt"})
+
+
+def verdicts(proof: ExportProof) -> dict[str, str]:
+    return {check.name: check.verdict for check in proof.checks}
+
+
+def check(proof: ExportProof, name: str) -> Check:
+    return next(c for c in proof.checks if c.name == name)
+
+
+def names(proof: ExportProof, check_name: str) -> list[str]:
+    return [p.name for p in check(proof, check_name).problems]
+
+
+def test_a_right_export_passes_with_the_source_of_its_card(llama: Path) -> None:
+    proof = ckptcore.verify_export(str(llama / "hf"))
+    assert verdicts(proof) == dict.fromkeys(("elements", "names", "fingerprints", "finite"), "ok")
+    assert (proof.verdict, proof.found_by, proof.source) == ("ok", "the model card", str(llama / "ckpt"))
+    left_out = dict(check(proof, "elements").values)["left_out"]
+    assert left_out["tied to model.embed_tokens.weight: stored once, equality is checked"] == 1
+    assert proof.fingerprint == ckptcore.fingerprint(str(llama / "hf")).fingerprint
+
+
+def test_two_tensors_of_one_shape_swapped(llama: Path, export: Path) -> None:
+    def swap(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[GATE], tensors[UP] = tensors[UP], tensors[GATE]
+
+    change(export, swap)
+    proof = ckptcore.verify_export(str(export), against=str(llama / "ckpt"))
+    assert verdicts(proof) == {"elements": "ok", "names": "ok", "fingerprints": "failed", "finite": "ok"}
+    assert sorted(names(proof, "fingerprints")) == [GATE, UP]
+
+
+def test_one_flipped_bit(llama: Path, export: Path) -> None:
+    data = bytearray((export / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (export / "model.safetensors").write_bytes(data)
+    proof = ckptcore.verify_export(str(export), against=str(llama / "ckpt"))
+    (problem,) = check(proof, "fingerprints").problems
+    last = list(ckptcore.open(str(export)).tensors)[-1]
+    assert problem.name == last.fqn
+    assert "1 of 32 elements" in problem.what or "1 of " in problem.what
+    assert str([n - 1 for n in last.shape]) in problem.what
+
+
+def test_a_nan_that_the_source_has_not(llama: Path, export: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[Q][3, 4], tensors[Q][5, 6] = float("nan"), float("-inf")
+
+    change(export, spoil)
+    proof = ckptcore.verify_export(str(export), against=str(llama / "ckpt"))
+    (problem,) = check(proof, "finite").problems
+    assert (problem.name, problem.what) == (Q, "1 NaN and 1 Inf, the source has 0 and 0")
+
+
+def test_a_tensor_that_is_not_there(llama: Path, export: Path) -> None:
+    change(export, lambda tensors: tensors.pop(K))
+    proof = ckptcore.verify_export(str(export), against=str(llama / "ckpt"))
+    assert verdicts(proof)["elements"] == verdicts(proof)["names"] == "failed"
+    assert names(proof, "elements") == names(proof, "names") == [K]
+    assert K in check(proof, "elements").summary
+
+
+def test_a_tensor_that_comes_from_nowhere(llama: Path, export: Path) -> None:
+    change(export, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}))
+    proof = ckptcore.verify_export(str(export), against=str(llama / "ckpt"))
+    assert names(proof, "elements") == ["model.extra.weight"]
+    assert proof.fingerprint is None  # not every tensor was compared
+
+
+@pytest.mark.parametrize("cut", [40, 20_000])
+def test_a_truncated_file(llama: Path, export: Path, cut: int) -> None:
+    file = export / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-cut])
+    proof = ckptcore.verify_export(str(export), against=str(llama / "ckpt"))
+    assert verdicts(proof) == {
+        "elements": "failed",
+        "names": "not-done",
+        "fingerprints": "not-done",
+        "finite": "not-done",
+    }
+    stop = len(file.read_bytes())
+    manifest = ckptcore.open(str(llama / "hf"))
+    cut_off = [
+        t.fqn
+        for row, t in enumerate(manifest.tensors)
+        for c in manifest.chunks_of(row)
+        if manifest.items[c.item].start + manifest.items[c.item].length > stop
+    ]
+    assert f"{cut_off[0]} is cut off" in check(proof, "elements").summary
+
+
+def test_a_file_of_several_that_is_gone(llama: Path, tmp_path: Path) -> None:
+    options = {"verb": "export", "config": str(llama / "config"), "max_file_size": 8192}
+    ckptcore.convert(str(llama / "ckpt"), str(tmp_path / "hf"), **options)
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())["weight_map"]
+    gone = index[Q]
+    (tmp_path / "hf" / gone).unlink()
+    proof = ckptcore.verify_export(str(tmp_path / "hf"))
+    found = names(proof, "elements")
+    assert {gone, *(n for n, file in index.items() if file == gone)} == set(found)
+    assert verdicts(proof)["fingerprints"] == "ok"  # of all others
+
+
+def test_a_permuted_projection_is_far_from_a_related_folder(
+    llama: Path, export: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    base = {n: t + 0.001 * torch.randn_like(t) for n, t in load_file(llama / "hf/model.safetensors").items()}
+    del base[K]
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base/model.safetensors")
+    near = str(tmp_path / "base")
+    proof = ckptcore.verify_export(str(export), near=near)
+    assert verdicts(proof)["near"] == "ok"
+    assert dict(check(proof, "near").values)["only_in_export"] == [K]
+
+    def permute(tensors: dict[str, torch.Tensor]) -> None:  # the rows of rotary halves, as for another layout
+        tensors[Q] = tensors[Q].view(4, 2, 4, 32).transpose(1, 2).reshape(32, 32)
+
+    change(export, permute)
+    proof = ckptcore.verify_export(str(export), near=near)
+    assert names(proof, "near") == [Q]
+    (lowest, *_) = dict(check(proof, "near").values)["lowest"]
+    assert lowest["name"] == Q
+    assert lowest["cosine"] < 0.4
+
+
+def test_near_is_what_the_threshold_says(llama: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    base = {n: t + 0.02 * torch.randn_like(t) for n, t in load_file(llama / "hf/model.safetensors").items()}
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base/model.safetensors")
+    loose = ckptcore.verify_export(str(llama / "hf"), near=str(tmp_path / "base"), near_threshold=0.1)
+    tight = ckptcore.verify_export(str(llama / "hf"), near=str(tmp_path / "base"), near_threshold=0.999)
+    assert verdicts(loose)["near"] == "ok"
+    assert {Q, K, GATE, UP} <= set(names(tight, "near"))
+    mine, theirs = load_file(llama / "hf/model.safetensors")[Q], base[Q]
+    cosine = torch.nn.functional.cosine_similarity(mine.double().flatten(), theirs.double().flatten(), dim=0)
+    found = {row["name"]: row["cosine"] for row in dict(check(loose, "near").values)["lowest"]}
+    assert found[Q] == pytest.approx(float(cosine), abs=1e-12)
+
+
+def test_logits_show_what_no_shape_does(llama: Path, export: Path) -> None:
+    config = json.loads((export / "config.json").read_text())
+    held = config.get("rope_parameters") or config
+    assert held["rope_theta"] == 500000.0
+    held["rope_theta"] = 10000.0
+    (export / "config.json").write_text(json.dumps(config))
+    proof = ckptcore.verify_export(str(export), reference=str(llama / "right"))
+    assert verdicts(proof) == {
+        "elements": "ok",
+        "names": "ok",
+        "fingerprints": "ok",
+        "finite": "ok",
+        "logits": "failed",
+    }
+    found = dict(check(proof, "logits").values)
+    assert found["max_abs_difference"] > 0
+    assert not found["bit_equal"]
+    assert "rope" in check(proof, "logits").summary
+    assert "10000.0" in check(proof, "logits").summary
+
+
+def test_logits_of_a_right_export_are_equal_bit_for_bit(llama: Path) -> None:
+    proof = ckptcore.verify_export(str(llama / "hf"), reference=str(llama / "right"))
+    found = dict(check(proof, "logits").values)
+    assert (proof.verdict, found["bit_equal"], found["max_abs_difference"]) == ("ok", True, 0.0)
+    assert found["shape"] == [2, 16, 96]
+
+
+def test_logits_come_from_a_process_of_their_own(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    found = check_logits(str(llama / "hf"), LogitsWanted(str(llama / "right")))
+    assert (found.verdict, dict(found.values)["bit_equal"]) == ("ok", True)
+
+
+def test_logits_alone_say_that_it_opens(export: Path) -> None:
+    change(export, lambda tensors: tensors.pop(K))
+    proof = ckptcore.verify_export(str(export), logits=True)
+    assert names(proof, "logits") == [K]  # transformers would start it at random
+
+
+def test_models_that_do_not_fit_are_not_opened(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptcore.comparison.export_logits.available_memory", lambda: 1 << 20)
+    with pytest.raises(BudgetTooSmall, match=r"takes 1\.0 GiB, 1\.0 MiB are free") as caught:
+        ckptcore.verify_export(str(llama / "hf"), logits=True)
+    assert "--any-memory" in caught.value.hint
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_casts_are_compared_after_the_cast(llama: Path, tmp_path: Path, dtype: str) -> None:
+    state = ckpt_state(llama)
+    state["model.norm.weight"][:2] = torch.tensor([1e6, float("nan")])  # more than float16 holds
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt")
+    ckptcore.convert(str(tmp_path / "ckpt"), str(tmp_path / "hf"), verb="export", dtype=dtype)
+    proof = ckptcore.verify_export(str(tmp_path / "hf"))
+    assert verdicts(proof)["fingerprints"] == "ok"
+    assert names(proof, "finite") == (["model.norm.weight"] if dtype == "fp16" else [])
+    change(tmp_path / "hf", lambda tensors: tensors[Q].view(-1)[:1].mul_(1.5))
+    proof = ckptcore.verify_export(str(tmp_path / "hf"))
+    assert names(proof, "fingerprints") == [Q]
+    assert "after the cast from float32" in check(proof, "fingerprints").summary
+    proof = ckptcore.verify_export(str(tmp_path / "hf"), dtype="fp32")
+    assert len(names(proof, "fingerprints")) == len(state)  # another dtype than what is said
+
+
+def ckpt_state(llama: Path) -> dict[str, torch.Tensor]:
+    manifest = ckptcore.open(str(llama / "ckpt"))
+    kept = [t.fqn for t in manifest.tensors if t.fqn.startswith("model.") and "lm_head" not in t.fqn]
+    return {n.removeprefix("model."): ckptcore.read(manifest, n) for n in kept}
+
+
+def test_ties_that_do_not_hold_in_the_source(llama: Path, tmp_path: Path, export: Path) -> None:
+    state = ckpt_state(llama)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"][2, 3] += 1
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt")
+    proof = ckptcore.verify_export(str(export), against=str(tmp_path / "ckpt"))
+    assert names(proof, "fingerprints") == ["lm_head.weight, which is tied to model.embed_tokens.weight"]
+
+
+def test_ties_are_found_without_a_card(llama: Path, export: Path) -> None:
+    (export / "README.md").unlink()
+    proof = ckptcore.verify_export(str(export), against=str(llama / "ckpt"))
+    assert proof.verdict == "ok"
+
+
+def test_nothing_is_said_that_was_not_looked_at(llama: Path, export: Path) -> None:
+    (export / "README.md").unlink()
+    proof = ckptcore.verify_export(str(export))
+    assert verdicts(proof) == {
+        "elements": "not-done",
+        "names": "ok",
+        "fingerprints": "not-done",
+        "finite": "not-done",
+    }
+    assert (proof.verdict, proof.exit_code) == ("unproven", 26)
+    (export / "config.json").unlink()
+    proof = ckptcore.verify_export(str(export), against=str(llama / "ckpt"), tie=[TIE])
+    assert verdicts(proof)["names"] == "not-done"
+    assert verdicts(proof)["elements"] == "ok"
+
+
+TIE = ("lm_head.weight", "model.embed_tokens.weight")
+
+
+def test_a_source_that_is_another_one_now(llama: Path, export: Path, tmp_path: Path) -> None:
+    card = (export / "README.md").read_text()
+    state = {"model": {"w": torch.ones(3)}}
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt")
+    (export / "README.md").write_text(card.replace(str(llama / "ckpt"), str(tmp_path / "ckpt")))
+    proof = ckptcore.verify_export(str(export))
+    assert "another checkpoint now" in check(proof, "elements").summary
+    (export / "README.md").write_text(card.replace(str(llama / "ckpt"), str(tmp_path / "gone")))
+    proof = ckptcore.verify_export(str(export))
+    assert verdicts(proof)["fingerprints"] == "not-done"
+    with pytest.raises(SourceUnreadable):
+        ckptcore.verify_export(str(export), against=str(tmp_path / "gone"))
+
+
+def test_a_damaged_source_is_not_the_exports_fault(llama: Path, export: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(llama / "ckpt", tmp_path / "ckpt"))
+    (file,) = source.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    manifest = ckptcore.open(str(source))
+    item = manifest.items[int(manifest.chunks.item[int(manifest.chunks.first[manifest.index[f"model.{Q}"]])])]
+    data[item.start + item.length // 2] ^= 0xFF
+    file.write_bytes(data)
+    proof = ckptcore.verify_export(str(export), against=str(source))
+    assert verdicts(proof)["fingerprints"] == "not-done"
+    assert proof.verdict == "unproven"
+    assert Q in check(proof, "fingerprints").summary
+
+
+def test_the_command_line(llama: Path, export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*given: str) -> tuple[int, Mapping[str, Any]]:
+        code = main.run(["verify-export", str(export), "--no-catalog", *given, "--output", "json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    code, found = run("--against", str(llama / "ckpt"))
+    assert (code, found["verdict"]) == (0, "ok")
+    assert [c["check"] for c in found["checks"]] == ["elements", "names", "fingerprints", "finite"]
+    change(export, lambda tensors: tensors[Q].neg_())
+    code, found = run("--against", str(llama / "ckpt"))
+    assert (code, found["verdict"]) == (1, "failed")
+    assert [p["name"] for c in found["checks"] for p in c["problems"]] == [Q]
+    assert main.run(["verify-export", str(export), "--no-catalog", "--against", str(llama / "ckpt")]) == 1
+    assert Q in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"include": ["nothing*"]}, "matches nothing"),
+        ({"near_threshold": float("nan")}, "cosine"),
+        ({"logits": True, "logits_tolerance": float("nan")}, "tolerance"),
+        ({"logits": True, "logits_dtype": "int8"}, "cannot open models as int8"),
+    ],
+)
+def test_arguments_that_say_nothing(llama: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        ckptcore.verify_export(str(llama / "hf"), against=str(llama / "ckpt"), **options)
+
+
+def test_the_catalog_knows_how_it_was_made_and_keeps_the_verdict(llama: Path, tmp_path: Path) -> None:
+    catalog, hf = str(tmp_path / "catalog.sqlite"), tmp_path / "hf"
+    options: dict[str, Any] = {"rename": [("model.", "net.")], "exclude": ["*lm_head*"], "dtype": "bf16"}
+    made = ckptcore.convert(str(llama / "ckpt"), str(hf), verb="export", catalog=catalog, **options)
+    proof = ckptcore.verify_export(str(hf), catalog=catalog)
+    assert (proof.found_by, proof.conversion) == ("the catalog", made.conversion)
+    # Names are not held against a config that is not there.
+    assert verdicts(proof) == {"elements": "ok", "names": "not-done", "fingerprints": "ok", "finite": "ok"}
+    alone = ckptcore.verify_export(str(hf))  # the card names the source, but not how it was made
+    assert verdicts(alone)["elements"] == "failed"
+
+    def row() -> ConversionRow:
+        with open_catalog(catalog) as opened:
+            detail = opened.show(str(made.conversion))
+        assert isinstance(detail, ConversionDetail)
+        return detail.conversion
+
+    assert row().export_verdict == "unproven"
+    file = hf / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    last = ckptcore.open(str(hf)).tensors[-1].fqn
+    proof = ckptcore.verify_export(str(hf), catalog=catalog)
+    assert names(proof, "fingerprints") == [last]
+    assert row().export_verdict == "failed"
+    assert last in row().export_checks["fingerprints"]["summary"]
+    file.write_bytes(data[:-7])  # what cannot be opened is no other checkpoint: its files are damaged
+    assert ckptcore.verify_export(str(hf), catalog=catalog).conversion == made.conversion
+    assert row().export_checks["elements"]["verdict"] == "failed"
+
+
+def test_the_catalog_says_nothing_of_another_checkpoint(llama: Path, tmp_path: Path) -> None:
+    catalog, hf = str(tmp_path / "catalog.sqlite"), tmp_path / "hf"
+    ckptcore.convert(str(llama / "ckpt"), str(hf), verb="export", catalog=catalog)
+    change(hf, lambda tensors: tensors.pop(K))
+    proof = ckptcore.verify_export(str(hf), catalog=catalog)
+    assert (proof.found_by, proof.conversion) == ("the model card", None)
+    assert names(proof, "elements") == [K]

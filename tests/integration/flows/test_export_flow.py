@@ -1,0 +1,84 @@
+"""Export as a flow: what it published is held against its source, and the catalog knows the verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import observe
+import pytest
+
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog.types import ConversionDetail, ConversionRow
+from ckptcore.errors import OutputMismatch
+
+pytestmark = [
+    pytest.mark.usefixtures("prefect_api"),
+    pytest.mark.xdist_group("prefect"),  # one server for all of them
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def export() -> Any:
+    """The flow; Prefect is imported when the server is up."""
+    from flows.export import export
+
+    return export
+
+
+def newest(catalog: str) -> ConversionRow:
+    with open_catalog(catalog) as opened:
+        found = opened.show(opened.conversions()[0].id)
+    assert isinstance(found, ConversionDetail)
+    return found.conversion
+
+
+def test_an_export_is_verified_and_the_catalog_says_so(
+    export: Any, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    state = export(str(source), str(tmp_path / "out"), catalog=catalog, return_state=True)
+    assert state.is_completed()
+    proof = state.result().proof
+    # There is no config.json: of names nothing was proven.
+    found = {"elements": "ok", "names": "not-done", "fingerprints": "ok", "finite": "ok"}
+    assert {check.name: check.verdict for check in proof.checks} == found
+    row = newest(catalog)
+    assert {name: each["verdict"] for name, each in row.export_checks.items()} == found
+    assert row.export_verdict == "unproven"
+    assert "verify_export" in row.timings
+    found = observe.artifacts(state.state_details.flow_run_id)
+    assert "export-verification" in found
+
+
+def test_an_export_that_is_not_its_source_fails_and_is_no_newest_one(
+    export: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tasks.verify_export as task
+
+    verify = task.verify
+
+    def spoil(request_url: str, *given: Any) -> Any:
+        file = Path(request_url) / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        return verify(request_url, *given)
+
+    monkeypatch.setattr(task, "verify", spoil)
+    state = export(str(source), str(tmp_path / "out"), catalog=catalog, return_state=True)
+    assert state.is_failed()
+    assert isinstance(state.result(raise_on_failure=False), OutputMismatch)
+    assert "is published, and is not what its source holds: fingerprints: " in state.message
+    row = newest(catalog)
+    assert (row.state, row.export_verdict) == ("succeeded", "failed")
+    with open_catalog(catalog) as opened, opened.reading() as conn:
+        assert conn.exec_driver_sql("SELECT uri FROM latest_exports").all() == []
+
+
+def test_nobody_has_to_verify(export: Any, source: Path, tmp_path: Path, catalog: str) -> None:
+    state = export(
+        str(source), str(tmp_path / "out"), catalog=catalog, verify_export=False, return_state=True
+    )
+    assert state.result().proof is None
+    assert newest(catalog).export_verdict is None

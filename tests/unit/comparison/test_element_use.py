@@ -1,0 +1,97 @@
+"""Element accounting: does a map that loses or repeats stored elements show, in whatever order?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ckptcore.comparison import element_use as module
+from ckptcore.comparison.element_use import Use, element_use
+from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec, View
+from ckptcore.core.manifest_builder import Builder
+
+Chunk = tuple[tuple[int, ...], tuple[int, ...], int, View | None]  # offset, shape, item, view
+
+
+def lay(*tensors: tuple[str, tuple[int, ...], list[Chunk]], items: int = 2, numel: int = 24) -> Manifest:
+    """A manifest of float32 tensors over ``items`` items of ``numel`` elements."""
+    builder = Builder()
+    file = builder.file("data", items * numel * 4)
+    for n in range(items):
+        builder.item(Item(file, n * numel * 4, numel * 4, Envelope.RAW))
+    for name, shape, chunks in tensors:
+        row = builder.tensor(TensorSpec(name, "float32", shape))
+        for offset, extent, item, view in chunks:
+            builder.chunk(row, offset, extent, item, view)
+    return builder.build("test", "/nowhere", {})
+
+
+FUSED = ("qkv", (6, 4), [((0, 0), (6, 4), 0, None)])
+OTHER = ("other", (24,), [((0,), (24,), 1, None)])
+SOURCE = lay(FUSED, OTHER)
+KEPT = {"qkv", "other"}
+
+
+def rows(name: str, first: int, count: int) -> tuple[str, tuple[int, ...], list[Chunk]]:
+    """Rows of the fused tensor."""
+    return name, (count, 4), [((0, 0), (count, 4), 0, View(first * 16, (4, 1)))]
+
+
+def test_the_same_chunks_are_the_same_elements() -> None:
+    renamed = lay(("a", *FUSED[1:]), ("b", *OTHER[1:]))
+    assert element_use(SOURCE, renamed, KEPT) == Use({}, {})
+
+
+def test_a_split_uses_every_element_once() -> None:
+    split = lay(rows("q", 0, 2), rows("k", 2, 1), rows("v", 3, 3), OTHER)
+    assert element_use(SOURCE, split, KEPT) == Use({}, {})
+
+
+def test_a_split_that_loses_a_row_and_one_that_takes_it_twice() -> None:
+    lost = lay(rows("q", 0, 2), rows("v", 3, 3), OTHER)
+    assert element_use(SOURCE, lost, KEPT) == Use({"qkv": 4}, {})
+    twice = lay(rows("q", 0, 3), rows("k", 2, 1), rows("v", 3, 3), OTHER)
+    assert element_use(SOURCE, twice, KEPT) == Use({}, {"q": 4, "k": 4})
+    both = lay(rows("q", 0, 2), rows("k", 1, 1), rows("v", 3, 3), OTHER)  # one row too early
+    assert element_use(SOURCE, both, KEPT) == Use({"qkv": 4}, {"q": 4, "k": 4})
+
+
+def test_a_transpose_and_a_permutation_of_rows_are_the_same_elements() -> None:
+    turned = ("t", (4, 6), [((0, 0), (4, 6), 0, View(0, (1, 4)))])
+    assert element_use(SOURCE, lay(turned, OTHER), KEPT) == Use({}, {})
+    halves = ("p", (2, 3, 4), [((0, 0, 0), (2, 3, 4), 0, View(0, (4, 8, 1)))])  # even rows, then odd ones
+    assert element_use(SOURCE, lay(halves, OTHER), KEPT) == Use({}, {})
+    wrong = ("p", (2, 3, 4), [((0, 0, 0), (2, 3, 4), 0, View(0, (4, 4, 1)))])  # rows 0 1 2, then 1 2 3
+    assert element_use(SOURCE, lay(wrong, OTHER), KEPT) == Use({"qkv": 8}, {"p": 16})
+
+
+def test_what_goes_to_another_item_is_missed_here() -> None:
+    moved = lay(("a", *FUSED[1:]), ("b", (24,), [((0,), (24,), 0, None)]))
+    assert element_use(SOURCE, moved, KEPT) == Use({"other": 24}, {"a": 24, "b": 24})
+
+
+def test_tensors_that_do_not_go_on_are_not_asked_for() -> None:
+    only = lay(("a", *FUSED[1:]))
+    assert element_use(SOURCE, only, {"qkv"}) == Use({}, {})
+    assert element_use(SOURCE, only, KEPT) == Use({"other": 24}, {})
+    assert element_use(SOURCE, lay(("a", *FUSED[1:]), OTHER), {"qkv"}) == Use({}, {"other": 24})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_counting_every_address_says(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Random views, in windows and tiles of few elements, against a count of each address."""
+    monkeypatch.setattr(module, "_WINDOW", 7)
+    monkeypatch.setattr(module, "_TILE", 5)
+    rng = np.random.default_rng(seed)
+    tensors, used = [], np.zeros(24, np.int64)
+    for n in range(4):
+        shape = tuple(int(k) for k in rng.integers(1, 4, size=int(rng.integers(1, 4))))
+        stride = tuple(int(k) for k in rng.integers(0, 5, size=len(shape)))
+        reach = sum((k - 1) * s for k, s in zip(shape, stride, strict=True))
+        start = int(rng.integers(0, 24 - reach))
+        tensors.append((f"t{n}", shape, [((0,) * len(shape), shape, 0, View(start * 4, stride))]))
+        for index in np.ndindex(*shape):
+            used[start + sum(i * s for i, s in zip(index, stride, strict=True))] += 1
+    found = element_use(SOURCE, lay(*tensors, OTHER), KEPT)
+    assert found.unused.get("qkv", 0) == int((used == 0).sum())
+    assert bool(found.repeated) == bool((used > 1).any())
