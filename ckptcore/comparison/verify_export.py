@@ -268,11 +268,11 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
         for name in there
         if name not in wanted
     ]
-    gone = {d.fqn for d in known.dropped}
+    parts = {d.fqn for d in known.dropped if d.part}
+    gone = {d.fqn for d in known.dropped if not d.part}
     use = element_use(
         mapped.manifest, known.manifest, {t.fqn for t in mapped.manifest.tensors if t.fqn not in gone}
     )
-    parts = dict(mapped.export.parts)
     problems += [
         Problem(name, f"{count:,} of its elements are in no tensor of the export, and no rule says why")
         for name, count in use.unused.items()
@@ -282,7 +282,7 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
         Problem(name, f"{count:,} of its elements are in another tensor of the export, too")
         for name, count in use.repeated.items()
     ]
-    rules = Counter(d.rule for d in known.dropped) + Counter(parts.values())
+    rules = Counter(d.rule for d in known.dropped)
     count = sum(t.numel for t in export.stored.tensors)
     values = {"tensors": len(there), "elements": count, "left_out": dict(rules)}
     if problems:

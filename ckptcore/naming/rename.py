@@ -23,10 +23,11 @@ LEADING_WRAPPERS = ("module.",)
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A tensor or object that does not go on, and the rule that says so."""
+    """A tensor or object that does not go on, and the rule that says so. part: only some of its elements."""
 
     fqn: str
     rule: str
+    part: bool = False
 
 
 class Made(NamedTuple):

@@ -171,14 +171,12 @@ class MappedExport:
     """What an export holds, before it is laid out in files.
 
     mapped: the source's tensors under the export's names, as boxes of what is stored. dtypes: name -> dtype
-    that it is cast to. model: where the model was found. parts: (stored name, rule) of tensors of which
-    elements are left out.
+    that it is cast to. model: where the model was found.
     """
 
     mapped: Mapped
     dtypes: Mapping[str, str]
     model: ModelPart
-    parts: tuple[tuple[str, str], ...] = ()
 
 
 def map_export(request: Request, manifest: Manifest) -> MappedExport:
@@ -197,8 +195,7 @@ def map_export(request: Request, manifest: Manifest) -> MappedExport:
     mapped = named.tied(manifest, request.tie)
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
-    parts = named.found.conversion.parts if named.found is not None else ()
-    return MappedExport(mapped, _dtypes(request, mapped.manifest), model, parts)
+    return MappedExport(mapped, _dtypes(request, mapped.manifest), model)
 
 
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
@@ -390,7 +387,7 @@ def _tied(mapped: Mapped, ties: Sequence[tuple[str, str]]) -> Mapped:
     """With ties, by the names after a map."""
     found = remap(mapped.manifest, tie=ties)
     before = {new: old for old, new in mapped.renamed}
-    gone = tuple(Dropped(before.get(d.fqn, d.fqn), d.rule) for d in found.dropped)
+    gone = tuple(replace(d, fqn=before.get(d.fqn, d.fqn)) for d in found.dropped)
     kept = {t.fqn for t in found.manifest.tensors}
     return replace(
         mapped,

@@ -273,7 +273,8 @@ def composed(mapped: Mapped, found: Conversion) -> Mapped:
     """Both steps as one: first renamed by the user's rules, then mapped."""
     before = {new: old for old, new in mapped.renamed}
     renamed = [(before.get(old, old), new) for new, old in found.moved.items()]
-    gone = [Dropped(before.get(name, name), rule) for name, rule in (*found.dropped, *found.parts)]
+    gone = [Dropped(before.get(name, name), rule) for name, rule in found.dropped]
+    gone += [Dropped(before.get(name, name), rule, part=True) for name, rule in found.parts]
     made = tuple(
         Made(new, rule, tuple(before.get(s, s) for s in found.sources[new]), new in found.moved)
         for new, rule in found.rules.items()

@@ -56,6 +56,12 @@ def test_an_export_is_the_hub_s_folder(truths: Path, tmp_path: Path, trained: st
     truth = weights(truths / CASES[trained])
     assert bits(weights(tmp_path / "out")) == bits(truth)
     assert done.map_digest
+    proof = ckptcore.verify_export(str(tmp_path / "out"), against=str(truths / trained))
+    assert {c.name: c.verdict for c in proof.checks if c.verdict != "not-done"} == {
+        "elements": "ok",
+        "fingerprints": "ok",
+        "finite": "ok",
+    }
 
 
 @pytest.mark.soak
