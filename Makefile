@@ -11,13 +11,16 @@
 #   make bench   measure against the peers, print the table
 #   make soak    the long repeats that `make test` leaves out
 #   make fuzz    change real checkpoints a million times, guided by coverage and not
-#   make docs    write the generated tables of README.md and CONTRIBUTING.md, and the picture of the rooms
+#   make docs    write the generated tables of docs/ and CONTRIBUTING.md, and the picture of the rooms
+#   make site    build the documentation site from docs/, into build/site
 #   make clean   remove what these targets made
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory --no-builtin-rules
+# Tests start some hundred processes: none of them compiles the modules that another has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -31,9 +34,9 @@ stamp := .venv/.stamp
 # One source of truth for the pin: pip needs it on the command line too, so that the resolver
 # does not first fetch the newest torch.
 torch := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
-paths := ckptcore tasks flows deployments alembic tests
+paths := ckptcore tasks flows deployments alembic tests docs
 
-.PHONY: help demo up down test quick check bench soak fuzz docs clean
+.PHONY: help demo up down test quick check bench soak fuzz docs site clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -82,6 +85,10 @@ docs: $(stamp)
 	@$(python) tests/architecture/rooms.py --write
 	@$(python) tests/architecture/walks.py --write
 
+site: $(stamp)
+	@$(python) -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "build/site/index.html"
+
 clean:
 	@rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find ckptcore tasks flows deployments alembic tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -94,5 +101,5 @@ $(stamp): pyproject.toml constraints.txt
 	  echo "without the Debian package $$package the tests that need it are skipped" >&2; done
 	@echo "setting up .venv (some minutes the first time)" >&2
 	@$(python) -c pass 2> /dev/null || $(PYTHON) -m venv --clear .venv
-	@$(bin)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' $(torch)
+	@$(bin)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev,docs]' $(torch)
 	@touch $@

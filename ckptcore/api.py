@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference
     from ckptcore.core.box import Box
-    from ckptcore.planning.export_source import Known
+    from ckptcore.planning.export_source import KnownExport
 
 
 def open(url: str, *, recover: bool = False, keep_quantized: bool = False) -> Manifest:
@@ -100,19 +100,13 @@ def fingerprint(
     Raises `DamagedCheckpoint` when it is not whole or a checksum fails, `AmbiguousModel`, `NameMismatch`,
     `UsageError`. Memory: ``settings.memory``.
     """
+    from ckptcore.comparison.fingerprint import FingerprintRules
     from ckptcore.comparison.fingerprint import fingerprint as run
 
+    of_model = model or model_prefix is not None
+    rules = FingerprintRules(of_model, model_prefix, *map(_frozen, (include, exclude, rename)))
     manifest = open(source, keep_quantized=keep_quantized) if isinstance(source, str) else source
-    return run(
-        manifest,
-        settings or Settings(),
-        progress,
-        model=model or model_prefix is not None,
-        model_prefix=model_prefix,
-        include=tuple(include),
-        exclude=tuple(exclude),
-        rename=_frozen(rename),
-    )
+    return run(manifest, settings or Settings(), progress, rules)
 
 
 def verify_export(
@@ -193,7 +187,7 @@ def prove_export(
     progress: Progress | None,
     catalog: str | bool | None,
     **options: Any,
-) -> tuple[Known, ExportProof]:
+) -> tuple[KnownExport, ExportProof]:
     """As `verify_export`, with nothing stored: what is known of the export, and the proof.
 
     For who shows an answer before a catalog can fail.

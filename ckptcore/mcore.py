@@ -61,7 +61,9 @@ class Checkpoint:
     @property
     def sharded_metadata(self) -> dict[str, TensorSpec | tuple[int, ...]]:
         """Key -> dtype and shape of every sharded tensor, or the grid of every sharded object."""
-        grids = {m["key"]: _numbers(m["shape"]) for b in self.manifest.blobs if (m := SHARD.match(b.key))}
+        grids = {
+            m["key"]: _version_numbers(m["shape"]) for b in self.manifest.blobs if (m := SHARD.match(b.key))
+        }
         return {**self.tensors_metadata, **grids}
 
     @cached_property
@@ -70,8 +72,8 @@ class Checkpoint:
         found: dict[str, tuple[tuple[int, ...], dict[tuple[int, ...], Any]]] = {}
         for blob in self.manifest.blobs:
             if m := SHARD.match(blob.key):
-                cells = found.setdefault(m["key"], (_numbers(m["shape"]), {}))[1]
-                cells[_numbers(m["offset"])] = self._value(blob)
+                cells = found.setdefault(m["key"], (_version_numbers(m["shape"]), {}))[1]
+                cells[_version_numbers(m["offset"])] = self._value(blob)
         return {key: ObjectShards(shape, values) for key, (shape, values) in found.items()}
 
     @cached_property
@@ -86,7 +88,7 @@ class Checkpoint:
         return self.common_state.get("content_metadata")
 
     def _value(self, blob: Blob) -> Any:
-        return _plain(decode(blob.tree), self.manifest) if blob.known else None
+        return _with_tensors(decode(blob.tree), self.manifest) if blob.known else None
 
 
 def open(url: str, *, recover: bool = False) -> Checkpoint:
@@ -120,7 +122,7 @@ def remove(
     return api.convert(source, destination, to=to, exclude=globs, settings=settings)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _version_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 
 
@@ -129,15 +131,15 @@ def _escaped(text: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", text)
 
 
-def _plain(value: Any, manifest: Manifest) -> Any:
+def _with_tensors(value: Any, manifest: Manifest) -> Any:
     """The value with tensors for references, dicts for namespaces."""
     if isinstance(value, TensorRef):
         return api.read(manifest, value.fqn)
     if isinstance(value, Named):
-        inner = _plain(value.value, manifest)
+        inner = _with_tensors(value.value, manifest)
         return inner if value.kind in ("namespace", "bytesio", "bytetensor") else Named(value.kind, inner)
     if isinstance(value, dict):
-        return type(value)((k, _plain(v, manifest)) for k, v in value.items())
+        return type(value)((k, _with_tensors(v, manifest)) for k, v in value.items())
     if isinstance(value, (list, tuple)):
-        return type(value)([_plain(v, manifest) for v in value])
+        return type(value)([_with_tensors(v, manifest) for v in value])
     return value

@@ -1,4 +1,4 @@
-"""Conformance of a format: does it keep what every format here must keep? For packages that add one.
+"""Conformance of a format, for packages that add one::
 
     import pytest
     from ckptcore.testing import CASES, Sample
@@ -65,7 +65,7 @@ def recognised(sample: Sample, tmp: Path) -> None:
 
 def described_without_torch(sample: Sample, tmp: Path) -> None:
     """The manifest names every tensor of the truth with its dtype and shape, and every file."""
-    manifest = _manifest(sample)
+    manifest = _opened(sample)
     truth = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in _truth(sample)}
     told = {t.fqn: (t.dtype, t.shape) for t in manifest.tensors}
     wrong = sorted(n for n in truth if told.get(n) != truth[n])
@@ -75,7 +75,7 @@ def described_without_torch(sample: Sample, tmp: Path) -> None:
 
 def sound_at_every_level(sample: Sample, tmp: Path) -> None:
     """A whole checkpoint has no finding that is an error."""
-    manifest = _manifest(sample)
+    manifest = _opened(sample)
     for level in LEVELS:
         report = check(manifest, level)
         assert report.ok, f"level {level}: {[f.message for f in report.findings][:3]}"
@@ -83,7 +83,7 @@ def sound_at_every_level(sample: Sample, tmp: Path) -> None:
 
 def read_as_it_is(sample: Sample, tmp: Path) -> None:
     """Every tensor of the truth is read bit for bit."""
-    manifest = _manifest(sample)
+    manifest = _opened(sample)
     for name, tensor in _truth(sample):
         assert _bits(read(manifest, name)) == _bits(tensor), f"{name} differs"
 
@@ -103,7 +103,7 @@ def consolidated(sample: Sample, tmp: Path) -> None:
 
 def damage_is_found(sample: Sample, tmp: Path) -> None:
     """A file that is missing or cut is a finding or an error, and nothing is written from it."""
-    manifest = _manifest(sample)
+    manifest = _opened(sample)
     used = {manifest.files[int(i)].path for i in set(manifest.items.file.tolist())}
     root = Path(manifest.root)
     for n, (name, what, damaged) in enumerate(_damages(root, sorted(used), tmp)):
@@ -158,7 +158,7 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def _manifest(sample: Sample) -> Manifest:
+def _opened(sample: Sample) -> Manifest:
     return open_checkpoint(str(sample.source))
 
 
@@ -203,7 +203,7 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def _cut(path: Path) -> bool:
+def _truncate(path: Path) -> bool:
     data = path.read_bytes()
     path.write_bytes(data[:-1])
     return bool(data)
@@ -215,4 +215,4 @@ def _halve(path: Path) -> bool:
     return len(data) > 1
 
 
-DAMAGES = {"removed": _remove, "cut by one byte": _cut, "cut in half": _halve}
+DAMAGES = {"removed": _remove, "cut by one byte": _truncate, "cut in half": _halve}

@@ -20,10 +20,10 @@ import flows  # noqa: F401  # settles Prefect's environment
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.redaction import ending
 from ckptcore.utils import terminal
+from deployments import POOL
 from deployments.parameters import declared, flow_of, misfits
 
 FILES = Path(__file__).parent
-POOL = "ckptcore"
 
 
 def deploy(wait: float = 120.0) -> None:
@@ -31,7 +31,7 @@ def deploy(wait: float = 120.0) -> None:
 
     wait: seconds for the server to answer. Raises `UsageError`.
     """
-    _require_fit()
+    _require_flows_fit()
     _await_server(wait)
     _make_pool()
     # Where the command runs does not matter: entrypoints are modules.
@@ -45,11 +45,11 @@ def deploy(wait: float = 120.0) -> None:
         raise UsageError(
             f"prefect deploy failed: {ending(done.stdout, 2000)} {ending(done.stderr, 2000)}".strip()
         )
-    _describe(_read("prefect.yaml")["deployments"])
-    _automate(_read("automations.yaml")["automations"])
+    _describe(_yaml_file("prefect.yaml")["deployments"])
+    _automate(_yaml_file("automations.yaml")["automations"])
 
 
-def _require_fit() -> None:
+def _require_flows_fit() -> None:
     """Raises `UsageError` unless every flow takes what its deployment and its triggers give it."""
     wrong = []
     for one in declared():
@@ -64,7 +64,7 @@ def _require_fit() -> None:
         )
 
 
-def _read(name: str) -> dict[str, Any]:
+def _yaml_file(name: str) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((FILES / name).read_text())
     return found
 

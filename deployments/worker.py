@@ -28,8 +28,8 @@ TELL = 15.0  # seconds for the server to answer
 STEP = 0.1
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Runs until it is told to end; the exit status: 0 when it was told, else the worker's."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs until a signal ends it; the exit status: 0 after one, else the worker's."""
     parser = terminal.parser(prog="python -m deployments.worker", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pool", required=True, help="the work pool")
     parser.add_argument(
@@ -37,31 +37,31 @@ def main(words: Sequence[str] | None = None) -> int:
         default=socket.gethostname(),
         help="no other worker may have it, or its runs would be let go of, too; default: the machine's",
     )
-    given, more = parser.parse_known_args(words)
+    given, more = parser.parse_known_args(arguments)
     worker = _Worker()
     code = worker.run(["--pool", given.pool, "--name", given.name, *more])
     _let_go(given.pool, given.name)
-    return 0 if worker.told else code
+    return 0 if worker.ending else code
 
 
 class _Worker:
-    """One worker process. told: whether somebody wanted it to end."""
+    """One worker process. ending: whether a signal asked it to end."""
 
     def __init__(self) -> None:
-        self.told = False
+        self.ending = False
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = f"{MARK}={uuid.uuid4()}"
 
-    def run(self, words: Sequence[str]) -> int:
+    def run(self, arguments: Sequence[str]) -> int:
         """Runs it with these arguments, and leaves none of its processes; its exit status."""
         for how in (signal.SIGTERM, signal.SIGINT):
             signal.signal(how, self._end)
         signal.signal(signal.SIGALRM, self._kill)
-        command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", *words]
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", *arguments]
         name, _, value = self._mark.partition("=")
         # A session of its own: Ctrl-C is for this process, which passes it on in its way.
         self._process = subprocess.Popen(command, env=os.environ | {name: value}, start_new_session=True)
-        if self.told:  # before there was a process to tell
+        if self.ending:  # before there was a process to tell
             self._end()
         code = self._process.wait()
         signal.alarm(0)
@@ -75,7 +75,7 @@ class _Worker:
         return code
 
     def _end(self, *_: Any) -> None:
-        self.told = True
+        self.ending = True
         if self._process is not None:
             self._process.terminate()
             signal.alarm(PATIENCE)

@@ -75,7 +75,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
             sys.exit(code or 0)
         if "sharding" in found:
             found["sharding"] = read_rules(found["sharding"])
-        _require_fit(flow, found)
+        _require_types(flow, found)
     except typer.TyperException as error:
         message, code = error.format_message(), UsageError.exit_code
     except typer.Exit as error:
@@ -88,7 +88,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
     sys.exit(code)
 
 
-def _require_fit(flow: Flow[..., Any], given: dict[str, Any]) -> None:
+def _require_types(flow: Flow[..., Any], given: dict[str, Any]) -> None:
     """Raises `UsageError` unless the flow's types take every value."""
     for name, parameter in inspect.signature(flow.fn).parameters.items():
         why = misfit(parameter.annotation, given[name])

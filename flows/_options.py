@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from ckptcore.conversion.registration import UNTOLD, Told
+from ckptcore.conversion.registration import UNANNOUNCED, Announcement
 from ckptcore.planning.options import Option, Options, options_of, pydantic_type, split
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import parse_size
@@ -32,15 +32,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class FlowJob:
     """With what means, and where, a flow converts.
 
-    catalog: its URL; None is the default one, False is none. batch_bytes: of output in one task. told: what
-    the source was announced as. verify_export: whether exports are verified once they are published.
+    catalog: its URL; None is the default one, False is none. batch_bytes: of output in one task.
+    announcement: of the source. verify_export: whether exports are verified once they are published.
     """
 
     settings: Settings
     catalog: str | Literal[False] | None
     batch_bytes: int = 1 << 30
     engine: Engine = HERE
-    told: Told = UNTOLD
+    announcement: Announcement = UNANNOUNCED
     verify_export: bool = True
 
 

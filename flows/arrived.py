@@ -16,7 +16,7 @@ from prefect import State, flow, runtime
 from prefect.states import Completed, Failed
 
 from ckptcore.conversion.publish import Result
-from ckptcore.conversion.registration import Told
+from ckptcore.conversion.registration import Announcement
 from ckptcore.errors import Busy, CkptError, DestinationExists
 from ckptcore.operations.wait import delays
 from ckptcore.planning.options import MEANS, MODEL, Option, Source, Verb
@@ -82,7 +82,7 @@ def arrived(
         # A switch that is off is no word against a fingerprint that a root's target takes by default.
         options = FlowOptions(**given | {"fingerprint": given["fingerprint"] or None})
         asked = options.request(verb, source, destination)
-        job = replace(options.job(), told=Told(run, step))
+        job = replace(options.job(), announcement=Announcement(run, step))
 
         def work() -> Result | State[Any]:
             request = meant(asked, step, options.catalog)
@@ -91,7 +91,7 @@ def arrived(
                 digest = tried(request.source, request.recover)
             except Exception as error:
                 if may_become_whole(error):
-                    put_off(looks, told(error))
+                    put_off(looks, reason(error))
                 raise
             # Announced twice, by two senders or by a webhook and a sweep: one run does the work.
             with alone(request, digest, str(runtime.flow_run.id), here, options.catalog) as mine:
@@ -111,14 +111,14 @@ def arrived(
         try:
             return patiently(work)
         except Busy as error:
-            put_off(looks, told(error))
+            put_off(looks, reason(error))
             raise
     except CkptError as error:
         # The message is what a person reads first: the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)
 
 
-def told(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """An error in one line."""
     return f"{error.code}: {error.message}" if isinstance(error, CkptError) else f"{error!r}"
 

@@ -70,7 +70,7 @@ def fan_out(requests: Sequence[Request], job: FlowJob) -> list[Result]:
     A target that fails does not stop the others; the first failure is raised when all have been tried.
     """
     first, run = requests[0], str(runtime.flow_run.id)
-    registrations = [start(request, job.catalog, run, job.told) for request in requests]
+    registrations = [start(request, job.catalog, run, job.announcement) for request in requests]
     manifest: Manifest | None = None
     try:
         began = time.perf_counter()

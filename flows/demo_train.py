@@ -113,7 +113,7 @@ def _rank(folder: Path) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    text = torch.frombuffer(_text(), dtype=torch.uint8).long()
+    text = torch.frombuffer(_source_text(), dtype=torch.uint8).long()
     picks = torch.Generator().manual_seed(rank)
     for step in range(1, STEPS + 1):
         starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=picks)
@@ -142,7 +142,7 @@ def _rank(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _text() -> bytearray:
+def _source_text() -> bytearray:
     """A text that every Python brings along: the source of argparse."""
     return bytearray(Path(argparse.__file__).read_bytes())
 

@@ -25,12 +25,12 @@ MAX_ROWS = 500
 def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
     """A share of what the catalog knows, read again; a table of it is an artifact."""
 
-    def told(each: Looked) -> None:
+    def note(each: Looked) -> None:
         tell = log.info if each.proven.proof in ("proven", "unproven", "stopped") else log.warning
         tell("%s is %s: %s", each.checkpoint.uri, each.proven.proof.value, each.proven.message or "all of it")
 
     with open_catalog(catalog, create=False) as known:
-        found = run_scrub(known, share, budget_s, told=told)
+        found = run_scrub(known, share, budget_s, on_look=note)
     rows = [
         {"proof": each.proven.proof.value, "checkpoint": each.checkpoint.uri, "why": each.proven.message}
         for each in found.looked[:MAX_ROWS]
@@ -53,13 +53,15 @@ def retire(
 ) -> Retirement:
     """The sources that the policy lets go; what becomes of each, and why, is an artifact."""
 
-    def told(each: Retired) -> None:
+    def note(each: Retired) -> None:
         log.info("%s is %s: %s", each.source.uri, each.fate.value, "; ".join(each.why))
         for name, kind in each.unproven[:MAX_ROWS]:
             log.info("unproven in %s: %s (%s)", each.source.uri, name, kind)
 
     with open_catalog(catalog, create=False) as known:
-        found = run_retire(known, policy, scope, yes=yes, allowed=allowed, take=take, means=means, told=told)
+        found = run_retire(
+            known, policy, scope, yes=yes, allowed=allowed, take=take, means=means, on_retired=note
+        )
     for kept in found.left:
         log.warning("%s", kept)
     rows = [

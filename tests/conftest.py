@@ -12,6 +12,11 @@ import gaps
 import postgres as postgresql
 import pytest
 import samples
+from hypothesis import HealthCheck, settings
+
+# How long examples take is no property of the code: other work on the machine stretches them.
+settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("loaded")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,11 +45,22 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What repeats for long may take long, also on a machine that does other work."""
+    """What repeats for long may take long, also on a machine that does other work; and what a fixture makes
+    once for a module is made by one worker."""
     for item in items:
         if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
+        if shares(item) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def shares(item: pytest.Item) -> bool:
+    """Whether a test asks for a fixture that its whole module has together."""
+    asked = getattr(item, "_fixtureinfo", None)
+    made = asked.name2fixturedefs.values() if asked else ()
+    return any(definition.scope == "module" for definitions in made for definition in definitions)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -74,7 +74,7 @@ def remove(conn: Connection, name: str) -> None:
 
 def get(conn: Connection, name: str) -> AliasRow:
     """What the name stands for. Raises `UsageError`."""
-    found = _rows(conn, name)
+    found = _alias_rows(conn, name)
     if not found:
         raise UsageError(f"there is no alias {name}", hint="`ckptcore catalog alias list` shows them")
     return found[0]
@@ -82,10 +82,10 @@ def get(conn: Connection, name: str) -> AliasRow:
 
 def every(conn: Connection) -> tuple[AliasRow, ...]:
     """All aliases, by name."""
-    return tuple(_rows(conn, None))
+    return tuple(_alias_rows(conn, None))
 
 
-def _rows(conn: Connection, name: str | None) -> list[AliasRow]:
+def _alias_rows(conn: Connection, name: str | None) -> list[AliasRow]:
     wanted = select(Alias, Checkpoint.uuid, Checkpoint.uri).join(Checkpoint).order_by(Alias.name)
     if name is not None:
         wanted = wanted.where(Alias.name == name)
@@ -93,7 +93,7 @@ def _rows(conn: Connection, name: str | None) -> list[AliasRow]:
 
 
 def _standing(conn: Connection, name: str) -> str:
-    found = _rows(conn, name)
+    found = _alias_rows(conn, name)
     return f"stands for {found[0].checkpoint} ({found[0].uri})" if found else "is not there"
 
 

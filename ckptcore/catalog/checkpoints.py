@@ -63,11 +63,11 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
             changes["fingerprint"] = facts.fingerprint
         if content and not row.content_digest:
             changes |= {"content_digest": content, "num_files": len(files)}
-            conn.execute(delete(CheckpointFile).where(*_files(row.id, Role.DATA)))
+            conn.execute(delete(CheckpointFile).where(*_files_in_role(row.id, Role.DATA)))
             _put_files(conn, row.id, files, Role.DATA)
         if extra:
-            conn.execute(delete(CheckpointFile).where(*_files(row.id, Role.EXTRA)))
-            held = select(CheckpointFile.path).where(*_files(row.id, Role.DATA))
+            conn.execute(delete(CheckpointFile).where(*_files_in_role(row.id, Role.EXTRA)))
+            held = select(CheckpointFile.path).where(*_files_in_role(row.id, Role.DATA))
             data = set(conn.execute(held).scalars())
             _put_files(conn, row.id, [f for f in extra if f[0] not in data], Role.EXTRA)
         conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(changes))
@@ -184,7 +184,7 @@ def content_digest(files: Sequence[tuple[str, int, str | None]]) -> str:
     return blake3.blake3(listing.encode()).hexdigest()
 
 
-def _files(checkpoint: int, role: Role) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+def _files_in_role(checkpoint: int, role: Role) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return CheckpointFile.checkpoint_id == checkpoint, CheckpointFile.role == role.value
 
 

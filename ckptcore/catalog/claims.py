@@ -86,13 +86,13 @@ def take(
     ).first()
     row = conn.execute(select(Claim.__table__).where(*_is(key)).with_for_update()).one()
     if made is not None:
-        return _row(row, mine=True)
+        return _claim_row(row, mine=True)
     busy = row.state == TAKEN and row.due_at > now and row.owner != storable(owner)
     if busy or (row.state == DONE and not again):
-        return _row(row)
+        return _claim_row(row)
     values |= {"attempts": row.attempts + 1, "ended_at": None, "error_code": None, "error_message": None}
     conn.execute(update(Claim).where(Claim.id == row.id).values(values))
-    return _row(conn.execute(select(Claim.__table__).where(Claim.id == row.id)).one(), mine=True)
+    return _claim_row(conn.execute(select(Claim.__table__).where(Claim.id == row.id)).one(), mine=True)
 
 
 def renew(conn: Connection, now: datetime, claim: ClaimRow, *, lease: timedelta = LEASE) -> bool:
@@ -114,13 +114,13 @@ def failed(conn: Connection, now: datetime, claim: ClaimRow, code: str, message:
 def standing(conn: Connection, key: Key) -> ClaimRow | None:
     """How a claim stands, or None when nobody ever took it."""
     row = conn.execute(select(Claim.__table__).where(*_is(key))).first()
-    return None if row is None else _row(row)
+    return None if row is None else _claim_row(row)
 
 
 def of_destination(conn: Connection, destination: str) -> tuple[ClaimRow, ...]:
     """Every claim on a destination, the newest first."""
     wanted = select(Claim.__table__).where(Claim.destination_uri == normal_uri(destination))
-    return tuple(_row(row) for row in conn.execute(wanted.order_by(Claim.id.desc())))
+    return tuple(_claim_row(row) for row in conn.execute(wanted.order_by(Claim.id.desc())))
 
 
 def _is(key: Key) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ def _held(claim: ClaimRow) -> tuple[Any, ...]:
     return Claim.id == claim.id, Claim.attempts == claim.attempts, Claim.state == TAKEN
 
 
-def _row(row: Any, mine: bool = False) -> ClaimRow:
+def _claim_row(row: Any, mine: bool = False) -> ClaimRow:
     key = Key(row.source_digest, row.destination_uri, row.options_digest)
     return ClaimRow(
         row.id,

@@ -69,7 +69,7 @@ def held(conn: Connection, now: datetime, ref: str | None = None) -> tuple[HoldR
     wanted = select(Hold, Checkpoint.uuid.label("checkpoint"), Checkpoint.uri).join(Checkpoint)
     if ref is not None:
         wanted = wanted.where(Hold.checkpoint_id == resolve_checkpoint(conn, ref))
-    return tuple(_row(row) for row in conn.execute(wanted.where(*in_force(now)).order_by(Hold.id)))
+    return tuple(_hold_row(row) for row in conn.execute(wanted.where(*in_force(now)).order_by(Hold.id)))
 
 
 def in_force(now: datetime) -> tuple[ColumnElement[bool], ...]:
@@ -77,7 +77,7 @@ def in_force(now: datetime) -> tuple[ColumnElement[bool], ...]:
     return Hold.released_at.is_(None), or_(Hold.until.is_(None), Hold.until > now)
 
 
-def _row(row: Any) -> HoldRow:
+def _hold_row(row: Any) -> HoldRow:
     return HoldRow(
         row.uuid, row.checkpoint, row.uri, row.reason, row.owner, row.placed_at, row.until, row.released_at
     )

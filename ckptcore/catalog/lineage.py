@@ -63,7 +63,7 @@ def with_fingerprint(conn: Connection, fingerprint: str) -> list[Origin]:
         same = column == wanted if whole else begins(column, wanted)
         found = dict.fromkeys(conn.execute(rows.where(same).order_by(*current_first())).scalars())
         if found:
-            return [_origin(conn, row, None) for row in found]
+            return [_origin_of(conn, row, None) for row in found]
     return []
 
 
@@ -106,14 +106,14 @@ def _by_digest(conn: Connection, digest: str) -> list[Origin]:
         .where(same)
         .order_by(*current_first(), CheckpointFile.path)
     )
-    return [_origin(conn, row.id, _file_row(row)) for row in conn.execute(wanted).all()]
+    return [_origin_of(conn, row.id, _file_row(row)) for row in conn.execute(wanted).all()]
 
 
 def _by_place(conn: Connection, uri: str) -> list[Origin]:
     here = select(Checkpoint.id, Checkpoint.uri, Checkpoint.state).order_by(*current_first())
     exact = conn.execute(here.where(Checkpoint.uri == uri)).first()
     if exact is not None:
-        return [_origin(conn, exact.id, _only_file(conn, exact.id, uri))]
+        return [_origin_of(conn, exact.id, _only_file(conn, exact.id, uri))]
     above = conn.execute(here.where(Checkpoint.uri.in_(parents(uri)))).all()
     # The innermost folder first; there, what stands there now before what was replaced.
     for row in sorted(above, key=lambda row: (-len(row.uri), row.state == State.REPLACED)):
@@ -124,7 +124,7 @@ def _by_place(conn: Connection, uri: str) -> list[Origin]:
             )
         ).first()
         if file is not None:
-            return [_origin(conn, row.id, _file_row(file))]
+            return [_origin_of(conn, row.id, _file_row(file))]
     return []
 
 
@@ -142,7 +142,7 @@ def _file_row(row: Any) -> FileRow:
     return FileRow(row.path, row.nbytes, row.digest, row.role)
 
 
-def _origin(conn: Connection, checkpoint: int, file: FileRow | None) -> Origin:
+def _origin_of(conn: Connection, checkpoint: int, file: FileRow | None) -> Origin:
     row = conn.execute(checkpoint_rows().where(Checkpoint.id == checkpoint)).one()
     conversion = next(iter(conversions_of(conn, checkpoint, Direction.OUT)), None)
     return Origin(

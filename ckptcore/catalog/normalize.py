@@ -37,7 +37,7 @@ def clean(text: str) -> str:
 
 def clean_json(value: Any) -> str:
     """`value` as canonical JSON; credentials of URLs left out, what is not JSON as its `str`."""
-    return json.dumps(_plain(value), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return json.dumps(_storable_tree(value), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
 
 def hex_digest(digest: str) -> str:
@@ -89,15 +89,15 @@ def parents(uri: str) -> list[str]:
     return above
 
 
-def _plain(value: Any) -> Any:
+def _storable_tree(value: Any) -> Any:
     if isinstance(value, str):  # a pattern of names is no secret, whatever it looks like
         return clean(value) if "://" in value else storable(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {storable(str(k)): _plain(v) for k, v in value.items()}
+        return {storable(str(k)): _storable_tree(v) for k, v in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_plain(item) for item in value]
+        return [_storable_tree(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted((_plain(item) for item in value), key=repr)
+        return sorted((_storable_tree(item) for item in value), key=repr)
     return clean(str(value))

@@ -48,9 +48,9 @@ def list_checkpoints(
     """Checkpoints, the newest first."""
     wanted = checkpoint_rows()
     if kind is not None:
-        wanted = wanted.where(Checkpoint.kind == _member(Kind, kind))
+        wanted = wanted.where(Checkpoint.kind == _member_value(Kind, kind))
     if state is not None:
-        wanted = wanted.where(Checkpoint.state == _member(State, state))
+        wanted = wanted.where(Checkpoint.state == _member_value(State, state))
     if run is not None:
         wanted = wanted.where(TrainingRun.name == run)
     newest = wanted.order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc()).limit(limit)
@@ -61,7 +61,7 @@ def list_conversions(conn: Connection, limit: int | None, state: str | None) -> 
     """Conversions, the newest first."""
     wanted = select(Conversion)
     if state is not None:
-        wanted = wanted.where(Conversion.state == _member(Outcome, state))
+        wanted = wanted.where(Conversion.state == _member_value(Outcome, state))
     newest = wanted.order_by(Conversion.started_at.desc(), Conversion.id.desc()).limit(limit)
     return tuple(conversion_row(row) for row in conn.execute(newest))
 
@@ -302,7 +302,7 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name))
 
 
-def _member(kind: type[Kind | State | Outcome], value: str) -> str:
+def _member_value(kind: type[Kind | State | Outcome], value: str) -> str:
     names = [member.value for member in kind]
     if value not in names:
         raise UsageError(f"{value!r} is none of {', '.join(names)}")

@@ -73,24 +73,26 @@ def note(conn: Connection, seen: SightingRow) -> None:
 
 def below(conn: Connection, root: str) -> dict[str, SightingRow]:
     """What was seen below a root, by place."""
-    wanted = select(Sighting.__table__).where(_inside(Sighting.uri, normal_uri(root)))
-    return {row.uri: _row(row) for row in conn.execute(wanted)}
+    wanted = select(Sighting.__table__).where(_is_below_root(Sighting.uri, normal_uri(root)))
+    return {row.uri: _sighting_row(row) for row in conn.execute(wanted)}
 
 
 def outputs_below(conn: Connection, root: str) -> frozenset[str]:
     """The places below a root where conversions write, or have written."""
     top = normal_uri(root)
-    begun = select(Conversion.destination_uri).where(_inside(Conversion.destination_uri, top))
-    known = select(Checkpoint.uri).where(_inside(Checkpoint.uri, top), Checkpoint.kind == Kind.DERIVED.value)
+    begun = select(Conversion.destination_uri).where(_is_below_root(Conversion.destination_uri, top))
+    known = select(Checkpoint.uri).where(
+        _is_below_root(Checkpoint.uri, top), Checkpoint.kind == Kind.DERIVED.value
+    )
     return frozenset([*conn.execute(begun).scalars(), *conn.execute(known).scalars()])
 
 
-def _inside(column: Any, root: str) -> ColumnElement[bool]:
+def _is_below_root(column: Any, root: str) -> ColumnElement[bool]:
     above = root.rstrip("/") + "/"
     return or_(column == root, column.startswith(above, autoescape=True))
 
 
-def _row(row: Any) -> SightingRow:
+def _sighting_row(row: Any) -> SightingRow:
     findings = tuple(Finding(**form) for form in json.loads(row.findings))
     return SightingRow(
         row.uri,

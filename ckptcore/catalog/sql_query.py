@@ -44,7 +44,7 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON face: a list of objects where the names of the columns differ, else of lists."""
-        rows = [[_plain(value) for value in row] for row in self.rows]
+        rows = [[_as_json(value) for value in row] for row in self.rows]
         named = len(set(self.columns)) == len(self.columns)
         told: list[Any] = [dict(zip(self.columns, row, strict=True)) for row in rows] if named else rows
         return {"columns": list(self.columns), "rows": told, "more": self.more}
@@ -75,10 +75,10 @@ def ask(
     if path is None and not name.startswith("file:"):
         raise UsageError("a catalog in memory cannot be asked", hint="name the file of a catalog")
     place = name.partition("?")[0] if path is None else f"file:{quote(str(path.absolute()))}"
-    return _worker(f"{place}?mode=ro", statement, limit, seconds, explain, 0, MEMORY, place)
+    return _ask_worker(f"{place}?mode=ro", statement, limit, seconds, explain, 0, MEMORY, place)
 
 
-def _worker(
+def _ask_worker(
     place: str | dict[str, Any],
     statement: str,
     limit: int,
@@ -86,7 +86,7 @@ def _worker(
     explain: bool,
     patience: float,
     heap: int,
-    shown: str,
+    label: str,
 ) -> Answer:
     asked = sqlworker.Asked(
         place=place,
@@ -117,9 +117,9 @@ def _worker(
     try:
         found = json.loads(done.stdout)
     except ValueError as error:  # it ran out of memory where Python has none left to say so
-        raise _refused(f"it ended with status {done.returncode}, out of memory") from error
+        raise _refusal(f"it ended with status {done.returncode}, out of memory") from error
     if "error" in found:
-        raise _error_of(found["kind"], found["error"], seconds, shown)
+        raise _error_of(found["kind"], found["error"], seconds, label)
     if found["columns"] is None:
         raise UsageError("the database did not answer: this is no query", hint="for example SELECT 1")
     rows = tuple(tuple(sqlworker.unpacked(value) for value in row) for row in found["rows"])
@@ -134,20 +134,20 @@ def _postgresql(url: URL, statement: str, limit: int, seconds: float, explain: b
     finally:
         engine.dispose()
     place = connect_arguments(url) | {k: v for k, v in place.items() if k != "context"}
-    shown = url.render_as_string(hide_password=True)
-    return _worker(place, statement, limit, seconds, explain, _PATIENCE, 0, shown)
+    label = url.render_as_string(hide_password=True)
+    return _ask_worker(place, statement, limit, seconds, explain, _PATIENCE, 0, label)
 
 
-def _error_of(kind: str, said: str, seconds: float, shown: str) -> CkptError:
+def _error_of(kind: str, said: str, seconds: float, label: str) -> CkptError:
     if kind == sqlworker.STOPPED:
         return _stopped(seconds)
     if kind == sqlworker.AWAY:  # it answered a moment ago
-        return CatalogAway(f"the catalog does not answer: {said.strip()}", url=shown)
+        return CatalogAway(f"the catalog does not answer: {said.strip()}", url=label)
     if kind == sqlworker.ADMINISTRATOR:
         return UsageError(
             said, hint="connect as a role that only reads; ckptcore/catalog/README.md makes one"
         )
-    return _refused(said)
+    return _refusal(said)
 
 
 def _stopped(seconds: float) -> UsageError:
@@ -156,14 +156,14 @@ def _stopped(seconds: float) -> UsageError:
     )
 
 
-def _refused(said: str) -> UsageError:
+def _refusal(said: str) -> UsageError:
     return UsageError(
         f"the database did not answer: {said.strip()}",
         hint="one SELECT at a time; nothing can be changed here. --explain shows its plan",
     )
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """As JSON has it."""
     if isinstance(value, date):  # datetimes are some
         return value.isoformat()

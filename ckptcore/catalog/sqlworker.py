@@ -127,7 +127,7 @@ def _sqlite(asked: Asked) -> dict[str, Any]:
         cursor = connection.execute(statement)
         if cursor.description is None:
             return {"columns": None, "rows": []}
-        rows = _rows(cursor, asked["rows"])
+        rows = _packed_rows(cursor, asked["rows"])
         return {"columns": [column[0] for column in cursor.description], "rows": rows}
     # Python 3.11 has a Warning for two statements in one; a NUL in a statement is a ValueError.
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
@@ -181,7 +181,7 @@ def _in_transaction(connection: Any, asked: Asked) -> dict[str, Any]:
             cursor.execute(f"DECLARE asked NO SCROLL CURSOR FOR {query}".encode(), prepare=True)
             # One row after the other: what is not fetched yet waits at the server.
             found = cursor.stream(f"FETCH {asked['rows']} FROM asked")
-        rows = _rows(found, asked["rows"])
+        rows = _packed_rows(found, asked["rows"])
         # A stream of no rows describes nothing: without rows the names are asked for by themselves.
         if cursor.description is None and not asked["explain"]:
             cursor.execute("FETCH 0 FROM asked")
@@ -212,12 +212,12 @@ def _require_plain_role(cursor: Any) -> None:
         )
 
 
-def _rows(given: Iterable[Any], rows: int) -> list[list[Any]]:
+def _packed_rows(given: Iterable[Any], rows: int) -> list[list[Any]]:
     found: list[list[Any]] = []
     size = 0
     for row in given:
         packed = [_packed(value) for value in row]
-        size += sum(map(_size, row, packed))
+        size += sum(map(_packed_size, row, packed))
         if size > ANSWER:
             raise _Failed(TOO_LARGE)
         found.append(packed)
@@ -226,7 +226,7 @@ def _rows(given: Iterable[Any], rows: int) -> list[list[Any]]:
     return found
 
 
-def _size(value: Any, packed: Any) -> int:
+def _packed_size(value: Any, packed: Any) -> int:
     sized = value if isinstance(value, bytes) else packed
     return len(sized) if isinstance(sized, bytes | str) else 16
 

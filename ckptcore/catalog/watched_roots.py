@@ -51,7 +51,7 @@ def add(
     """Watches `uri` under a name of its own. Raises `UsageError` when the name is taken."""
     if not name.strip():
         raise UsageError("a watched root needs a name", hint="for example that of the training run")
-    if _rows(conn, name):
+    if _root_rows(conn, name):
         raise UsageError(f"there is a watched root {name} already", hint="remove it first, or name another")
     conn.execute(
         insert(WatchedRoot).values(
@@ -88,7 +88,7 @@ def swept(conn: Connection, now: datetime, name: str, note: str = "") -> None:
 
 def get(conn: Connection, name: str) -> RootRow:
     """The root of this name. Raises `UsageError`."""
-    found = _rows(conn, name)
+    found = _root_rows(conn, name)
     if not found:
         raise UsageError(f"there is no watched root {name}", hint="`ckptcore catalog root list` shows them")
     return found[0]
@@ -96,10 +96,10 @@ def get(conn: Connection, name: str) -> RootRow:
 
 def every(conn: Connection, *, enabled: bool | None = None) -> tuple[RootRow, ...]:
     """All watched roots by name; enabled: only those that are, or are not."""
-    return tuple(root for root in _rows(conn, None) if enabled is None or root.enabled is enabled)
+    return tuple(root for root in _root_rows(conn, None) if enabled is None or root.enabled is enabled)
 
 
-def _rows(conn: Connection, name: str | None) -> list[RootRow]:
+def _root_rows(conn: Connection, name: str | None) -> list[RootRow]:
     wanted = select(WatchedRoot.__table__).order_by(WatchedRoot.name)
     if name is not None:
         wanted = wanted.where(WatchedRoot.name == storable(name))

@@ -20,7 +20,7 @@ ELEMENTS, NAMES, VALUES, FINITE, NEAR, LOGITS = (
 # Check -> what it asks, in the order in which answers show them.
 CHECKS = {
     ELEMENTS: "every element of the model part is in the export once, and nothing else is",
-    NAMES: "names and shapes are those of the model class that config.json describes",
+    NAMES: "names and shapes are those of the model class in config.json, or of an adapter's own config",
     VALUES: "every tensor holds what the source holds, through the map and the cast",
     FINITE: "no NaN and no Inf that the source does not have",
     NEAR: "every tensor points the way of its namesake in a related folder",

@@ -44,7 +44,7 @@ def render(value: Any, console: Console | None = None) -> None:
     if console is None:
         console = terminal.console()
         console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    for part in _parts(value):
+    for part in _blocks(value):
         console.print(part)
 
 
@@ -74,7 +74,7 @@ def tail(text: str, width: int) -> str:
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
-def _parts(value: Any) -> Iterable[RenderableType]:
+def _blocks(value: Any) -> Iterable[RenderableType]:
     if isinstance(value, CheckpointDetail):
         return _checkpoint(value)
     if isinstance(value, ConversionDetail):
@@ -82,7 +82,7 @@ def _parts(value: Any) -> Iterable[RenderableType]:
     if isinstance(value, Lineage):
         return _lineage(value)
     if isinstance(value, Answer):
-        return _rows(value)
+        return _answer(value)
     if not value:
         return ["nothing found"]
     if type(value[0]) in NAMED:
@@ -135,7 +135,7 @@ NAMED: dict[type, tuple[Column, ...]] = {
 }
 
 
-def _rows(answer: Answer) -> Iterable[RenderableType]:
+def _answer(answer: Answer) -> Iterable[RenderableType]:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in answer.columns:
         table.add_column(terminal.text(name), overflow="fold")
@@ -207,7 +207,7 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
         yield Group("", Text("written by"), _conversions(detail.written_by))
     if detail.used_by:
         yield Group("", Text("used by"), _conversions(detail.used_by))
-    yield from _found(detail.findings)
+    yield from _findings_table(detail.findings)
     if detail.files:
         left = len(detail.files) - _FILES
         yield Group(
@@ -267,7 +267,7 @@ def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
     both = detail.sources + detail.derived
     if both:
         yield Group("", _checkpoints(both))
-    yield from _found(detail.findings)
+    yield from _findings_table(detail.findings)
 
 
 def _verdict(row: ConversionRow) -> dict[str, str]:
@@ -280,13 +280,13 @@ def _verdict(row: ConversionRow) -> dict[str, str]:
 
 def _lineage(lines: Lineage) -> Iterable[RenderableType]:
     for step in reversed(lines.ancestors):
-        yield _step(step, step.source)
+        yield _step_text(step, step.source)
     yield terminal.text(("* " + _short(lines.checkpoint), "bold"))
     for step in lines.descendants:
-        yield _step(step, step.derived)
+        yield _step_text(step, step.derived)
 
 
-def _step(step: LineageStep, other: CheckpointRow) -> Text:
+def _step_text(step: LineageStep, other: CheckpointRow) -> Text:
     up = other is step.source
     made = f"{'->' if up else '<-'} {step.conversion.made_for} {_when(step.conversion.ended_at)}"
     return terminal.text(f"{'  ' * (step.depth - 1)}{'^' if up else 'v'} {_short(other)}  {made}")
@@ -316,7 +316,7 @@ def _origin(origin: Origin) -> RenderableType:
     return Group(_facts(facts), "")
 
 
-def _found(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
+def _findings_table(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     if findings:
         counts = Counter(f.severity for f in findings)
         said = ", ".join(f"{n} {severity}" for severity, n in counts.items())

@@ -116,5 +116,5 @@ def _once(request: Request, options: Options, progress: Progress, wait: str) -> 
     from ckptcore.utils.units import parse_duration
 
     return convert_once(
-        request, options.settings(), progress, options.register_in, wait_s=parse_duration(wait), told=waits
+        request, options.settings(), progress, options.register_in, wait_s=parse_duration(wait), on_wait=waits
     )

@@ -37,7 +37,7 @@ def sweep(names: RootNames = None, **given: Any) -> None:
             dry_run=given["dry_run"],
             settle_s=parse_duration(given["settle"]),
             again=given["again"],
-            told=show.told(as_json),
+            on_item=show.item_line(as_json),
         )
     show.swept(found, as_json=as_json)
     raise typer.Exit(found.exit_code)
@@ -53,7 +53,7 @@ def scrub(**given: Any) -> None:
 
     as_json = given["output"] is Output.JSON
     with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
-        found = run(catalog, given["share"], parse_duration(given["budget"]), told=show.looked(as_json))
+        found = run(catalog, given["share"], parse_duration(given["budget"]), on_look=show.looked(as_json))
     show.scrubbed(found, as_json=as_json)
     raise typer.Exit(found.exit_code)
 
@@ -83,7 +83,7 @@ def retire(
             take=settings if given["fingerprint"] else None,
             means=settings,
             allowed=Allowed.of(given["accept_loss"], cast=given["accept_cast"]),
-            told=show.fate(as_json),
+            on_retired=show.fate(as_json),
         )
     show.retired(found, as_json=as_json)
 
@@ -116,7 +116,7 @@ def rebuild(
             made=made or (),
             digests=digests,
             take=take,
-            told=lambda line: terminal.line(line, err=True),
+            on_place=lambda line: terminal.line(line, err=True),
         )
     if output is Output.JSON:
         write_json(done.as_dict())

@@ -84,10 +84,10 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
         f"{value.num_tensors} tensors, {show_size(value.nbytes)} ({kinds}); {stored} chunks in "
         f"{len(used)} files; {len(value.blobs) - len(value.unread)} objects"
     )
-    _pairs(out, "cannot be read", [(name, why.told()) for name, why in value.unread.items()])
+    _print_pairs(out, "cannot be read", [(name, why.told()) for name, why in value.unread.items()])
     table = _table("tensor", "dtype", "shape", "chunks")
     for i, t in tensors[:_LIMIT]:
-        _row(table, t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i])))
+        _add_row(table, t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i])))
     out.print(table)
     if len(tensors) > _LIMIT:
         out.print(f"and {len(tensors) - _LIMIT} more tensors (--output json has all, --include picks)")
@@ -170,14 +170,14 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
         out.print(terminal.text(f"{ranks}, the fullest {value.ranks.ratio:.3f} of the mean"))
     table = _table("file", "bytes", "tensors")
     for f in p.files[:_LIMIT]:
-        _row(table, f.path, f"{f.nbytes:,}", str(f.tensors))
+        _add_row(table, f.path, f"{f.nbytes:,}", str(f.tensors))
     out.print(table)
-    _pairs(out, "renamed", [(a, b) for a, b in p.renamed])
-    _pairs(out, "made", [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same])
-    _pairs(out, "computed", list(p.derived))
-    _pairs(out, "cast", [(a, f"{b} to {c}") for a, b, c in p.cast])
-    _pairs(out, "tied", [(a, f"{b}, equality is checked") for a, b in p.ties])
-    _pairs(out, "dropped", list(p.dropped))
+    _print_pairs(out, "renamed", [(a, b) for a, b in p.renamed])
+    _print_pairs(out, "made", [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same])
+    _print_pairs(out, "computed", list(p.derived))
+    _print_pairs(out, "cast", [(a, f"{b} to {c}") for a, b, c in p.cast])
+    _print_pairs(out, "tied", [(a, f"{b}, equality is checked") for a, b in p.ties])
+    _print_pairs(out, "dropped", list(p.dropped))
     _findings(out, value.warnings)
 
 
@@ -214,12 +214,12 @@ def difference(value: Difference, *, as_json: bool) -> None:
     rows = [(t.name, _what(t), *_both(t)) for t in value.tensors]
     rows += [(o.name, f"value, {o.what}" if o.what != "values" else "value", o.a, o.b) for o in value.objects]
     for row in rows[:_LIMIT]:
-        _row(table, *row)
+        _add_row(table, *row)
     if rows:
         out.print(table)
     if len(rows) > _LIMIT:
         out.print(f"and {len(rows) - _LIMIT} more (--output json has all)")
-    _pairs(out, "not compared", list(value.skipped))
+    _print_pairs(out, "not compared", list(value.skipped))
     _findings(out, [*value.a.warnings, *value.b.warnings])
 
 
@@ -266,7 +266,7 @@ def export_proof(value: ExportProof, *, as_json: bool) -> None:
         table.add_row(terminal.text(check.name), verdict, terminal.text(check.summary))
     out.print(table)
     problems = [(str(p.name) or check.name, p.what) for check in value.failures for p in check.problems]
-    _pairs(out, "failed", problems)
+    _print_pairs(out, "failed", problems)
     if value.conversion is not None:
         out.print(f"catalog {value.conversion}", style="dim")
 
@@ -328,11 +328,11 @@ def formats(*, as_json: bool) -> None:
         a, package = f.abilities, found.package(f.name)
         name = f.name if package == "ckptcore" else f"{f.name} ({package})"
         seen_by = f.recognised_by.replace("`", "")
-        _row(table, name, f.title, _yes(a.reads), _yes(a.writes), a.checksums, seen_by)
+        _add_row(table, name, f.title, _yes(a.reads), _yes(a.writes), a.checksums, seen_by)
     out.print(table)
     table = _table("recognised, not read", "what", "next step")
     for k in KNOWN:
-        _row(table, k.name, k.title, k.hint)
+        _add_row(table, k.name, k.title, k.hint)
     out.print(table)
     for package, reason in found.broken:
         out.print(terminal.text(("not used", "red"), f": formats of {package}: {reason}"))
@@ -408,12 +408,12 @@ def _findings(out: Console, found: Sequence[Finding]) -> None:
         out.print(f"and {len(found) - _LIMIT} more (--output json has all)")
 
 
-def _pairs(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+def _print_pairs(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
     if not rows:
         return
     table = _table(title, "")
     for a, b in rows[:_LIMIT]:
-        _row(table, a, b)
+        _add_row(table, a, b)
     out.print(table)
     if len(rows) > _LIMIT:
         out.print(f"and {len(rows) - _LIMIT} more {title} (--output json has all)")
@@ -429,7 +429,7 @@ def _table(*columns: str) -> Any:
     return table
 
 
-def _row(table: Any, *cells: str) -> None:
+def _add_row(table: Any, *cells: str) -> None:
     """Adds a row in which no cell makes lines of its own."""
     table.add_row(*map(terminal.text, cells))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MOST = 50  # names of what is unproven that are printed of one source
 
 
-def told(as_json: bool) -> Callable[[SweepItem], None]:
+def item_line(as_json: bool) -> Callable[[SweepItem], None]:
     """Tells each item of a sweep on standard error while the sweep goes on, where the answer is JSON."""
 
     def line(item: SweepItem) -> None:

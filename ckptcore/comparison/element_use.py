@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Ints, Manifest
+from ckptcore.core.manifest import Ints, Manifest, with_dims
 
 _WINDOW = 1 << 23  # elements that are marked at a time
 _TILE = 1 << 20  # elements whose addresses are made at a time
@@ -54,7 +54,7 @@ def element_use(source: Manifest, mapped: Manifest, kept: Set[str]) -> Use:
     for item in sorted({*have.item[left_have].tolist(), *want.item[left_want].tolist()}):
         mine = left_have[have.item[left_have] == item]
         theirs = left_want[want.item[left_want] == item]
-        _mark(_tiles(have, mine), _tiles(want, theirs), unused, repeated)
+        _mark_leftover(_tiles(have, mine), _tiles(want, theirs), unused, repeated)
     return Use(dict(unused), dict(repeated))
 
 
@@ -97,8 +97,8 @@ def _uses(manifest: Manifest, kept: Callable[[str], bool]) -> _Uses:
         np.concatenate(owners),
         np.concatenate([t.item for t in tables]),
         np.concatenate([t.start for t in tables]),
-        np.concatenate([_wide(t.shape, rank, 1) for t in tables]),
-        np.concatenate([_wide(t.stride, rank, 0) for t in tables]),
+        np.concatenate([with_dims(t.shape, rank, 1) for t in tables]),
+        np.concatenate([with_dims(t.stride, rank, 0) for t in tables]),
         np.concatenate([t.run for t in tables]),
     )
 
@@ -125,10 +125,6 @@ def _of(manifest: Manifest, tensors: list[int]) -> _Uses:
         run &= (shape[:, d] == 1) | (stride[:, d] == expected)
         expected = expected * shape[:, d]
     return _Uses([t.fqn for t in manifest.tensors], owner, chunks.item[rows], start, shape, stride, run)
-
-
-def _wide(table: Ints, rank: int, fill: int) -> Ints:
-    return np.pad(table, ((0, 0), (0, rank - table.shape[1])), constant_values=fill)
 
 
 def _cancelled(have: _Uses, want: _Uses) -> tuple[Ints, Ints]:
@@ -190,7 +186,9 @@ def _tiles(uses: _Uses, rows: Ints) -> list[_Tile]:
     return found
 
 
-def _mark(have: list[_Tile], want: list[_Tile], unused: Counter[str], repeated: Counter[str]) -> None:
+def _mark_leftover(
+    have: list[_Tile], want: list[_Tile], unused: Counter[str], repeated: Counter[str]
+) -> None:
     """Adds what one item's tiles leave over."""
     for begin in sorted({w for t in (*have, *want) for w in _windows(t)}):
         marks = np.zeros(_WINDOW, np.int16)
@@ -220,17 +218,17 @@ def _add(marks: Marks, begin: int, tile: _Tile, by: int) -> None:
     if view is not None:
         view += by
         return
-    for places in _places(tile, begin):
+    for places in _addresses_in_window(tile, begin):
         np.add.at(marks, places, np.int16(by))
 
 
 def _seen(marks: Marks, begin: int, tile: _Tile) -> Marks:
     """The marks of a tile's elements in the window."""
     view = tile.inside(marks, begin)
-    return view if view is not None else np.concatenate([marks[p] for p in _places(tile, begin)])
+    return view if view is not None else np.concatenate([marks[p] for p in _addresses_in_window(tile, begin)])
 
 
-def _places(tile: _Tile, begin: int) -> Iterator[Ints]:
+def _addresses_in_window(tile: _Tile, begin: int) -> Iterator[Ints]:
     """Where a tile's elements are in a window."""
     addresses = tile.addresses() - begin
     yield addresses[(addresses >= 0) & (addresses < _WINDOW)]

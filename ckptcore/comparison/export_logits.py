@@ -11,8 +11,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,7 @@ from ckptcore.checking.export_proof import LOGITS, Check, Problem, failed, not_d
 from ckptcore.core import dtype as dtypes
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import BudgetTooSmall, UsageError
+from ckptcore.planning import transformers_process
 from ckptcore.store import local_path
 from ckptcore.utils.memory import available_memory
 from ckptcore.utils.units import show_size
@@ -84,20 +83,20 @@ def check_logits(export: str, wanted: LogitsWanted) -> Check:
     for folder in folders:
         if not os.path.isfile(f"{folder}/config.json"):
             return not_done(LOGITS, f"cannot open {folder} with transformers: there is no config.json")
-    outcome = _ask(
-        {
-            "folders": folders,
-            "dtype": dtypes.get(wanted.dtype).name,
-            "device": wanted.device,
-            "seed": SEED,
-            "batch": BATCH,
-            "length": LENGTH,
-        }
-    )
-    return _judged(outcome, folders, wanted)
+    asked = {
+        "folders": folders,
+        "dtype": dtypes.get(wanted.dtype).name,
+        "device": wanted.device,
+        "seed": SEED,
+        "batch": BATCH,
+        "length": LENGTH,
+    }
+    # No limit of time: two models are read whole, from disks and on devices of any speed.
+    outcome = transformers_process.ask("ckptcore.comparison.logits_process", asked, seconds=None)
+    return _logits_check(outcome, folders, wanted)
 
 
-def _judged(outcome: dict[str, Any], folders: Sequence[str], wanted: LogitsWanted) -> Check:
+def _logits_check(outcome: dict[str, Any], folders: Sequence[str], wanted: LogitsWanted) -> Check:
     if "error" in outcome:
         return not_done(LOGITS, outcome["error"])
     mine, *others = outcome["folders"]
@@ -133,7 +132,7 @@ def _unopened(outcome: Mapping[str, Any]) -> list[Problem]:
 
 def _fields(folders: Sequence[str]) -> list[Problem]:
     """Where the two config.json say other things: what no shape shows."""
-    one, two = (_config(folder) for folder in folders)
+    one, two = (_config_form(folder) for folder in folders)
     skipped = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
     keys = [key for key in sorted({*one, *two} - skipped) if one.get(key) != two.get(key)]
     return [
@@ -142,7 +141,7 @@ def _fields(folders: Sequence[str]) -> list[Problem]:
     ]
 
 
-def _config(folder: str) -> dict[str, Any]:
+def _config_form(folder: str) -> dict[str, Any]:
     with open(f"{folder}/config.json", "rb") as file:  # it was opened by transformers before
         form = json.load(file)
     return form if isinstance(form, dict) else {}
@@ -158,24 +157,3 @@ def require_folder(url: str) -> str:
     if not path.is_dir():
         raise UsageError(f"cannot open {url} with transformers: it is no folder", hint="Try its folder")
     return str(path.absolute())
-
-
-def _ask(asked: dict[str, Any]) -> dict[str, Any]:
-    run = subprocess.run(
-        # -P: nothing is imported from the current folder
-        [sys.executable, "-P", "-m", "ckptcore.comparison.logits_process"],
-        input=json.dumps(asked).encode(),
-        capture_output=True,
-        check=False,
-    )
-    try:
-        outcome: dict[str, Any] = json.loads(run.stdout)
-    except ValueError:
-        last = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        how = (
-            f"was killed by signal {-run.returncode}"
-            if run.returncode < 0
-            else f"ended with {run.returncode}"
-        )
-        return {"error": f"the process that opens the models {how}{f': {last[0]}' if last else ''}"}
-    return outcome

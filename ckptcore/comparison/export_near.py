@@ -61,10 +61,10 @@ def near(export: Opened, base: Opened, settings: Settings, progress: Progress | 
         if a.shape != b.shape:
             shapes.append((name, a.shape, b.shape))
         elif a.numel:
-            pairs.append(_Pair(name, (export, base), (row, theirs[name])))
+            pairs.append(_SummedPair(name, (export, base), (row, theirs[name])))
     budget = Budget.of(settings)
     meter = ProgressMeter(progress, "near", sum(p.spec.nbytes for p in pairs))
-    walk_boxes(_opening(pairs), lambda: _worker((export, base), budget), budget, meter)
+    walk_boxes(_opening(pairs), lambda: _sums_box((export, base), budget), budget, meter)
     export.finish()
     base.finish()
     found = {p.name: p.cosine() for p in pairs}
@@ -77,7 +77,7 @@ def near(export: Opened, base: Opened, settings: Settings, progress: Progress | 
     )
 
 
-class _Pair(OpenTensor):
+class _SummedPair(OpenTensor):
     """A pair while it is read, and its sums."""
 
     def __init__(self, name: str, sides: tuple[Opened, Opened], rows: tuple[int, int]) -> None:
@@ -98,18 +98,18 @@ class _Pair(OpenTensor):
         return float(dot / (math.sqrt(one) * math.sqrt(two)))
 
 
-def _opening(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
+def _opening(pairs: Sequence[_SummedPair]) -> Iterator[_SummedPair]:
     for each in pairs:
         each.readers = [side.reader(row) for side, row in zip(each.sides, each.rows, strict=True)]
         yield each
 
 
-def _worker(sides: tuple[Opened, Opened], budget: Budget) -> Callable[[_Pair, Box], None]:
+def _sums_box(sides: tuple[Opened, Opened], budget: Budget) -> Callable[[_SummedPair, Box], None]:
     """What sums one box in one thread."""
     torch = torch_on("cpu")
     one, two, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
 
-    def read(each: _Pair, box: Box) -> None:
+    def read(each: _SummedPair, box: Box) -> None:
         held = []
         for side, reader, spec, buffer in zip(sides, each.readers, each.specs, (one, two), strict=True):
             with labelled(side.label):
@@ -117,7 +117,7 @@ def _worker(sides: tuple[Opened, Opened], budget: Budget) -> Callable[[_Pair, Bo
             held.append(_elements(torch, buffer, spec.dtype, box.numel))
         sums = np.zeros(3)
         for at in range(0, box.numel, _BLOCK):
-            a, b = (_wide(torch, h[at : at + _BLOCK]) for h in held)
+            a, b = (_as_float64(torch, h[at : at + _BLOCK]) for h in held)
             sums += [float(torch.dot(a, b)), float(torch.dot(a, a)), float(torch.dot(b, b))]
         with each.lock:
             each.sums += sums
@@ -130,7 +130,7 @@ def _elements(torch: Any, buffer: Bytes, dtype: str, count: int) -> Any:
     return torch.from_numpy(data).view(getattr(torch, dtype))
 
 
-def _wide(torch: Any, block: Any) -> Any:
+def _as_float64(torch: Any, block: Any) -> Any:
     """Elements as float64; a complex number as its two parts."""
     if block.is_complex():
         block = torch.view_as_real(block.to(torch.complex128)).reshape(-1)

@@ -87,11 +87,11 @@ def read_beside(
     Raises what reading raises, but for damage, which is noted.
     """
     budget = Budget.of(settings)
-    opened = [_Pair(p) for p in pairs if p.specs[0].numel]
+    opened = [_ComparedPair(p) for p in pairs if p.specs[0].numel]
     meter = ProgressMeter(progress, "compare", sum(p.spec.nbytes for p in opened))
-    walk_boxes(_opening(opened), lambda: _worker(budget), budget, meter)
+    walk_boxes(_opening(opened), lambda: _compares_box(budget), budget, meter)
     found = {id(each.pair): each.seen() for each in opened}
-    return tuple(found.get(id(p)) or _empty(p) for p in pairs)
+    return tuple(found.get(id(p)) or _seen_empty(p) for p in pairs)
 
 
 def finish(side: Opened, label: str) -> tuple[str, str] | None:
@@ -106,7 +106,7 @@ def finish(side: Opened, label: str) -> tuple[str, str] | None:
     return None
 
 
-class _Pair(OpenTensor):
+class _ComparedPair(OpenTensor):
     """A pair while it is read, and what was found. Its spec is of the wider dtype: boxes of both fit."""
 
     def __init__(self, pair: Beside) -> None:
@@ -137,23 +137,23 @@ class _Pair(OpenTensor):
         return Seen(self.pair.name, self.specs, self.differing, self.first, self.nan, self.inf, taken, damage)
 
 
-def _opening(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
+def _opening(pairs: Sequence[_ComparedPair]) -> Iterator[_ComparedPair]:
     for each in pairs:
         each.begin()
         yield each
 
 
-def _empty(pair: Beside) -> Seen:
+def _seen_empty(pair: Beside) -> Seen:
     spec = pair.specs[1]
     taken = tensor_fingerprint(spec.dtype, spec.shape, ZERO)
     return Seen(pair.name, pair.specs, 0, None, (0, 0), (0, 0), taken)
 
 
-def _worker(budget: Budget) -> Callable[[_Pair, Box], None]:
+def _compares_box(budget: Budget) -> Callable[[_ComparedPair, Box], None]:
     """What compares one box in one thread."""
     one, two, cast, scratch = (np.empty(budget.tile, np.uint8) for _ in range(4))
 
-    def compare(each: _Pair, box: Box) -> None:
+    def compare(each: _ComparedPair, box: Box) -> None:
         tiles = []
         for n, (label, buffer) in enumerate(((SOURCE, one), (EXPORT, two))):
             dtype = each.specs[n].dtype
@@ -164,12 +164,12 @@ def _worker(budget: Budget) -> Callable[[_Pair, Box], None]:
                     each.damage.setdefault(label, error.message)
                 return
             tiles.append(buffer[: box.numel * BY_NAME[dtype].itemsize])
-        _compare(each, box, tiles[0], tiles[1], cast, scratch)
+        _compare_box(each, box, tiles[0], tiles[1], cast, scratch)
 
     return compare
 
 
-def _compare(each: _Pair, box: Box, held: Bytes, got: Bytes, room: Bytes, scratch: Bytes) -> None:
+def _compare_box(each: _ComparedPair, box: Box, held: Bytes, got: Bytes, room: Bytes, scratch: Bytes) -> None:
     (source, export), itemsize = each.specs, BY_NAME[each.specs[1].dtype].itemsize
     wanted = held
     if source.dtype != export.dtype:

@@ -38,6 +38,24 @@ from ckptcore.reading.gather import tile_view
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 
+@dataclass(frozen=True, slots=True)
+class FingerprintRules:
+    """Of what a fingerprint is taken.
+
+    model: of the model part alone, wrappers off the names. model_prefix: where that is, or None to find it.
+    include, exclude: globs on stored names. rename: (old, new).
+    """
+
+    model: bool = False
+    model_prefix: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+
+
+EVERYTHING = FingerprintRules()
+
+
 @dataclass(frozen=True)
 class Fingerprints:
     """What a checkpoint holds.
@@ -71,19 +89,15 @@ def fingerprint(
     manifest: Manifest,
     settings: Settings,
     progress: Progress | None = None,
-    *,
-    model: bool = False,
-    model_prefix: str | None = None,
-    include: tuple[str, ...] = (),
-    exclude: tuple[str, ...] = (),
-    rename: tuple[tuple[str, str], ...] = (),
+    rules: FingerprintRules = EVERYTHING,
 ) -> Fingerprints:
     """The fingerprint of a checkpoint; see `ckptcore.api.fingerprint`."""
-    inside = in_model(manifest, model_prefix) if model else str
+    include, exclude = rules.include, rules.exclude
+    inside = in_model(manifest, rules.model_prefix) if rules.model else str
     require_whole(manifest, lambda name: is_kept(name, include, exclude) and inside(name) is not None)
-    options: dict[str, Any] = {"include": include, "exclude": exclude, "rename": rename}
-    if model:
-        part = find_model(manifest, model_prefix)
+    options: dict[str, Any] = {"include": include, "exclude": exclude, "rename": rules.rename}
+    if rules.model:
+        part = find_model(manifest, rules.model_prefix)
         options |= {"prefix": part.prefix, "also": part.foreign, "unwrap": True}
     mapped = remap(manifest, **options)
     if not mapped.manifest.tensors:

@@ -1,21 +1,19 @@
 """Compute logits with transformers: do two folders open, and do they say the same?
 
-Run as ``python -m ckptcore.comparison.logits_process`` with JSON on standard input: ``{"folders": [path,
-...], "dtype", "device", "seed", "batch", "length"}``; prints JSON. One process for all folders, one model at
-a time: logits of one model can differ in their last bits from process to process. Nothing is fetched, and no
-code that lies in a folder is run.
+Runs in a process of its own (`ckptcore.planning.transformers_process`), which is asked
+``{"folders": [path, ...], "dtype", "device", "seed", "batch", "length"}``. One process for all folders, one
+model at a time: logits of one model can differ in their last bits from process to process.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ckptcore.planning.transformers_process import LOCAL, Answer, brief, quiet_transformers, serve
 
-def answer(asked: dict[str, Any]) -> dict[str, Any]:
+
+def answer(asked: dict[str, Any]) -> Answer:
     """What became of each folder, and how the first one's logits lie to the second's.
 
     ``folders``: for each ``{"class", "shape", "finite"}``, or ``{"refused": why}`` where transformers does
@@ -24,18 +22,16 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     can be said.
     """
     import torch
-    import transformers
 
-    library: Any = transformers  # ships no complete types
-    library.logging.set_verbosity_error()
-    out: dict[str, Any] = {"transformers": library.__version__, "folders": []}
+    library = quiet_transformers()
+    out: Answer = {"transformers": library.__version__, "folders": []}
     configs: list[Any] = []
     for folder in asked["folders"]:
         try:
-            configs.append(library.AutoConfig.from_pretrained(folder, **_LOCAL))
+            configs.append(library.AutoConfig.from_pretrained(folder, **LOCAL))
         except Exception as error:  # any failure of a third-party config class says that it does not open
             configs.append(None)
-            out["folders"].append({"refused": _brief(error)})
+            out["folders"].append({"refused": brief(error)})
         else:
             out["folders"].append({})
     if None in configs:
@@ -61,9 +57,6 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-_LOCAL = {"local_files_only": True, "trust_remote_code": False}
-
-
 def _logits(
     library: Any, torch: Any, folder: str, config: Any, ids: Any, asked: dict[str, Any]
 ) -> tuple[dict[str, Any], Any]:
@@ -72,7 +65,7 @@ def _logits(
     cls = getattr(library, names[0], None) if names else None
     # Version 5 calls it dtype, earlier ones torch_dtype.
     kind = "dtype" if int(library.__version__.split(".")[0]) >= 5 else "torch_dtype"
-    means = {kind: getattr(torch, asked["dtype"]), "output_loading_info": True, **_LOCAL}
+    means = {kind: getattr(torch, asked["dtype"]), "output_loading_info": True, **LOCAL}
     try:
         model, info = (cls or library.AutoModelForCausalLM).from_pretrained(folder, **means)
     except (ImportError, MemoryError):  # a library or memory is lacking: nothing is said against the folder
@@ -82,9 +75,9 @@ def _logits(
             error, RuntimeError
         ):  # torch's way to say that memory is lacking
             raise
-        return {"refused": _brief(error)}, None
+        return {"refused": brief(error)}, None
     outcome: dict[str, Any] = {"class": type(model).__name__}
-    random = {k: sorted(_names(info.get(f"{k}_keys") or ())) for k in ("missing", "mismatched")}
+    random = {k: sorted(_key_names(info.get(f"{k}_keys") or ())) for k in ("missing", "mismatched")}
     if any(random.values()):
         return outcome | random, None
     model = model.to(asked["device"]).eval()
@@ -103,7 +96,7 @@ def _logits(
     return outcome, logits
 
 
-def _names(keys: Sequence[Any]) -> list[str]:
+def _key_names(keys: Sequence[Any]) -> list[str]:
     """Names of tensors; of a mismatch, its first element."""
     return [str(k[0]) if isinstance(k, tuple | list) else str(k) for k in keys]
 
@@ -115,23 +108,5 @@ def _vocabulary(config: Any) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def _brief(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:4])[:500]}"
-
-
-def main() -> None:
-    """Answers on standard output; an error becomes ``{"error": text}``."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    try:
-        outcome = answer(json.load(sys.stdin))
-    except Exception as error:  # of transformers' inside, which may change with any version
-        outcome = {"error": _brief(error)}
-    json.dump(outcome, answers)
-    answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(answer)

@@ -60,7 +60,7 @@ def compare(a: Leaves, b: Leaves) -> tuple[list[ObjectDifference], int, list[tup
             different.append(ObjectDifference(name, what, _words(ours), _words(theirs)))
         elif _canonical(ours) != _canonical(theirs):
             different.append(ObjectDifference(name, VALUES, _words(ours), _words(theirs)))
-        elif refused := _refused(ours):
+        elif refused := _first_refused(ours):
             skipped.append((name, f"neither side's value is built: {refused}"))
         else:
             equal += 1
@@ -85,14 +85,14 @@ def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         tree = tree["value"]
     if isinstance(tree, dict) and tree.get("$") == "tensor":
         return
-    below = _below(tree)
+    below = _children(tree)
     if not below:
         yield path, tree
     for key, value in below:
         yield from _walk(value, f"{path}.{key}")
 
 
-def _below(tree: Any) -> list[tuple[Any, Any]]:
+def _children(tree: Any) -> list[tuple[Any, Any]]:
     if isinstance(tree, list):
         return list(enumerate(tree))
     if not isinstance(tree, dict):
@@ -112,15 +112,15 @@ def _holds(tree: Any, kinds: Sequence[str]) -> bool:
     return isinstance(tree, dict) and (tree.get("$") in kinds or any(_holds(v, kinds) for v in tree.values()))
 
 
-def _refused(tree: Any) -> str:
+def _first_refused(tree: Any) -> str:
     """The first value inside that was not built; empty when there is none."""
     if isinstance(tree, list):
-        return next((r for r in map(_refused, tree) if r), "")
+        return next((r for r in map(_first_refused, tree) if r), "")
     if not isinstance(tree, dict):
         return ""
     if tree.get("$") == "ndarray":
         return str(tree["value"].get("refused", ""))
-    return str(tree["name"]) if tree.get("$") == "refused" else _refused(list(tree.values()))
+    return str(tree["name"]) if tree.get("$") == "refused" else _first_refused(list(tree.values()))
 
 
 def _canonical(value: Any) -> str:

@@ -102,7 +102,7 @@ def walk(
             yield found[-1]
 
     meter = ProgressMeter(progress, "compare", sum(p.a.nbytes for p in pairs))
-    walk_boxes(opened(), lambda: _worker((a, b), budget, lock), budget, meter)
+    walk_boxes(opened(), lambda: _compares_box((a, b), budget, lock), budget, meter)
     a.finish()
     b.finish()
     return [each.result() for each in found if each.differing]
@@ -141,11 +141,11 @@ class _Pair(OpenTensor):
         pair, (place, one, two) = self.pair, self.first
         index = tuple(int(i) for i in np.unravel_index(place, pair.a.shape)) if pair.a.shape else ()
         dtype = pair.a.dtype
-        element = Element(index, _value(one, dtype), _value(two, dtype), _hex(one), _hex(two))
+        element = Element(index, _element(one, dtype), _element(two, dtype), _hex(one), _hex(two))
         return TensorDifference(pair.name, (VALUES,), pair.a, pair.b, self.differing, element)
 
 
-def _worker(
+def _compares_box(
     sides: tuple[Opened, Opened], budget: Budget, lock: threading.Lock
 ) -> Callable[[_Pair, Box], None]:
     """What compares one box in one thread."""
@@ -169,7 +169,7 @@ def _worker(
     return compare
 
 
-def _value(raw: bytes, dtype: str) -> bool | int | float | complex:
+def _element(raw: bytes, dtype: str) -> bool | int | float | complex:
     """The element of little-endian bytes."""
     import torch
 

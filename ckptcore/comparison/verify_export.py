@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from ckptcore.checking.check import check
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.export_proof import (
     ELEMENTS,
+    FAILED,
     FINITE,
     LOGITS,
     NAMES,
@@ -37,26 +39,33 @@ from ckptcore.checking.export_proof import (
     not_done,
     passed,
 )
+from ckptcore.comparison.diff import DiffRules, diff
 from ckptcore.comparison.element_use import element_use
 from ckptcore.comparison.export_logits import LogitsWanted, check_logits, require_folder, require_memory
 from ckptcore.comparison.export_near import near
 from ckptcore.comparison.export_values import EXPORT, SOURCE, Beside, Seen, finish, read_beside
+from ckptcore.comparison.result import DTYPE, ONLY_A, ONLY_B, SHAPE
 from ckptcore.comparison.tensor_compare import Opened
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import placed
 from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch, NotComplete, UsageError
 from ckptcore.fingerprints.sums import checkpoint_fingerprint
+from ckptcore.naming.peft import adapter_config, find_adapter
 from ckptcore.planning.compose import MappedExport, map_export
 from ckptcore.planning.config_folder import ConfigFolder, check_names
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.hub_files import ADAPTER, CARD, CONFIG, NONE
 from ckptcore.planning.model_card import tied_by_card
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store import open_store
+from ckptcore.store import join_url, local_path, open_store
+from ckptcore.store.listing import folder_at
+from ckptcore.store.place import identify
 from ckptcore.utils.workers import Progress
 
 _MAX_SMALL = 64 << 20  # bytes of a config.json or a model card
 _MOST_COSINES = 20
+Ties = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +114,23 @@ def verify_export(
             raise
         mapped = _Unmapped(str(error))
     if isinstance(mapped, _Unmapped):
-        checks = [_whole(export, mapped.reason), _names(export)]
+        checks = [_whole_check(export, mapped.reason), _check_names(export)[0]]
         checks += [not_done(name, mapped.reason) for name in (VALUES, FINITE)]
         seen: tuple[Seen, ...] = ()
     else:
         elements = _elements(export, mapped)
-        names = _names(export)
-        values, finite, seen = _values(export, mapped, settings, progress)
+        names, ties = _check_names(export)
+        values, finite, seen = _values(export, mapped, ties, settings, progress)
         checks = [elements, names, values, finite]
     if base is not None:
         checks.append(_near(export, base, wanted, settings, progress))
     if wanted.logits is not None:
-        checks.append(check_logits(url, wanted.logits))
+        logits = check_logits(url, wanted.logits)
+        if logits.verdict == FAILED and wanted.logits.reference is not None:
+            other = folders[wanted.logits.reference]
+            unlike = list(_unlike(export.values, other, settings, progress))
+            logits = failed(LOGITS, [*logits.problems, *unlike], **dict(logits.values))
+        checks.append(logits)
     return ExportProof(url, export.stored.format, place, found_by, tuple(checks), _fingerprint(export, seen))
 
 
@@ -124,15 +138,15 @@ def verify_export(
 class _Export:
     """The folder that is verified. stored: its tensors as they are stored; values: those of quantised ones.
 
-    config: its config.json, or None. adapter: whether it is a LoRA adapter with its config. card: its README,
-    empty where there is none.
+    config: its config.json, or None. adapter: its adapter_config.json, or None. card: its README, empty where
+    there is none.
     """
 
     url: str
     stored: Manifest
     values: Manifest
     config: ConfigFolder | None
-    adapter: bool
+    adapter: bytes | None
     card: str
 
     @classmethod
@@ -141,7 +155,7 @@ class _Export:
         values = inspect(url)
         stored = inspect(url, keep_quantized=True) if values.derived else values
         if stored.origin.get("file"):
-            return cls(url, stored, values, None, False, "")
+            return cls(url, stored, values, None, None, "")
         with closing(open_store(stored.root)) as store:
             small = {}
             for name in (CONFIG, ADAPTER, CARD):
@@ -150,7 +164,7 @@ class _Export:
                     small[name] = store.read(name, 0, size)
         config = ConfigFolder(url, small) if CONFIG in small else None
         card = small.get(CARD, b"").decode(errors="replace")
-        return cls(url, stored, values, config, ADAPTER in small, card)
+        return cls(url, stored, values, config, small.get(ADAPTER), card)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of what is stored."""
@@ -184,7 +198,9 @@ def _map(source: ExportSource, export: _Export) -> _Mapped | _Unmapped:
     request = source.request
     if not source.exact and export.values.derived:  # what is quantised there was carried as it is
         request = replace(request, keep_quantized=True)
-    if export.config is not None or export.adapter:  # the folders that the request named may be gone
+    if (
+        export.config is not None or export.adapter is not None
+    ):  # the folders that the request named may be gone
         request = replace(request, config=export.url, tokenizer=NONE)
     manifest = inspect(request.source, request.recover, request.keep_quantized)
     if source.digest is not None and manifest.digest != source.digest and not source.asked:
@@ -192,8 +208,36 @@ def _map(source: ExportSource, export: _Export) -> _Mapped | _Unmapped:
             f"{request.source} is another checkpoint now: its manifest digest is {manifest.digest[:16]}, "
             f"{source.by} says {source.digest[:16]}"
         )
+    if _shares_files(manifest, export.stored):
+        if source.asked:
+            raise UsageError(
+                f"cannot hold {export.url} against {request.source}: they are the same files",
+                hint="name the checkpoint that was exported: --against SRC",
+            )
+        return _Unmapped(f"{source.by} names the export itself as its source")
     mapped = map_export(request, manifest)
     return _Mapped(source, manifest, _tied(request, manifest, mapped, export))
+
+
+def _shares_files(one: Manifest, other: Manifest) -> bool:
+    """Whether a file with tensors is one of both: what is held against itself is always equal."""
+    return not _files(one).isdisjoint(_files(other))
+
+
+def _files(manifest: Manifest) -> set[object]:
+    """What each of its files with tensors is, whatever it is called: links lead to one file."""
+    found: set[object] = set()
+    for name in placed(manifest):
+        url = join_url(manifest.root, name)
+        path = local_path(url)
+        if path is None:
+            place = identify(url)
+            found.add((place.family, place.spots))
+            continue
+        with suppress(OSError):  # it is missing: said by the check of elements
+            seen = os.stat(path)
+            found.add((seen.st_dev, seen.st_ino))
+    return found
 
 
 def _tied(request: Request, manifest: Manifest, mapped: MappedExport, export: _Export) -> MappedExport:
@@ -237,13 +281,42 @@ def _of_unread(url: str, error: DamagedCheckpoint, wanted: Wanted) -> Iterator[C
         yield not_done(name, f"cannot read {url}")
 
 
+def _unlike(
+    export: Manifest, reference: Manifest, settings: Settings, progress: Progress | None
+) -> Iterator[Problem]:
+    """The tensors that are not the reference's: logits alone do not say which is wrong."""
+    try:
+        found = diff(export, reference, DiffRules(), settings, progress)
+    except CkptError as error:
+        yield Problem("", f"the tensors were not held against the reference's: {error}")
+        return
+    texts = {
+        ONLY_A: "is not in the reference",
+        ONLY_B: "is in the reference alone",
+        DTYPE: "has another dtype in the reference",
+        SHAPE: "has another shape in the reference",
+    }
+    for tensor in found.tensors:
+        what = [texts[kind] for kind in tensor.what if kind in texts]
+        if tensor.differing:
+            what.append(f"{tensor.differing:,} elements are not those of the reference")
+        yield Problem(tensor.name, "; ".join(what))
+
+
 def _defects(export: _Export) -> list[Problem]:
     """What is wrong with an export by itself: files that are missing or cut off, holes."""
     report = check(export.stored, None, "cover")
-    return [Problem(f.fqn or f.file or "", f.message) for f in report.findings if f.severity == "error"]
+    problems = [Problem(f.fqn or f.file or "", f.message) for f in report.findings if f.severity == "error"]
+    if export.stored.origin.get("file"):
+        return problems
+    used = {file.path for file in export.stored.files}
+    beside = [n for n in folder_at(export.stored.root).files if n.endswith(".safetensors") and n not in used]
+    return problems + [
+        Problem(n, "is no part of the export, and loaders may read it instead") for n in beside
+    ]
 
 
-def _whole(export: _Export, reason: str) -> Check:
+def _whole_check(export: _Export, reason: str) -> Check:
     problems = _defects(export)
     return failed(ELEMENTS, problems) if problems else not_done(ELEMENTS, reason)
 
@@ -291,29 +364,50 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
     return passed(ELEMENTS, f"{len(there)} tensors, {count:,} elements{left}", **values)
 
 
-def _names(export: _Export) -> Check:
-    if export.config is None:
-        return not_done(NAMES, "there is no config.json")
+def _adapter_names(export: _Export, content: bytes) -> Check:
+    """Of an adapter: names, shapes and ranks against its own config; the model below it is not here."""
     try:
-        form = json.loads(export.config.content[CONFIG])
-        if not isinstance(form, dict):
-            return failed(NAMES, [Problem("config.json", "is no JSON object")])
+        form = json.loads(content)
+        shapes = export.shapes()
+        adapter = find_adapter(shapes, form) if isinstance(form, dict) else None
+        if adapter is None:
+            return failed(NAMES, [Problem(ADAPTER, "is no JSON object, or there is no LoRA beside it")])
+        adapter_config(adapter, shapes, form)
     except (ValueError, RecursionError) as error:
-        return failed(NAMES, [Problem("config.json", f"is not JSON: {error}")])
+        return failed(NAMES, [Problem(ADAPTER, f"is no JSON: {error}")])
+    except (NameMismatch, UsageError) as error:
+        return failed(NAMES, [Problem("", error.message)])
+    return passed(NAMES, f"they fit {ADAPTER}")
+
+
+def _check_names(export: _Export) -> tuple[Check, Ties]:
+    """The check of names, and the ties of the model class between tensors that are both there."""
+    if export.config is None:
+        if export.adapter is not None:
+            return _adapter_names(export, export.adapter), ()
+        return not_done(NAMES, "there is no config.json"), ()
+    try:
+        form = json.loads(export.config.content[CONFIG].decode())
+        if not isinstance(form, dict):
+            return failed(NAMES, [Problem("config.json", "is no JSON object")]), ()
+    except (ValueError, RecursionError) as error:
+        return failed(NAMES, [Problem("config.json", f"is not JSON: {error}")]), ()
     try:
         expected = check_names(export.config, export.shapes())
     except NameMismatch as error:
         problems = [
             Problem(str(name), text) for kind, text in _MISFITS.items() for name in error.values.get(kind, ())
         ]
-        return failed(NAMES, problems or [Problem("", error.message)], message=error.message)
+        return failed(NAMES, problems or [Problem("", error.message)], message=error.message), ()
     except UsageError as error:
-        return failed(NAMES, [Problem("config.json", error.message)])
+        return failed(NAMES, [Problem("config.json", error.message)]), ()
     unasked = [f for f in expected.warnings if f.code == "names-unchecked"]
     if unasked:
-        return not_done(NAMES, f"{unasked[0].message}; {unasked[0].hint}")
+        return not_done(NAMES, f"{unasked[0].message}; {unasked[0].hint}"), ()
     notes = "; ".join(f.message for f in expected.warnings)
-    return passed(NAMES, f"they fit{f': {notes}' if notes else ''}")
+    there = export.stored.index
+    ties = tuple((a, b) for a, b in expected.ties if a in there and b in there)
+    return passed(NAMES, f"they fit{f': {notes}' if notes else ''}"), ties
 
 
 _MISFITS = {
@@ -325,15 +419,18 @@ _MISFITS = {
 
 
 def _values(
-    export: _Export, mapped: _Mapped, settings: Settings, progress: Progress | None
+    export: _Export, mapped: _Mapped, tied: Ties, settings: Settings, progress: Progress | None
 ) -> tuple[Check, Check, tuple[Seen, ...]]:
-    """The checks of values and of NaN and Inf, and what was seen of the export's tensors."""
+    """The checks of values and of NaN and Inf, and what was seen of the export's tensors.
+
+    tied: by the model class: of two that are both there, transformers takes one.
+    """
     known = mapped.export.mapped
     one, two = Opened(f"source ({mapped.manifest.root})", known.manifest), Opened(export.url, export.stored)
     twins = Opened(one.label, known.twins) if known.twins is not None else None
     every = [one, two, *([twins] if twins is not None else [])]
     with _closing(every):
-        problems, pairs = _pairs(export, mapped, one, two)
+        problems, pairs = _comparable(export, mapped, one, two)
         ties = []
         if twins is not None:
             kept = known.manifest.index
@@ -341,6 +438,23 @@ def _values(
                 Beside(f"{a}, which is tied to {b}", (twins, one), (row, kept[b]), wanted=False)
                 for row, (a, b) in enumerate(known.ties)
             ]
+        there = export.stored
+        for a, b in tied:
+            if (
+                len(
+                    {
+                        (there.tensors[there.index[n]].shape, there.tensors[there.index[n]].dtype)
+                        for n in (a, b)
+                    }
+                )
+                > 1
+            ):
+                problems.append(
+                    Problem(a, f"has another shape or dtype than {b}, to which config.json ties it")
+                )
+                continue
+            name = f"{a}, which config.json ties to {b}"
+            ties.append(Beside(name, (two, two), (there.index[b], there.index[a]), wanted=False))
         seen = read_beside([*pairs, *ties], settings, progress)
         ends = [finish(side, SOURCE if side is not two else EXPORT) for side in every]
     damage = [(s.name, side, why.removeprefix(f"{s.name}: ")) for s in seen for side, why in s.damage]
@@ -365,7 +479,9 @@ def _values(
     return result, _finite(own, of_source), own
 
 
-def _pairs(export: _Export, mapped: _Mapped, one: Opened, two: Opened) -> tuple[list[Problem], list[Beside]]:
+def _comparable(
+    export: _Export, mapped: _Mapped, one: Opened, two: Opened
+) -> tuple[list[Problem], list[Beside]]:
     """(dtypes that are not those of the source through the cast, tensors to read side by side)."""
     dtypes, exact = mapped.export.dtypes, mapped.source.exact
     there, problems, pairs = export.stored.index, [], []

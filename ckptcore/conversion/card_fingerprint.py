@@ -32,30 +32,30 @@ def with_fingerprint(staging: Staging, plan: Plan, fingerprint: str, *, publishe
     line = fingerprint_line(fingerprint)
     if published:
         with closing(open_store(staging.destination)) as store:
-            data = _read(store)
+            data = _card(store)
     else:
-        data = _read(staging.files)
+        data = _card(staging.files)
     if data is None:
         return plan
     whole = data + line
-    if data.endswith(line) and _digest(data.removesuffix(line)) == planned:
+    if data.endswith(line) and _blake3(data.removesuffix(line)) == planned:
         whole = data
-    elif published or _digest(data) != planned:
+    elif published or _blake3(data) != planned:
         return plan
     if begun:
         record = noted(staging)
-        if record is None or record.puts.get(CARD) != (len(whole), _digest(whole)):
+        if record is None or record.puts.get(CARD) != (len(whole), _blake3(whole)):
             return plan
     if whole != data:
         staging.files.put(CARD, whole)
-    extra = tuple((path, _digest(whole) if path == CARD else digest) for path, digest in plan.extra)
+    extra = tuple((path, _blake3(whole) if path == CARD else digest) for path, digest in plan.extra)
     return replace(plan, extra=extra)
 
 
-def _read(store: Readable) -> bytes | None:
+def _card(store: Readable) -> bytes | None:
     size = store.size(CARD)
     return None if size is None else store.read(CARD, 0, size)
 
 
-def _digest(data: bytes) -> str:
+def _blake3(data: bytes) -> str:
     return blake3(data).hexdigest()

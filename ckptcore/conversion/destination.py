@@ -104,8 +104,8 @@ def require_place(
         raise UsageError(f"{destination} is a whole bucket", hint="name a folder in it")
     others = {
         "source": source,
-        "--config folder": _folder(config),
-        "--tokenizer folder": _folder(tokenizer),
+        "--config folder": _named_folder(config),
+        "--tokenizer folder": _named_folder(tokenizer),
         "saved plan": os.fspath(plan) if plan is not None else None,
     }
     for what, url in others.items():
@@ -129,8 +129,8 @@ def require_apart(place: str, request: Request) -> None:
     others = {
         "source": request.source,
         "destination": request.destination,
-        "--config folder": _folder(request.config),
-        "--tokenizer folder": _folder(request.tokenizer),
+        "--config folder": _named_folder(request.config),
+        "--tokenizer folder": _named_folder(request.tokenizer),
     }
     for what, url in others.items():
         if url is not None and (how := relation(here, identify(url))) is not Relation.APART:
@@ -228,7 +228,7 @@ def _is_ram(destination: str) -> bool:
     return path is not None and os.path.realpath(path).startswith("/dev/shm/")
 
 
-def _folder(named: str | None) -> str | None:
+def _named_folder(named: str | None) -> str | None:
     """The folder, or file, that `ckptcore.planning.hub_files.read_named` reads."""
     if named is None or named == NONE:
         return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.export_proof import ALWAYS, NOT_DONE, ExportProof
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.planning.export_source import ExportSource, Known
+from ckptcore.planning.export_source import ExportSource, KnownExport
 from ckptcore.planning.model_card import provenance
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
@@ -29,7 +29,7 @@ _DTYPES = ("dtype", "dtype_for")
 
 def find_source(
     export: str, against: str | None, options: Mapping[str, Any], catalog: str | bool | None
-) -> Known:
+) -> KnownExport:
     """What is known of an export.
 
     Args:
@@ -48,24 +48,24 @@ def find_source(
     if registered is not None and not options:
         found = _by_catalog(*registered, export, against)
         if found is not None:
-            return Known(found, conversion=conversion)
+            return KnownExport(found, conversion=conversion)
     if against is not None:
         request = Request(against, export, verb="export", **options)
-        return Known(ExportSource(request, "--against", exact, asked=True), conversion=conversion)
+        return KnownExport(ExportSource(request, "--against", exact, asked=True), conversion=conversion)
     by, place, digest = "the catalog", "", ""
     if registered is not None:
         place, digest = registered[0].source_uri, registered[1]
     elif (card := _card(export)) is not None:
         by, (place, digest, _) = "the model card", card
     if not place:
-        return Known(
+        return KnownExport(
             None, "no source is known: neither the catalog nor a model card names one; try --against"
         )
     request = Request(place, export, verb="export", **options)
-    return Known(ExportSource(request, by, exact, digest or None), conversion=conversion)
+    return KnownExport(ExportSource(request, by, exact, digest or None), conversion=conversion)
 
 
-def record_verdict(known: Known, proof: ExportProof, catalog: str | bool | None) -> ExportProof:
+def record_verdict(known: KnownExport, proof: ExportProof, catalog: str | bool | None) -> ExportProof:
     """Stores the verdict with the conversion that wrote the export, if a catalog knows one; gives the proof
     with the conversion's id."""
     if known.conversion is None or catalog is False:
@@ -93,7 +93,11 @@ def _registered(export: str, catalog: str | bool | None) -> tuple[ConversionRow,
     with open_catalog(catalog if isinstance(catalog, str) else None) as opened:
         there = opened.at(export)
         detail = opened.show(there[0].id, tensors=False) if there is not None else None
-        if not isinstance(detail, CheckpointDetail) or not detail.written_by or not _same(export, detail):
+        if (
+            not isinstance(detail, CheckpointDetail)
+            or not detail.written_by
+            or not _is_recorded(export, detail)
+        ):
             return None
         made = detail.written_by[0]
         conversion = opened.show(made.id)
@@ -101,7 +105,7 @@ def _registered(export: str, catalog: str | bool | None) -> tuple[ConversionRow,
     return made, sources[0].manifest_digest if sources else ""
 
 
-def _same(export: str, known: CheckpointDetail) -> bool:
+def _is_recorded(export: str, known: CheckpointDetail) -> bool:
     """Whether what lies there has the manifest that was recorded; also where it cannot be opened any more:
     then its files were damaged since."""
     try:

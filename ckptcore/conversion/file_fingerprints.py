@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.core.box import Box
-from ckptcore.core.manifest import Ints, Manifest
+from ckptcore.core.manifest import Ints, Manifest, with_dims
 from ckptcore.errors import OutputMismatch
 from ckptcore.execution.receipts import Receipt
 from ckptcore.fingerprints.sum_weights import Shape
@@ -45,7 +45,7 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
         sums.append(np.frombuffer(receipt.sums or b"", "<u8").reshape(len(held), 2))
         files.append(np.full(len(held), number))
     boxes, added = _columns(rows), np.concatenate(sums)
-    kept = _distinct(boxes, added, np.concatenate(files), list(names), receipts)
+    kept = _distinct_rows(boxes, added, np.concatenate(files), list(names), receipts)
     volume, total = np.zeros(len(specs), np.int64), np.zeros((len(specs), 2), np.uint64)
     np.add.at(volume, boxes[kept, 0], np.prod(boxes[kept, 1 + boxes.shape[1] // 2 :], axis=1))
     np.add.at(total, boxes[kept, 0], added[kept])
@@ -83,17 +83,13 @@ def _columns(rows: Sequence[tuple[Ints, Ints, Ints]]) -> Ints:
     """(tensor, offsets, shapes) of all boxes as one table, each brought to the highest rank."""
     rank = max(offset.shape[1] for _, offset, _ in rows)
     parts = [
-        np.concatenate([tensor[:, None], _padded(offset, rank, 0), _padded(shape, rank, 1)], axis=1)
+        np.concatenate([tensor[:, None], with_dims(offset, rank, 0), with_dims(shape, rank, 1)], axis=1)
         for tensor, offset, shape in rows
     ]
     return np.concatenate(parts)
 
 
-def _padded(columns: Ints, rank: int, value: int) -> Ints:
-    return np.pad(columns, ((0, 0), (0, rank - columns.shape[1])), constant_values=value)
-
-
-def _distinct(
+def _distinct_rows(
     boxes: Ints, sums: npt.NDArray[np.uint64], files: Ints, names: Sequence[str], receipts: Sequence[Receipt]
 ) -> Ints:
     """The rows of boxes that no earlier row has; equal boxes must have equal sums."""

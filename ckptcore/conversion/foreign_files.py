@@ -94,14 +94,14 @@ def _used(destination: str) -> _Use:
             manifest = read_manifest(source)
     except CkptError as error:
         return _Use(why=f" ({error.code}: {error.message})")
-    root = _below(manifest.root, destination)
+    root = _prefix_below(manifest.root, destination)
     data = {root + path for path in placed(manifest)}
     empty = {root + f.file for f in manifest.findings if f.code == "empty-file" and f.file is not None}
     read = {root + path for path in used(manifest).all} | empty | {root + f.path for f in manifest.files}
     return _Use(frozenset(read), frozenset(data))
 
 
-def _below(url: str, destination: str) -> str:
+def _prefix_below(url: str, destination: str) -> str:
     path = local_path(destination)
     top = os.fspath(path) if path is not None else destination
     inner = url.rstrip("/").removeprefix(top.rstrip("/")).strip("/")

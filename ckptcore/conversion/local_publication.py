@@ -260,7 +260,7 @@ def _discard(spots: Spots, inventory: Inventory) -> None:
         # The status of a file with several names changes when one of the others goes.
         names = Counter(entry.inode for entry in inventory.values())
         with closing_fd(os.open(aside.name, OPEN_FOLDER, dir_fd=aside.at)) as below:
-            _empty(below, aside.path, "", inventory, {inode for inode, n in names.items() if n > 1})
+            _remove_recorded(below, aside.path, "", inventory, {inode for inode, n in names.items() if n > 1})
         with contextlib.suppress(OSError):  # something is left
             os.rmdir(aside.name, dir_fd=aside.at)
             return
@@ -272,7 +272,9 @@ def _discard(spots: Spots, inventory: Inventory) -> None:
     _log.warning("what came to %s while it was replaced is kept in %s", spots.target.path, kept.path)
 
 
-def _empty(at: int, path: str, prefix: str, inventory: Inventory, twins: Collection[_Inode]) -> None:
+def _remove_recorded(
+    at: int, path: str, prefix: str, inventory: Inventory, twins: Collection[_Inode]
+) -> None:
     """Removes recorded names below a descriptor, depth first, each looked at right before."""
     for name in os.listdir(at):
         spot, was = Spot(at, name, f"{path}/{name}"), inventory.get(prefix + name)
@@ -288,7 +290,7 @@ def _empty(at: int, path: str, prefix: str, inventory: Inventory, twins: Collect
                 continue
             with closing_fd(os.open(name, OPEN_FOLDER, dir_fd=at)) as below:
                 if os.path.samestat(os.fstat(below), seen):
-                    _empty(below, spot.path, f"{prefix}{name}/", inventory, twins)
+                    _remove_recorded(below, spot.path, f"{prefix}{name}/", inventory, twins)
             os.rmdir(name, dir_fd=at)
         except OSError as error:  # not empty, or not to be removed: it is kept
             _log.debug("%s is kept: %s", spot.path, error.strerror)

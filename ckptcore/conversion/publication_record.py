@@ -104,7 +104,7 @@ def note(staging: Staging, publication: Publication) -> None:
 def noted(staging: Staging) -> Publication | None:
     """The publication that a run began, or None; also for a record that a crash cut off: nothing was
     changed before it was whole."""
-    form = _read(staging.root, PUBLISHING)
+    form = _stored_json(staging.root, PUBLISHING)
     try:
         return None if form is None else Publication.from_dict(form)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -118,7 +118,7 @@ def note_replaced(staging: Staging, replaced: Replaced) -> None:
 
 def noted_replaced(staging: Staging) -> Replaced | None:
     """What was judged when the plan was made; None where an earlier version made it, or it was cut off."""
-    form = _read(staging.root, REPLACES)
+    form = _stored_json(staging.root, REPLACES)
     try:
         return None if form is None else Replaced.from_dict(form)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -137,7 +137,7 @@ def entry_of(form: Mapping[str, Any]) -> Entry:
     )
 
 
-def _read(store: Store, name: str) -> Any:
+def _stored_json(store: Store, name: str) -> Any:
     size = store.size(name)
     if size is None:
         return None

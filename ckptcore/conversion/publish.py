@@ -33,7 +33,7 @@ from ckptcore.execution.source_stamps import load as load_stamps
 from ckptcore.execution.source_stamps import load_ctimes
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.formats import Format, Source, by_name, open_source, read_manifest
-from ckptcore.naming.rename import Made
+from ckptcore.naming.rename import MadeTensor
 from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Settings
@@ -75,7 +75,7 @@ class Result:
     fingerprints: tuple[Fingerprinted, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     map_digest: str = ""
-    made: tuple[Made, ...] = ()
+    made: tuple[MadeTensor, ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
     source_stamp: str | None = None
     source_ctime: str | None = None

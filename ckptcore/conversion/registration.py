@@ -33,14 +33,14 @@ _log = logging.getLogger("ckptcore")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What an announcement calls a source: it counts where the folder's name tells no step."""
+class Announcement:
+    """What an announcement calls a source: it counts where the folder's name has no step."""
 
     run: str = ""
     step: int | None = None
 
 
-UNTOLD = Told()
+UNANNOUNCED = Announcement()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,16 @@ class Registration:
     catalog: Catalog
     id: str
     request: Request
-    told: Told = UNTOLD
+    announcement: Announcement = UNANNOUNCED
 
 
 def start(
-    request: Request, catalog_url: str | bool | None, flow_run_id: str | None = None, told: Told = UNTOLD
+    request: Request,
+    catalog_url: str | bool | None,
+    flow_run_id: str | None = None,
+    announcement: Announcement = UNANNOUNCED,
 ) -> Registration | None:
-    """Begins a conversion in the catalog; None when ``catalog_url`` is False. told: of its source."""
+    """Begins a conversion in the catalog; None when ``catalog_url`` is False. announcement: of its source."""
     if catalog_url is False:
         return None
     from ckptcore import __version__
@@ -72,7 +75,7 @@ def start(
         flow_run_id=flow_run_id,
     )
     catalog.close()  # connections are not held while files are written; the next use opens one
-    return Registration(catalog, found, request, told)
+    return Registration(catalog, found, request, announcement)
 
 
 def register(registration: Registration | None, result: Result, source: Manifest) -> Result:
@@ -92,7 +95,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
         source,
         registration.request.source,
         verified="cover",
-        told=registration.told,
+        announcement=registration.announcement,
         prints=held_by(source, numbers, old),
     )
     made = facts(
@@ -134,7 +137,11 @@ def fail(registration: Registration | None, error: BaseException, source: Manife
         return
     ended = ended_by(error)
     findings = ended.values.get("findings", ())
-    known = facts(source, registration.request.source, told=registration.told) if source is not None else None
+    known = (
+        facts(source, registration.request.source, announcement=registration.announcement)
+        if source is not None
+        else None
+    )
     try:
         registration.catalog.fail(
             registration.id, code=ended.code, message=ended.message, findings=tuple(findings), source=known
@@ -169,17 +176,17 @@ def facts(
     *,
     verified: str | None = None,
     prints: Prints = (None, {}),
-    told: Told = UNTOLD,
+    announcement: Announcement = UNANNOUNCED,
     published: Sequence[Published] = (),
 ) -> CheckpointFacts:
-    """What the catalog stores of a manifest. prints: its fingerprint and those of its tensors. told: where
-    the name of its place tells no step. published: (path, size, digest) of every file there, as far as known:
-    those that the manifest does not name are recorded beside those that it does."""
+    """What the catalog stores of a manifest. prints: its fingerprint and those of its tensors.
+    announcement: for a place whose name has no step. published: (path, size, digest) of every file there, as
+    far as known: those that the manifest does not name are recorded beside those that it does."""
     from ckptcore.catalog import CheckpointFacts
 
     step, run = _step_and_run(uri)
     if step is None:
-        step, run = told.step, told.run or None
+        step, run = announcement.step, announcement.run or None
     name = manifest.origin.get("file")
     known = digests or {}
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}

@@ -58,7 +58,7 @@ def require_source(staging: Staging, plan: Plan, settings: Settings, progress: P
         for _ in range(_TRIES):
             _log.info("%s: %s; reading the source again", plan.source, _why(before, now))
             before = settled_ctimes(noted, source)
-            _compare(staging, plan, recompute)
+            _compare_files(staging, plan, recompute)
             require_same(noted, source)
             now = take_ctimes(noted, source)
             if untouched(before, now):
@@ -71,7 +71,7 @@ def require_source(staging: Staging, plan: Plan, settings: Settings, progress: P
     )
 
 
-def _compare(staging: Staging, plan: Plan, recompute: Callable[[], None]) -> None:
+def _compare_files(staging: Staging, plan: Plan, recompute: Callable[[], None]) -> None:
     """Reads the manifest again, which the literals of plans come from, and computes every file anew."""
     request = staged_request(staging)
     opened = open_source(request.source, recover=request.recover, keep_quantized=request.keep_quantized)

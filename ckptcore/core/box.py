@@ -151,16 +151,16 @@ def from_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     row = prod(shape[1:])
     first, last = start // row, (stop - 1) // row
     if first == last:
-        return _under(first, from_flat_range(shape[1:], start - first * row, stop - first * row))
+        return _under_row(first, from_flat_range(shape[1:], start - first * row, stop - first * row))
     out: list[Box] = []
     if start % row:
-        out += _under(first, from_flat_range(shape[1:], start % row, row))
+        out += _under_row(first, from_flat_range(shape[1:], start % row, row))
         first += 1
     rows = stop // row - first
     if rows:
         out.append(Box((first, *(0,) * (len(shape) - 1)), (rows, *shape[1:])))
     if stop % row:
-        out += _under(stop // row, from_flat_range(shape[1:], 0, stop % row))
+        out += _under_row(stop // row, from_flat_range(shape[1:], 0, stop % row))
     return out
 
 
@@ -188,7 +188,7 @@ def is_run(shape: tuple[int, ...], inner: tuple[int, ...]) -> bool:
     return all(n == 1 for n in inner[: max(d - 1, 0)])
 
 
-def _under(row: int, boxes: list[Box]) -> list[Box]:
+def _under_row(row: int, boxes: list[Box]) -> list[Box]:
     return [Box((row, *b.offset), (1, *b.shape)) for b in boxes]
 
 

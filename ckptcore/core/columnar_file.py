@@ -32,18 +32,18 @@ def canonical_json(value: Any) -> bytes:
 
 def dump(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
     """One frame; equal inputs give equal bytes."""
-    return _MAGIC + zstandard.ZstdCompressor(level=3).compress(b"".join(_parts(head, arrays)))
+    return _MAGIC + zstandard.ZstdCompressor(level=3).compress(b"".join(_encoded(head, arrays)))
 
 
 def digest(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
     """BLAKE3 of what a frame holds, before compression."""
     whole = blake3()
-    for part in _parts(head, arrays):
+    for part in _encoded(head, arrays):
         whole.update(part)
     return whole.digest()
 
 
-def _parts(head: dict[str, Any], arrays: dict[str, Array]) -> list[Any]:
+def _encoded(head: dict[str, Any], arrays: dict[str, Array]) -> list[Any]:
     table = [{"name": k, "kind": _kind(a), "shape": list(a.shape)} for k, a in sorted(arrays.items())]
     body = canonical_json({"head": head, "arrays": table})
     columns = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for _, a in sorted(arrays.items())]

@@ -171,7 +171,7 @@ def _disjoint(lo: Ints, hi: Ints) -> bool:
         if len(rows) < 2:
             continue
         for d in _dims_by_variety(lo[rows]):
-            parts = _cut(rows, lo[:, d], hi[:, d])
+            parts = _separated(rows, lo[:, d], hi[:, d])
             if len(parts) > 1:
                 queue += parts
                 break
@@ -186,7 +186,7 @@ def _dims_by_variety(lo: Ints) -> list[int]:
     return sorted(range(lo.shape[1]), key=lambda d: -spread[d])
 
 
-def _cut(rows: Ints, lo: Ints, hi: Ints) -> list[Ints]:
+def _separated(rows: Ints, lo: Ints, hi: Ints) -> list[Ints]:
     """Groups of rows with a plane between each two: no interval of a group reaches the next."""
     order = rows[np.argsort(lo[rows], kind="stable")]
     reach = np.maximum.accumulate(hi[order])

@@ -235,22 +235,31 @@ class Items:
 class Manifest:
     """Everything that is known about a checkpoint without reading tensor bytes.
 
-    format: name in `ckptcore.formats.FORMATS`. root: URL of the folder (or of the file's folder).
-    tensors: in stored order. files: every file the metadata names, and every other file there.
-    blobs: non-tensor objects. origin: what the writer told of itself (versions, step, mesh).
-    findings: what the reader saw that a check must report.
-    derived: tensor -> how it is computed; such a tensor has no chunks. inputs: the stored tensors
-        that those are computed from, over the same items and files; None when there are none.
-    stamps: path -> stamp and ctime (`ckptcore.store.Stamped`) of files as they were before the first byte was
-        read, where whoever read it knows them. beside: other files of the place, which neither hold anything
-        of it nor were read to describe it. read: paths of the files that its format's reader read from;
-        what was opened only to recognise a format is not among them (`ckptcore.core.used_files`). None of the
-        three is part of what a checkpoint is, saved, or digested.
-    order: names of tensors as the saved state dict had them, where the order of ``tensors`` is another. What
-        is stored does not depend on it: it is in no digest, and a dump is without it.
-    own: (items, files) that are the checkpoint itself, where what lies behind them are second copies
-        (`ckptcore.core.redundant_copies`), which are compared and do not identify it; None without such
-        copies.
+    ``stamps``, ``beside`` and ``read`` describe the place, not the checkpoint: they are neither saved nor
+    digested.
+
+    Attributes:
+        format: Name in `ckptcore.formats.FORMATS`.
+        root: URL of the folder, or of the file's folder.
+        tensors: In stored order.
+        chunks: Boxes of tensors, and the item that holds each.
+        items: Byte ranges of files.
+        files: Every file that the metadata names, and every other file there.
+        blobs: Objects that are not tensors.
+        origin: What the writer recorded about itself: versions, step, mesh.
+        findings: What the reader saw that a check must report.
+        derived: Tensor -> how it is computed; such a tensor has no chunks.
+        inputs: The stored tensors that derived ones are computed from, over the same items and files, or
+            None.
+        stamps: Path -> stamp and ctime (`ckptcore.store.Stamped`) of files before the first byte was read,
+            where known.
+        beside: Other files of the place, which hold nothing of the checkpoint and do not describe it.
+        read: Paths of the files that the format's reader read. Files opened only to recognise a format are
+            not among them (`ckptcore.core.used_files`).
+        order: Names of tensors in the order of the saved state dict, where ``tensors`` has another order. It
+            is in no digest, and a dump is without it.
+        own: (items, files) of the checkpoint itself, where later ones are second copies
+            (`ckptcore.core.redundant_copies`); None without such copies.
     """
 
     format: str
@@ -390,8 +399,8 @@ class Manifest:
         below = None if self.inputs is None else self.inputs.without_copies()
         return replace(
             self,
-            chunks=_below(self.chunks, items),
-            items=_first(self.items, items),
+            chunks=_chunks_of_first(self.chunks, items),
+            items=_first_items(self.items, items),
             files=self.files[:files],
             own=None,
             inputs=below,
@@ -403,7 +412,7 @@ class Manifest:
         return blake3(replace(self.without_copies(), root="").dump()).hexdigest()
 
 
-def _below(chunks: Chunks, items: int) -> Chunks:
+def _chunks_of_first(chunks: Chunks, items: int) -> Chunks:
     """The chunks that lie in the first items, or in none."""
     kept = chunks.item < items
     count = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
@@ -413,7 +422,7 @@ def _below(chunks: Chunks, items: int) -> Chunks:
     return Chunks(count[chunks.first], chunks.lo[kept], chunks.shape[kept], chunks.item[kept], view)
 
 
-def _first(items: Items, count: int) -> Items:
+def _first_items(items: Items, count: int) -> Items:
     return Items(
         items.file[:count],
         items.start[:count],
@@ -462,6 +471,15 @@ def view_of(chunks: Chunks, row: int, rank: int) -> View | None:
         return None
     start, flags, *strides = chunks.view[row].tolist()
     return View(start, tuple(strides[:rank]), flags)
+
+
+def with_dims(table: Ints, rank: int, fill: int) -> Ints:
+    """A table of one column a dim, brought to ``rank`` columns.
+
+    >>> with_dims(np.array([[2, 3]]), 4, 1).tolist()
+    [[2, 3, 1, 1]]
+    """
+    return np.pad(table, ((0, 0), (0, rank - table.shape[1])), constant_values=fill)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 Everything that is not a tensor is kept as JSON. JSON's own values stand for themselves, except
 that an object ``{"$": kind, ...}`` stands for a Python value JSON does not have. A reference to a
-tensor is ``{"$": "tensor", "fqn": name}``. ``docs/objects.md`` is the specification.
+tensor is ``{"$": "tensor", "fqn": name}``. ``docs/reference/objects.md`` is the specification.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TensorRef:
 class Named:
     """A value that torch or the standard library has a name for: ``torch.Size``, a dtype, a path.
 
-    kind: ``size``, ``dtype``, ``path``, ... (``docs/objects.md`` lists them). value: plain.
+    kind: ``size``, ``dtype``, ``path``, ... (``docs/reference/objects.md`` lists them). value: plain.
     """
 
     kind: str

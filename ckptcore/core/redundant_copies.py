@@ -45,14 +45,14 @@ def with_copies(manifest: Manifest, wholes: Mapping[str, Whole], sizes: Mapping[
     )
     return replace(
         manifest,
-        chunks=_with_rows(own, *_rows(own, tensors, copied, len(manifest.items))),
+        chunks=_with_rows(own, *_copied_rows(own, tensors, copied, len(manifest.items))),
         items=_longer(manifest.items, added),
         files=(*manifest.files, *(StoredFile(path, sizes[path]) for path in paths)),
         own=(len(manifest.items), len(manifest.files)),
     )
 
 
-def _rows(
+def _copied_rows(
     own: Chunks, tensors: Sequence[TensorSpec], copied: Sequence[int], items: int
 ) -> tuple[Ints, Ints, Ints]:
     """(row, item, view) of the copies. row: the chunk that is copied; item: of its whole tensor."""

@@ -22,7 +22,7 @@ def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None 
     kept = replace(
         manifest,
         tensors=tensors,
-        chunks=_chunks(manifest.chunks, rows),
+        chunks=_chunks_of_rows(manifest.chunks, rows),
         origin=origin,
         derived={},
         inputs=None,
@@ -34,7 +34,7 @@ def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None 
     place = {old: new for new, old in enumerate(used)}
     nodes = {t: replace(d, inputs=tuple(place[i] for i in d.inputs)) for t, d in nodes.items()}
     specs = tuple(manifest.inputs.tensors[i] for i in used)
-    return kept.deriving(nodes, specs, _chunks(manifest.inputs.chunks, used))
+    return kept.deriving(nodes, specs, _chunks_of_rows(manifest.inputs.chunks, used))
 
 
 def derive(
@@ -61,9 +61,9 @@ def derive(
         elif spec.fqn not in gone:
             tensors.append(spec)
             spans.append(row)
-    whole = replace(manifest, tensors=tuple(tensors), chunks=_chunks(manifest.chunks, spans))
+    whole = replace(manifest, tensors=tuple(tensors), chunks=_chunks_of_rows(manifest.chunks, spans))
     specs = tuple(manifest.tensors[t] for t in inputs)
-    return whole.deriving(nodes, specs, _chunks(manifest.chunks, inputs))
+    return whole.deriving(nodes, specs, _chunks_of_rows(manifest.chunks, inputs))
 
 
 def told_of(manifest: Manifest, tensor: int) -> str:
@@ -73,7 +73,7 @@ def told_of(manifest: Manifest, tensor: int) -> str:
     return f"{node.fn} of {', '.join(manifest.inputs.tensors[i].fqn for i in node.inputs)}"
 
 
-def _chunks(chunks: Chunks, rows: Sequence[int | None]) -> Chunks:
+def _chunks_of_rows(chunks: Chunks, rows: Sequence[int | None]) -> Chunks:
     """The chunks of some tensors; None stands for a tensor without any."""
     spans = [np.arange(0) if t is None else np.arange(chunks.first[t], chunks.first[t + 1]) for t in rows]
     picked: Ints = np.concatenate(spans).astype(np.int64) if spans else np.zeros(0, np.int64)

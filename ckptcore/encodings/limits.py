@@ -85,7 +85,7 @@ class _Sums:
         while type(value) is Named and isinstance(value.value, (dict, list, tuple, str, bytes)):
             value = value.value  # a namespace or an array, say
         if not isinstance(value, _CONTAINERS):
-            return _plain([value]) if type(value) in SCALARS else _ONE
+            return _of_scalars([value]) if type(value) in SCALARS else _ONE
         known = self._known.get(id(value))
         if known is not None:
             return known
@@ -102,16 +102,16 @@ class _Sums:
         is_dict = isinstance(value, dict)
         if is_dict:
             keys = [k for k in value if type(k) not in SCALARS]
-            plain = [_plain(value.keys() if not keys else [k for k in value if type(k) in SCALARS])]
+            plain = [_of_scalars(value.keys() if not keys else [k for k in value if type(k) in SCALARS])]
             plain += [self.of(k, depth + 1) for k in keys]
             pairs = 0 if set(map(type, value)) <= {str} else len(value)
         inside = value.values() if is_dict else value
         self._seen += len(inside) - sum(map(SCALARS.__contains__, map(type, inside)))
         self._count.require(CONTAINER * self._seen, self._what)  # before millions are looked at one by one
         if set(map(type, inside)) <= SCALARS:
-            plain.append(_plain(inside))
+            plain.append(_of_scalars(inside))
         else:
-            plain.append(_plain([v for v in inside if type(v) in SCALARS]))
+            plain.append(_of_scalars([v for v in inside if type(v) in SCALARS]))
             items = value.items() if is_dict else enumerate(value)
             rest = [(k, self.of(v, depth + 1)) for k, v in items if type(v) not in SCALARS]
         below = [*plain, *(b for _, b in rest)]
@@ -120,13 +120,13 @@ class _Sums:
             1 + sum(b.named for b in below),
             1 + sum(b.containers for b in below),
             sum(b.forms for b in below) + pairs,
-            sum(b.chars + b.named * (_spelled(k) + 1) for k, b in rest),
+            sum(b.chars + b.named * (_key_length(k) + 1) for k, b in rest),
             sum(b.raw for b in below),
             sum(b.text for b in below),
         )
 
 
-def _plain(values: Collection[Any]) -> _Below:
+def _of_scalars(values: Collection[Any]) -> _Below:
     """Of scalars alone, all at once."""
     kinds = set(map(type, values))
     text = sum(len(v) for v in values if type(v) is str) if str in kinds else 0
@@ -144,13 +144,13 @@ def bound_views(nbytes: int, stored: int, what: str) -> None:
 _ONE = _Below(1, 1, 0, 0, 0, 0, 0)
 
 
-def _spelled(key: Any) -> int:
+def _key_length(key: Any) -> int:
     """About as many characters as a key has in a name; a tuple of text may share its parts."""
     if isinstance(key, (str, bytes)):
         return len(key) if isinstance(key, str) else 4 * len(key)
     if isinstance(key, Named):
-        return 8 + _spelled(key.value)
-    return sum(map(_spelled, key)) + 2 * len(key) if isinstance(key, (tuple, list)) else 7
+        return 8 + _key_length(key.value)
+    return sum(map(_key_length, key)) + 2 * len(key) if isinstance(key, (tuple, list)) else 7
 
 
 def refused_in(tree: Any, kinds: tuple[type[Any], ...] = (Refused,)) -> tuple[str, ...]:

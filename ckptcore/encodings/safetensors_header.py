@@ -51,7 +51,7 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
     metadata = top.pop("__metadata__", None) or {}
     if type(metadata) is not dict:
         raise MalformedCheckpoint(f"{what}: __metadata__ is not an object")
-    tensors = {name: _entry(name, entry, what) for name, entry in top.items()}
+    tensors = {name: _header_entry(name, entry, what) for name, entry in top.items()}
     end = 0
     for name, (_, _, start, stop) in sorted(tensors.items(), key=lambda row: row[1][2:]):
         if start != end:
@@ -67,7 +67,7 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
     return tensors, metadata
 
 
-def _entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int, int]:
+def _header_entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int, int]:
     try:
         spelled = entry["dtype"]
         shape = tuple(entry["shape"])

@@ -138,7 +138,7 @@ def parse(raw: bytes, what: str) -> Array:
     for field in ("compressor", "filters"):
         if form.get(field):
             raise UnreadablePart(
-                f"{what}: chunks pass through {field} {_named(form[field])}",
+                f"{what}: chunks pass through {field} {_codec_names(form[field])}",
                 hint="rewrite the array uncompressed with zarr or tensorstore; Megatron-Core writes it so",
                 shape=shape,
                 dtype=shown(form.get("dtype"), 40),
@@ -181,7 +181,7 @@ def _form(raw: bytes, what: str) -> dict[str, Any]:
     return form
 
 
-def _named(value: Any) -> str:
+def _codec_names(value: Any) -> str:
     entries = value if isinstance(value, list) else [value]
     return ", ".join(str(e.get("id") if isinstance(e, dict) else e)[:40] for e in entries[:8])
 

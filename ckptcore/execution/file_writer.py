@@ -25,13 +25,13 @@ from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
-from ckptcore.store import Store, Writer
+from ckptcore.store import FileWriter, Store
 from ckptcore.utils.crc32 import Runs, crc32
 
 _RUN = 64 << 10  # bytes: a kernel copy of less costs more than a read and a write
 
 
-def open_writer(files: Store, plan: FilePlan, part: FilePart | None = None) -> Writer:
+def open_writer(files: Store, plan: FilePlan, part: FilePart | None = None) -> FileWriter:
     """The writer of an output file, or of a part of it.
 
     Raises:
@@ -65,7 +65,7 @@ class FileWork:
         plan: FilePlan,
         source: Store,
         records: Records,
-        writer: Writer,
+        writer: FileWriter,
         settings: Settings,
         part: FilePart | None = None,
     ) -> None:

@@ -38,7 +38,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     there = read_receipt(receipts, plan_digest, plan.index)
     if there is not None and files.size(plan.path) == there.nbytes:
         return there
-    parts = _parts(plan, plan_digest, receipts)
+    parts = _part_receipts(plan, plan_digest, receipts)
     path = joint_name(plan.path)
     if files.size(path) != plan.nbytes:
         raise OutputMismatch(
@@ -49,7 +49,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     assert writer is not None  # its parts were written so
     try:
         patches = dict(_patches(plan, parts))
-        digest = _digest(files, path, parts, patches)
+        digest = _joined_digest(files, path, parts, patches)
         for at, data in patches.items():
             writer.write(at, data)
     except BaseException:
@@ -75,7 +75,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     return found
 
 
-def _parts(plan: FilePlan, plan_digest: str, receipts: Store) -> list[Receipt]:
+def _part_receipts(plan: FilePlan, plan_digest: str, receipts: Store) -> list[Receipt]:
     """The receipts that tile the file. Parts of another cut may lie beside them."""
     known: dict[int, list[Receipt]] = {}
     for name in receipts.list():
@@ -126,7 +126,7 @@ def _patches(plan: FilePlan, parts: Sequence[Receipt]) -> Iterator[tuple[int, by
             yield literal.start + at, crc.to_bytes(4, "little")
 
 
-def _digest(files: Store, path: str, parts: Sequence[Receipt], patches: dict[int, bytes]) -> str:
+def _joined_digest(files: Store, path: str, parts: Sequence[Receipt], patches: dict[int, bytes]) -> str:
     """The digest of the file with its checksums filled in; proves every part on the way."""
     whole, block = blake3(), bytearray(_BLOCK)
     waiting = sorted(patches.items())

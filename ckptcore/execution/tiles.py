@@ -104,7 +104,7 @@ def jobs(plan: FilePlan, budget: Budget) -> Iterator[Job]:
     parts: list[tuple[int, LiteralPart | TensorPart]] = []
     start = size = sequence = 0
     usual = budget.usual
-    for part in _parts(plan, budget):
+    for part in _parts_of_file(plan, budget):
         if parts and size + part.nbytes > usual:
             yield Job(sequence, start, size, tuple(parts))
             start, sequence, size, parts = start + size, sequence + 1, 0, []
@@ -114,7 +114,7 @@ def jobs(plan: FilePlan, budget: Budget) -> Iterator[Job]:
         yield Job(sequence, start, size, tuple(parts))
 
 
-def _parts(plan: FilePlan, budget: Budget) -> Iterator[LiteralPart | TensorPart]:
+def _parts_of_file(plan: FilePlan, budget: Budget) -> Iterator[LiteralPart | TensorPart]:
     """Every part, in file order."""
     usual = budget.usual
     pieces: list[tuple[int, int, int]] = [(x.start, 0, n) for n, x in enumerate(plan.literals)]

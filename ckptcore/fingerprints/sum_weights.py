@@ -131,7 +131,7 @@ class RowLayout:
         behind, offset = rows.shape[dim + 1 :], self.box.offset[dim + 1 :]
         shape = (rows.segment, *behind[:-1], behind[-1] // group)
         start = (piece.skipped, *offset[:-1], offset[-1] // group)
-        return _numbers(shape, start, (piece.length, *self.behind[:-1], self.behind[-1] // group))
+        return _element_numbers(shape, start, (piece.length, *self.behind[:-1], self.behind[-1] // group))
 
 
 def blocks(values: Grid, most: int) -> Iterator[tuple[Grid, slice, slice]]:
@@ -174,7 +174,7 @@ def page(table: str, number: int) -> Words:
     return numbers
 
 
-def _numbers(shape: Shape, offset: Shape, extent: Shape) -> npt.NDArray[np.int64]:
+def _element_numbers(shape: Shape, offset: Shape, extent: Shape) -> npt.NDArray[np.int64]:
     """The row-major numbers of a box's indices, in order."""
     if prod(extent) == 1:
         return np.array([flat_start(shape, offset)])

@@ -95,13 +95,13 @@ def pack(sums: Iterable[Sum]) -> bytes:
 def tensor_fingerprint(dtype: str, shape: Shape, total: Sum) -> str:
     """The fingerprint of a whole tensor, hex: BLAKE3 over its dtype, shape and sum."""
     lanes = [f"{lane:016x}" for lane in total]
-    return _digest("tensor", [dtype, [int(n) for n in shape], lanes])
+    return _keyed_digest("tensor", [dtype, [int(n) for n in shape], lanes])
 
 
 def checkpoint_fingerprint(tensors: Iterable[Fingerprinted]) -> str:
     """The fingerprint of a checkpoint of these tensors, hex, in whatever order they come."""
     rows = sorted([fqn, dtype, [int(n) for n in shape], found] for fqn, dtype, shape, found in tensors)
-    return _digest("checkpoint", rows)
+    return _keyed_digest("checkpoint", rows)
 
 
 def map_digest(
@@ -119,7 +119,7 @@ def map_digest(
     rules, tensors = made
     if rules:
         done.append([rules, *sorted(map(list, tensors))])
-    return _digest("map", done)
+    return _keyed_digest("map", done)
 
 
 class _Box:
@@ -198,5 +198,5 @@ def _copied(some: npt.NDArray[Any], room: Words) -> Words:
     return copy
 
 
-def _digest(kind: str, value: Sequence[Any]) -> str:
+def _keyed_digest(kind: str, value: Sequence[Any]) -> str:
     return blake3(canonical_json(value), derive_key_context=f"ckptcore fingerprint 1 {kind}").hexdigest()

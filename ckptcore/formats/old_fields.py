@@ -90,7 +90,7 @@ def _writer(writer: Writer | None, old: Mapping[str, Any]) -> Writer | None:
     return replace(before, whole=whole, for_mesh=for_mesh, **more)
 
 
-def _layout(form: Format) -> Layout | None:
+def _whole_layout(form: Format) -> Layout | None:
     return form.writer.whole if form.writer is not None else None
 
 
@@ -104,11 +104,11 @@ def _mesh_format(form: Format) -> Format | None:
 # What the old attributes gave; `abilities` is a property still.
 _ATTRIBUTES: Mapping[str, Any] = {
     "read": lambda f: f.reader.read if f.reader is not None else None,
-    "arrange": lambda f: getattr(_layout(f), "arrange", None),
+    "arrange": lambda f: getattr(_whole_layout(f), "arrange", None),
     "single_file": lambda f: f.writer is not None and f.writer.single_file,
-    "nests": lambda f: getattr(_layout(f), "nests", False),
+    "nests": lambda f: getattr(_whole_layout(f), "nests", False),
     "shards": lambda f: f.writer is not None and f.writer.for_mesh is not None,
-    "place": lambda f: getattr(_layout(f), "place", None),
+    "place": lambda f: getattr(_whole_layout(f), "place", None),
     "for_mesh": _mesh_format,
     "serializations": lambda f: f.writer.serializations if f.writer is not None else ("torch_save",),
 }

@@ -83,7 +83,7 @@ def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
     """
     rows: dict[Key, RegistryEntry] = {}
     for format in own:
-        rows |= dict(_rows(format, OWN))
+        rows |= dict(_registry_entries(format, OWN))
     broken: list[tuple[str, str]] = []
     for point in entry_points(group=GROUP) if plugins else ():
         package = point.dist.name if point.dist is not None else point.value
@@ -95,7 +95,7 @@ def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
         if not isinstance(format, Format):
             broken.append((package, f"{point.value} is {type(format).__name__}, not a Format"))
             continue
-        new = dict(_rows(format, package))
+        new = dict(_registry_entries(format, package))
         taken = next((rows[key].package for key in new if key in rows), None)
         if taken is not None:
             broken.append((package, f"format {format.name!r} is already provided by {taken}"))
@@ -106,7 +106,7 @@ def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
     return Registry(rows, tuple(broken))
 
 
-def _rows(format: Format, package: str) -> Iterator[tuple[Key, RegistryEntry]]:
+def _registry_entries(format: Format, package: str) -> Iterator[tuple[Key, RegistryEntry]]:
     actions: list[tuple[Action, object]] = [("read", format.reader), ("write", format.writer)]
     for action, able in actions:
         for version in format.versions if able is not None else ():

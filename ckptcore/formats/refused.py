@@ -14,7 +14,7 @@ from ckptcore.formats.base import KnownFormat, Source, natural
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
 
 
-def _first(source: Source, pattern: str) -> str | None:
+def _first_name(source: Source, pattern: str) -> str | None:
     """The first name that matches, in a folder source."""
     if source.name is not None:
         return None
@@ -22,12 +22,12 @@ def _first(source: Source, pattern: str) -> str | None:
     return next((p for p in source.listing if rule.search(p)), None)
 
 
-def _named(pattern: str, also: str = "") -> Callable[[Source], tuple[str, ...] | None]:
+def _found_by_name(pattern: str, also: str = "") -> Callable[[Source], tuple[str, ...] | None]:
     def detect(source: Source) -> tuple[str, ...] | None:
-        found = _first(source, pattern)
+        found = _first_name(source, pattern)
         if found is None:
             return None
-        more = _first(source, also) if also else ""
+        more = _first_name(source, also) if also else ""
         if more is None:
             return None
         return (f"found {found}", *([f"and {more}"] if more else []))
@@ -47,7 +47,7 @@ def _before_zip(source: Source) -> tuple[str, ...] | None:
     return (f"{name} begins with the magic number of torch.save before 1.6",)
 
 
-def _nested(source: Source) -> tuple[str, ...] | None:
+def _found_nested(source: Source) -> tuple[str, ...] | None:
     if source.name is not None or ".metadata" in source.listing or has_model(source):
         return None
     inner = sorted(p.rsplit("/", 1)[0] for p in source.listing if p.endswith("/.metadata"))
@@ -87,7 +87,7 @@ KNOWN: tuple[KnownFormat, ...] = (
     KnownFormat(
         "deepspeed",
         "a DeepSpeed ZeRO checkpoint",
-        _named(
+        _found_by_name(
             r"(^|/)(mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)_(model|optim)_states\.pt$"
             r"|(^|/)bf16_zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
         ),
@@ -102,6 +102,9 @@ KNOWN: tuple[KnownFormat, ...] = (
     KnownFormat("rank-alone", "one rank's part of a checkpoint", _rank_alone, "name the folder of all ranks"),
     KnownFormat("olmo-steps", "a folder of OLMo steps", _olmo_steps, "name one of the subfolders"),
     KnownFormat(
-        "trainer-folder", "a trainer's folder, not one checkpoint", _nested, "name one of the subfolders"
+        "trainer-folder",
+        "a trainer's folder, not one checkpoint",
+        _found_nested,
+        "name one of the subfolders",
     ),
 )

@@ -72,7 +72,7 @@ def on_memory(tensor: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=_device())
+        return torch.empty_like(tensor, device=_current_device())
     local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
     return DTensor.from_local(
         local,
@@ -84,7 +84,7 @@ def on_memory(tensor: Any) -> Any:
     )
 
 
-def _device() -> torch.device:
+def _current_device() -> torch.device:
     import torch
     import torch.distributed as dist
 

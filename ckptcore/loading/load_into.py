@@ -52,7 +52,7 @@ def load_into(
     filler = Filler(manifest, store, verify)
     try:
         # What is built anew comes first: until then, a checksum that fails has changed nothing.
-        values = [(leaf, built(form, partial(_whole, manifest, filler))) for leaf, form in plan.values]
+        values = [(leaf, built(form, partial(_whole_tensor, manifest, filler))) for leaf, form in plan.values]
         for row, filled in parts:
             for local, want in filled:
                 if want.numel:
@@ -65,7 +65,7 @@ def load_into(
     for finish in state.finish:
         finish()
     _require_no_meta([leaf for leaf, _ in plan.tensors if id(leaf) in fresh])
-    used = {manifest.tensors[row].fqn for _, row in plan.tensors} | _inside(plan)
+    used = {manifest.tensors[row].fqn for _, row in plan.tensors} | _referenced_names(plan)
     return sorted(t.fqn for t in manifest.tensors if t.fqn not in used)
 
 
@@ -151,7 +151,7 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
             f"cannot load {some(fixed)}: the container takes no new value",
             hint="Try a dict or a list around it.",
         )
-    inside = [manifest.index[n] for n in sorted(_inside(plan)) if n in manifest.index]
+    inside = [manifest.index[n] for n in sorted(_referenced_names(plan)) if n in manifest.index]
     require_cover(manifest, [*(row for _, row in plan.tensors), *inside])
 
 
@@ -173,12 +173,12 @@ def _require_no_meta(leaves: Sequence[LiveLeaf]) -> None:
         )
 
 
-def _inside(plan: _Plan) -> set[str]:
+def _referenced_names(plan: _Plan) -> set[str]:
     """Names of tensors that stand in plain values."""
     return {name for _, form in plan.values for name in references(form)}
 
 
-def _whole(manifest: Manifest, filler: Filler, name: str) -> Any:
+def _whole_tensor(manifest: Manifest, filler: Filler, name: str) -> Any:
     """A tensor that stands in a plain value, built anew."""
     import torch
 

@@ -99,7 +99,7 @@ def _torch(name: str) -> Any:
     return getattr(torch, name.removeprefix("torch."))
 
 
-def _device(parts: list[str]) -> Any:
+def _torch_device(parts: list[str]) -> Any:
     import torch
 
     return torch.device(":".join(parts))
@@ -111,19 +111,19 @@ def _byte_tensor(data: bytes) -> Any:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _array(told: dict[str, Any]) -> Any:
-    flat = np.frombuffer(told["data"], told["dtype"])
-    return flat.reshape(told["shape"], order=told.get("order", "C")).copy(order="K")
+def _numpy_array(form: dict[str, Any]) -> Any:
+    flat = np.frombuffer(form["data"], form["dtype"])
+    return flat.reshape(form["shape"], order=form.get("order", "C")).copy(order="K")
 
 
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "size": lambda dims: _torch("Size")(dims),
     "dtype": _torch,
     "layout": _torch,
-    "device": _device,
+    "device": _torch_device,
     "path": Path,
     "winpath": PureWindowsPath,
-    "ndarray": _array,
+    "ndarray": _numpy_array,
     "namespace": lambda fields: argparse.Namespace(**fields),
     "simplenamespace": lambda fields: types.SimpleNamespace(**fields),
     "bytesio": io.BytesIO,

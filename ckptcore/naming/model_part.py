@@ -68,10 +68,10 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
     """The model part of a checkpoint; raises `AmbiguousModel` with the candidates."""
     names = [t.fqn for t in manifest.tensors]
     if prefix is not None:
-        return _named(names, prefix)
-    told = manifest.origin.get("model")
-    if told and any(n.startswith(told["prefix"]) for n in names):
-        return ModelPart(told["prefix"], told["because"])
+        return _part_below(names, prefix)
+    known = manifest.origin.get("model")
+    if known and any(n.startswith(known["prefix"]) for n in names):
+        return ModelPart(known["prefix"], known["because"])
     _require_shapes(names)
     states = _optimizer(names)
     if states:
@@ -89,9 +89,9 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
     if called is not None:
         others = tuple(r for r, _ in candidates if r != called)
         return ModelPart(called, f"{called[:-1]} is what trainers call the model", others=others)
-    told = ", ".join(f"{r or 'top level'} ({n} tensors)" for r, n in candidates[:8]) or "none"
+    parts = ", ".join(f"{r or 'top level'} ({n} tensors)" for r, n in candidates[:8]) or "none"
     raise AmbiguousModel(
-        f"cannot tell which part of the checkpoint is the model; candidates: {told}",
+        f"cannot tell which part of the checkpoint is the model; candidates: {parts}",
         hint=f"name it: --model-prefix {_likeliest([r for r, _ in candidates])}",
         candidates=[r for r, _ in candidates],
     )
@@ -122,7 +122,7 @@ def in_model(manifest: Manifest, prefix: str | None) -> Callable[[str], str | No
     return inside
 
 
-def _named(names: Sequence[str], prefix: str) -> ModelPart:
+def _part_below(names: Sequence[str], prefix: str) -> ModelPart:
     root = prefix if prefix == "" or prefix.endswith(".") else prefix + "."
     count = sum(n.startswith(root) for n in names)
     if not count:
@@ -187,9 +187,9 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
     places = [r for r, _ in sorted(full)]
     called = _called(places) if len(full) > 1 else None
     if len(full) > 1 and called is None:
-        told = ", ".join(f"{r or 'top level'} ({c} parameters)" for r, c in sorted(full))
+        parts = ", ".join(f"{r or 'top level'} ({c} parameters)" for r, c in sorted(full))
         raise AmbiguousModel(
-            f"the optimizer's parameters are found in more than one part: {told}",
+            f"the optimizer's parameters are found in more than one part: {parts}",
             hint=f"name one: --model-prefix {_likeliest(places)}",
             candidates=[r for r, _ in full],
         )

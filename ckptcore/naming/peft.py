@@ -18,6 +18,7 @@ from typing import Any
 from ckptcore.core.subset import select
 from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.naming.rename import Dropped, Mapped
+from ckptcore.utils.patterns import UnusablePattern, full_matches
 
 Shape = tuple[int, ...]
 PREFIX = "base_model.model."
@@ -43,6 +44,7 @@ _KINDS: Mapping[str, tuple[re.Pattern[str], str]] = {
     ),
 }
 _OTHER_LAYOUTS = ("target_parameters", "layer_replication", "use_bdlora", "use_qalora", "megatron_config")
+_ALL_LINEAR = "all-linear"
 _PLAIN = re.compile(r"[\w.]+")
 _NARROWED = ("exclude_modules", "layers_to_transform", "layers_pattern", "layer_replication")
 
@@ -65,7 +67,7 @@ class Adapter:
 
 def holds_lora(names: Iterable[str]) -> bool:
     """Whether tensors of a LoRA adapter are among the names of a model."""
-    return any((hit := _parsed(name)) is not None and hit[0] in ("lora", "embedding") for name in names)
+    return any((hit := _parsed_name(name)) is not None and hit[0] in ("lora", "embedding") for name in names)
 
 
 def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) -> Adapter | None:
@@ -75,7 +77,7 @@ def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) ->
     Raises `UsageError` with the candidates where there are several.
     """
     every = list(names)
-    found = [(name, *hit) for name in every if (hit := _parsed(name)) is not None]
+    found = [(name, *hit) for name in every if (hit := _parsed_name(name)) is not None]
     if not holds_lora(name for name, _, _ in found):
         return None
     called = sorted({m["name"] or "" for _, _, m in found})
@@ -98,10 +100,10 @@ def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) ->
         else:
             modules.setdefault(module, {})[end] = name
     others = [name for name in every if name not in hub]
-    told = _told_apart(others, modules, form or {}, live=called != [""])
-    hub |= {name: PREFIX + name.removeprefix(PREFIX) for name in told}
-    saved |= {n.removeprefix(PREFIX).rpartition(".")[0] for n in told if not n.endswith(".bias")}
-    base = {n.removeprefix(PREFIX).rpartition(".")[0] for n in others if n not in told}
+    by_config = _named_by_config(others, modules, form or {}, live=called != [""])
+    hub |= {name: PREFIX + name.removeprefix(PREFIX) for name in by_config}
+    saved |= {n.removeprefix(PREFIX).rpartition(".")[0] for n in by_config if not n.endswith(".bias")}
+    base = {n.removeprefix(PREFIX).rpartition(".")[0] for n in others if n not in by_config}
     base = {b.removesuffix(".base_layer") for b in base if ".original_module" not in b}
     return Adapter(called[0], hub, modules, frozenset(saved), frozenset(base))
 
@@ -164,7 +166,7 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
     return out
 
 
-def _parsed(name: str) -> tuple[str, re.Match[str]] | None:
+def _parsed_name(name: str) -> tuple[str, re.Match[str]] | None:
     if "lora_" not in name and ".modules_to_save." not in name and ".token_adapter." not in name:
         return None
     for kind, (pattern, _) in _KINDS.items():
@@ -173,7 +175,7 @@ def _parsed(name: str) -> tuple[str, re.Match[str]] | None:
     return None
 
 
-def _told_apart(
+def _named_by_config(
     names: Sequence[str], modules: Mapping[str, Any], form: Mapping[str, Any], *, live: bool
 ) -> list[str]:
     """Names that the config alone says are the adapter's: biases, and whole modules outside a live one."""
@@ -212,10 +214,16 @@ def _ranks(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 def _odd_ranks(ranks: Mapping[str, int], form: Mapping[str, Any]) -> Iterable[str]:
     pattern = form.get("rank_pattern") or {}
-    if not all(_PLAIN.fullmatch(key) for key in pattern):  # nobody's regular expressions are run
-        return
-    for module, rank in ranks.items():
-        hit = next((v for k, v in pattern.items() if _ends(module, [k])), form["r"])
+    if all(_PLAIN.fullmatch(key) for key in pattern):
+        hits = [[_ends(module, [key]) for module in ranks] for key in pattern]
+    else:  # as peft matches them, `get_pattern_key`
+        try:
+            hits = [list(h) for h in full_matches([rf"(.*\.)?({key})" for key in pattern], list(ranks))]
+        except UnusablePattern as error:
+            yield f"rank_pattern cannot be matched: {error}"
+            return
+    for n, (module, rank) in enumerate(ranks.items()):
+        hit = next((v for v, of in zip(pattern.values(), hits, strict=True) if of[n]), form["r"])
         if hit != rank:
             yield f"{module} has rank {rank} (config says {hit})"
 
@@ -248,11 +256,23 @@ def _odd_targets(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
     lora = {m for m, parts in adapter.modules.items() if _is_lora(parts)}
     if form.get("target_parameters"):
         return
-    if not isinstance(targets, list) or any(form.get(k) for k in _NARROWED):
-        return  # a text is a regular expression, which is not run, or all-linear, which only the model knows
-    yield from (f"{m} has an adapter, and is no target" for m in sorted(lora) if not _ends(m, targets))
+    if any(form.get(k) for k in _NARROWED):
+        return
     bare = sorted(adapter.base - set(adapter.modules))
-    yield from (f"{m} is a target, and has no adapter" for m in bare if _ends(m, targets))
+    if isinstance(targets, list):
+        meant = {m for m in (*lora, *bare) if _ends(m, targets)}
+    elif isinstance(targets, str) and targets != _ALL_LINEAR:
+        modules = [*lora, *bare]
+        try:
+            (hits,) = full_matches([targets], modules)
+        except UnusablePattern as error:
+            yield f"target_modules cannot be matched: {error}"
+            return
+        meant = {m for m, hit in zip(modules, hits, strict=True) if hit}
+    else:
+        return  # which modules are linear only the model knows
+    yield from (f"{m} has an adapter, and is no target" for m in sorted(lora - meant))
+    yield from (f"{m} is a target, and has no adapter" for m in bare if m in meant)
 
 
 def _is_lora(parts: Mapping[str, str]) -> bool:
@@ -265,8 +285,14 @@ def _ends(module: str, names: Sequence[Any]) -> bool:
 
 
 def _lies_in(module: str, names: Sequence[Any]) -> bool:
-    """Whether a module is one of these, or lies in one."""
-    return any(isinstance(n, str) and f".{n}." in f".{module}." for n in names)
+    """Whether a module is held whole, or lies in one that is: peft compares the ends of names as texts.
+
+    >>> _lies_in("model.layers.0.input_layernorm", ["norm"]), _lies_in("model.norms.0", ["norm"])
+    (True, False)
+    """
+    parts = module.split(".")
+    around = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return any(isinstance(n, str) and path.endswith(n) for n in names for path in around)
 
 
 def _few(ranks: Mapping[str, int]) -> str:

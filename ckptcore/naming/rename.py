@@ -30,7 +30,7 @@ class Dropped:
     part: bool = False
 
 
-class Made(NamedTuple):
+class MadeTensor(NamedTuple):
     """A tensor that a map of names made.
 
     Attributes:
@@ -61,7 +61,7 @@ class Mapped:
     dropped: tuple[Dropped, ...]
     ties: tuple[tuple[str, str], ...] = ()
     twins: Manifest | None = None
-    made: tuple[Made, ...] = ()
+    made: tuple[MadeTensor, ...] = ()
     map: str = ""
 
 

@@ -17,7 +17,7 @@ from ckptcore.conversion.pipeline import convert, inspect, tidy
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import Busy, DestinationExists
 from ckptcore.operations import claims as claiming
-from ckptcore.operations.wait import Told, delays, wait_until_whole
+from ckptcore.operations.wait import OnWait, delays, wait_until_whole
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.workers import Progress
 
@@ -32,16 +32,16 @@ def convert_once(
     catalog: str | bool | None,
     *,
     wait_s: float,
-    told: Told,
+    on_wait: OnWait,
 ) -> Result | None:
     """Waits until the source is whole, and converts it unless it has been; None when it has.
 
     catalog: its URL; None is the default one. False is none: nobody else is known of then. wait_s: how long
-    to look again at what is not whole yet, or is being converted by somebody else. told: see
+    to look again at what is not whole yet, or is being converted by somebody else. on_wait: see
     `wait_until_whole`. Raises what `convert` raises, and `Busy`.
     """
     looks = delays(wait_s / 60)
-    manifest = wait_until_whole(request.source, request.recover, looks, told)
+    manifest = wait_until_whole(request.source, request.recover, looks, on_wait)
     if catalog is False:
         return convert(request, settings, progress, catalog)
     from ckptcore.catalog import open_catalog

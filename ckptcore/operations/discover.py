@@ -93,18 +93,18 @@ class _Looking:
 
     def into(self, folder: str, files: Mapping[str, ListedFile], depth: int) -> None:
         """Looks for candidates among what a folder holds. files: paths relative to it."""
-        children, own = _split(files)
+        children, own = _by_folder(files)
         for name, seen in own.items():
-            if name.endswith(SUFFIXES) and says_step(name) and not self._skips(_below(folder, name)):
+            if name.endswith(SUFFIXES) and says_step(name) and not self._skips(_joined_path(folder, name)):
                 self._file(folder, name, seen)
         for child in sorted(children, key=natural):
-            path = _below(folder, child)
+            path = _joined_path(folder, child)
             if not child.startswith(".") and not self._skips(path) and depth < MAX_DEPTH:
                 self._folder(path, child, children[child], depth + 1)
 
     def _folder(self, path: str, name: str, files: Mapping[str, ListedFile], depth: int) -> None:
         kept = {p: f for p, f in files.items() if not any(part.startswith(".") for part in p.split("/")[:-1])}
-        children, own = _split(kept)
+        children, own = _by_folder(kept)
         steps = any(step_of(c) is not None for c in children) and step_of(name) is None
         saves = any(n.endswith(SUFFIXES) and says_step(n) for n in own) and step_of(name) is None
         if steps or saves:
@@ -143,7 +143,7 @@ class _Looking:
         return (found.name, (*way, *evidence.because)), False
 
     def _file(self, folder: str, name: str, seen: ListedFile) -> None:
-        path = _below(folder, name)
+        path = _joined_path(folder, name)
         try:
             found, evidence = detect(Source(self._store, path, {path: seen.nbytes}))
         except UnknownFormat:
@@ -163,7 +163,9 @@ class _Looking:
         return join_url(self.root, path) in self._skip
 
 
-def _split(files: Mapping[str, ListedFile]) -> tuple[dict[str, dict[str, ListedFile]], dict[str, ListedFile]]:
+def _by_folder(
+    files: Mapping[str, ListedFile],
+) -> tuple[dict[str, dict[str, ListedFile]], dict[str, ListedFile]]:
     """What lies in the folders below, by folder, and what lies here."""
     children: dict[str, dict[str, ListedFile]] = {}
     own: dict[str, ListedFile] = {}
@@ -181,5 +183,5 @@ def _is_loose(own: Collection[str]) -> bool:
     return "config.json" not in own and sum(n.endswith(SUFFIXES) for n in own) == 1
 
 
-def _below(folder: str, name: str) -> str:
+def _joined_path(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name

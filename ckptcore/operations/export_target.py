@@ -120,7 +120,7 @@ def announced_request(
     with catalog.reading() as conn:
         every = roots.every(conn)
     for root in sorted(every, key=lambda r: (-len(r.uri), r.name)):
-        path = _below(source, root.uri)
+        path = _relative_path(source, root.uri)
         if path is None or not matches(path, root.include):
             continue
         told, run = step_and_run(root.uri, path)
@@ -218,7 +218,7 @@ def _normal(url: str) -> str:
     return f"{scheme}{sign}{path}"
 
 
-def _below(source: str, root: str) -> str | None:
+def _relative_path(source: str, root: str) -> str | None:
     """The path of a source below a root, or None; links are resolved."""
     here, inside = normal_uri(source), normal_uri(root).rstrip("/") + "/"
     return here[len(inside) :] if here.startswith(inside) and len(here) > len(inside) else None

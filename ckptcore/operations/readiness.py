@@ -69,7 +69,7 @@ def look(
     what is wrong with the checkpoint.
     """
     own = stamp_of(files)
-    stamp = _judged(own, recover)
+    stamp = _judged_stamp(own, recover)
     changed = _changed_at(files, own, before, now)
     if before is not None and _remembered(before, stamp) and not (again and before.state == Condition.BROKEN):
         told = before.findings[0].message if before.findings else ""
@@ -88,10 +88,10 @@ def look(
             f"changed {quiet.total_seconds():.0f} s ago; looked at when nothing changed for {settle_s:.0f} s"
         )
         return Look(Condition.WRITING, stamp, changed, told)
-    return _read(uri, stamp, changed, recover)
+    return _look_at(uri, stamp, changed, recover)
 
 
-def _read(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
+def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
     manifest: Manifest | None = None
     try:
         manifest = inspect(uri, recover)
@@ -118,7 +118,7 @@ def _read(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
         return Look(state, stamp, changed, error.message, findings, None, None, manifest)
 
 
-def _judged(stamp: str, recover: bool) -> str:
+def _judged_stamp(stamp: str, recover: bool) -> str:
     """The stamp of files, and by which rules and which version they were judged."""
     from ckptcore import __version__
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _CARD = "README.md"
 _MAX_CARD = 1 << 20
 NO_PRINTS: Prints = (None, {})
-Told = Callable[[str], None]
+OnPlace = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ def rebuild(
     made: Sequence[str] = (),
     digests: bool = False,
     take: Settings | None = None,
-    told: Told = lambda line: None,
+    on_place: OnPlace = lambda line: None,
 ) -> Rebuilt:
     """Records what lies at or below `roots` and `made`: folders to look through, or checkpoints.
 
     made: those that hold what was made here. digests: read every byte, so that each file that is there is
         known by its BLAKE3 digest again, config and tokenizer too. take: means to take fingerprints, which
-        tell what an output was made from. told: gets a line for each place.
+        tell what an output was made from. on_place: gets a line for each place.
 
     What is wrong with a checkpoint is recorded or left out, and told. Raises `SourceUnreadable` for a root
     that is not there, and `CatalogError`.
@@ -87,17 +87,17 @@ def rebuild(
     began = datetime.now(UTC)  # what is written from here on may not be what is read
     found: dict[str, tuple[str, str]] = {}  # id -> place and format
     left_out = []
-    kinds = {uri: Kind.SOURCE for root in roots for uri in _places(root)}
-    kinds |= {uri: Kind.DERIVED for root in made for uri in _places(root)}
+    kinds = {uri: Kind.SOURCE for root in roots for uri in _checkpoints_at(root)}
+    kinds |= {uri: Kind.DERIVED for root in made for uri in _checkpoints_at(root)}
     for uri, kind in kinds.items():
         try:
             manifest = read_manifest(open_source(uri))
             report = validate(manifest)
             files = _digests(manifest) if digests else []
-            prints = _prints(manifest, take, told) if take is not None and report.ok else NO_PRINTS
+            prints = _prints(manifest, take, on_place) if take is not None and report.ok else NO_PRINTS
         except CkptError as error:
             left_out.append((uri, error.code, error.message))
-            told(f"left out  {uri}: {error.message}")
+            on_place(f"left out  {uri}: {error.message}")
             continue
         known = facts(
             manifest,
@@ -109,7 +109,7 @@ def rebuild(
         )
         public = catalog.record_validation(known, report.findings, level="cover", kind=kind)
         found[public] = uri, manifest.format
-        told(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
+        on_place(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
     # Behind all of them: a source may be found after what was made from it.
     origins = {public: _adopted(catalog, began, public, uri) for public, (uri, _) in found.items()}
     for public, (uri, _) in found.items():
@@ -128,7 +128,7 @@ def rebuild(
     return Rebuilt(tuple(recorded), tuple(left_out))
 
 
-def _places(root: str) -> Iterator[str]:
+def _checkpoints_at(root: str) -> Iterator[str]:
     """The root itself where it is a checkpoint, else what is below it."""
     source = open_source(root)
     if _is_one(source):
@@ -149,11 +149,11 @@ def _is_one(source: Source) -> bool:
     return True
 
 
-def _prints(manifest: Manifest, take: Settings, told: Told) -> Prints:
+def _prints(manifest: Manifest, take: Settings, on_place: OnPlace) -> Prints:
     try:
         found = fingerprint(manifest, take)
     except CkptError as error:  # it is recorded as it is; scrub will say what is wrong
-        told(f"no fingerprint of {manifest.root}: {error.message}")
+        on_place(f"no fingerprint of {manifest.root}: {error.message}")
         return NO_PRINTS
     return held_by(manifest, found.tensors, dict(found.renamed))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from ckptcore.catalog import open_catalog
+from ckptcore.catalog.normalize import hex_digest
 from ckptcore.catalog.types import CheckpointRow, FileRow, Role, State
 from ckptcore.checking.check import Report, unproven_finding
 from ckptcore.checking.examine import inspect
@@ -53,9 +54,9 @@ def compare(uri: str, files: Sequence[FileRow], in_time: Callable[[], bool] = la
         for file in files:
             if file.digest is None:
                 continue
-            wrong = _size(store, file)
+            wrong = _size_finding(store, file)
             if wrong is None:
-                digest = _digest(store, file, in_time)
+                digest = _file_digest(store, file, in_time)
                 nbytes += file.nbytes
                 if digest == file.digest:
                     proven.add(file.path)
@@ -108,7 +109,7 @@ def same_manifest(uri: str, digest: str, read: Manifest | None = None) -> Manife
 
     read: as it was read already. Raises what reading raises.
     """
-    if read is not None and _plain(read.digest) == digest:
+    if read is not None and hex_digest(read.digest) == digest:
         return read
     for recover, keep in ((False, False), (False, True), (True, False)):
         try:
@@ -117,7 +118,7 @@ def same_manifest(uri: str, digest: str, read: Manifest | None = None) -> Manife
             if not recover and not keep:
                 raise
             continue
-        if _plain(found.digest) == digest:
+        if hex_digest(found.digest) == digest:
             return found
     return None
 
@@ -138,10 +139,10 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
     checkpoint: damage must not take the place of what proves it.
     """
     with open_catalog(catalog_url) as catalog:
-        known = _found(catalog, uri)
+        known = _registered_at(catalog, uri)
         if known is not None and any(f.digest for f in known[1] if f.role == Role.DATA):
             row, files = known
-            if _plain(manifest.digest) != row.manifest_digest and _is_alike(uri, files):
+            if hex_digest(manifest.digest) != row.manifest_digest and _is_alike(uri, files):
                 return False
         verified = report.level if report.ok else None
         checked = facts(manifest, uri, verified=verified)
@@ -158,21 +159,17 @@ def _known(uri: str, catalog_url: str | None) -> tuple[CheckpointRow, tuple[File
     """What the catalog says is at a place, or None. One that cannot be read fails when it is written to."""
     try:
         with open_catalog(catalog_url, create=False) as catalog:
-            return _found(catalog, uri)
+            return _registered_at(catalog, uri)
     except CkptError:
         return None
 
 
-def _found(catalog: Catalog, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
+def _registered_at(catalog: Catalog, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
     found = catalog.at(uri)
     return None if found is None or found[0].state in (State.REPLACED, State.DELETED) else found
 
 
-def _plain(digest: str) -> str:
-    return digest.rpartition(":")[2].lower()
-
-
-def _size(store: Store, file: FileRow) -> Finding | None:
+def _size_finding(store: Store, file: FileRow) -> Finding | None:
     size = store.size(file.path)
     if size is None:
         return finding("missing-file", "files", f"{file.path} is not there", file=file.path)
@@ -183,7 +180,7 @@ def _size(store: Store, file: FileRow) -> Finding | None:
     return finding(code, "files", told, file=file.path)
 
 
-def _digest(store: Store, file: FileRow, in_time: Callable[[], bool]) -> str:
+def _file_digest(store: Store, file: FileRow, in_time: Callable[[], bool]) -> str:
     whole = blake3()
     for at in range(0, file.nbytes, _BLOCK):
         if not in_time():

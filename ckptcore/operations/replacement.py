@@ -100,12 +100,12 @@ def stand_in(
         _require_own_fingerprint(catalog, source)
         mine = source.fingerprint
     else:
-        mine = _taken(catalog, source.uri, manifest, take)
+        mine = _taken_fingerprint(catalog, source.uri, manifest, take)
     rejected: Stand | None = None
     asked = _Source(source, things, manifest, mine)
     for conversion, child in made:
         try:
-            found = _judged(catalog, asked, conversion, child, allowed, take)
+            found = _stand_of(catalog, asked, conversion, child, allowed, take)
         except CkptError as error:  # another child may do
             found = Stand(None, None, error.message)
         if found.child is not None:
@@ -144,7 +144,7 @@ class _Source:
     fingerprint: str
 
 
-def _judged(
+def _stand_of(
     catalog: Catalog,
     source: _Source,
     conversion: ConversionRow,
@@ -160,7 +160,7 @@ def _judged(
         return Stand(None, None, f"another checkpoint stands at {child.uri} now")
     files = files_of(child.uri, manifest, [row.path for row in detail.files])
     require_apart(source.row.uri, source.things, child.uri, files)
-    theirs = child.fingerprint if means is None else _taken(catalog, child.uri, manifest, means)
+    theirs = child.fingerprint if means is None else _taken_fingerprint(catalog, child.uri, manifest, means)
     cast = theirs != source.fingerprint
     if cast:
         if not (_casts(conversion) and conversion.fingerprint == source.fingerprint):
@@ -196,7 +196,7 @@ def _judged(
     )
 
 
-def _taken(catalog: Catalog, uri: str, manifest: Manifest, settings: Settings) -> str:
+def _taken_fingerprint(catalog: Catalog, uri: str, manifest: Manifest, settings: Settings) -> str:
     found = fingerprint(manifest, settings)
     prints = held_by(manifest, found.tensors, dict(found.renamed))
     warnings = [f for f in manifest.findings if f.severity == "warning"]

@@ -130,20 +130,20 @@ def retire(
     allowed: Allowed | None = None,
     take: Settings | None = None,
     means: Settings | None = None,
-    told: Callable[[Retired], None] | None = None,
+    on_retired: Callable[[Retired], None] | None = None,
 ) -> Retirement:
     """Deletes sources as the policy says. scope: a watched root or a run by name, or None for all roots.
 
     yes: delete; otherwise nothing is changed. take: take fingerprints anew, with these means. means: those
-    for reading a child again. told: is called for each.
+    for reading a child again. on_retired: is called for each.
     """
     left = clear_away(catalog, take or means or Settings()) if yes else ()
     items = []
     for item in plan(catalog, policy, scope, allowed=allowed, take=take):
         done = carry_out(catalog, item, take or means) if yes and item.fate is Fate.LET_GO else item
         items.append(done)
-        if told is not None:
-            told(done)
+        if on_retired is not None:
+            on_retired(done)
     return Retirement(tuple(items), yes, left)
 
 
@@ -160,7 +160,7 @@ def plan(
     with catalog.reading() as conn:
         rows = _in_scope(conn, scope)
         above = roots.every(conn)
-        entries = {row.id: _entry(row, tending.ties(conn, now, row.id)) for row in rows}
+        entries = {row.id: _retention_entry(row, tending.ties(conn, now, row.id)) for row in rows}
     verdicts = decide(entries.values(), policy)
     for row, verdict in zip(rows, verdicts, strict=True):
         if verdict.keep:
@@ -209,7 +209,7 @@ def _in_scope(conn: Any, scope: str | None) -> list[CheckpointRow]:
     return list(found.values())
 
 
-def _entry(row: CheckpointRow, ties: tending.Ties) -> RetentionEntry:
+def _retention_entry(row: CheckpointRow, ties: tending.Ties) -> RetentionEntry:
     run = row.run or os.path.dirname(row.uri)
     readers = tuple(f"{reader} reads it" for reader in ties.readers)
     return RetentionEntry(row.id, run, row.step, ties.tags, ties.aliases, (*ties.holds, *readers))
@@ -354,7 +354,7 @@ def _root_above(above: Iterable[roots.RootRow], source: CheckpointRow) -> str:
 def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
     """Raises `Conflict` when somebody holds on to it now, or it is not below a watched root."""
     ties = tending.ties(conn, now, source.id)
-    why: Sequence[str] = (*held(_entry(source, ties)),)
+    why: Sequence[str] = (*held(_retention_entry(source, ties)),)
     if why:
         raise Conflict(f"{why[0]}, meanwhile")
     others = tending.inside(conn, source.uri)

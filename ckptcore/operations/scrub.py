@@ -81,7 +81,7 @@ def scrub(
     share: float = SHARE,
     budget_s: float = BUDGET_S,
     *,
-    told: Callable[[Looked], None] | None = None,
+    on_look: Callable[[Looked], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scrubbed:
     """Looks at a share of what the catalog says exists, and records what it finds.
@@ -103,16 +103,16 @@ def scrub(
         detail = catalog.show(row.id, tensors=False)
         assert isinstance(detail, CheckpointDetail)
         found = Looked(row, prove(detail, in_time))
-        _record(catalog, found)
+        _record_look(catalog, found)
         looked.append(found)
-        if told is not None:
-            told(found)
+        if on_look is not None:
+            on_look(found)
         if found.proven.proof is Proof.STOPPED:
             break
     return Scrubbed(tuple(looked), len(wanted), len(rows))
 
 
-def _record(catalog: Catalog, found: Looked) -> None:
+def _record_look(catalog: Catalog, found: Looked) -> None:
     proven, id, now = found.proven, found.checkpoint.id, datetime.now(UTC)
     if proven.now is not None:
         catalog.record_validation(proven.now, (), level="files")

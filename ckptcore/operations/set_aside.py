@@ -211,7 +211,7 @@ class Aside:
             else:
                 below = open_folder(self._name, self._at, self.path)
                 try:
-                    _empty(below, "", self.record.things, left)
+                    _remove_approved(below, "", self.record.things, left)
                     if not left:
                         _remove_folder(self._name, self._at, below, "", left)
                 finally:
@@ -285,7 +285,7 @@ def partly_gone(record: RemovalRecord, here: Mapping[str, Thing]) -> bool:
     return not record.things.keys() <= here.keys()
 
 
-def _empty(at: int, prefix: str, things: Mapping[str, Thing], left: list[str]) -> None:
+def _remove_approved(at: int, prefix: str, things: Mapping[str, Thing], left: list[str]) -> None:
     """Removes approved names below a descriptor, depth first. No link is followed, no mount crossed."""
     for name in os.listdir(at):
         approved = things.get(f"{prefix}{name}/")
@@ -302,7 +302,7 @@ def _empty(at: int, prefix: str, things: Mapping[str, Thing], left: list[str]) -
                 left.append(f"{prefix}{name}/")
                 continue
             before = len(left)
-            _empty(below, f"{prefix}{name}/", things, left)
+            _remove_approved(below, f"{prefix}{name}/", things, left)
             if len(left) == before:
                 _remove_folder(name, at, below, f"{prefix}{name}/", left)
         finally:

@@ -110,7 +110,7 @@ class Swept:
 
 
 Convert = Callable[[Request], Any]
-Told = Callable[[SweepItem], None]
+OnItem = Callable[[SweepItem], None]
 
 
 def sweep(
@@ -122,13 +122,13 @@ def sweep(
     settle_s: float = SETTLE_S,
     again: bool = False,
     who: str | None = None,
-    told: Told | None = None,
+    on_item: OnItem | None = None,
 ) -> Swept:
     """Looks through the watched roots, and converts what is ready.
 
-    convert: makes one request; a CkptError is told and stops nothing else. names: of roots, also paused ones;
-    none means all that are not paused. again: also what failed just now, or was broken. told: is called for
-    each item.
+    convert: makes one request; a CkptError stops nothing else. names: of roots, also paused ones;
+    none means all that are not paused. again: also what failed just now, or was broken. on_item: is
+    called for each item.
     """
     found: list[SweepItem] = []
     who = who or owner()
@@ -139,8 +139,8 @@ def sweep(
                 item if dry_run or item.standing is not Standing.READY else work(catalog, item, convert, who)
             )
             here.append(done)
-            if told is not None:
-                told(done)
+            if on_item is not None:
+                on_item(done)
         found += here
         if not dry_run:
             note_swept(catalog, root, here)

@@ -67,7 +67,7 @@ def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -
         return Proven(Proof.STOPPED, message="the time was over")
     except CkptError as error:
         if error.exit_code in (1, 3):
-            found = tuple(error.values.get("findings", ())) or (_told(error),)
+            found = tuple(error.values.get("findings", ())) or (_as_finding(error),)
             return Proven(Proof.DAMAGED, found, error.message)
         return Proven(Proof.UNREAD, message=f"{error.code}: {error.message}")
 
@@ -76,7 +76,7 @@ def _by_digests(uri: str, files: tuple[FileRow, ...], in_time: Callable[[], bool
     compared = compare(uri, files, in_time)
     recorded = {f.path for f in files}
     folder = folder_of(uri, files)
-    listed = [] if recorded == {split_url(uri)[1]} else _listed(folder)
+    listed = [] if recorded == {split_url(uri)[1]} else _paths_in(folder)
     unproven = tuple(p for p in listed if p not in recorded) + tuple(
         f.path for f in files if f.digest is None
     )
@@ -109,7 +109,7 @@ def _proven(findings: tuple[Finding, ...], unproven: tuple[str, ...], nbytes: in
     return Proven(proof, (*findings, *doubts), message, nbytes, unproven=unproven)
 
 
-def _listed(folder: str) -> list[str]:
+def _paths_in(folder: str) -> list[str]:
     with closing(open_store(folder)) as store:
         return list(store.list())
 
@@ -127,5 +127,5 @@ def _is_there(uri: str) -> bool:
         return False
 
 
-def _told(error: CkptError) -> Finding:
+def _as_finding(error: CkptError) -> Finding:
     return Finding(error.code, "files", error.message, hint=error.hint)

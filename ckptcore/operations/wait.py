@@ -21,7 +21,7 @@ MAX_LOOKS = 50  # Prefect takes no longer list of delays
 PENDING: tuple[type[CkptError], ...] = (NotComplete, SourceUnreadable, UnknownFormat)
 PENDING_FINDINGS = frozenset({"not-complete", "missing-file", "truncated-file", "missing-rank", "no-tensors"})
 
-Told = Callable[[float, CkptError], None]
+OnWait = Callable[[float, CkptError], None]
 
 
 def delays(minutes: float) -> list[float]:
@@ -57,10 +57,10 @@ def whole(source: str, recover: bool = False) -> Manifest:
     return manifest
 
 
-def wait_until_whole(source: str, recover: bool, looks: Sequence[float], told: Told) -> Manifest:
+def wait_until_whole(source: str, recover: bool, looks: Sequence[float], on_wait: OnWait) -> Manifest:
     """The manifest once it is whole; raises what the last look raises, or one that will not get better.
 
-    looks: seconds before each further look. told: is called before each pause, with its reason.
+    looks: seconds before each further look. on_wait: is called before each pause, with its reason.
     """
     for pause in looks:
         try:
@@ -68,7 +68,7 @@ def wait_until_whole(source: str, recover: bool, looks: Sequence[float], told: T
         except CkptError as error:
             if not may_become_whole(error):
                 raise
-            told(pause, error)
+            on_wait(pause, error)
             time.sleep(pause)
     return whole(source, recover)
 

@@ -11,6 +11,6 @@ formats arrange; it knows nothing of execution, of the catalog and of where a pl
     file_plan      `FilePlan`: what a worker needs for one output file
     model_files, hub_files, model_card
                    what lies beside an export's weights: found or named, read, told of
-    file_planner, reads, nesting, config_folder, meta_model, transformers_conversion
+    file_planner, reads, nesting, config_folder, meta_model, transformers_conversion, transformers_process
                    how a plan is made
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -105,21 +106,21 @@ def compose(
     report = require_whole(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
-    layout = _layout(request, writer, adapter)
+    layout = _output_layout(request, writer, adapter)
     model = find_model(manifest, request.model_prefix) if export else None
     free, bound = without_bound(manifest, parse_mesh(request.mesh)) if reshard else (manifest, ())
     naming: NameMap | None = None
     if adapter is None or model is None:
-        mapped, told, naming, beside = _fitted(request, free, model, beside)
+        mapped, doubts, naming, beside = _fitted(request, free, model, beside)
     else:
-        mapped, beside, told = *_adapter_alone(request, free, model, adapter, beside), []
-    if by_config and (told or beside.config is None):  # the model class was not asked, and proves nothing
+        mapped, beside, doubts = *_adapter_alone(request, free, model, adapter, beside), []
+    if by_config and (doubts or beside.config is None):  # the model class was not asked, and proves nothing
         require_whole(manifest, selected)
-    warnings += [*told, *beside.findings]
+    warnings += [*doubts, *beside.findings]
     if export:
         warnings += [*_other_parts(model), *_unopened(request, beside)]
     casts = _dtypes(request, mapped.manifest)
-    objects, dropped, left_out = _objects(request, free)
+    objects, dropped, left_out = _carried_objects(request, free)
     warnings += left_out
     mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
     casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
@@ -191,7 +192,7 @@ def map_export(request: Request, manifest: Manifest) -> MappedExport:
     if adapter is not None:
         mapped, _ = _adapter_alone(request, manifest, model, adapter, beside)
         return MappedExport(mapped, _dtypes(request, mapped.manifest), model)
-    named = _named(request, manifest, model, beside.config)
+    named = _named_tensors(request, manifest, model, beside.config)
     mapped = named.tied(manifest, request.tie)
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
@@ -229,7 +230,7 @@ def _fitted(
     --exclude: it is left out where it does not fit."""
     config = beside.config
     try:
-        return *_names(request, manifest, model, config), beside
+        return *_checked_names(request, manifest, model, config), beside
     except (NameMismatch, UsageError) as error:
         of_config = "missing" in error.values or error.message.startswith("--config ")
         if config is None or request.config is not None or not of_config:
@@ -242,7 +243,9 @@ def _fitted(
         message = f"what was asked for does not fit the config that was found, {config.url}: {error.message}"
         kept = [f for f in beside.findings if config.url not in f.message]
         left = finding("not-loadable", "files", message)
-        return *_names(request, manifest, model, None), replace(beside, config=None, findings=(*kept, left))
+        return *_checked_names(request, manifest, model, None), replace(
+            beside, config=None, findings=(*kept, left)
+        )
 
 
 def _adapter_alone(
@@ -273,7 +276,7 @@ def _adapter_alone(
     return adapted(mapped, adapter), beside
 
 
-def _layout(request: Request, writer: Writer, adapter: Adapter | None) -> Layout:
+def _output_layout(request: Request, writer: Writer, adapter: Adapter | None) -> Layout:
     """How the output is laid out; raises `UsageError` for what the format cannot be written as."""
     of_export = writer.hub if adapter is None else writer.adapter
     layouts = {"reshard": writer.for_mesh, "export": of_export or writer.whole}
@@ -329,10 +332,10 @@ def _selected(request: Request, manifest: Manifest, adapter: Adapter | None) -> 
     return selected
 
 
-def _names(
+def _checked_names(
     request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
 ) -> tuple[Mapped, list[Finding], NameMap | None]:
-    named = _named(request, manifest, model, config)
+    named = _named_tensors(request, manifest, model, config)
     mapped = named.tied(manifest, request.tie)
     found = named.found
     warnings, naming = (list(found.warnings), found.map) if found is not None else ([], None)
@@ -368,6 +371,7 @@ def _in_world(
             source=source,
             config=content,
             url=config.url if config is not None else "",
+            part=bool(request.include or request.exclude),
         )
     from ckptcore.planning.name_maps import map_names
 
@@ -386,7 +390,9 @@ def _in_world(
 def _tied(mapped: Mapped, ties: Sequence[tuple[str, str]]) -> Mapped:
     """With ties, by the names after a map."""
     found = remap(mapped.manifest, tie=ties)
-    before = {new: old for old, new in mapped.renamed}
+    uses = Counter(source for m in mapped.made for source in m.sources)
+    before = {m.name: m.sources[0] for m in mapped.made if len(m.sources) == 1 and uses[m.sources[0]] == 1}
+    before |= {new: old for old, new in mapped.renamed}
     gone = tuple(replace(d, fqn=before.get(d.fqn, d.fqn)) for d in found.dropped)
     kept = {t.fqn for t in found.manifest.tensors}
     return replace(
@@ -418,7 +424,7 @@ class _Named:
         return remap(manifest, **self.options, tie=tie) if tie else self.bare
 
 
-def _named(
+def _named_tensors(
     request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
 ) -> _Named:
     options: dict[str, Any] = {
@@ -459,7 +465,9 @@ def _dtypes(request: Request, manifest: Manifest) -> dict[str, str]:
     return found
 
 
-def _objects(request: Request, manifest: Manifest) -> tuple[dict[str, Any], list[Dropped], list[Finding]]:
+def _carried_objects(
+    request: Request, manifest: Manifest
+) -> tuple[dict[str, Any], list[Dropped], list[Finding]]:
     """The plain values to carry, those that stay out, and the findings on what refers to a missing tensor.
 
     One whose tree is unknown stays out, and a finding of the reader has said so.
@@ -511,8 +519,8 @@ def _other_parts(model: ModelPart | None) -> Iterable[Finding]:
 def _unopened(request: Request, beside: ModelFiles) -> Iterable[Finding]:
     """What keeps transformers from opening the output, or from finding what was named for it."""
     if request.single is None:
-        told = any(f.code == "not-loadable" for f in beside.findings)
-        if beside.config is None and beside.adapter is None and not told:
+        known = any(f.code == "not-loadable" for f in beside.findings)
+        if beside.config is None and beside.adapter is None and not known:
             message = "no config.json was named or found: transformers will not open the output"
             yield finding("not-loadable", "files", message)
         return

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.planning import transformers_process
+from ckptcore.utils.text import listed, shown
 
 _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second
-_TIMEOUT = 600  # seconds; building a model on the meta device takes a few
+# Fields that say how many modules there are, each of which has a tensor of its own, or a row of one.
+_COUNTS = re.compile(r"(?!max_)(?:|.*_)(?:layers?|experts?|blocks?|depth)")
+_ALWAYS_POSSIBLE = 1000  # of them: built on the meta device in a few seconds
+_SECONDS = 600  # building a model on the meta device takes a few
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class ConfigFolder:
         """
         out = dict(self.content)
         config = json.loads(out["config.json"])
-        changed = dtype is not None and sum(_name_dtype(part, dtype) for part in _parts(config)) > 0
+        changed = dtype is not None and sum(_name_dtype(part, dtype) for part in _with_nested(config)) > 0
         gone = plain and config.pop("quantization_config", None) is not None
         if changed or gone:
             out["config.json"] = _dumped(config)
@@ -69,7 +73,10 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
     """
     if importlib.util.find_spec("transformers") is None:
         return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'")
-    answer = _ask(config, found)
+    most = max([len(found), *(dim for shape in found.values() for dim in shape)], default=0)
+    require_possible(config.form, f"--config {config.url}", most)
+    asked = {"config": config.form, "tensors": found}
+    answer = transformers_process.ask("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
     if "rejected" in answer:
         raise UsageError(
             f"--config {config.url}: transformers builds no model from config.json: {answer['rejected']}",
@@ -86,7 +93,7 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
         "other shape": shapes,
         "cannot be put together": answer["broken"],
     }
-    parts = [f"{kind}: {_few(names)}" for kind, names in kinds.items() if names]
+    parts = [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
     if parts:
         raise NameMismatch(
             f"the checkpoint does not fit {answer['class']}: {'; '.join(parts)}",
@@ -97,9 +104,26 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
         )
     warnings = []
     if answer["fused"]:
-        message = f"{_few(answer['fused'])}: the live model's form of what files on the hub hold in pieces"
+        message = f"{listed(answer['fused'])}: the live model's form of what files on the hub hold in pieces"
         warnings.append(finding("fused-names", "cover", message))
     return Expected(tuple((a, b) for a, b in answer["ties"]), tuple(warnings))
+
+
+def require_possible(form: Mapping[str, Any], said: str, most: int) -> None:
+    """Raises `UsageError` for a config of more modules than the checkpoint can have tensors for.
+
+    transformers would build them all, whatever time and memory that takes. most: tensors, or rows of one.
+    """
+    for part in _with_nested(dict(form)):
+        for name, count in part.items():
+            counts = (
+                isinstance(count, (int, float)) and not isinstance(count, bool) and _COUNTS.fullmatch(name)
+            )
+            if counts and count > max(most, _ALWAYS_POSSIBLE):
+                raise UsageError(
+                    f"{said}: config.json says {name} = {shown(count)}, the checkpoint has {most} at most",
+                    hint="name the folder of the model that was trained, or leave --config out",
+                )
 
 
 def _dumped(config: dict[str, Any]) -> bytes:
@@ -110,7 +134,7 @@ def _dumped(config: dict[str, Any]) -> bytes:
         return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _with_nested(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A config and those of its parts: text_config, vision_config, ....
 
     transformers loads with the dtype of the whole; where that has none, vLLM asks the text model's.
@@ -118,7 +142,7 @@ def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield config
     for name, part in config.items():
         if isinstance(part, dict) and name.endswith("_config") and name != "quantization_config":
-            yield from _parts(part)
+            yield from _with_nested(part)
 
 
 def _name_dtype(part: dict[str, Any], dtype: str) -> bool:
@@ -126,36 +150,6 @@ def _name_dtype(part: dict[str, Any], dtype: str) -> bool:
     others = {k: dtype for k in _DTYPES if isinstance(part.get(k), str) and part[k] not in (dtype, "auto")}
     part |= others
     return bool(others)
-
-
-def _ask(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    asked = {"config": json.loads(config.content["config.json"]), "tensors": found}
-    try:
-        run = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "ckptcore.planning.meta_model",
-            ],  # -P: nothing is imported from the current folder
-            input=json.dumps(asked).encode(),
-            capture_output=True,
-            timeout=_TIMEOUT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"building the model took more than {_TIMEOUT} s"}
-    try:
-        answer: dict[str, Any] = json.loads(run.stdout)
-    except ValueError:
-        last = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        answer = {"error": last[0] if last else f"exit status {run.returncode}"}
-    return answer
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def _unchecked(reason: str, hint: str) -> Expected:

@@ -1,4 +1,7 @@
-"""Say what an export is to be held against, and how it was made."""
+"""Say what an export is to be held against, and how it was made.
+
+A file of its own: `comparison` uses it, `conversion` finds it in the catalog, and neither knows the other.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class ExportSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownExport:
     """What is known of an export.
 
     source: or None; reason: why there is none. conversion: id of the conversion that wrote it, in a catalog

@@ -274,7 +274,7 @@ class Tensors:
             "shape": self.shape,
             "full": self.full,
         }
-        return {"names": list(self.names), "dtypes": list(self.dtypes)}, _under(_TENSORS, arrays)
+        return {"names": list(self.names), "dtypes": list(self.dtypes)}, _with_prefix(_TENSORS, arrays)
 
     @classmethod
     def load(cls, head: Mapping[str, Any], arrays: Mapping[str, Array]) -> Tensors:
@@ -325,7 +325,7 @@ class Literals:
             "length": np.array([len(t) for t in self.texts], np.int64),
             "patches": self.patches,
         }
-        return _under(_LITERALS, arrays)
+        return _with_prefix(_LITERALS, arrays)
 
     @classmethod
     def load(cls, arrays: Mapping[str, Array]) -> Literals:
@@ -341,5 +341,5 @@ def whole(name: str, dtype: str, shape: tuple[int, ...]) -> PlannedTensor:
     return PlannedTensor(name, dtype, tuple(shape), 0, dtype, (0,) * len(shape), tuple(shape))
 
 
-def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+def _with_prefix(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
     return {prefix + k: a for k, a in arrays.items()}

@@ -79,7 +79,7 @@ class _Planner:
     def plan(self, index: int, layout: FileLayout) -> FilePlan:
         """One file's plan."""
         manifest, tensors = self._manifest, np.array(layout.tensors, np.int64)
-        boxes, box = _distinct(layout)
+        boxes, box = _distinct_boxes(layout)
         held, box = self._tensors(layout, tensors, boxes, box)
         columns, first, op = self._reads(tensors, [*boxes, None], box)
         nodes, specs, spans = derived_in(layout.tensors, manifest)
@@ -158,7 +158,7 @@ class _Planner:
         if self._twins is not None and any(t in self._followers for t in tensors.tolist()):
             each = np.split(rows, np.cumsum(counts)[:-1]) if len(counts) else []
             return self._with_twins(tensors, [boxes[n] for n in box.tolist()], each, self._twins)
-        return gather_rows(self._manifest.chunks, [rows], None, []), _first(counts), op
+        return gather_rows(self._manifest.chunks, [rows], None, []), _starts_of(counts), op
 
     def _with_twins(
         self, tensors: Ints, boxes: Sequence[Box | None], rows: list[Ints], twins: Manifest
@@ -176,10 +176,10 @@ class _Planner:
             ops += [self._copies[span].astype(np.int8), np.full(len(extra), COMPARE, np.int8)]
         columns = gather_rows(self._manifest.chunks, rows, twins.chunks, twin_rows)
         counts = np.array([len(a) + len(b) for a, b in zip(rows, twin_rows, strict=True)], np.int64)
-        return columns, _first(counts), np.concatenate(ops)
+        return columns, _starts_of(counts), np.concatenate(ops)
 
 
-def _distinct(layout: FileLayout) -> tuple[list[Box], Ints]:
+def _distinct_boxes(layout: FileLayout) -> tuple[list[Box], Ints]:
     """The distinct boxes of a file, and which of them each tensor has; their number for those that are whole.
 
     Boxes are shared between tensors of one shape, and told apart as objects.
@@ -191,5 +191,5 @@ def _distinct(layout: FileLayout) -> tuple[list[Box], Ints]:
     return [layout.boxes[n] for n in first.tolist()], box.reshape(-1).astype(np.int64)
 
 
-def _first(counts: Ints) -> Ints:
+def _starts_of(counts: Ints) -> Ints:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64)

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptcore.errors import SourceUnreadable, UsageError
+from ckptcore.planning.plain_yaml import plain_yaml
 from ckptcore.store import hub_hint, join_url, local_path, open_store, split_url
 from ckptcore.store.listing import Folder, folder_at
 
@@ -55,6 +56,7 @@ _TOKENIZERS = (
     "sentencepiece.bpe.model",
 )
 _MAX_FILE = 64 << 20
+_MAX_TOTAL = 128 << 20  # they are in memory until they are written
 _MAX_FILES = 500
 _FOLDERS = tuple({p.split("/")[0] for ps in FILES.values() for p in ps if "/" in p})
 
@@ -83,28 +85,43 @@ class HubFolder:
     def read(self, name: str) -> bytes:
         """The bytes of one of its files; raises `SourceUnreadable`, `StorageTrouble`."""
         if name not in self._content:
-            self._content[name] = _read(join_url(self.url, name), self.names[name][0])
+            self._content[name] = _file_bytes(join_url(self.url, name), self.names[name][0])
         return self._content[name]
 
     def of(self, *roles: str) -> dict[str, bytes]:
-        """Its files of these roles, name -> bytes."""
+        """Its files of these roles, name -> bytes; raises `UsageError` where they are too large together."""
+        total = sum(nbytes for nbytes, role in self.names.values() if role in roles)
+        if total > _MAX_TOTAL:
+            raise UsageError(
+                f"cannot take config and tokenizer from {self.url}: its files have {total} bytes together",
+                hint=f"at most {_MAX_TOTAL} bytes are carried: name a folder without the others",
+            )
         return {name: self.read(name) for name, (_, role) in sorted(self.names.items()) if role in roles}
 
     def json(self, name: str) -> dict[str, Any] | None:
         """A file as a JSON object; None where it is not there, or is none."""
         if name not in self.names:
             return None
-        try:
-            form = json.loads(self.read(name))
-        except (ValueError, RecursionError):
-            return None
-        return form if isinstance(form, dict) else None
+        return json_object(self.read(name))
 
     def without_code(self) -> HubFolder:
         """Without Python files, unless one of its configs asks for them."""
         asks = any("auto_map" in (self.json(n) or {}) for n in self.names if n.endswith("config.json"))
         names = self.names if asks else {n: v for n, v in self.names.items() if not n.endswith(".py")}
         return HubFolder(self.url, names, self._content)
+
+
+def json_object(data: bytes) -> dict[str, Any] | None:
+    """A JSON object of these bytes, None for anything else: as transformers reads it, UTF-8 without a mark.
+
+    >>> json_object(b'{"a": 1}'), json_object('{"a": 1}'.encode("utf-16")), json_object(b"[]")
+    ({'a': 1}, None, None)
+    """
+    try:
+        form = json.loads(data.decode())
+    except (ValueError, RecursionError):
+        return None
+    return form if isinstance(form, dict) else None
 
 
 def look(url: str, *, inside: str | None = None, known: Folder | None = None) -> HubFolder:
@@ -140,10 +157,10 @@ def read_named(option: str, url: str, name: str = CONFIG) -> HubFolder:
     """
     if url.endswith(f"/{name}") or url == name:
         url = split_url(url)[0]
-    elif (nbytes := _size(url)) is not None:
+    elif (nbytes := _file_size(url)) is not None:
         if nbytes > _MAX_FILE:
             raise UsageError(f"cannot read {option} {url}: it has {nbytes} bytes", hint="name a JSON file")
-        return HubFolder(url, {name: (nbytes, MODEL)}, {name: _read(url, nbytes)})
+        return HubFolder(url, {name: (nbytes, MODEL)}, {name: _file_bytes(url, nbytes)})
     here = folder_at(url)
     if not here.files and not here.folders:
         raise UsageError(
@@ -159,15 +176,10 @@ def front_matter(card: bytes) -> dict[str, Any]:
     >>> front_matter(b"---\\nlicense: mit\\n---\\n# x")
     {'license': 'mit'}
     """
-    import yaml
-
     found = re.match(r"---\r?\n(.{0,65536}?)\r?\n---\s", card.decode(errors="replace"), re.DOTALL)
     if found is None:
         return {}
-    try:
-        form = yaml.safe_load(found[1])
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}  # it is only asked what it says of licence and base model
+    form = plain_yaml(found[1])  # it is only asked what it says of licence and base model
     return form if isinstance(form, dict) else {}
 
 
@@ -190,7 +202,7 @@ def _role(name: str) -> str | None:
     return None
 
 
-def _size(url: str) -> int | None:
+def _file_size(url: str) -> int | None:
     """Bytes of a file; None for what is none."""
     path = local_path(url)
     if path is not None:
@@ -205,7 +217,7 @@ def _size(url: str) -> int | None:
         return store.size(name)
 
 
-def _read(url: str, nbytes: int) -> bytes:
+def _file_bytes(url: str, nbytes: int) -> bytes:
     """A whole file; links are followed: a folder of the hub's cache is made of them."""
     path = local_path(url)
     if path is not None:

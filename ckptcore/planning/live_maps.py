@@ -1,17 +1,13 @@
 """Map a live transformers module's names to the hub's, or back, as the model's config says.
 
 The family is one of the frozen (`ckptcore.naming.maps.live_families`). One that is not among them is asked of
-the installed transformers, which builds the model of the config on the meta device: run as
-``python -m ckptcore.planning.live_maps`` with the config as JSON on standard input, prints JSON.
+the installed transformers, which builds the model of the config on the meta device, in a process of its own
+(`ckptcore.planning.transformers_process`) that runs this module.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +16,8 @@ from ckptcore.errors import MissingDependency, NameMismatch, UsageError
 from ckptcore.naming.maps.conversion import converted
 from ckptcore.naming.maps.from_transformers import entries_of, family_of
 from ckptcore.naming.maps.live_families import (
-    FamilyForm,
     LiveFamily,
+    LiveFamilyForm,
     called,
     frozen_family,
     hub_map,
@@ -34,16 +30,26 @@ from ckptcore.naming.maps.matching import match, require_fit
 from ckptcore.naming.maps.numbers import Config
 from ckptcore.naming.rename import Mapped
 from ckptcore.naming.worlds import HUB
+from ckptcore.planning import transformers_process
+from ckptcore.planning.config_folder import require_possible
 from ckptcore.planning.meta_model import built
-from ckptcore.planning.name_maps import MappedNames, NameMap, composed
+from ckptcore.planning.name_maps import MappedNames, NameMap, composed, lacking
 from ckptcore.planning.stored_configs import stored_configs
+from ckptcore.planning.transformers_process import Answer, brief, quiet_transformers, serve
 
-_TIMEOUT = 300
+_SECONDS = 300  # building a model on the meta device takes a few
 _FUSED = (".gate_up_proj", ".experts.down_proj")  # of modules of transformers 5, for all experts together
 
 
 def map_live_names(
-    mapped: Mapped, *, arch: str, to: str, source: Manifest, config: Mapping[str, Any] | None, url: str
+    mapped: Mapped,
+    *,
+    arch: str,
+    to: str,
+    source: Manifest,
+    config: Mapping[str, Any] | None,
+    url: str,
+    part: bool = False,
 ) -> MappedNames | None:
     """A model part under the hub's names, or under a live module's.
 
@@ -53,6 +59,7 @@ def map_live_names(
         to: ``hf-hub`` or ``hf-live``.
         source: The whole checkpoint, beside which a config may be.
         config: What ``--config`` holds, or None. url: What it is called.
+        part: Whether a part of the model was asked for, so that tensors may be missing.
 
     Returns:
         None where the names are those already, or nothing says which model it is.
@@ -62,7 +69,7 @@ def map_live_names(
         UsageError: For an architecture that nothing knows, and for tensors that no rule stands for.
         MissingDependency: For an architecture that only transformers could tell.
     """
-    content, said = _config(source, config, url)
+    content, said = _named_config(source, config, url)
     names = [t.fqn for t in mapped.manifest.tensors]
     family = _family(arch, content, names)
     if family is None:
@@ -83,14 +90,14 @@ def map_live_names(
         )
     rules = (live_map if to == HUB else hub_map)(family, names, content)
     matched = match(rules, mapped.manifest.tensors, {})
-    require_fit(matched, mapped.manifest.tensors)
+    require_fit(matched, mapped.manifest.tensors, part=part)
     found = converted(mapped.manifest, matched)
     numbers = {k: (v, said) for k, v in numbers_of(family, content or {}).items()}
     how = NameMap(rules.arch, world, to, f"{because} ({rules.version})", numbers, rules.digest)
-    return MappedNames(composed(mapped, found), how, found, ())
+    return MappedNames(composed(mapped, found), how, found, tuple(lacking(matched)))
 
 
-def _config(
+def _named_config(
     source: Manifest, config: Mapping[str, Any] | None, url: str
 ) -> tuple[Mapping[str, Any] | None, str]:
     """(config.json of the model, what it is called)."""
@@ -140,59 +147,31 @@ def family_of_config(config: Mapping[str, Any], names: Sequence[str]) -> LiveFam
                 hint="pip install 'ckptcore[hf]', or --names stored to keep the names as they are",
             )
         return None
-    answer = _ask(config)
-    if "error" in answer:
+    require_possible(config, kind, len(names))
+    said = transformers_process.ask("ckptcore.planning.live_maps", config, seconds=_SECONDS)
+    if "error" in said:
         if any(map(_is_fused, names)):
             raise UsageError(
-                f"cannot map the names of {kind}: no frozen map knows it; transformers: {answer['error']}",
+                f"cannot map the names of {kind}: no frozen map knows it; transformers: {said['error']}",
                 hint="Try --names stored to keep the names as they are",
             )
         return None
-    entries = {k: tuple(map(StepForm.model_validate, v)) for k, v in answer["entries"].items()}
-    form = FamilyForm.model_validate(answer["family"])
-    return LiveFamily.of(form, lambda entry: entries[entry], answer["version"])
+    entries = {k: tuple(map(StepForm.model_validate, v)) for k, v in said["entries"].items()}
+    form = LiveFamilyForm.model_validate(said["family"])
+    return LiveFamily.of(form, lambda entry: entries[entry], said["version"])
 
 
 def _is_fused(name: str) -> bool:
     return name.endswith(_FUSED)
 
 
-def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers says of a config's model, in a process of its own."""
-    try:
-        run = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "ckptcore.planning.live_maps",
-            ],  # -P: nothing from the current folder
-            input=json.dumps(config).encode(),
-            capture_output=True,
-            timeout=_TIMEOUT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"building the model took more than {_TIMEOUT} s"}
-    try:
-        answer: dict[str, Any] = json.loads(run.stdout)
-    except ValueError:
-        last = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        answer = {"error": last[0] if last else f"exit status {run.returncode}"}
-    return answer
-
-
-def generated(config: Mapping[str, Any]) -> dict[str, Any]:
+def answer(config: Mapping[str, Any]) -> Answer:
     """The family of a config's model and its steps, as JSON; ``error`` where transformers builds none."""
-    import transformers
-
-    library: Any = transformers  # ships no complete types
-    library.logging.set_verbosity_error()
+    library = quiet_transformers()
     try:
         model = built(config)
     except Exception as error:  # any failure of a third-party model class says that the config is not for it
-        lines = str(error).strip().splitlines()
-        return {"error": f"{type(error).__name__}: {lines[0].strip() if lines else ''}"}
+        return {"error": brief(error)}
     form = family_of(model, model.config.model_type, [type(model).__name__])
     steps = {
         name: [s.model_dump(mode="json", by_alias=True, exclude_defaults=True) for s in found]
@@ -201,18 +180,5 @@ def generated(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"family": form.model_dump(mode="json"), "entries": steps, "version": library.__version__}
 
 
-def main() -> None:
-    """Answers on standard output."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    try:
-        answer = generated(json.load(sys.stdin))
-    except Exception as error:  # of transformers' transforms, whose inside may change with any version
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    json.dump(answer, answers)
-    answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(answer)

@@ -72,7 +72,7 @@ def model_card(
         "",
         "## Provenance",
         "",
-        f"- source: `{_line(_place(request.source))}` ({manifest.format})",
+        f"- source: `{_line(_clean_url(request.source))}` ({manifest.format})",
         f"- source manifest (BLAKE3): `{manifest.digest}`",
         f"- exported by: ckptcore {__version__}",
         *(f"- {name}: {_line(text)}" for name, text in _facts(request, specs, written, files) if text),
@@ -137,10 +137,10 @@ def _facts(
     version = form.get("transformers_version")
     by = f", written by transformers {version}" if isinstance(version, str) else ""
     config = files.config or files.adapter
-    yield "config", f"`{_place(config.url)}`{by}" if config is not None else ""
+    yield "config", f"`{_clean_url(config.url)}`{by}" if config is not None else ""
     lora = files.adapter.form if files.adapter is not None else {}
     yield "adapter", f"LoRA, r {lora.get('r')}, lora_alpha {lora.get('lora_alpha')}" if lora else ""
-    yield "tokenizer", f"`{_place(files.taken_from)}`" if files.taken_from else ""
+    yield "tokenizer", f"`{_clean_url(files.taken_from)}`" if files.taken_from else ""
     code = ", ".join(f"`{name}`" for name in files.code)
     yield "code", f"{code}, as it was found: read it before you trust it" if code else ""
     key = _NEEDS_5.get(kind) if isinstance(kind, str) else None
@@ -153,7 +153,7 @@ def _major(version: object) -> int:
     return int(found[0]) if found else 0
 
 
-def _place(url: str) -> str:
+def _clean_url(url: str) -> str:
     """A place in full, without credentials."""
     path = local_path(url)
     return os.path.abspath(path) if path is not None else bare_url(url)

@@ -2,7 +2,7 @@
 
 What the user names comes first (``--config``, ``--tokenizer``). What is not named is looked for where
 trainers leave it: in the folder of the checkpoint's files and the folders right in it, in the same way from
-there up to what the user named, and beside that, there only under the names of `BESIDE`. The nearest place
+there up to what the user named, and beside that, there only in `TRAINER_FOLDERS`. The nearest place
 counts. Where one place holds two that differ, nothing is guessed: the candidates are an error.
 """
 
@@ -33,21 +33,14 @@ from ckptcore.planning.hub_files import (
     read_named,
 )
 from ckptcore.planning.request import Request
+from ckptcore.planning.stored_configs import TRAINER_FOLDERS
 from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import Relation, identify, relation
 
-# Where trainers put them, below a checkpoint's folder or beside it.
-BESIDE: Mapping[str, str] = {
-    "huggingface": "verl",
-    "tokenizer": "Megatron-Bridge",
-    ".hf_metadata": "NeMo Automodel",
-    ".hf_metadata/tokenizer": "NeMo Automodel",
-    "context/nemo_tokenizer": "NeMo 2",
-    "model_assets": "VeOmni",
-}
 _OWN_LORA = frozenset({"phi4mm"})  # models that hold LoRA weights for good
-_MAX_FOLDERS = 64  # of a checkpoint's folder that are looked into; of more, those of `BESIDE`
+_MAX_FOLDERS = 64  # of a checkpoint's folder that are looked into; of more, those of `TRAINER_FOLDERS`
+_KNOWN = tuple(folder.path for folder in TRAINER_FOLDERS if folder.path)
 _IS: Mapping[str, tuple[Callable[[HubFolder], bool], str]] = {
     "config": (HubFolder.has_config, MODEL),
     "adapter config": (HubFolder.has_adapter, PEFT),
@@ -95,8 +88,8 @@ def find_files(request: Request, manifest: Manifest) -> ModelFiles:
     candidates where two of one place differ.
     """
     single = request.single is not None
-    config = _named(request.config, "--config")
-    tokenizer = _named(request.tokenizer, "--tokenizer")
+    config = _option_folder(request.config, "--config")
+    tokenizer = _option_folder(request.tokenizer, "--tokenizer")
     if config is not None:
         _require_object(config, str(request.config))
     if tokenizer is not None and not tokenizer.has_tokenizer():
@@ -109,18 +102,18 @@ def find_files(request: Request, manifest: Manifest) -> ModelFiles:
     if config is None and request.config != NONE and not single:
         config = _nearest("config", places.every())
         if config is not None:
-            findings.append(_told("config.json", config))
+            findings.append(_found_finding("config.json", config))
     own = config is not None and config.has_tokenizer()
     if tokenizer is None and request.tokenizer != NONE and not own and not single:
         tokenizer = _nearest("tokenizer", places.every())
         if tokenizer is not None:
-            findings.append(_told("the tokenizer", tokenizer))
-    return _joined(request, config, tokenizer, findings)
+            findings.append(_found_finding("the tokenizer", tokenizer))
+    return _collected(request, config, tokenizer, findings)
 
 
 def has_lora_of_its_own(request: Request) -> bool:
     """Whether the config that is named is of a model that holds LoRA weights for good: it is no adapter."""
-    config = _named(request.config, "--config")
+    config = _option_folder(request.config, "--config")
     form = (config.json(CONFIG) if config is not None else None) or {}
     return form.get("model_type") in _OWN_LORA
 
@@ -130,13 +123,13 @@ def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
     findings = []
     single, places = request.single is not None, _Places(request, manifest)
     named = None if request.config in (None, NONE) else read_named("--config", str(request.config), ADAPTER)
-    tokenizer = _named(request.tokenizer, "--tokenizer")
+    tokenizer = _option_folder(request.tokenizer, "--tokenizer")
     config = named
     if named is None or not named.has_adapter():
         if request.config != NONE:
             config = _nearest("adapter config", places.every())
             if config is not None:
-                findings.append(_told("adapter_config.json", config))
+                findings.append(_found_finding("adapter_config.json", config))
         if config is None and named is not None:
             raise UsageError(
                 f"cannot use --config {request.config}: it holds no adapter_config.json, and the model is a "
@@ -147,7 +140,7 @@ def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
         near = [f for f in (named, config) if f is not None and f.has_tokenizer()]
         tokenizer = near[0] if near else _nearest("tokenizer", places.every())
         if tokenizer is not None and not near:
-            findings.append(_told("the tokenizer", tokenizer))
+            findings.append(_found_finding("the tokenizer", tokenizer))
     form = (config.json(ADAPTER) if config is not None else None) or {}
     base = str(form.get("base_model_name_or_path") or "")
     return ModelFiles(
@@ -159,7 +152,7 @@ def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
     )
 
 
-def _joined(
+def _collected(
     request: Request, config: HubFolder | None, tokenizer: HubFolder | None, findings: list[Finding]
 ) -> ModelFiles:
     other = tokenizer if tokenizer is not None and (config is None or tokenizer.url != config.url) else None
@@ -179,10 +172,10 @@ def _joined(
     )
 
 
-def _base_model(config: HubFolder | None, told: object) -> str:
+def _base_model(config: HubFolder | None, named: object) -> str:
     """The name on the hub of what a config was made for: where it was loaded from, else what a card says."""
     form = (config.json(CONFIG) if config is not None else None) or {}
-    for name in (form.get("_name_or_path"), *(told if isinstance(told, list) else [told])):
+    for name in (form.get("_name_or_path"), *(named if isinstance(named, list) else [named])):
         if _is_hub_name(name):
             return str(name)
     return ""
@@ -192,7 +185,7 @@ def _is_hub_name(name: object) -> bool:
     return isinstance(name, str) and name.count("/") == 1 and not name.startswith(("/", ".", "~"))
 
 
-def _named(url: str | None, option: str) -> HubFolder | None:
+def _option_folder(url: str | None, option: str) -> HubFolder | None:
     return None if url is None or url == NONE else read_named(option, url)
 
 
@@ -205,7 +198,7 @@ def _require_object(config: HubFolder, url: str) -> None:
         raise UsageError(f"--config {url}: config.json is not a JSON object")
 
 
-def _told(what: str, folder: HubFolder) -> Finding:
+def _found_finding(what: str, folder: HubFolder) -> Finding:
     return finding("found-files", "files", f"{what} is taken from {folder.url}, which nobody named")
 
 
@@ -213,7 +206,7 @@ class _Places:
     """The folders that are looked into, place by place, nearest first; each is looked into once."""
 
     def __init__(self, request: Request, manifest: Manifest) -> None:
-        self._more = _places(request, manifest)
+        self._more = _places_outwards(request, manifest)
         self._seen: list[list[HubFolder]] = []
 
     def every(self) -> Iterator[list[HubFolder]]:
@@ -229,9 +222,9 @@ def _nearest(what: str, places: Iterable[list[HubFolder]]) -> HubFolder | None:
     for place in places:
         found = [folder for folder in place if is_one(folder)]
         if len(found) > 1 and not agree(found, role):
-            told = ", ".join(folder.url for folder in found[:8])
+            urls = ", ".join(folder.url for folder in found[:8])
             raise AmbiguousModel(
-                f"cannot tell which {what} is the model's (got {told})",
+                f"cannot tell which {what} is the model's (got {urls})",
                 hint=f"Try --{what.split()[-1]} {found[0].url}, or --{what.split()[-1]} {NONE}",
                 candidates=[folder.url for folder in found],
             )
@@ -240,46 +233,46 @@ def _nearest(what: str, places: Iterable[list[HubFolder]]) -> HubFolder | None:
     return None
 
 
-def _places(request: Request, manifest: Manifest) -> Iterator[list[HubFolder]]:
+def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubFolder]]:
     root, source = manifest.root, request.source
     alone = manifest.origin.get("file") is not None
     listed = identify(root).family != "http"  # a page is no folder: it may list nothing, or anything
     if alone:  # it lies in a folder with others
-        yield _beside(root, request) if listed else []
+        yield _folders_beside(root, request) if listed else []
         return
-    files, top = placed(manifest), _plain(source)
+    files, top = placed(manifest), _absolute(source)
     common = posixpath.commonpath([posixpath.dirname(path) for path in files]) if files else ""
-    above = _plain(join_url(root, common) if common else root)
-    yield _inside(above, request)
+    above = _absolute(join_url(root, common) if common else root)
+    yield _folders_in(above, request)
     while above.startswith(f"{top}/"):
         above = split_url(above)[0]
-        yield _inside(above, request)
+        yield _folders_in(above, request)
     parent, name = split_url(top)
     if name and parent != top and listed and not parent.endswith("://"):
         try:
-            yield _beside(parent, request)
+            yield _folders_beside(parent, request)
         except SourceUnreadable:  # it is not the user's own, and nobody named it
             return
 
 
-def _plain(url: str) -> str:
+def _absolute(url: str) -> str:
     path = local_path(url)
     return url.rstrip("/") if path is None else str(path.absolute())
 
 
-def _inside(root: str, request: Request) -> list[HubFolder]:
+def _folders_in(root: str, request: Request) -> list[HubFolder]:
     here = folder_at(root)
     few = here.folders if len(here.folders) <= _MAX_FOLDERS else ()
-    nested = [name for name in BESIDE if "/" in name and name.split("/")[0] in here.folders]
-    known = [name for name in BESIDE if name in here.folders] + nested
+    nested = [name for name in _KNOWN if "/" in name and name.split("/")[0] in here.folders]
+    known = [name for name in _KNOWN if name in here.folders] + nested
     names = [*known, *(n for n in few if n not in known)]
     folders = [look(root, inside=root, known=here), *(look(join_url(root, n), inside=root) for n in names)]
     return _apart(folders, request)
 
 
-def _beside(root: str, request: Request) -> list[HubFolder]:
+def _folders_beside(root: str, request: Request) -> list[HubFolder]:
     here = folder_at(root)
-    names = [name for name in BESIDE if name.split("/")[0] in here.folders]
+    names = [name for name in _KNOWN if name.split("/")[0] in here.folders]
     folders = [look(root, inside=root, known=here), *(look(join_url(root, n), inside=root) for n in names)]
     return _apart(folders, request)
 

@@ -14,17 +14,17 @@ from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
-from ckptcore.naming.maps.conversion import Conversion, converted
+from ckptcore.naming.maps.conversion import MappedManifest, converted
 from ckptcore.naming.maps.declaration import ArchMap, built_in_maps
 from ckptcore.naming.maps.matching import Matched, match, require_fit
 from ckptcore.naming.maps.numbers import NUMBERS, Config, agreed
 from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Templates
-from ckptcore.naming.rename import Dropped, Made, Mapped
+from ckptcore.naming.rename import Dropped, MadeTensor, Mapped
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.stored_configs import stored_configs
 
-_INVISIBLE = ("rope_theta", "norm_eps")  # numbers that no tensor's shape depends on
+_INVISIBLE = ("rope_theta", "norm_eps", "embedding_scale")  # numbers that no tensor's shape depends on
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MappedNames:
 
     mapped: Mapped
     map: NameMap
-    conversion: Conversion
+    conversion: MappedManifest
     warnings: tuple[Finding, ...]
 
 
@@ -110,18 +110,18 @@ def map_names(
     require_fit(matched, mapped.manifest.tensors, part=part)
     found = converted(mapped.manifest, matched)
     used = {a for of in matched.classes for a in of.sizes} | {
-        name for of in matched.classes for name in _named(of.rule.axes)
+        name for of in matched.classes for name in _axis_names(of.rule.axes)
     }
     held = {name: said for name, said in numbers.items() if name in used or name in _INVISIBLE}
     for of in matched.classes:
         for name in (of.sizes.keys() & NUMBERS) - held.keys():
             held[name] = of.sizes[name], "names and shapes"
     how = NameMap(matched.map.arch, world, to, because, held, matched.map.digest)
-    warnings = (*_assumed(found), *_lacking(matched))
+    warnings = (*_assumed(found), *lacking(matched))
     return MappedNames(composed(mapped, found), how, found, warnings)
 
 
-def _named(axes: Mapping[str, str]) -> Iterator[str]:
+def _axis_names(axes: Mapping[str, str]) -> Iterator[str]:
     for expression in axes.values():
         yield from names_in(expression)
 
@@ -158,9 +158,16 @@ def _choose(
                 f"no map takes {world} names of {calls[0]} to {to} ({because})",
                 hint=f"Try --names stored to keep the names as they are; there are maps for {_archs(maps)}",
             )
-    found = [match(m, tensors, sizes, templates) for m in chosen if not m.refused]
+    known = [m for m in chosen if not m.refused]
+    able = [m for m in known if not _contradicted(m, configs)] or known
+    found = [match(m, tensors, sizes, templates) for m in able]
     if not found:
         return _nothing(chosen[0]), because
+    if len({_outcome(m) for m in found if m.fits}) > 1:
+        raise UsageError(
+            f"cannot tell the layout of {found[0].map.arch}: several fit its names and shapes",
+            hint="Try with the config that the trainer wrote beside the checkpoint",
+        )
     return min(found, key=_distance), because
 
 
@@ -175,7 +182,7 @@ def _fitting(
     part: bool,
 ) -> tuple[Matched, str]:
     """The one map that accounts for every tensor, by names, shapes and what configs say of modules."""
-    known = [m for m in maps if not m.refused]
+    known = [m for m in maps if not m.refused and not m.by_name]
     able = [m for m in known if not _contradicted(m, configs)] or known
     if not able:
         raise NameMismatch(
@@ -223,11 +230,12 @@ def _covers(rules: ArchMap, templates: Templates) -> bool:
 
 
 def _contradicted(rules: ArchMap, configs: Sequence[Config]) -> str:
-    """What a trainer's config says of its modules that the map is not for; "" for nothing."""
+    """What a config of either world says that the map is not for; "" for nothing."""
+    required = {rules.world: rules.requires, rules.to: rules.target_requires}
     for config in configs:
-        for place, values in rules.requires.items() if config.world == rules.world else ():
+        for place, values in required.get(config.world, {}).items():
             said = config.at(place)
-            if isinstance(said, (str, int, bool)) and said not in values:
+            if isinstance(said, (str, int, float)) and said not in values:
                 wanted = " or ".join(json.dumps(v) for v in values)
                 return f"{config.name} says {place} = {json.dumps(said)}, the map is for {wanted}"
     return ""
@@ -269,14 +277,14 @@ def _archs(maps: Sequence[ArchMap]) -> str:
     return ", ".join(sorted({m.arch for m in maps if not m.refused})) or "none"
 
 
-def composed(mapped: Mapped, found: Conversion) -> Mapped:
+def composed(mapped: Mapped, found: MappedManifest) -> Mapped:
     """Both steps as one: first renamed by the user's rules, then mapped."""
     before = {new: old for old, new in mapped.renamed}
     renamed = [(before.get(old, old), new) for new, old in found.moved.items()]
     gone = [Dropped(before.get(name, name), rule) for name, rule in found.dropped]
     gone += [Dropped(before.get(name, name), rule, part=True) for name, rule in found.parts]
     made = tuple(
-        Made(new, rule, tuple(before.get(s, s) for s in found.sources[new]), new in found.moved)
+        MadeTensor(new, rule, tuple(before.get(s, s) for s in found.sources[new]), new in found.moved)
         for new, rule in found.rules.items()
     )
     return replace(
@@ -289,13 +297,13 @@ def composed(mapped: Mapped, found: Conversion) -> Mapped:
     )
 
 
-def _assumed(found: Conversion) -> Iterator[Finding]:
+def _assumed(found: MappedManifest) -> Iterator[Finding]:
     for axis, size in found.guessed:
         message = f"nothing tells the size of {axis} in the map of {found.map.arch}: {size} was assumed"
         yield finding("assumed-size", "cover", message)
 
 
-def _lacking(matched: Matched) -> Iterator[Finding]:
+def lacking(matched: Matched) -> Iterator[Finding]:
     """What a part of a model lacks."""
     gone = [f"nothing for the rule {rule}" for rule in matched.unused] + list(matched.absent)
     if gone:

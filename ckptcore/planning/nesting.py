@@ -109,16 +109,16 @@ def _moved(source: Manifest, mapped: Mapped, names: Sequence[str], moved: Mappin
 
 
 def _trees(objects: Objects, moved: Mapping[str, str]) -> Objects:
-    return {moved.get(key, key): _renamed(tree, moved.get) for key, tree in objects.items()}
+    return {moved.get(key, key): _renamed_references(tree, moved.get) for key, tree in objects.items()}
 
 
-def _renamed(tree: Any, name: Callable[[str, str], str | None]) -> Any:
+def _renamed_references(tree: Any, name: Callable[[str, str], str | None]) -> Any:
     if isinstance(tree, list):
-        return [_renamed(v, name) for v in tree]
+        return [_renamed_references(v, name) for v in tree]
     if isinstance(tree, dict):
         if tree.get("$") == "tensor":
             return {"$": "tensor", "fqn": name(tree["fqn"], tree["fqn"])}
-        return {k: _renamed(v, name) for k, v in tree.items()}
+        return {k: _renamed_references(v, name) for k, v in tree.items()}
     return tree
 
 

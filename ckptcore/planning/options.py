@@ -252,7 +252,7 @@ def pairs(name: str, spelled: Iterable[str] | None) -> tuple[tuple[str, str], ..
     >>> pairs("rename", ["old.=new.", "a=="])
     (('old.', 'new.'), ('a', '='))
     """
-    return tuple(_pairs(f"--{name.replace('_', '-')}", spelled or ()))
+    return tuple(_split_pairs(f"--{name.replace('_', '-')}", spelled or ()))
 
 
 def here(name: str, spelled: str) -> Path:
@@ -290,7 +290,7 @@ def read_rules(spelled: str | None) -> str | None:
         raise UsageError(f"--sharding {path} cannot be read: {error}") from error
 
 
-def _pairs(option: str, spelled: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _split_pairs(option: str, spelled: Iterable[str]) -> Iterator[tuple[str, str]]:
     for text in spelled:
         left, equals, right = text.partition("=")
         if not equals or not left:

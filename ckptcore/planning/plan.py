@@ -24,7 +24,7 @@ from ckptcore.core.subset import told_of
 from ckptcore.core.tree_paths import Path
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
 from ckptcore.formats.base import Arrangement, Layout
-from ckptcore.naming.rename import Made, Mapped
+from ckptcore.naming.rename import MadeTensor, Mapped
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.file_planner import file_plans
 from ckptcore.planning.reads import followers_of
@@ -118,7 +118,7 @@ class Plan:
     derived: tuple[tuple[str, str], ...] = ()
     items: int = 0
     map_digest: str = ""
-    made: tuple[Made, ...] = ()
+    made: tuple[MadeTensor, ...] = ()
 
     @property
     def requests(self) -> int:
@@ -244,7 +244,9 @@ def load_head(store: Store) -> Plan:
             k: tuple(tuple(r) for r in form.pop(k))
             for k in ("renamed", "cast", "dropped", "ties", "extra", "derived")
         }
-        pairs["made"] = tuple(Made(n, rule, tuple(of), same) for n, rule, of, same in form.pop("made", ()))
+        pairs["made"] = tuple(
+            MadeTensor(n, rule, tuple(of), same) for n, rule, of, same in form.pop("made", ())
+        )
         return Plan(target=target, files=rows, **pairs, **form)
     except (ValueError, TypeError, KeyError) as error:
         raise MalformedCheckpoint(f"{store.url}/{HEAD} is damaged: {error}", hint="plan again") from error

@@ -40,24 +40,33 @@ STORED = "stored"  # a world of names: those of the checkpoint
 class Request:
     """What to make of a checkpoint. Everything here decides the output's bytes.
 
-    source, destination: paths or URLs. verb: ``consolidate`` keeps every tensor under its stored
-        name; ``export`` takes the model part; ``reshard`` keeps what ``consolidate`` keeps, cut for the
-        ranks of a mesh.
-    to: output format; empty takes it from the destination's suffix. include, exclude: globs on stored FQNs.
-    rename: (old, new) prefix pairs, or patterns with one ``*``, applied in order.
-    dtype: cast floating-point tensors to this, or None. dtype_for: (glob, dtype) exceptions, first
-        match wins; ``keep`` as dtype leaves a tensor as it is.
-    model_prefix: where the model is, for export; None finds it. config: folder with config.json, tokenizer
-        and so on, or a file that is one; None takes what lies in the source, ``none`` takes none. tokenizer:
-        folder with the tokenizer, likewise. max_file_size: tensor bytes an output file may hold.
-    tie: (dropped, kept) names that must hold equal bytes. recover: take an unfinished or unproven save.
-    keep_quantized: carry quantised weights as they are stored, instead of their values.
-    mesh: for reshard, the ranks: ``fsdp=4,tp=2``. sharding: TOML text with rules of its own, or None for the
-        built-in ones. serialization: how a DCP folder's items are written, torch_save or safetensors.
-    overwrite: replace an existing destination. resume: reuse finished files of an earlier run.
-    overwrite_foreign: replace it also where files lie in it that nothing accounts for.
-    names: for export, the world whose names tensors get, or ``stored``. arch: the architecture whose names
-        are mapped, or ``auto``.
+    Attributes:
+        source: Path or URL of the checkpoint.
+        destination: Path or URL of the output.
+        verb: ``consolidate`` keeps every tensor under its stored name, ``export`` takes the model part,
+            ``reshard`` cuts everything for the ranks of a mesh.
+        to: Output format; empty: by the destination's suffix.
+        include: Globs on stored FQNs; empty: all.
+        exclude: Globs on stored FQNs.
+        rename: (old, new) prefixes, or patterns with one ``*``, applied in order.
+        dtype: Cast floating-point tensors to this, or None.
+        dtype_for: (glob, dtype) exceptions to ``dtype``; the first match counts, ``keep`` is no cast.
+        model_prefix: Where the model is, for export; None finds it.
+        config: Folder with config.json, tokenizer and so on, or a config file; None takes the source's,
+            ``none`` takes none.
+        max_file_size: Tensor bytes that an output file may hold.
+        tie: (dropped, kept) names that must hold equal bytes.
+        recover: Take an unfinished or unproven save.
+        overwrite: Replace an existing destination.
+        resume: Reuse finished files of an earlier run.
+        keep_quantized: Carry quantised weights as stored, instead of their values.
+        mesh: For reshard, the ranks: ``fsdp=4,tp=2``.
+        sharding: TOML text with sharding rules, or None for the built-in ones.
+        serialization: How items of a DCP folder are written: torch_save or safetensors.
+        overwrite_foreign: Replace a destination also where files in it are not accounted for.
+        tokenizer: Folder with the tokenizer; None and ``none`` as in ``config``.
+        names: For export, the world whose names tensors get, or ``stored``.
+        arch: The architecture whose names are mapped, or ``auto``.
     """
 
     source: str
@@ -149,7 +158,7 @@ class Request:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form; what came later is left out where nothing is asked of it."""
-        form = {k: _plain(v) for k, v in asdict(self).items()}
+        form = {k: _lists(v) for k, v in asdict(self).items()}
         return {k: v for k, v in form.items() if k not in _LATER or v != _LATER[k]}
 
     @classmethod
@@ -214,8 +223,8 @@ def _is_one_file(format: str) -> bool:
     return writer is not None and writer.single_file
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+def _lists(value: Any) -> Any:
+    return [_lists(v) for v in value] if isinstance(value, tuple) else value
 
 
 def _frozen(value: Any) -> Any:

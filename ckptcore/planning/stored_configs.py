@@ -1,4 +1,4 @@
-"""Read the configs that trainers leave in a checkpoint: evidence of the architecture and its numbers.
+"""Where trainers leave small files; read the configs among them, as evidence of the architecture.
 
 Every export looks for them, so this waits for nothing that only those who map names need.
 """
@@ -6,24 +6,48 @@ Every export looks for them, so this waits for nothing that only those who map n
 from __future__ import annotations
 
 import json
+import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
 from ckptcore.naming.maps.numbers import Config
 from ckptcore.naming.worlds import HUB
+from ckptcore.planning.plain_yaml import MOST as MOST_YAML
+from ckptcore.planning.plain_yaml import plain_yaml
 from ckptcore.store import open_store
 
-# Configs that trainers leave in a checkpoint's folder, and the world whose spelling they have; None: that is
-# found by what they hold.
-_BESIDE = (
-    ("config.json", None),
-    ("config.yaml", None),
-    ("huggingface/config.json", HUB),
-    ("run_config.yaml", "megatron"),
+
+@dataclass(frozen=True, slots=True)
+class TrainerFolder:
+    """A folder in which a trainer leaves small files, below a checkpoint's folder or beside it.
+
+    path: of the folder, "" for the checkpoint's own. by: the trainer. configs: name of a config in it -> (the
+    world whose spelling it has, None where that follows from its content; the key below which a model's
+    fields are, or "").
+    """
+
+    path: str
+    by: str
+    configs: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
+
+
+# Trainers, not formats, so it is no field of readers: Automodel and VeOmni have one format, and folders of
+# their own; one trainer's folder lies beside several formats, and folders above the tensors have no reader.
+TRAINER_FOLDERS = (
+    TrainerFolder("", "transformers, OLMo", {"config.json": (None, ""), "config.yaml": (None, "")}),
+    TrainerFolder("huggingface", "verl", {"config.json": (HUB, "")}),
+    TrainerFolder("", "Megatron-Bridge", {"run_config.yaml": ("megatron", "model")}),
+    TrainerFolder("tokenizer", "Megatron-Bridge"),
+    TrainerFolder(".hf_metadata", "NeMo Automodel"),
+    TrainerFolder(".hf_metadata/tokenizer", "NeMo Automodel"),
+    TrainerFolder("context/nemo_tokenizer", "NeMo 2"),
+    TrainerFolder("model_assets", "VeOmni"),
 )
+_CONFIGS = tuple((posixpath.join(f.path, n), *how) for f in TRAINER_FOLDERS for n, how in f.configs.items())
 _MOST = 4 << 20  # bytes of a config
 
 
@@ -33,43 +57,26 @@ def stored_configs(source: Manifest, world: str) -> Iterator[Config]:
     if args is not None and isinstance(args.tree, dict) and isinstance(args.tree.get("value"), dict):
         yield Config("the checkpoint's args", "megatron", args.tree["value"])
     with closing(open_store(source.root)) as store:
-        for path, spelled in _BESIDE:
+        for path, spelled, key in _CONFIGS:
             try:
                 size = store.size(path)
-                data = store.read(path, 0, size) if size is not None and size <= _MOST else None
+                most = _MOST if path.endswith(".json") else MOST_YAML
+                data = store.read(path, 0, size) if size is not None and size <= most else None
             except CkptError:  # a folder, or nothing that may be read: no evidence
                 continue
-            content = None if data is None else _parsed(path, data)
+            content = None if data is None else _parsed_config(path, data)
             if content is None:
                 continue
+            below = content.get(key) if key else None
+            content = below if isinstance(below, dict) else content
             kind = spelled or (HUB if isinstance(content.get("model_type"), str) else world)
             yield Config(path, kind, content)
 
 
-def _parsed(path: str, data: bytes) -> Mapping[str, Any] | None:
+def _parsed_config(path: str, data: bytes) -> Mapping[str, Any] | None:
     """A config's content; None for what is no mapping."""
     try:
-        if path.endswith(".json"):
-            content = json.loads(data)
-        else:
-            import yaml
-
-            content = yaml.load(data, _plain_loader())
+        content = json.loads(data) if path.endswith(".json") else plain_yaml(data)
     except (ValueError, RecursionError):
         return None
-    except Exception as error:
-        if type(error).__module__.startswith("yaml"):
-            return None
-        raise
     return content if isinstance(content, dict) else None
-
-
-def _plain_loader() -> Any:
-    """A YAML loader of plain values, for which objects of other programs are nothing."""
-    import yaml
-
-    class Plain(yaml.SafeLoader):  # type: ignore[misc]
-        pass
-
-    Plain.add_multi_constructor("", lambda loader, suffix, node: None)
-    return Plain

@@ -10,14 +10,19 @@ numbered with gaps, two tensors for one parameter, and pieces of wrong sizes tha
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 Shape = tuple[int, ...]
 _DIGITS = re.compile(r"(\d+)")
+_IN_THREADS_NOT = "HF_DEACTIVATE_ASYNC_LOAD"  # of transformers: tensors are taken one after the other
 
 
 @dataclass
@@ -65,7 +70,29 @@ def compare(model: Any, found: Mapping[str, Shape]) -> ModelMismatch:
         loading: Any = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # before version 5 nothing is put together
         return _compare_names(model, found, wanted)
-    return _Comparison(loading, model, found, wanted).outcome()
+    with _quick(loading):
+        return _Comparison(loading, model, found, wanted).outcome()
+
+
+class _Spares:
+    """Copies of converters, made only when the one before is in use.
+
+    For every tensor the loader makes a deep copy of its converter, and throws it away where the parameter
+    has one already: for 256 experts in one tensor 255 times. A copy without tensors was not taken, and is
+    given again.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[
+            int, tuple[Any, Any]
+        ] = {}  # the original, too: an id is of one object while it lives
+
+    def __call__(self, converter: Any) -> Any:
+        _, spare = self._made.get(id(converter), (None, None))
+        if spare is None or getattr(spare, "collected_tensors", True):
+            spare = deepcopy(converter)
+            self._made[id(converter)] = converter, spare
+        return spare
 
 
 class _Comparison:
@@ -74,7 +101,8 @@ class _Comparison:
     def __init__(self, loading: Any, model: Any, found: Mapping[str, Shape], wanted: Mapping[str, Shape]):
         self._loading, self._model, self._found, self._wanted = loading, model, found, wanted
         self._hub = self._hub_shapes()
-        self._routes, self._ideal = self._routes_of(found), self._routes_of(self._hub)
+        self._routes = self._routes_of(found)
+        self._ideal = self._routes if found.keys() == self._hub.keys() else self._routes_of(self._hub)
         self._given, self._pieces = _by_group(self._routes), _by_group(self._ideal)
         self._group_of = {
             t: r.group for rs in (self._ideal, self._routes) for r in rs.values() for t in r.targets
@@ -106,7 +134,9 @@ class _Comparison:
             self._tell(group, reason, out)
         direct = {r.group: n for n, r in self._routes.items() if r.pattern is None}
         out.ties += [(direct[a], direct[b]) for a, b in ties if a in direct and b in direct]
-        out.fused += [n for g, n in direct.items() if any(_listed(self._ideal[p]) for p in self._pieces[g])]
+        out.fused += [
+            n for g, n in direct.items() if any(_is_listed(self._ideal[p]) for p in self._pieces[g])
+        ]
         return out
 
     def _tell(self, group: str, reason: str, out: ModelMismatch) -> None:
@@ -132,10 +162,10 @@ class _Comparison:
         if len(names) > 1 and None in by_pattern:
             return f"{' and '.join(names[:3])} would both give it"
         for alike in by_pattern.values():
-            numbers = _numbers(alike)
+            numbers = _list_numbers(alike)
             if numbers != list(range(len(alike))):
                 return f"{alike[0]} and {len(alike) - 1} more are not numbered from 0 to {len(alike) - 1}"
-        listed = [n for n in names if _listed(self._routes[n])]
+        listed = [n for n in names if _is_listed(self._routes[n])]
         if len({len(alike) for alike in by_pattern.values()}) > 1 and listed:
             return "its parts are not equally many"
         # Where lists are stacked and joined, the joined parts are cut apart again in equal pieces.
@@ -187,6 +217,26 @@ class _Comparison:
         config = modeling.LoadStateDictConfig(weight_mapping=self._transforms(), device_map={"": "meta"})
         answer = self._model._load_pretrained_model(self._model, tensors, None, config)
         return answer[0] if isinstance(answer, tuple) else answer
+
+
+@contextmanager
+def _quick(loading: Any) -> Iterator[None]:
+    """The loader without what costs it most for many names: copies, sorting keys, a thread's job for each."""
+    quick = {"deepcopy": _Spares(), "dot_natural_key": cache(loading.dot_natural_key)}
+    before = {name: getattr(loading, name) for name in quick if hasattr(loading, name)}
+    env = os.environ.get(_IN_THREADS_NOT)
+    os.environ[_IN_THREADS_NOT] = "1"
+    try:
+        for name in before:
+            setattr(loading, name, quick[name])
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(loading, name, value)
+        if env is None:
+            del os.environ[_IN_THREADS_NOT]
+        else:
+            os.environ[_IN_THREADS_NOT] = env
 
 
 def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> ModelMismatch:
@@ -252,8 +302,20 @@ def _ignored(model: Any, what: str) -> Callable[[str], bool]:
             [r"rotary_emb\.inv_freq"] if any(n.endswith("rotary_emb.inv_freq") for n in buffers) else []
         )
         patterns += [r"(^|\.)position_ids$"] if any(n.endswith("position_ids") for n in buffers) else []
+        patterns += _prediction_layers(model.config)
     compiled = [re.compile(p) for p in patterns]
     return lambda name: any(p.search(name) for p in compiled)
+
+
+def _prediction_layers(config: Any) -> list[str]:
+    """Layers of multi-token prediction, which the hub counts on behind the others and transformers has not.
+
+    Its classes know them by the numbers of the models that were published; configs say how many there are.
+    """
+    more = getattr(config, "num_nextn_predict_layers", None)
+    if type(more) is not int or not 0 < more < 64:
+        return []
+    return [rf"^model\.layers\.{config.num_hidden_layers + n}\." for n in range(more)]
 
 
 def _by_group(routes: Mapping[str, _Route]) -> defaultdict[str, list[str]]:
@@ -263,16 +325,16 @@ def _by_group(routes: Mapping[str, _Route]) -> defaultdict[str, list[str]]:
     return found
 
 
-def _listed(route: _Route) -> bool:
+def _is_listed(route: _Route) -> bool:
     """Whether the tensor is one of a numbered list that is put together."""
     return route.pattern is not None and "*" in route.pattern
 
 
-def _numbers(names: Sequence[str]) -> list[int]:
+def _list_numbers(names: Sequence[str]) -> list[int]:
     """The numbers that tell names apart, ascending; empty where they differ elsewhere, or in two places.
 
-    >>> _numbers(["a.0.b.2.w", "a.0.b.10.w"]), _numbers(["a.0.w"]), _numbers(["a.0.w", "b.0.w"])
-    ([2, 10], [0], [])
+    >>> [_list_numbers(n) for n in (["a.0.b.2.w", "a.0.b.10.w"], ["a.0.w"], ["a.0.w", "b.0.w"])]
+    [[2, 10], [0], []]
     """
     if len(names) == 1:
         return [0]

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.reading.gather import Seen
-from ckptcore.reading.payload import Payload, StoredChunk, resolve
+from ckptcore.reading.payload import DecodedItems, Payload, StoredChunk, resolve
 from ckptcore.store import Readable
-from ckptcore.utils.crc32 import Pieces, crc32
+from ckptcore.utils.crc32 import CrcPieces, crc32
 
 _BLOCK = 1 << 20
 _UNTOUCHED, _UNPROVEN, _VERIFIED = 0, 1, 2
@@ -35,8 +35,9 @@ class Records:
     def __init__(self, store: Readable, items: int, verify: bool = True, scratch: str | None = None) -> None:
         self._store, self._verify, self._scratch = store, verify, scratch
         self._state = bytearray(items)
-        self._partly: dict[int, tuple[Pieces | None, StoredChunk]] = {}
+        self._partly: dict[int, tuple[CrcPieces | None, StoredChunk]] = {}
         self._lock = threading.Lock()
+        self._decoded = DecodedItems()
 
     @property
     def unverified(self) -> int:
@@ -53,7 +54,7 @@ class Records:
 
     def resolve(self, chunk: StoredChunk) -> Payload:
         """Find a chunk's payload; see `ckptcore.reading.payload.resolve`."""
-        return resolve(chunk, self._store, self._scratch)
+        return resolve(chunk, self._store, self._scratch, self._decoded)
 
     def expect(self, chunk: StoredChunk) -> None:
         """Asks for an item to be proven by `finish`, unless reading proves it before."""
@@ -79,7 +80,7 @@ class Records:
                     return
                 # Pieces with gaps never add up, and there may be very many.
                 pieces, _ = self._partly.setdefault(
-                    chunk.index, (None if payload.strides else Pieces(payload.record_length), chunk)
+                    chunk.index, (None if payload.strides else CrcPieces(payload.record_length), chunk)
                 )
                 whole = None if pieces is None else pieces.add(start - payload.record_start, length, crc)
             if whole is not None:

@@ -188,7 +188,7 @@ def range_of(
     if span * itemsize > room or (span > _OVERREAD * count and span * itemsize > _SMALL):
         return None
     if rows and shape:
-        begin, end = _rows(offset, shape, strides)
+        begin, end = _element_range(offset, shape, strides)
         if end - begin <= min(_OVERREAD * count, room // itemsize):
             return begin, end, first
     return first, first + span, first
@@ -199,7 +199,9 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
-def _rows(offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+def _element_range(
+    offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, int]:
     """The elements [begin, end) of the whole rows that a box lies in, of a row-major chunk."""
     dim = next((d for d in range(len(shape)) if shape[d] > 1), len(shape) - 1)
     lead = sum(offset[d] * strides[d] for d in range(dim + 1))

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import BinaryIO
 
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Item, View, is_row_major, row_major
@@ -35,6 +37,8 @@ from ckptcore.utils.globs import leave_out
 ReadInto = Callable[[int, Buffer], None]  # (first byte, buffer to fill)
 _IN_MEMORY = 8 << 20
 _MAX_HEADER = 100_000_000
+# Decoded items that are kept: so many, and so many bytes of disk, whatever of the two is less.
+_LEAST, _MOST_KEPT, _KEPT_BYTES = 2, 32, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +91,23 @@ class Payload:
             close()
 
 
-def resolve(chunk: StoredChunk, store: Readable, scratch: str | None = None) -> Payload:
+def resolve(
+    chunk: StoredChunk, store: Readable, scratch: str | None = None, kept: DecodedItems | None = None
+) -> Payload:
     """Find the payload of one chunk.
 
     Args:
         chunk: What is looked for.
         store: The checkpoint's folder.
         scratch: Folder for decoded items, None for the default.
+        kept: Decoded items that other chunks are views into, too.
 
     Raises:
         DamagedCheckpoint: With a finding, when what is stored is not what was promised.
         UnreadablePart: When what is stored is of a kind that is not read.
     """
     try:
-        return _resolve(chunk, store, scratch)
+        return _resolve(chunk, store, scratch, kept)
     except ChecksumMismatch as error:
         raise _damaged("crc-mismatch", error.message, chunk) from error
     except UnreadablePart as error:
@@ -111,9 +118,9 @@ def resolve(chunk: StoredChunk, store: Readable, scratch: str | None = None) -> 
         raise _damaged("malformed-item", error.message, chunk) from error
 
 
-def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None) -> Payload:
+def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: DecodedItems | None) -> Payload:
     path, item, dtype, shape, view = chunk.path, chunk.item, chunk.dtype, chunk.shape, chunk.view
-    read_into, base, length = _opened(chunk, store, scratch)
+    read_into, base, length = _opened(chunk, store, scratch, kept)
     where: str | None = None if item.codec else path
 
     def read(start: int, count: int) -> bytes:
@@ -134,7 +141,7 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None) -> Payloa
         window = Window(read, length)
         tensor = read_tensor(window, str(chunk))
         if view is not None:
-            tensor = _inside(tensor, view, chunk)
+            tensor = _view_of_view(tensor, view, chunk)
         else:
             _require_promised(tensor.dtype, tensor.shape, chunk)
         whole = window.whole
@@ -149,7 +156,7 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None) -> Payloa
             tensor.crc32,
         )
     if item.envelope is Envelope.SAFETENSORS:
-        start, nbytes = _member(read, length, chunk)
+        start, nbytes = _member_range(read, length, chunk)
         if view is None:
             return Payload(read_into, where, base + start, None, 0, base + start, nbytes, None)
         strides = None if is_row_major(shape, view.strides) else view.strides
@@ -158,7 +165,7 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None) -> Payloa
     raise UnsupportedFormat(f"{chunk}: items in a {item.envelope.name.lower()} envelope are not read")
 
 
-def _inside(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
+def _view_of_view(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
     """A chunk that is a view into the elements of an item's tensor, in their row-major order."""
     dtype, shape = chunk.dtype, chunk.shape
     _require_inside(tensor.dtype, tensor.shape, view, chunk)
@@ -262,6 +269,7 @@ class _Decoded:
     def __init__(self, store: Readable, path: str, item: Item, limit: int, scratch: str | None) -> None:
         self._lock = threading.Lock()
         self._data: bytes | None = None
+        self._file: BinaryIO | None = None
         if limit <= _IN_MEMORY:
             raw = store.read(path, item.start, item.length)
             self._data = decode_small(item.codec, raw, limit, path)
@@ -278,6 +286,7 @@ class _Decoded:
                 raise MalformedCheckpoint(f"decoded item ends at {self.length}")
             into[:] = got
             return
+        assert self._file is not None  # it is in one of both
         done = 0
         while done < len(into):
             count = os.preadv(self._file.fileno(), [into[done:]], start + done)
@@ -287,18 +296,59 @@ class _Decoded:
 
     def close(self) -> None:
         with self._lock:
-            if self._data is None and not self._file.closed:
+            if self._file is not None and not self._file.closed:
                 self._file.close()
 
+    def __del__(self) -> None:
+        self.close()
 
-def _opened(chunk: StoredChunk, store: Readable, scratch: str | None) -> tuple[ReadInto, int, int]:
+
+class DecodedItems:
+    """The latest decoded items that chunks are views into. Safe for threads.
+
+    A map cuts an item into many tensors, as a layer's experts: each of them alone would decode all of it.
+    What is no longer kept closes when nobody reads it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: dict[int, threading.Lock] = {}
+        self._kept: OrderedDict[int, _Decoded] = OrderedDict()
+
+    def of(self, index: int, decode: Callable[[], _Decoded]) -> _Decoded:
+        """The item of this number, decoded once by whoever comes first."""
+        with self._lock:
+            begun = self._begun.setdefault(index, threading.Lock())
+        with begun:
+            with self._lock:
+                known = self._kept.get(index)
+                if known is not None:
+                    self._kept.move_to_end(index)
+                    return known
+            made = decode()
+            with self._lock:
+                self._kept[index] = made
+                while len(self._kept) > _LEAST and (
+                    len(self._kept) > _MOST_KEPT or sum(d.length for d in self._kept.values()) > _KEPT_BYTES
+                ):
+                    self._kept.popitem(last=False)
+            return made
+
+
+def _opened(
+    chunk: StoredChunk, store: Readable, scratch: str | None, kept: DecodedItems | None
+) -> tuple[ReadInto, int, int]:
     """(reader, where the item starts for it, the item's plain length)."""
     path, item = chunk.path, chunk.item
     if not item.codec:
         return partial(store.read_into, path), item.start, item.length
     # A torch zip is its payload and a few kB; storages may be padded.
-    decoded = _Decoded(store, path, item, 2 * _most(chunk) + (1 << 20), scratch)
-    return decoded, 0, decoded.length
+    decode = partial(_Decoded, store, path, item, 2 * _most(chunk) + (1 << 20), scratch)
+    if kept is None or chunk.view is None:
+        decoded = decode()
+        return decoded, 0, decoded.length
+    decoded = kept.of(chunk.index, decode)
+    return decoded.__call__, 0, decoded.length  # a method, which has no close: others read it, too
 
 
 def _most(chunk: StoredChunk) -> int:
@@ -307,7 +357,7 @@ def _most(chunk: StoredChunk) -> int:
     return chunk.nbytes if held is None else prod(held) * BY_NAME[chunk.dtype].itemsize
 
 
-def _member(read: Callable[[int, int], bytes], length: int, chunk: StoredChunk) -> tuple[int, int]:
+def _member_range(read: Callable[[int, int], bytes], length: int, chunk: StoredChunk) -> tuple[int, int]:
     """(first byte, bytes) of a named tensor in a safetensors blob that fills the rest of the file."""
     member = chunk.item.member
     if length < 8:

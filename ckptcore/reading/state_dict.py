@@ -80,7 +80,9 @@ class Filler:
 
         dtype = self._manifest.tensors[row].dtype
         kind = getattr(torch, dtype)
-        direct = out.device.type == "cpu" and out.dtype == kind and out.is_contiguous() and _plain(out)
+        direct = (
+            out.device.type == "cpu" and out.dtype == kind and out.is_contiguous() and _holds_its_values(out)
+        )
         target = out if direct else torch.empty(want.shape, dtype=kind)
         # What has copies is read from the first: `validate` compares them.
         reader = BoxReader(self._manifest, row, self._records, once=False, copies=False)
@@ -93,7 +95,7 @@ class Filler:
                 out.copy_(target)
 
 
-def _plain(tensor: Any) -> bool:
+def _holds_its_values(tensor: Any) -> bool:
     """Whether the bytes are the values: torch may keep a conjugation or a sign as a note."""
     return not (tensor.is_conj() or tensor.is_neg())
 

@@ -6,7 +6,7 @@ whether two URLs lead to one place.
 
 A store is a folder seen through its URL; paths inside it are relative, with ``/``, and never leave it.
 Readers ask for exact ranges and get them or an error; writers are invisible under the final name until
-`Writer.commit`.
+`FileWriter.commit`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stamped:
 YOUNG = -1
 
 
-class Writer(Protocol):
+class FileWriter(Protocol):
     """One file being written.
 
     sequential: whether `write` must be called with rising, gapless offsets (object stores), or
@@ -59,7 +59,7 @@ class Writer(Protocol):
         """Drops what was written."""
 
 
-class Joint(Writer, Protocol):
+class Joint(FileWriter, Protocol):
     """A file that several processes write ranges of, at the same time."""
 
     def name(self, path: str) -> None:
@@ -108,7 +108,7 @@ class Store(Readable, Protocol):
     def look(self, path: str) -> Stamped | None:
         """One file as `stamped` would have it, or None when there is no such file."""
 
-    def writer(self, path: str, nbytes: int) -> Writer:
+    def writer(self, path: str, nbytes: int) -> FileWriter:
         """A new file of ``nbytes``; raises `DiskFull`, `DestinationUnwritable`."""
 
     def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:

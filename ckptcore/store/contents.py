@@ -79,9 +79,9 @@ def contents(url: str, *, follow: bool = False) -> dict[str, Thing]:
     """
     path = local_path(url)
     if path is None:
-        return _objects(url)
+        return _remote_things(url)
     found: dict[str, Thing] = {}
-    for name, thing in _local(os.path.abspath(path), follow):
+    for name, thing in _local_things(os.path.abspath(path), follow):
         found[name] = thing
         if len(found) > MAX_FILES:
             raise UsageError(f"cannot list {url}: it holds more than {MAX_FILES} names")
@@ -140,7 +140,7 @@ def require_no_mount(path: str) -> None:
             )
 
 
-def _objects(url: str) -> dict[str, Thing]:
+def _remote_things(url: str) -> dict[str, Thing]:
     found = everything_at(url)
     for name, seen in found.items():
         if seen.stamp == _UNKNOWN:
@@ -152,7 +152,7 @@ def _objects(url: str) -> dict[str, Thing]:
     }
 
 
-def _local(root: str, follow: bool) -> Iterator[tuple[str, Thing]]:
+def _local_things(root: str, follow: bool) -> Iterator[tuple[str, Thing]]:
     try:
         top = os.stat(root) if follow else os.lstat(root)
     except OSError as error:
@@ -165,7 +165,7 @@ def _local(root: str, follow: bool) -> Iterator[tuple[str, Thing]]:
         folder, depth = todo.pop()
         if depth > MAX_DEPTH:
             raise UsageError(f"cannot list {root}/{folder}: folders in it are more than {MAX_DEPTH} deep")
-        for name in _names(f"{root}/{folder}"):
+        for name in _folder_names(f"{root}/{folder}"):
             path, thing = f"{root}/{folder}{name}", None
             try:
                 seen = os.lstat(path)
@@ -185,7 +185,7 @@ def _local(root: str, follow: bool) -> Iterator[tuple[str, Thing]]:
                 yield f"{folder}{name}", thing
 
 
-def _names(folder: str) -> list[str]:
+def _folder_names(folder: str) -> list[str]:
     try:
         return os.listdir(folder)
     except OSError as error:

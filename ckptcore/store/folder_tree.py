@@ -153,7 +153,7 @@ def remove_tree(at: int, name: str, what: str, owners: Owners) -> None:
         _require_one_mount(at, fd, what)
         # Again while it fills: a process that waits for a lock in it may make that lock once more.
         for _ in range(_TRIES):
-            failed = _empty(fd, what, owners)
+            failed = _remove_owned(fd, what, owners)
             try:
                 os.rmdir(name, dir_fd=at)
             except FileNotFoundError:
@@ -166,7 +166,7 @@ def remove_tree(at: int, name: str, what: str, owners: Owners) -> None:
     raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
 
 
-def _empty(fd: int, what: str, owners: Owners) -> OSError | None:
+def _remove_owned(fd: int, what: str, owners: Owners) -> OSError | None:
     failed: OSError | None = None
     for name in os.listdir(fd):
         seen = look(fd, name)

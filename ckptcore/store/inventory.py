@@ -86,7 +86,7 @@ def take_settled(url: str) -> dict[str, Entry]:
 
 def take_at(spot: Spot) -> dict[str, Entry]:
     """As `take`, of a name in a folder that is held open; no link is followed on the way down."""
-    return dict(sorted(_local(spot)))
+    return dict(sorted(_local_entries(spot)))
 
 
 def look(path: str) -> Entry | None:
@@ -145,7 +145,7 @@ def entry_at(spot: Spot, seen: os.stat_result, *, mounted: bool = False) -> Entr
     return Entry(SPECIAL, 0, _SPECIAL.get(stat.S_IFMT(seen.st_mode), "a special file"), inode)
 
 
-def _local(spot: Spot) -> Iterator[tuple[str, Entry]]:
+def _local_entries(spot: Spot) -> Iterator[tuple[str, Entry]]:
     try:
         top = look_at(spot)
     except OSError as error:
@@ -157,10 +157,10 @@ def _local(spot: Spot) -> Iterator[tuple[str, Entry]]:
         return
     points = {point for _, _, point in mounts()}
     real = os.path.normpath(os.path.join(_path_of(spot.at), spot.name))
-    yield from _inside(spot, top, "", real, points, 0)
+    yield from _entries_below(spot, top, "", real, points, 0)
 
 
-def _inside(
+def _entries_below(
     folder: Spot, entry: Entry, prefix: str, real: str, points: Collection[str], depth: int
 ) -> Iterator[tuple[str, Entry]]:
     """(name, entry) of everything in a folder. entry: its own. real: its path, without links."""
@@ -182,7 +182,7 @@ def _inside(
                 found = entry_at(spot, seen, mounted=mounted)
                 yield prefix + each.name, found
                 if found.kind == FOLDER:
-                    yield from _inside(
+                    yield from _entries_below(
                         spot,
                         found,
                         f"{prefix}{each.name}/",

@@ -36,7 +36,7 @@ def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, ListedFile]:
     """
     path = local_path(url)
     found: dict[str, ListedFile] = {}
-    for name, seen in _local(os.fspath(path)) if path is not None else _remote(url):
+    for name, seen in _local_files(os.fspath(path)) if path is not None else _remote(url):
         found[name] = seen
         if len(found) > max_files:
             raise UsageError(
@@ -175,7 +175,7 @@ def newest(files: Mapping[str, ListedFile]) -> float | None:
     return max((f.at for f in files.values() if f.at is not None), default=None)
 
 
-def _local(root: str) -> Iterator[tuple[str, ListedFile]]:
+def _local_files(root: str) -> Iterator[tuple[str, ListedFile]]:
     if not os.path.isdir(root):
         raise SourceUnreadable(f"{root} does not exist, or is no folder", hint="check the path")
     todo = [root]
@@ -194,15 +194,17 @@ def _local(root: str) -> Iterator[tuple[str, ListedFile]]:
                     continue
                 if not entry.is_file():
                     continue
-                told = entry.stat()
+                status = entry.stat()
             except OSError:
                 continue  # removed meanwhile, or a link to nothing
-            yield os.path.relpath(entry.path, root), _seen(told)
+            yield os.path.relpath(entry.path, root), _seen(status)
 
 
-def _seen(told: os.stat_result) -> ListedFile:
+def _seen(status: os.stat_result) -> ListedFile:
     # What was copied keeps the old mtime; the ctime tells when it came.
-    return ListedFile(told.st_size, f"{told.st_mtime_ns} {told.st_ino}", max(told.st_mtime, told.st_ctime))
+    return ListedFile(
+        status.st_size, f"{status.st_mtime_ns} {status.st_ino}", max(status.st_mtime, status.st_ctime)
+    )
 
 
 def _remote(url: str, *, itself: bool = False) -> Iterator[tuple[str, ListedFile]]:

@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
-from ckptcore.store import YOUNG, Buffer, Joint, Stamped, Store, Writer
+from ckptcore.store import YOUNG, Buffer, FileWriter, Joint, Stamped, Store
 from ckptcore.store.local_writer import JointWriter, LocalWriter, short, unreadable, unwritable
 
 _BLOCK = 64 << 20  # bytes of a copy between stores
@@ -35,7 +35,7 @@ class LocalStore:
         self._real = os.path.realpath(root)
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
-        weakref.finalize(self, _close_all, self._open)  # a store that is dropped keeps no file open
+        weakref.finalize(self, close_all, self._open)  # a store that is dropped keeps no file open
         # Half of what the process may have: a checkpoint of 1024 ranks has 1024 files.
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = 8192 if soft == resource.RLIM_INFINITY else min(soft // 2, 8192)
@@ -117,7 +117,7 @@ class LocalStore:
             if not kept:
                 os.close(fd)
 
-    def writer(self, path: str, nbytes: int) -> Writer:
+    def writer(self, path: str, nbytes: int) -> FileWriter:
         shown = self._root / path
         return LocalWriter(self._open_folder(path, nbytes), shown, nbytes, lambda: self._forget(path))
 
@@ -170,7 +170,7 @@ class LocalStore:
 
     def close(self) -> None:
         with self._lock:
-            _close_all(self._open)
+            close_all(self._open)
 
     def _forget(self, path: str) -> None:
         """Closes what is open under a name that stands for another file from now on."""
@@ -246,6 +246,7 @@ def _reraise(error: OSError) -> None:
     raise error
 
 
-def _close_all(descriptors: dict[str, int]) -> None:
+def close_all(descriptors: dict[str, int]) -> None:
+    """Closes descriptors, and forgets them."""
     while descriptors:
         os.close(descriptors.popitem()[1])

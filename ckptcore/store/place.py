@@ -90,7 +90,7 @@ def identify(url: str) -> Location:
     path = local_path(last)
     scheme, sign, rest = last.partition("://")
     if path is not None or scheme.lower() in ("file", "local"):
-        return _local(url, os.fspath(path) if path is not None else rest)
+        return _local_location(url, os.fspath(path) if path is not None else rest)
     assert sign
     scheme = scheme.lower()
     family = _FAMILIES.get(scheme, scheme)
@@ -130,10 +130,10 @@ def _may_meet(a: Location, b: Location, one: str, other: str) -> bool:
     return bool(same) and not (known and a.endpoint != b.endpoint) and (one == other or _ANY in (one, other))
 
 
-def _local(url: str, path: str) -> Location:
+def _local_location(url: str, path: str) -> Location:
     real = os.path.realpath(path)
     device, inner = _on_device(real)
-    spots = {("", _parts(real)), (device, _parts(inner))}
+    spots = {("", _components(real)), (device, _components(inner))}
     trail: list[tuple[int, int]] = []
     at, exists = real, False
     while True:
@@ -199,10 +199,10 @@ def _readings(key: str) -> set[tuple[str, ...]]:
     texts = [key]
     for _ in range(_DECODINGS):
         texts.append(unquote(texts[-1]))
-    return {path for text in texts for path in (_parts(text), _parts(text, dots=True))}
+    return {path for text in texts for path in (_components(text), _components(text, dots=True))}
 
 
-def _parts(path: str, *, dots: bool = False) -> tuple[str, ...]:
+def _components(path: str, *, dots: bool = False) -> tuple[str, ...]:
     found: list[str] = []
     for part in path.split("/"):
         if part in ("", "."):

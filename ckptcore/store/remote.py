@@ -16,7 +16,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from ckptcore.errors import CkptError, DestinationUnwritable, SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.redaction import redacted_of
-from ckptcore.store import Buffer, Joint, Stamped, Store, Writer
+from ckptcore.store import Buffer, FileWriter, Joint, Stamped, Store
 
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
 # What file systems call the thing that changes with a file's content, best first.
@@ -107,7 +107,7 @@ class FsspecStore:
             part = into[at : at + _PART]
             part[:] = self.read(path, start + at, len(part))
 
-    def writer(self, path: str, nbytes: int) -> Writer:
+    def writer(self, path: str, nbytes: int) -> FileWriter:
         return FsspecWriter(self._fs, self._full(path), f"{self.url}/{path}")
 
     def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
@@ -153,18 +153,18 @@ class FsspecWriter:
 
     sequential = True
 
-    def __init__(self, fs: Any, path: str, shown: str) -> None:
-        self._shown = shown
+    def __init__(self, fs: Any, path: str, url: str) -> None:
+        self._url = url
         try:
             self._file = fs.open(path, "wb", block_size=_PART)
         except Exception as error:
-            raise _trouble(shown, error, writing=True) from error
+            raise _trouble(url, error, writing=True) from error
 
     def write(self, at: int, data: Buffer | bytes) -> None:
         try:
             self._file.write(data)
         except Exception as error:
-            raise _trouble(self._shown, error, writing=True) from error
+            raise _trouble(self._url, error, writing=True) from error
 
     def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
         return False
@@ -173,7 +173,7 @@ class FsspecWriter:
         try:
             self._file.close()
         except Exception as error:
-            raise _trouble(self._shown, error, writing=True) from error
+            raise _trouble(self._url, error, writing=True) from error
 
     def abort(self) -> None:
         # Closing would publish what is there (fsspec/s3fs#154): discard first, then forget.

@@ -20,7 +20,7 @@ from pathlib import Path
 from ckptcore.errors import CkptError, SourceUnreadable, StagingForeign
 from ckptcore.store import Joint, inner_path
 from ckptcore.store.folder_tree import FOLDER, closing_fd, enter, look, remove_tree, walk
-from ckptcore.store.local import LocalStore
+from ckptcore.store.local import LocalStore, close_all
 from ckptcore.store.local_writer import unreadable, unwritable
 from ckptcore.store.owners import Owners, strange
 
@@ -45,7 +45,7 @@ class SealedFolder:
         self._foreign = foreign
         self._lock = threading.Lock()
         self._held: dict[str, int] = {}
-        weakref.finalize(self, _close_all, self._held)
+        weakref.finalize(self, close_all, self._held)
 
     def open(self, *, make: bool = False) -> int | None:
         """Its descriptor, kept open for this object's life or until `close`; None when there is no folder.
@@ -64,7 +64,7 @@ class SealedFolder:
     def close(self) -> None:
         """Lets go of it; what is opened next may be another folder of the same name."""
         with self._lock:
-            _close_all(self._held)
+            close_all(self._held)
 
     def in_place(self) -> bool:
         """Whether what is held is what lies under the name now: a run that ends renames its folder."""
@@ -341,8 +341,3 @@ def refuse_odd(path: Path, odd: Sequence[str]) -> None:
     """Raises `StagingForeign` for names in a folder that are none of its own, if there are any."""
     if odd:
         raise strange(str(path), f"it holds what ckptcore does not put there (got {', '.join(odd[:5])!r})")
-
-
-def _close_all(held: dict[str, int]) -> None:
-    while held:
-        os.close(held.popitem()[1])

@@ -2,7 +2,7 @@
 
 Knows boxes and names; no format, no plan, and torch only where its own meshes are given.
 
-- `layout.Mesh`, `layout.Layout` and `layout.Topology` are the values, with torch's placements;
+- `layout.Mesh`, `layout.TensorLayout` and `layout.Topology` are the values, with torch's placements;
   `torch_chunk` is the arithmetic.
 - `rank_layout` lays tensors out by `rules` (built-in families lie in ``families/``, others come from a
   `rules_file`); `pipeline_stages` places layers and experts, `fsdp_over_tp` the rest.

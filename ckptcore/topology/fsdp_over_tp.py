@@ -16,13 +16,18 @@ from ckptcore.topology.layout import Mesh, Placement, Replicate, Shard, TensorLa
 from ckptcore.utils.text import shown
 
 if TYPE_CHECKING:
-    from ckptcore.topology.rules_file import Rule
+    from ckptcore.topology.rules_file import ShardingRule
 
 At = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def place(
-    fqn: str, shape: tuple[int, ...], mesh: Mesh, rule: Rule | None, at: At = (), stacked: bool = False
+    fqn: str,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    rule: ShardingRule | None,
+    at: At = (),
+    stacked: bool = False,
 ) -> TensorLayout:
     """The layout of a parameter.
 

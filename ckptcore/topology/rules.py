@@ -14,7 +14,7 @@ from importlib import resources
 
 from ckptcore.errors import UsageError
 from ckptcore.naming.rename import matches
-from ckptcore.topology.rules_file import Rule, ShardingFile, Stages, load
+from ckptcore.topology.rules_file import ShardingFile, ShardingRule, Stages, load
 from ckptcore.utils.text import some
 
 FAMILIES = ("hf", "torchtitan", "olmo", "megatron")
@@ -29,23 +29,23 @@ class ShardingRules:
     of single experts begin. origin: where the rules are from, for messages.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[ShardingRule, ...]
     stages: Stages | None
     experts: tuple[str, ...]
     origin: str
 
-    def find(self, fqn: str) -> Rule | None:
+    def find(self, fqn: str) -> ShardingRule | None:
         """The first rule that matches a parameter's name."""
         return self._match(fqn)
 
     @cached_property
-    def _match(self) -> Callable[[str], Rule | None]:
+    def _match(self) -> Callable[[str], ShardingRule | None]:
         rows = [(re.compile("|".join(translate(g) for g in r.fqn)), r) for r in self.rules]
         # Layers and experts differ in numbers, which no glob asks for unless it has digits itself.
         plain = not any(re.search(r"[0-9\[?]", g) for r in self.rules for g in r.fqn)
-        known: dict[str, Rule | None] = {}
+        known: dict[str, ShardingRule | None] = {}
 
-        def find(fqn: str) -> Rule | None:
+        def find(fqn: str) -> ShardingRule | None:
             name = re.sub(r"[0-9]+", "0", fqn) if plain else fqn
             if name not in known:
                 known[name] = next((r for p, r in rows if p.match(name)), None)
@@ -61,7 +61,7 @@ def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> S
     Raises `UsageError` for an unknown family, and, where rules are needed and the user gave none, when the
     names fit no family or several.
     """
-    family = own.family if own is not None else _told(names, needed)
+    family = own.family if own is not None else _family_by_names(names, needed)
     if family is not None and family not in FAMILIES:
         raise UsageError(f"no family is called {family!r}", hint=f"one of: {', '.join(FAMILIES)}")
     files = [f for f in (own, family and builtin(family), builtin(_EVERYWHERE)) if f]
@@ -83,7 +83,7 @@ def builtin(name: str) -> ShardingFile:
     return load(text, f"{name}.toml")
 
 
-def _told(names: Sequence[str], needed: bool) -> str | None:
+def _family_by_names(names: Sequence[str], needed: bool) -> str | None:
     kinds = {re.sub(r"[0-9]+", "0", n) for n in names}
     found = [f for f in FAMILIES if any(matches(n, builtin(f).evidence) for n in kinds)]
     if len(found) == 1 or not needed:

@@ -60,7 +60,7 @@ class _Form(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Rule(_Form):
+class ShardingRule(_Form):
     """Where the parameters of some names go.
 
     fqn: globs. pp, ep, tp: how those axes cut them; absent: the axis does not (pp, tp), or counts as
@@ -108,7 +108,7 @@ class ShardingFile(_Form):
     evidence: Texts = ()
     experts: Texts = ()
     mesh: dict[str, int] | None = None
-    rule: tuple[Rule, ...] = ()
+    rule: tuple[ShardingRule, ...] = ()
     stages: Stages | None = None
 
 

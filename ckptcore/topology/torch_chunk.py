@@ -52,7 +52,7 @@ def held(n: int, cuts: Sequence[Cut], order: Sequence[int] | None = None) -> lis
         mine: list[Run] = [(0, n)]
         for cut in ordered:
             mine = _chunk(mine, cut.parts, cut.index)
-        return [_joined(mine)]
+        return [_joined_runs(mine)]
     found = [_left_to_right(n, cuts, newer) for newer in (True, False)]
     return list(dict.fromkeys(found))
 
@@ -114,7 +114,7 @@ def _left_to_right(n: int, cuts: Sequence[Cut], newer: bool) -> tuple[Run, ...]:
         else:  # every ``parts``-th of all small pieces
             small = parts * cut.factor
             mine = [run for k in range(cut.factor) for run in _chunk(mine, small, k * parts + index)]
-    return _joined(mine)
+    return _joined_runs(mine)
 
 
 def _chunk(runs: list[Run], parts: int, index: int) -> list[Run]:
@@ -131,7 +131,7 @@ def _chunk(runs: list[Run], parts: int, index: int) -> list[Run]:
     return found
 
 
-def _joined(runs: list[Run]) -> tuple[Run, ...]:
+def _joined_runs(runs: list[Run]) -> tuple[Run, ...]:
     out: list[Run] = []
     for a, b in runs:
         if out and out[-1][1] == a:

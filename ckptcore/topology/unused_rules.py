@@ -18,7 +18,7 @@ from ckptcore.naming.optimizer_state import parameters
 from ckptcore.naming.rename import matches
 from ckptcore.topology.pipeline_stages import number_of
 from ckptcore.topology.rules import ShardingRules
-from ckptcore.topology.rules_file import Rule, Stages, load
+from ckptcore.topology.rules_file import ShardingRule, Stages, load
 from ckptcore.utils.text import shown, some
 
 _MOST = 20  # findings
@@ -34,11 +34,11 @@ def unused_rules(manifest: Manifest, sharding: str, model_prefix: str | None = N
     """
     own = load(sharding)
     names = list(parameters(manifest, model_prefix)[0])
-    told = chain(_rules(own.rule, names), _stages(own.stages or Stages(), names))
+    told = chain(_unused_patterns(own.rule, names), _stages(own.stages or Stages(), names))
     return tuple(finding("unused-rule", "cover", message) for message in islice(told, _MOST))
 
 
-def _rules(rules: tuple[Rule, ...], names: Sequence[str]) -> Iterator[str]:
+def _unused_patterns(rules: tuple[ShardingRule, ...], names: Sequence[str]) -> Iterator[str]:
     find = ShardingRules(rules, None, (), "--sharding").find
     speak = {id(rule) for name in names if (rule := find(name)) is not None}
     for number, rule in enumerate(rules, 1):

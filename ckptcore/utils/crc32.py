@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from isal.isal_zlib import crc32
 from isal.isal_zlib import crc32_combine as combine
 
-__all__ = ["Pieces", "Runs", "combine", "crc32"]
+__all__ = ["CrcPieces", "Runs", "combine", "crc32"]
 
 _MAX_PIECES = 8192
 
 
-class Pieces:
+class CrcPieces:
     """The CRC-32 of a record whose pieces come in any order.
 
     length: bytes of the whole. `add` gives the record's CRC-32 when pieces from its first to its last byte

@@ -1,4 +1,7 @@
-"""Tell how much memory this process could still take."""
+"""How much memory this process could still take.
+
+A file of its own: it knows the accounts of kernel and container, which nothing else here asks.
+"""
 
 from __future__ import annotations
 

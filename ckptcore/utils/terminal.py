@@ -177,9 +177,9 @@ def _bare(value: Any) -> Any:
     return [_bare(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _write(words: str, err: bool) -> None:
+def _write(text: str, err: bool) -> None:
     stream = sys.stderr if err else sys.stdout
-    stream.write(words)
+    stream.write(text)
     stream.flush()
 
 

@@ -17,6 +17,8 @@ def shown(value: object, length: int = 80) -> str:
 
     >>> shown((1, "a"), 5), shown([[[[[0]]]]])
     ("(1, '", '[[[[...]]]]')
+    >>> shown(1 << 20_000)
+    'an integer of 20001 bits'
     """
     return beginning(_SHORT.repr(value), length)
 
@@ -27,8 +29,18 @@ def some(names: Sequence[str], count: int = 3) -> str:
     >>> some(["a", "b"]), some(["a", "b", "c", "d"])
     ('a, b', 'a, b, c and 1 more')
     """
-    first = ", ".join(shown(n)[1:-1] for n in names[:count])
-    return first if len(names) <= count else f"{first} and {len(names) - count} more"
+    first = [shown(n)[1:-1] for n in names[:count]]
+    return listed([*first, *names[count:]], count)
+
+
+def listed(texts: Sequence[str], count: int = 5) -> str:
+    """The first of many texts as they are, and how many more there are.
+
+    >>> listed(["a", "b"], 2), listed(["a", "b", "c"], 2)
+    ('a, b', 'a, b and 1 more')
+    """
+    first = ", ".join(texts[:count])
+    return first if len(texts) <= count else f"{first} and {len(texts) - count} more"
 
 
 class _Short(reprlib.Repr):
@@ -37,6 +49,11 @@ class _Short(reprlib.Repr):
         self.maxlevel, self.maxtuple, self.maxlist, self.maxdict = 4, 8, 8, 6
         self.maxset = self.maxfrozenset = 6
         self.maxstring, self.maxlong, self.maxother = 300, 80, 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 8 * self.maxlong:  # repr takes quadratic time, and refuses what is longer still
+            return f"an integer of {x.bit_length()} bits"
+        return super().repr_int(x, level)
 
     def repr_str(self, x: str, level: int) -> str:
         return super().repr_str(redacted(x), level)

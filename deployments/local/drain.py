@@ -20,7 +20,8 @@ from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.exceptions import ObjectNotFound
 
 from ckptcore.utils import terminal
-from deployments.deploy import POOL, deploy
+from deployments import POOL
+from deployments.deploy import deploy
 from deployments.release_runs import active, due_again
 
 

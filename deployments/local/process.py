@@ -23,7 +23,7 @@ TIDY_SECONDS = 5.0  # for what a process leaves behind
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownProcess:
     """A process of a pid file. started: in clock ticks since boot. made: digest of command and settings."""
 
     pid: int
@@ -38,7 +38,7 @@ def start(
 
     how: further arguments of `subprocess.Popen`, as user and group.
     """
-    own = dict(env) | {MARK: _mark(name, folder)}
+    own = dict(env) | {MARK: _owner_mark(name, folder)}
     with (folder / "log" / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
             command,
@@ -61,13 +61,13 @@ def made_of(command: Sequence[str], env: Mapping[str, str]) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def known(name: str, folder: Path) -> Known | None:
+def known(name: str, folder: Path) -> KnownProcess | None:
     """The process of a pid file while it lives."""
-    record = _read(name, folder)
+    record = _known_process(name, folder)
     return record if record is not None and is_alive(record) else None
 
 
-def is_alive(one: Known) -> bool:
+def is_alive(one: KnownProcess) -> bool:
     """Whether it is still that process, and no mere entry of one that ended."""
     try:
         state, started = _stat(one.pid)
@@ -81,7 +81,7 @@ def end(name: str, folder: Path, patience: float, how: signal.Signals = signal.S
 
     Whether it ended by itself.
     """
-    one, by_itself = _read(name, folder), True
+    one, by_itself = _known_process(name, folder), True
     if one is not None and is_alive(one):
         os.kill(one.pid, how)
         by_itself = _gone(one, patience)
@@ -98,7 +98,7 @@ def end(name: str, folder: Path, patience: float, how: signal.Signals = signal.S
 
 def marked(name: str, folder: Path) -> list[int]:
     """Living processes that a service is, or has started."""
-    return having(f"{MARK}={_mark(name, folder)}")
+    return having(f"{MARK}={_owner_mark(name, folder)}")
 
 
 def having(setting: str) -> list[int]:
@@ -123,14 +123,14 @@ def tail(name: str, folder: Path, lines: int = 15) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-def _read(name: str, folder: Path) -> Known | None:
+def _known_process(name: str, folder: Path) -> KnownProcess | None:
     try:
-        return Known(**json.loads(_pid_file(name, folder).read_text()))
+        return KnownProcess(**json.loads(_pid_file(name, folder).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _gone(one: Known, patience: float) -> bool:
+def _gone(one: KnownProcess, patience: float) -> bool:
     until = time.monotonic() + patience
     while is_alive(one):
         if time.monotonic() > until:
@@ -152,7 +152,7 @@ def _stat(pid: int) -> tuple[str, int]:
     return rest[0], int(rest[19])
 
 
-def _mark(name: str, folder: Path) -> str:
+def _owner_mark(name: str, folder: Path) -> str:
     return f"{folder}:{name}"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from deployments.deploy import POOL
+from deployments import POOL
 from deployments.local import postgres
 from deployments.local.state import LocalState
 
@@ -136,7 +136,7 @@ def _prefect(state: LocalState) -> list[str]:
     return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", port]
 
 
-def _worker(state: LocalState) -> list[str]:
+def _worker_command(state: LocalState) -> list[str]:
     return [
         sys.executable,
         "-m",
@@ -196,6 +196,6 @@ SERVICES = (
         patience=30.0,
     ),
     Service("prefect", _prefect, server_env, lambda state: _answers(f"{state.api}/ready")),
-    Service("worker", _worker, worker_env, _works),
+    Service("worker", _worker_command, worker_env, _works),
     Service("receiver", _receiver, receiver_env, lambda state: _answers(f"{state.receiver}/readyz")),
 )

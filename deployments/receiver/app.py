@@ -99,7 +99,7 @@ def make_app(
         if kept.new and background is not None:
             background.wake()
         _log.info("%s: %s %s of %s", source, "accepted" if kept.new else "repeated", kept.id, order.uri)
-        return JSONResponse(_taken(kept), 202)
+        return JSONResponse(_accepted(kept), 202)
 
     @app.options("/hooks/{source}", responses={404: RESPONSES[404]})
     async def handshake(source: str, request: Request) -> Response:
@@ -130,7 +130,7 @@ def make_app(
     return app
 
 
-def _taken(kept: Kept) -> dict[str, str]:
+def _accepted(kept: Kept) -> dict[str, str]:
     if kept.new:
         return {"status": "accepted", "id": kept.id}
     told = {"status": "duplicate", "id": kept.id, "state": kept.state}

@@ -1,4 +1,4 @@
-"""Loop: starting, following and notifying, again and again, in threads beside the requests.
+"""Background: starting, following, notifying and looking for watched roots, in threads beside the requests.
 
 What waits for strangers has a thread of its own: starts wait for nobody but Prefect and the database.
 """
@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping
 from ckptcore.errors import CkptError
 from ckptcore.redaction import beginning
 from deployments.receiver.dispatch import Away
+from deployments.receiver.inbox import Mailbox
+from deployments.receiver.settings import Sender, is_plain
 
 IDLE = 2.0  # seconds between rounds when nothing is new; another receiver's rows are seen then
 STOP_SECONDS = 15.0
+ROOTS_SECONDS = 15.0  # between two looks into the catalog for watched roots
 
 _log = logging.getLogger("deployments.receiver")
 
@@ -80,3 +83,26 @@ class Loop:
                 self._end.wait(self._idle)
             elif not busy:
                 self._news.wait(self._idle)
+
+
+class Watched:
+    """Keeps the senders' roots as the catalog has them, where the configuration says so.
+
+    For one thread; senders are read by another.
+    """
+
+    def __init__(self, box: Mailbox, senders: Mapping[str, Sender]) -> None:
+        self._box, self._next = box, 0.0
+        self._senders = [sender for sender in senders.values() if sender.watches]
+
+    def refresh(self) -> int:
+        """Look again, when it is time; raises `CatalogError`. What was allowed stays so until then."""
+        if self._senders and time.monotonic() >= self._next:
+            found = self._box.watched()
+            odd = [root for root in found if not is_plain(root)]
+            if odd:
+                _log.warning("watched, but not allowed to be named by events: %s", ", ".join(odd))
+            for sender in self._senders:
+                sender.watched = tuple(root for root in found if root not in odd)
+            self._next = time.monotonic() + ROOTS_SECONDS
+        return 0

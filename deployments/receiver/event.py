@@ -55,7 +55,7 @@ def read_event(
     headers: by lower-case name. accepts: types that announce a checkpoint, in place of the dialect's.
     """
     document = _document(dialect, headers, body)
-    type = ".".join(_text(document, headers, place, "the type") for place in dialect.type).strip(".")
+    type = ".".join(_text_at(document, headers, place, "the type") for place in dialect.type).strip(".")
     allowed = dialect.accepts if accepts is None else accepts
     if allowed is not None and not type and "" not in allowed:
         raise RequestRefused("not-understood", f"it does not say what happened ({', '.join(dialect.type)})")
@@ -64,9 +64,9 @@ def read_event(
         event_id=_id(dialect, source, document, headers, body),
         type=type,
         wanted=allowed is None or type in allowed,
-        uri=_first(document, headers, dialect.uri, "the URI", MAX_URI),
-        run=_first(document, headers, dialect.run, "the run"),
-        step=_step(_first(document, headers, dialect.step, "the step")),
+        uri=_first_text(document, headers, dialect.uri, "the URI", MAX_URI),
+        run=_first_text(document, headers, dialect.run, "the run"),
+        step=_step_number(_first_text(document, headers, dialect.step, "the step")),
     )
 
 
@@ -110,7 +110,7 @@ def _media(headers: Mapping[str, str]) -> str:
 def _id(
     dialect: Dialect, source: str, document: dict[str, Any], headers: Mapping[str, str], body: bytes
 ) -> str:
-    parts = [_text(document, headers, place, "the event's id", 2 * MAX_TEXT) for place in dialect.id]
+    parts = [_text_at(document, headers, place, "the event's id", 2 * MAX_TEXT) for place in dialect.id]
     if parts and all(parts):
         joined = " ".join(parts)  # a CloudEvent's source is a URI: it holds no blank
         if len(joined) <= MAX_TEXT:
@@ -120,17 +120,17 @@ def _id(
     return hashlib.sha256(source.encode() + b"\n" + body).hexdigest()
 
 
-def _first(
+def _first_text(
     document: dict[str, Any],
     headers: Mapping[str, str],
     places: tuple[str, ...],
     what: str,
     most: int = MAX_TEXT,
 ) -> str:
-    return next((t for place in places if (t := _text(document, headers, place, what, most))), "")
+    return next((t for place in places if (t := _text_at(document, headers, place, what, most))), "")
 
 
-def _text(
+def _text_at(
     document: dict[str, Any], headers: Mapping[str, str], place: str, what: str, most: int = MAX_TEXT
 ) -> str:
     """The text or whole number at a place, as text; "" where there is none."""
@@ -155,7 +155,7 @@ def _text(
     return text
 
 
-def _step(text: str) -> int | None:
+def _step_number(text: str) -> int | None:
     if not text:
         return None
     if not _STEP.fullmatch(text) or int(text) > MAX_STEP:

@@ -15,8 +15,7 @@ import flows  # noqa: F401  # settles Prefect's environment
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 from deployments.receiver.app import make_app
-from deployments.receiver.background import Loop
-from deployments.receiver.catalog_roots import Watched
+from deployments.receiver.background import Loop, Watched
 from deployments.receiver.dispatch import work
 from deployments.receiver.inbox import Mailbox
 from deployments.receiver.notify import send_due

@@ -135,7 +135,7 @@ def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:
             found.append(f"source {name}: kind {source.kind!r} is not one of {', '.join(DIALECTS)}")
             continue
         dialect = DIALECTS[source.kind]
-        found += [f"source {name}: {each}" for each in _parameters(settings, source)]
+        found += [f"source {name}: {each}" for each in _parameter_problems(settings, source)]
         if not dialect.uri and not source.uri:
             found.append(f"source {name}: events of {source.kind} name no place; set `uri`")
         if dialect.signed is not None and source.header:
@@ -159,7 +159,7 @@ def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _parameters(settings: ReceiverSettings, source: SourceSettings) -> list[str]:
+def _parameter_problems(settings: ReceiverSettings, source: SourceSettings) -> list[str]:
     """Whether the flow takes what its runs would be given: those of the configuration, and of an event."""
     of_event = {"source": "/runs/a", "destination": "/exports/a", "root": "/runs", "run": "a", "step": 1}
     own = settings.parameters | source.parameters

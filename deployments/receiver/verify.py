@@ -81,12 +81,12 @@ def verify(
         expected = [sign(dialect, key, body, id=id, time=time).encode() for key in secrets]
     # Made to the end: `any` over a generator would stop at the first that fits.
     # Of digests, because comparing what differs in length ends at once, and would tell the length of a token.
-    fits = [hmac.compare_digest(_digest(one), _digest(other)) for one in candidates for other in expected]
+    fits = [hmac.compare_digest(_sha256(one), _sha256(other)) for one in candidates for other in expected]
     if not any(fits):
         raise RequestRefused("unauthorized", "no secret fits")
 
 
-def _digest(proof: bytes) -> bytes:
+def _sha256(proof: bytes) -> bytes:
     return hashlib.sha256(proof).digest()
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of the code into README.md and CONTRIBUTING.md, and checks that they agree.
+"""Writes the tables of the code into the pages of docs/ and CONTRIBUTING.md, and checks that they agree.
 
 `make docs` writes them between the markers, `make check` compares.
 """
@@ -16,6 +16,10 @@ from pathlib import Path
 
 import rooms
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import export_results
+from families import FAMILIES
+
 import ckptcore
 from ckptcore.checking.export_proof import CHECKS
 from ckptcore.errors import FINDINGS, error_classes
@@ -29,9 +33,13 @@ SLOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOT
 def tables() -> dict[str, dict[str, str]]:
     """Every generated table by page, and by the name in its marker."""
     return {
-        "README.md": {"checks": checks(), "formats": formats(), "errors": errors(), "findings": findings()},
         "CONTRIBUTING.md": {"rooms": rooms.table(rooms.measure())},
-        "docs/live_modules.md": {"transforms": transforms(), "live_models": live_models()},
+        "docs/reference/families.md": {"sources": sources(), "families": families()},
+        "docs/how-to/verify.md": {"checks": checks()},
+        "docs/reference/formats.md": {"formats": formats()},
+        "docs/reference/errors.md": {"errors": errors()},
+        "docs/reference/findings.md": {"findings": findings()},
+        "docs/reference/live-modules.md": {"transforms": transforms(), "live_models": live_models()},
     }
 
 
@@ -82,6 +90,17 @@ def findings() -> str:
     """Every finding code in the order of the code's table."""
     rows = [(f"`{code}`", severity, meaning, hint) for code, (severity, meaning, hint) in FINDINGS.items()]
     return table(("finding", "severity", "meaning", "next step"), rows)
+
+
+def sources() -> str:
+    """What exports are made of."""
+    return table(("source", "what it is"), [(f"`{n}`", what) for n, what in export_results.SOURCES.items()])
+
+
+def families() -> str:
+    """What comes of the export of every family from every source."""
+    head = ("family", *(f"`{s}`" for s in export_results.SOURCES), "transformers 4.57")
+    return table(head, map(export_results.row, FAMILIES))
 
 
 def transforms() -> str:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 TOP = ("ckptcore", "tasks", "flows", "deployments")
 
 
+@pytest.mark.soak  # `make test` begins with `make check`, which asks the same
 def test_layers_are_kept() -> None:
     # In a process of its own: the linter configures logging, which disables every logger there is.
     lint = "from importlinter import cli; raise SystemExit(cli.lint_imports(no_cache=True))"
@@ -56,8 +57,32 @@ def test_file_names_shadow_no_module(folder: str) -> None:
 
 def test_python_files_are_small() -> None:
     # Past 600 lines a file answers two questions.
-    sizes = {str(path.relative_to(ROOT)): text.count("\n") for path, text in sources()}
+    texts = [*sources(), *((path, path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py")))]
+    sizes = {str(path.relative_to(ROOT)): text.count("\n") for path, text in texts}
     assert {path: lines for path, lines in sizes.items() if lines > 600} == {}
+
+
+def test_small_modules_say_why_they_are_apart() -> None:
+    # In flows/ and tasks/ a file is a flow, a verb or a means of theirs; __main__ is where a program begins.
+    small = [
+        str(path.relative_to(ROOT))
+        for path, text in sources()
+        if text.count("\n") < 40 and path.stem not in ("__init__", "__main__")
+        if path.parent.name not in ("flows", "tasks") and "A file of its own" not in text
+    ]
+    assert small == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    # Decision 83. Rows of the catalog are called like their tables; a Target is in stored schemas twice.
+    found: dict[str, list[str]] = {}
+    for path, text in sources():
+        if path.parent.name == "versions" or path.name == "models.py":
+            continue
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1 and name != "Target"} == {}
 
 
 def test_modules_say_what_they_are_for() -> None:

@@ -103,7 +103,7 @@ def test_pages_that_say_how_to_contribute_name_every_room_and_folder_of_tests() 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_what_others_read_our_files_by_is_found(page: str) -> None:
-    assert "docs/objects.md" in LINK.findall(text_of(page))
+    assert "docs/reference/objects.md" in LINK.findall(text_of(page))
 
 
 @pytest.mark.parametrize(
@@ -129,3 +129,14 @@ def test_the_checks_above_see_names(text: str, links: list[str], named: list[str
 )
 def test_the_check_above_sees_modules(name: str, there: bool) -> None:
     assert is_defined(name) is there
+
+
+def test_figures_of_the_walks_are_those_of_their_pictures() -> None:
+    rows = re.findall(
+        r"\| \w+, \[\w+\]\((\S+walk-\S+\.svg)\) \| (\d+) \| (\d+) \| (\d+) \|", text_of("DESIGN.md")
+    )
+    assert len(rows) == 4
+    for picture, *figures in rows:
+        drawn = re.search(r"(\d+) stays in .*, (\d+) crossings, (\d+) of them back", text_of(picture))
+        assert drawn is not None
+        assert [*drawn.groups()] == figures, picture

@@ -70,3 +70,11 @@ def test_no_server_is_started() -> None:
 def test_no_two_test_files_have_one_name() -> None:
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, times in names.items() if times > 1] == []
+
+
+@pytest.mark.xdist_group("alone")
+def test_groups_reach_the_scheduler(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist sends a group behind the name of its test; where it cannot, all groups are torn apart, and
+    every worker starts servers and jobs of its own."""
+    grouped = hasattr(request.config, "workerinput")
+    assert request.node.nodeid.endswith("@alone") == grouped

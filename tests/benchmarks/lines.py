@@ -286,6 +286,16 @@ LINES: tuple[Line, ...] = (
     _overhead("none"),
     _overhead("running"),
     Program("flow/two-workers", "ram", "fp32-3gb", ("workers.py", "SRC", "OUT"), ("--seconds", "0")),
+    Program(
+        "export/megatron-8gb",
+        "disk",
+        None,
+        ("megatron.py", "export", "OUT", "--ckptcore", "CKPTCORE"),
+        ("--layers", "2", "--scale", "16", "--runs", "1"),
+    ),
+    Program(
+        "map/47000-tensors", "ram", None, ("megatron.py", "map", "OUT"), ("--experts", "8", "--runs", "1")
+    ),
     Program("receiver/200-a-second", "disk", None, ("receiver.py",), ("--seconds", "2")),
     _trainer("lightning-2gb", "consolidate_checkpoint", "ckptcore to lightning"),
     _trainer("olmo-2gb", "unshard_checkpoint", "ckptcore unshard"),

@@ -5,7 +5,8 @@ validation and conversion must refuse with a documented code, or give the right 
 is left out of it; what passes in silence stands in `gaps.UNDETECTABLE`. `test_damage` does more to
 folders of torch.distributed.checkpoint, and through the command line.
 
-`make test` does each row once to a sample of every format; the whole grid is a soak.
+`make test` does half of the rows once to a sample of every format, each row to other samples; the whole grid
+is a soak.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 from pathlib import Path
+from zlib import crc32
 
 import damage
 import gaps
@@ -23,7 +25,7 @@ from damage_rows import GROUPS, MORE_PLACES, PLACES, chosen, outcome, rows_of, s
 from damage_sites import Tree
 from samples import SAMPLES, Sample
 
-# Together they hold every format that is read; every row is done to them.
+# Together they hold every format that is read; every row is done to half of them.
 SHORT = frozenset(
     {
         "dcp_nested_2r",
@@ -71,9 +73,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for tree in subjects(sample):
             name = f"{sample.name}/{tree.name or tree.root.name}"
             mark = pytest.mark.xdist_group(name)
-            for group in GROUPS:
+            for number, group in enumerate(GROUPS):
                 what = f"{name}-{group.rstrip('-') or 'others'}"
-                if sample.name in SHORT:
+                if sample.name in SHORT and (crc32(name.encode()) + number) % 2:
                     cases.append(pytest.param(sample, tree, group, PLACES, id=what, marks=mark))
                 marks = [mark, pytest.mark.soak]
                 cases.append(pytest.param(sample, tree, group, MORE_PLACES, id=f"{what}-more", marks=marks))

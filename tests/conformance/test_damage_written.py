@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from damage_judge import Run
@@ -73,8 +74,9 @@ def truths() -> dict[Path, Run]:
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_damage(name: str, written: dict[str, Tree], truths: dict[Path, Run], tmp_path: Path) -> None:
-    """Each row once."""
-    seen = damaged(written[name], GROUPS, PLACES, 1, truths, tmp_path)
+    """Half of the rows, each once; every row is done to half of the outputs."""
+    groups = tuple(g for n, g in enumerate(GROUPS) if (crc32(name.encode()) + n) % 2)
+    seen = damaged(written[name], groups, PLACES, 1, truths, tmp_path)
     assert seen["refused"] > seen["silent"], seen
 
 

@@ -37,7 +37,7 @@ from ckptcore.topology.mesh_spec import parse_mesh
 TRIES = 6  # of a mesh and rules; most can be had
 
 
-@pytest.mark.parametrize("ranks", [4, 2])
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.soak)])
 def test_fresh(ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     one_job(seed_of(request), ranks, 4, 2, tmp_path)
 

@@ -17,7 +17,7 @@ LOAD = JOBS / "load_job.py"
 APP = JOBS / "app_job.py"
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(4, 2), (3, 4)])
+@pytest.mark.parametrize(("saved", "loaded"), [(3, 4), pytest.param(4, 2, marks=pytest.mark.soak)])
 def test_load_into(saved: int, loaded: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Saved by so many ranks, loaded by others under other placements."""
     save_and_load(seed_of(request), saved, loaded, 1, tmp_path)

@@ -47,8 +47,9 @@ class TestDcpRecipe:
         self, saved: tuple[Path, dict[str, str]], cli: Cli, tmp_path: Path
     ) -> None:
         folder, truth = saved
-        done = cli("consolidate", folder, tmp_path / "ours", "--to", "dcp")
+        done = cli("consolidate", folder, tmp_path / "ours", "--to", "dcp", "--max-file-size", "2KB")
         assert done.code == 0, done
+        assert len(list((tmp_path / "ours").glob("*.distcp"))) > 2
         assert job("load", tmp_path / "ours", 3) == truth
         assert job("load-alone", tmp_path / "ours") == {k: v for k, v in truth.items() if "::" not in k}
 

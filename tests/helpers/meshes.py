@@ -28,7 +28,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.topology.fsdp_over_tp import place
 from ckptcore.topology.layout import Mesh, boxes
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.topology.rules_file import Rule
+from ckptcore.topology.rules_file import ShardingRule
 
 # Checkpoints of tests are small: one thread, a small budget.
 SETTINGS = Settings(workers=1, memory=64 << 20)
@@ -155,7 +155,7 @@ def _random_rule(shape: tuple[int, ...], mesh: Mesh, sizes: dict[str, int], rng:
         }
         if told.get("ep") is not None and shape[told["ep"]] % sizes["ep"]:  # experts are never cut
             continue
-        rule = Rule.model_validate({"fqn": "*"} | {a: _place(d) for a, d in told.items()})
+        rule = ShardingRule.model_validate({"fqn": "*"} | {a: _place(d) for a, d in told.items()})
         try:
             layout = place("", shape, mesh, rule)
             boxes(shape, mesh.along(layout.axes), layout.placements)

@@ -73,6 +73,11 @@ class Stack:
         """What `make down` says."""
         return self._run("down", *arguments)
 
+    def mend(self) -> None:
+        """Bring up what a test before has ended."""
+        if not all(self.running().values()):
+            self.up()
+
     def running(self) -> dict[str, bool]:
         """Which services run."""
         done = subprocess.run(

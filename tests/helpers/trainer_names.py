@@ -1,8 +1,7 @@
 """Small models under the names and layouts of trainers, made with torch from what the hub has.
 
 Written from the trainers' own sources, and without ckptcore: Megatron-Bridge's param_mapping.py, torchtitan's
-state_dict_adapter.py, OLMo-core's nn/hf/convert.py. `FAMILIES` is the table of tiny configs: a new map adds a
-line to it.
+state_dict_adapter.py, OLMo-core's nn/hf/convert.py. The models are those of `families`.
 """
 
 from __future__ import annotations
@@ -12,91 +11,36 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from families import FAMILIES, FORMS, tiny_config
 
 State = dict[str, torch.Tensor]
-_SMALL: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-}
-_MOE = {"num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2}
-# Architecture -> (model type, config, worlds that have a map for it).
-FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "llama": ("llama", {}, ("megatron", "torchtitan", "olmo_core")),
-    "mistral": ("mistral", {}, ("megatron",)),
-    "qwen2": ("qwen2", {}, ("megatron",)),
-    "qwen3": ("qwen3", {"head_dim": 8}, ("megatron", "torchtitan", "olmo_core")),
-    "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 8}, ("megatron", "torchtitan")),
-    "mixtral": ("mixtral", {"num_local_experts": 4}, ("megatron",)),
-    "olmoe": ("olmoe", {"num_experts": 4}, ("megatron",)),
-    "olmo2": ("olmo2", {}, ("olmo_core",)),
-    "olmo3": ("olmo3", {}, ("olmo_core",)),
-    "flex_olmo": ("flex_olmo", {"num_experts": 4}, ("olmo_core",)),
-    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "head_dim": 8}, ("megatron",)),
-    "glm4_moe": (
-        "glm4_moe",
-        {
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 12,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "head_dim": 8,
-            "use_qk_norm": True,
-            "attention_bias": True,
-        },
-        ("megatron",),
-    ),
-    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8}, ("megatron", "torchtitan")),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 12,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-        ("megatron", "torchtitan"),
-    ),
-    "gpt2": (
-        "gpt2",
-        {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 8, "tie_word_embeddings": True},
-        ("megatron",),
-    ),
-    "gemma2": ("gemma2", {"head_dim": 8, "tie_word_embeddings": True}, ("megatron",)),
-    "gemma3": ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": True}, ("megatron",)),
-}
 
 
-def hub_model(arch: str) -> tuple[dict[str, Any], State]:
-    """(config, state dict as the hub has it) of a small model whose tensors all differ."""
+def tiny_model(family: str) -> Any:
+    """A family's tiny model: all tensors are random, and differ; those of one dim are about one."""
     import transformers
+
+    library: Any = transformers
+    model = library.AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+    model.config.architectures = [type(model).__name__]
+    generator = torch.Generator().manual_seed(sorted(FAMILIES).index(family))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                drawn = torch.randn(tensor.shape, generator=generator)
+                tensor.copy_(1 + drawn / 8 if tensor.dim() == 1 else drawn / 4)
+    return model
+
+
+def hub_model(family: str) -> tuple[dict[str, Any], State]:
+    """(config, state dict as the hub has it) of a family's tiny model."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    kind, more, _ = FAMILIES[arch]
-    library: Any = transformers
-    config = library.CONFIG_MAPPING[kind](
-        **({**_SMALL, **more} if arch != "gpt2" else {"vocab_size": 40, **more})
-    )
-    torch.manual_seed(0)
-    model = library.AutoModelForCausalLM.from_config(config)
+    model = tiny_model(family)
     state: State = dict(revert_weight_conversion(model, model.state_dict()))
-    if config.tie_word_embeddings:
+    if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    state = {n: torch.randn_like(t.float()).to(t.dtype) for n, t in state.items()}
-    return {**config.to_dict(), "architectures": [type(model).__name__]}, state
+    return model.config.to_dict(), {n: t.detach() for n, t in state.items()}
 
 
 def megatron(config: Mapping[str, Any], hub: State, form: str) -> State:
@@ -185,7 +129,12 @@ def _megatron_layer(config: Mapping[str, Any], hub: State, form: str) -> State:
             "post_attention_layernorm.weight": "self_attention.linear_proj.post_layernorm.weight",
             "post_feedforward_layernorm.weight": "mlp.linear_fc2.post_layernorm.weight",
         }
-    left = dict(hub)
+    indexer = "self_attention.core_attention.indexer"
+    for old, new in (("wq_b", "linear_wq_b"), ("wk", "linear_wk"), ("weights_proj", "linear_weights_proj")):
+        names[f"self_attn.indexer.{old}.weight"] = f"{indexer}.{new}.weight"
+    for kind in ("weight", "bias"):
+        names[f"self_attn.indexer.k_norm.{kind}"] = f"{indexer}.k_norm.{kind}"
+    left = _apart(config, hub)
     for old, new in names.items():
         if old in left:
             out[new] = left.pop(old)
@@ -214,6 +163,45 @@ def _megatron_layer(config: Mapping[str, Any], hub: State, form: str) -> State:
                     out[f"mlp.experts.local_experts.{e}.{at}.{kind}"] = part[e]
     assert not left, sorted(left)
     return out
+
+
+def _apart(config: Mapping[str, Any], hub: State) -> State:
+    """A layer with what Phi-3, Granite and Llama 4 join on the hub in parts, under the names of others."""
+    out: State = {}
+    heads, groups = config.get("num_attention_heads", 0), config.get("num_key_value_heads", 0)
+    for name, tensor in hub.items():
+        if name == "self_attn.qkv_proj.weight":
+            rows = tensor.shape[0] // (heads + 2 * groups)
+            parts = tensor.split([heads * rows, groups * rows, groups * rows])
+            out |= {f"self_attn.{x}_proj.weight": p for x, p in zip("qkv", parts, strict=True)}
+        elif name == "mlp.gate_up_proj.weight":
+            gate, up = tensor.chunk(2)
+            out |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            for e, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                out |= {f"mlp.experts.{e}.gate_proj.weight": gate, f"mlp.experts.{e}.up_proj.weight": up}
+        elif name.endswith("block_sparse_moe.output_linear.weight"):
+            out |= {f"mlp.experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
+        elif name == "feed_forward.experts.gate_up_proj":
+            for e, both in enumerate(tensor):
+                gate, up = both.T.contiguous().chunk(2)
+                out |= {f"mlp.experts.{e}.gate_proj.weight": gate, f"mlp.experts.{e}.up_proj.weight": up}
+        elif name == "feed_forward.experts.down_proj":
+            out |= {f"mlp.experts.{e}.down_proj.weight": down.T for e, down in enumerate(tensor)}
+        else:
+            for old, new in _SAME.items():
+                name = name.replace(old, new)
+            out[name] = tensor
+    return out
+
+
+_SAME = {
+    "block_sparse_moe.router.layer.": "mlp.gate.",
+    "feed_forward.router.": "mlp.gate.",
+    "feed_forward.shared_expert.": "mlp.shared_experts.",
+    "feed_forward.": "mlp.",
+}
 
 
 def _experts(left: State) -> dict[str, dict[str, torch.Tensor]]:
@@ -284,7 +272,7 @@ def torchtitan(config: Mapping[str, Any], hub: State, form: str) -> State:
         "mlp.shared_experts.down_proj.weight": "moe.shared_experts.w2.weight",
     }
     for n in range(config["num_hidden_layers"]):
-        left, prefix = below(hub, n), f"layers.{n}."
+        left, prefix = _apart(config, below(hub, n)), f"layers.{n}."
         for old, new in names.items():
             if old in left:
                 out[prefix + new] = left.pop(old)
@@ -343,7 +331,7 @@ def _unrotated(w: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def olmo_core(config: Mapping[str, Any], hub: State, form: str) -> State:
-    """As OLMo-core names it. form: of one name only."""
+    """As OLMo-core names it. form: one, or dropless, whose experts are not transposed."""
     behind = config["model_type"] in ("olmo2", "olmo3", "flex_olmo")
     out = {
         "embeddings.weight": torch.cat([hub["model.embed_tokens.weight"], torch.ones(8, 16)]),
@@ -373,15 +361,47 @@ def olmo_core(config: Mapping[str, Any], hub: State, form: str) -> State:
         if "mlp.gate.weight" in left:
             out[f"{prefix}feed_forward_moe.router.weight"] = left.pop("mlp.gate.weight").reshape(-1)
             for x, old in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
-                each = [left.pop(f"mlp.experts.{e}.{old}.weight").T for e in range(4)]
+                each = [left.pop(f"mlp.experts.{e}.{old}.weight") for e in range(4)]
+                if form == "one" or x == "w2":
+                    each = [w.T for w in each]
                 out[f"{prefix}feed_forward_moe.experts.mlp.{x}"] = torch.cat(each).contiguous()
+        assert not left, sorted(left)
+    return out
+
+
+def olmo(config: Mapping[str, Any], hub: State, form: str) -> State:
+    """As allenai/OLMo names it (scripts/convert_olmo2_to_hf.py): up before gate. form: of one name only."""
+    out = {
+        "transformer.wte.weight": hub["model.embed_tokens.weight"],
+        "transformer.ff_out.weight": hub["lm_head.weight"],
+    }
+    if "model.norm.weight" in hub:  # the first OLMo's norms have no weights
+        out["transformer.ln_f.weight"] = hub["model.norm.weight"]
+    names = {
+        "self_attn.o_proj.weight": "attn_out.weight",
+        "self_attn.q_norm.weight": "q_norm.weight",
+        "self_attn.k_norm.weight": "k_norm.weight",
+        "mlp.down_proj.weight": "ff_out.weight",
+        "post_attention_layernorm.weight": "attn_norm.weight",
+        "post_feedforward_layernorm.weight": "ff_norm.weight",
+    }
+    for n in range(config["num_hidden_layers"]):
+        left, prefix = below(hub, n), f"transformer.blocks.{n}."
+        out[f"{prefix}att_proj.weight"] = torch.cat([left.pop(f"self_attn.{x}_proj.weight") for x in "qkv"])
+        out[f"{prefix}ff_proj.weight"] = torch.cat(
+            [left.pop("mlp.up_proj.weight"), left.pop("mlp.gate_proj.weight")]
+        )
+        for old, new in names.items():
+            if old in left:
+                out[prefix + new] = left.pop(old)
         assert not left, sorted(left)
     return out
 
 
 # World -> (how it is made, its forms).
 WORLDS: dict[str, tuple[Callable[[Mapping[str, Any], State, str], State], tuple[str, ...]]] = {
-    "megatron": (megatron, ("stacked", "layers", "grouped", "sequential")),
-    "torchtitan": (torchtitan, ("old", "linear", "fused")),
-    "olmo_core": (olmo_core, ("one",)),
+    "megatron": (megatron, FORMS["megatron"]),
+    "torchtitan": (torchtitan, FORMS["torchtitan"]),
+    "olmo_core": (olmo_core, FORMS["olmo_core"]),
+    "olmo": (olmo, FORMS["olmo"]),
 }

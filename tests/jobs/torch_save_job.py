@@ -1,4 +1,4 @@
-"""What torch itself makes of a DCP folder, one file of torch.save: torch_save_job.py FOLDER FILE"""
+"""What torch itself makes of DCP folders, each one file of torch.save: torch_save_job.py FOLDER FILE ..."""
 
 import sys
 import warnings
@@ -6,4 +6,5 @@ import warnings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 warnings.simplefilter("ignore")
-dcp_to_torch_save(sys.argv[1], sys.argv[2])
+for folder, file in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    dcp_to_torch_save(folder, file)

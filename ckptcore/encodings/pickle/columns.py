@@ -199,7 +199,7 @@ class Texts:
         """
         if not len(begin):
             return np.zeros(0, np.int64)
-        spelled = _spelled(words, begin, length)
+        spelled = _padded_texts(words, begin, length)
         hashes = (spelled * _FACTORS[: spelled.shape[1]]).sum(axis=1, dtype=np.uint64)
         hashes += length.astype(np.uint64) * _FACTORS[32]
         found = self._look(spelled, hashes, length)
@@ -245,7 +245,7 @@ class Texts:
         self._words = np.concatenate(_padded(self._words, spelled[rows]))[order]
 
 
-def _spelled(words: npt.NDArray[np.uint64], begin: Ints, length: Ints) -> npt.NDArray[np.uint64]:
+def _padded_texts(words: npt.NDArray[np.uint64], begin: Ints, length: Ints) -> npt.NDArray[np.uint64]:
     """uint64 [n, w]: the bytes of each text, filled up with zeros."""
     count = max(-(-int(length.max()) // _WORD), 1)
     out = np.empty((len(begin), count), np.uint64)

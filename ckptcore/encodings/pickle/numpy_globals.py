@@ -44,7 +44,7 @@ def _set_dtype(target: Named, state: Any) -> None:
     target.value[1] = state[1]
 
 
-def _spelled(dtype: Any) -> str:
+def _dtype_string(dtype: Any) -> str:
     if type(dtype) is not Named or dtype.kind != "npdtype":
         raise ValueError(f"numpy value without a dtype: {shown(dtype)}")
     kind, order = dtype.value
@@ -80,7 +80,7 @@ def _set_array(target: Named, state: Any) -> None:
     if isinstance(dtype, Refused):  # an array of objects, dates or records: nothing of it is kept
         target.value["refused"] = dtype.name
         return
-    spelled = _spelled(dtype)
+    spelled = _dtype_string(dtype)
     order = "F" if fortran and len(shape) > 1 else "C"
     target.value.update(array_value(spelled, _fits(shape, spelled, data), data, order))
 
@@ -90,7 +90,7 @@ def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Named | Refuse
         return dtype
     if order not in ("C", "F"):
         raise ValueError(f"numpy array in order {shown(order, 20)}")
-    spelled = _spelled(dtype)
+    spelled = _dtype_string(dtype)
     return Named("ndarray", array_value(spelled, _fits(shape, spelled, data), data, order))
 
 
@@ -98,7 +98,7 @@ def _scalar(dtype: Any, data: Any = None) -> Any:
     """A scalar as Python's own number or text of the same value."""
     if isinstance(dtype, Refused):
         return Refused(f"{_SCALAR} of {dtype.name}")
-    spelled = _spelled(dtype)
+    spelled = _dtype_string(dtype)
     _fits((), spelled, data)
     if "U" in spelled:
         # Not by numpy: of a number beyond the last character it makes a SystemError.

@@ -283,7 +283,7 @@ class _Rows:
                 elif value is not None:
                     columns[place] = value
             decoded.append(columns)
-        return tuple(tuple(_cut(c, rows) for c in columns) for columns in decoded), rows
+        return tuple(tuple(_first_rows(c, rows) for c in columns) for columns in decoded), rows
 
     def _names(self, before: Ints, at: Ints, value: Ints, spelled: Bools) -> tuple[Names, int]:
         """A column of texts, as long as all that are numbers of the memo are known."""
@@ -320,7 +320,7 @@ class _Rows:
         return rows
 
 
-def _cut(column: Column, rows: int) -> Column:
+def _first_rows(column: Column, rows: int) -> Column:
     if isinstance(column, Sizes):
         return Sizes(column.dims[:rows].copy(), column.rank[:rows].copy())
     if isinstance(column, Names):

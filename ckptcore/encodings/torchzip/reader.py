@@ -221,7 +221,7 @@ def parse_tensor(window: Window, what: str) -> Parsed:
     seen = _parsed.get(pickled)
     if seen is None:
         refused: list[str] = []
-        seen = loads(pickled, TENSOR_TABLE, what=what, persistent=_storage, refused=refused)
+        seen = loads(pickled, TENSOR_TABLE, what=what, persistent=_storage_fields, refused=refused)
         _require_known(seen, refused, what)
         if len(_parsed) < 4096 and len(pickled) < 4096:
             _parsed[pickled] = seen
@@ -280,7 +280,7 @@ def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] 
     with passing():  # the directory, the pickle and what the machine made on the way are gone behind it
         records, checked = directory(window, what)
         swapped, pickled = _preamble(window, records, checked, what)
-        tree = loads(pickled, table, what=what, persistent=_storage, refused=refused)
+        tree = loads(pickled, table, what=what, persistent=_storage_fields, refused=refused)
         storages = {
             name.removeprefix("data/"): (
                 payload_start(window, entry, what),
@@ -328,7 +328,7 @@ def _preamble(
     return order == b"big", read_record(window, records["data.pkl"], checked, what)
 
 
-def _storage(pid: Any) -> tuple[str, str, int, int]:
+def _storage_fields(pid: Any) -> tuple[str, str, int, int]:
     """(key, dtype or "", elements, bytes) of ('storage', type, key, location, numel)."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise ValueError(f"unknown persistent id {shown(pid)}")

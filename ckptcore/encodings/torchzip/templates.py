@@ -38,13 +38,13 @@ def read_tensor(window: Window, what: str) -> Resolved:
     """The one tensor that a DCP tensor item holds; see `parse_tensor` for what it raises."""
     for template in _templates.get(window.length, ()):
         if all(window.read(at, len(raw)) == raw for at, raw in template.fixed):
-            return _filled(template, window, what)
+            return _resolved_by(template, window, what)
     parsed = parse_tensor(window, what)
     _remember(parsed, window)
     return parsed.resolved
 
 
-def _filled(template: _Template, window: Window, what: str) -> Resolved:
+def _resolved_by(template: _Template, window: Window, what: str) -> Resolved:
     if template.resolved.crc32 is None:
         return template.resolved
     if template.id_length:

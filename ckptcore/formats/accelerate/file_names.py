@@ -60,12 +60,12 @@ class SavedPart:
 
 def parts(source: Source) -> tuple[SavedPart, ...]:
     """Models, then optimizers; a folder and a file of one name are two parts."""
-    return tuple(_found(source, _PARTS))
+    return tuple(_parts_by_name(source, _PARTS))
 
 
 def states(source: Source) -> tuple[SavedPart, ...]:
     """The trainer's own state."""
-    return tuple(_found(source, _STATES))
+    return tuple(_parts_by_name(source, _STATES))
 
 
 def writers(source: Source) -> frozenset[int]:
@@ -87,7 +87,7 @@ def has_model(source: Source) -> bool:
     return any(role == "model" and rule.match(p) for role, rule in _PARTS for p in source.listing)
 
 
-def _found(source: Source, table: tuple[tuple[str, re.Pattern[str]], ...]) -> Iterator[SavedPart]:
+def _parts_by_name(source: Source, table: tuple[tuple[str, re.Pattern[str]], ...]) -> Iterator[SavedPart]:
     for role, rule in table:
         groups: dict[tuple[int, str], dict[int, str]] = {}
         for path in sorted(source.listing, key=natural):

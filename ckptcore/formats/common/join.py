@@ -58,8 +58,8 @@ def join(
                 b,
                 key=part.rename(b.key),
                 item=b.item + shift if b.item >= 0 else -1,
-                tree=_renamed(b.tree, part.rename),
-                unread=_below(b.unread, prefix),
+                tree=_renamed_tree(b.tree, part.rename),
+                unread=_prefixed(b.unread, prefix),
             )
             for b in m.blobs
         ]
@@ -94,7 +94,7 @@ def join(
     )
 
 
-def _below(why: Unread | None, prefix: str) -> Unread | None:
+def _prefixed(why: Unread | None, prefix: str) -> Unread | None:
     return replace(why, file=prefix + why.file) if why is not None and why.file else why
 
 
@@ -106,14 +106,14 @@ def _require_distinct(names: Sequence[str]) -> None:
         seen.add(name)
 
 
-def _renamed(tree: Any, rename: Callable[[str], str]) -> Any:
+def _renamed_tree(tree: Any, rename: Callable[[str], str]) -> Any:
     """An object's tree with the tensors it refers to under their new names."""
     if isinstance(tree, list):
-        return [_renamed(v, rename) for v in tree]
+        return [_renamed_tree(v, rename) for v in tree]
     if isinstance(tree, dict):
         if tree.get("$") == "tensor":
             return {"$": "tensor", "fqn": rename(tree["fqn"])}
-        return {k: _renamed(v, rename) for k, v in tree.items()}
+        return {k: _renamed_tree(v, rename) for k, v in tree.items()}
     return tree
 
 

@@ -89,7 +89,7 @@ def prove(
     model = _Model(params)
     proofs: dict[int, NumberingProof] = {}
     for n, optimizer in enumerate(optimizers):
-        names = _told(optimizer, model.shapes)
+        names = _stored_names(optimizer, model.shapes)
         if names is not None and _fit(names, shapes[n] or {}, model):
             proofs[n] = NumberingProof(names)
     rest = [n for n in range(len(optimizers)) if n not in proofs]
@@ -127,7 +127,7 @@ class _Model:
         self.row = Row([shape for _, shape in params])
 
 
-def _told(optimizer: Numbered, there: Mapping[str, Shape]) -> dict[int, str] | None:
+def _stored_names(optimizer: Numbered, there: Mapping[str, Shape]) -> dict[int, str] | None:
     """The names that the optimizer tells, as the model has them: below the one prefix that fits."""
     told = told_names(optimizer)
     if told is None or all(n in there for n in told.values()):

@@ -53,12 +53,12 @@ def _put(tree: Any, path: Path, value: Any, made: set[int], name: str) -> None:
     at = tree
     for here, below in zip(path, (*path[1:], None), strict=True):
         if id(at) not in made or isinstance(at, list) is not isinstance(here, int):
-            raise _taken(name)
+            raise _name_taken(name)
         if isinstance(at, list):
             at += [_Gap] * min(int(here) + 1 - len(at), _MAX_GAP)
             free = int(here) < len(at) and at[int(here)] is _Gap
             if not free and int(here) >= len(at):
-                raise _taken(name)
+                raise _name_taken(name)
         else:
             free = here not in at
         if free:
@@ -66,11 +66,11 @@ def _put(tree: Any, path: Path, value: Any, made: set[int], name: str) -> None:
             if below is not None:
                 made.add(id(at[here]))
         elif below is None:
-            raise _taken(name)
+            raise _name_taken(name)
         at = at[here]
 
 
-def _taken(name: str) -> NameMismatch:
+def _name_taken(name: str) -> NameMismatch:
     return NameMismatch(
         f"{name} cannot be nested: another entry has its place", hint="leave one out with --exclude"
     )

@@ -43,7 +43,7 @@ class Table:
     def done(self) -> Ints:
         """int64 [n, width]."""
         self._flush()
-        return _joined(self._parts, self._width)
+        return _concatenated(self._parts, self._width)
 
     def _flush(self) -> None:
         if self._rows:
@@ -72,7 +72,7 @@ class Ragged:
         self._flush()
         width = max((d.shape[1] for d, _ in self._parts), default=0)
         ranks = [r for _, r in self._parts]
-        return _joined([widened(d, width) for d, _ in self._parts], width), _joined(ranks, None)
+        return _concatenated([widened(d, width) for d, _ in self._parts], width), _concatenated(ranks, None)
 
     def _flush(self) -> None:
         if self._rank:
@@ -92,7 +92,7 @@ def widened(table: Ints, width: int) -> Ints:
     return out
 
 
-def _joined(parts: list[Ints], width: int | None) -> Ints:
+def _concatenated(parts: list[Ints], width: int | None) -> Ints:
     if not parts:
         return np.zeros((0,) if width is None else (0, width), np.int64)
     return np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -64,7 +64,7 @@ def metadata_pickle(
     p.text("planner_data")
     p.none() if paths is None else _planner(p, tensors, objects, paths)
     p.text("storage_data")
-    _storage(p, tensors, objects)
+    _write_storage(p, tensors, objects)
     p.text("storage_meta")
     p.none()
     p.end()
@@ -84,7 +84,7 @@ def _state_dict(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[st
         p.text("size")
         p.size(t.shape)
         p.text("chunks")
-        _chunks(p, t)
+        _write_chunks(p, t)
         p.end()
     p.close_dict()
 
@@ -102,7 +102,7 @@ def _properties(p: _Pickle, dtype: str) -> None:
     p.build()
 
 
-def _chunks(p: _Pickle, tensor: StoredTensor) -> None:
+def _write_chunks(p: _Pickle, tensor: StoredTensor) -> None:
     p.open_list()
     for n, (offset, sizes, _) in enumerate(tensor.chunks):
         if p.knows(_CHUNK):
@@ -118,7 +118,7 @@ def _chunks(p: _Pickle, tensor: StoredTensor) -> None:
 
 
 def _chunks_alike(p: _Pickle, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], ItemPlace]]) -> None:
-    """What `_chunks` writes; all but the numbers has been written once, and is a reference."""
+    """What `_write_chunks` writes; all but the numbers has been written once, and is a reference."""
     head = p.known(META, "ChunkStorageMetadata") + _BEGIN + p.known("offsets")
     between = p.known("sizes")
     out: list[bytes] = []
@@ -144,21 +144,21 @@ def _planner(
     p.close_dict()
 
 
-def _storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace]) -> None:
+def _write_storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace]) -> None:
     p.open_dict()
     for name, place in objects.items():
-        _stored(p, name, None, None, place)
+        _write_index(p, name, None, None, place)
     for t in tensors:
         for n, (offset, _, place) in enumerate(t.chunks):
             if p.knows(_PLACE):
                 _stored_alike(p, t, n)
                 break
-            _stored(p, t.fqn, offset, n, place)
+            _write_index(p, t.fqn, offset, n, place)
     p.close_dict()
 
 
 def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
-    """What `_stored` writes for the chunks from ``first`` on, by references as `_chunks_alike` does."""
+    """What `_write_index` writes for the chunks from ``first`` on, by references as `_chunks_alike` does."""
     head = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn) + p.known("offset")
     index = p.known("index")
     info = b"ub" + p.known(FILES, "_StorageInfo") + _BEGIN + p.known("relative_path")
@@ -182,7 +182,7 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     p.add(b"".join(out), memoized)
 
 
-def _stored(
+def _write_index(
     p: _Pickle, name: str, offset: tuple[int, ...] | None, index: int | None, place: ItemPlace
 ) -> None:
     p.begin(META, "MetadataIndex")
@@ -253,7 +253,7 @@ class _Pickle:
         """What `size` writes once torch.Size is known, and how many values that memoizes."""
         found = self.sizes.get(dims)
         if found is None:
-            found = self.sizes[dims] = self.known("torch", "Size") + _size(dims), 3 if dims else 2
+            found = self.sizes[dims] = self.known("torch", "Size") + _size_tuple(dims), 3 if dims else 2
         return found
 
     def numbered(self, value: int) -> bytes:
@@ -303,7 +303,7 @@ class _Pickle:
     def size(self, dims: tuple[int, ...]) -> None:
         """A torch.Size."""
         self.glob("torch", "Size")
-        self.add(_size(dims), 3 if dims else 2)
+        self.add(_size_tuple(dims), 3 if dims else 2)
 
     def instance(self, module: str, name: str) -> None:
         """An object without its state."""
@@ -367,7 +367,7 @@ def number(value: int) -> bytes:
     return b"\x8a" + bytes((n,)) + value.to_bytes(n, "little", signed=True)
 
 
-def _size(dims: tuple[int, ...]) -> bytes:
+def _size_tuple(dims: tuple[int, ...]) -> bytes:
     """What stands behind torch.Size."""
     end = {0: b")", 1: b"\x85\x94", 2: b"\x86\x94", 3: b"\x87\x94"}.get(len(dims), b"t\x94")
     return b"".join((b"(" if len(dims) > 3 else b"", *map(number, dims), end, b"\x85\x94R\x94"))

@@ -89,7 +89,7 @@ def add_blobs(
             builder.blobs.append(Blob(key, at, known=False))
             continue
         builder.blobs.append(kept(builder, key, at, tree, objects, partly, names[item.file]))
-    _compare(builder, store, names, blobs, others)
+    _compare_ranks(builder, store, names, blobs, others)
 
 
 def _require_apart(names: Sequence[str], sizes: Sequence[int | None], items: Sequence[Item]) -> None:
@@ -129,7 +129,7 @@ def kept(
     return Blob(key, item, tree if partly else None, objects.refused, known=bool(partly))
 
 
-def _compare(
+def _compare_ranks(
     builder: Builder,
     store: Readable,
     names: list[str],

@@ -38,7 +38,7 @@ def arrange_folder(
     `.metadata` is what makes the output whole.
     """
     order = in_order(request.tensors)
-    objects, places_in_tree = _objects(request)
+    objects, places_in_tree = _stored_objects(request)
     files = Files(request, f"{folder}/" if folder else "")
     for key, value in objects.items():
         files.object(key, wrap(key, value))
@@ -166,7 +166,7 @@ class Files:
         self._begin()
 
 
-def _objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Path]]:
+def _stored_objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Path]]:
     """Objects to store by name; one with tensors inside is taken apart into its leaves."""
     found: dict[str, Any] = {}
     paths: dict[str, Path] = {}

@@ -26,7 +26,7 @@ from ckptcore.utils.text import shown
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
-# Keys of `__metadata__`: the non-tensor values as JSON, and the version of that form. See docs/objects.md.
+# Keys of `__metadata__`: the non-tensor values as JSON, and its version. See docs/reference/objects.md.
 OBJECTS, OBJECTS_VERSION = "ckptcore.objects", "ckptcore.objects.version"
 
 

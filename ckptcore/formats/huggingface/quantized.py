@@ -41,10 +41,10 @@ def detect(source: Source) -> Evidence | None:
     if source.keep_quantized or recognised(source) is None:
         return None
     try:
-        files = _files(source)
-        for weight, scale, fn in _pairs(files):
+        files = _file_of_tensor(source)
+        for weight, scale, fn in _weights_with_scales(files):
             # Names ending in _blocks and _scales mean MXFP4 only where they hold bytes.
-            if fn != "mxfp4" or _dtype(source, files[weight], weight) == "uint8":
+            if fn != "mxfp4" or _header_dtype(source, files[weight], weight) == "uint8":
                 told = f"found {weight} and its {scale}; dequantised unless --keep-quantized"
                 return Evidence("hf_quantized", (told,), ("safetensors",))
     except CkptError:
@@ -59,7 +59,7 @@ def read(source: Source) -> Manifest:
     block = _block(source)
     made: dict[str, tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]] = {}
     told: list[Finding] = []
-    for weight, scale, fn in _pairs(specs):
+    for weight, scale, fn in _weights_with_scales(specs):
         inputs = specs[weight], specs[scale]
         if fn == "mxfp4" and inputs[0].dtype != "uint8":
             continue
@@ -75,7 +75,7 @@ def read(source: Source) -> Manifest:
     return derive(replace(stored, findings=(*stored.findings, *told), origin=origin), made)
 
 
-def _files(source: Source) -> dict[str, str]:
+def _file_of_tensor(source: Source) -> dict[str, str]:
     """Tensor -> file, from the index or from the files' headers."""
     if source.name is None and INDEX in source.listing:
         return weight_map(source)
@@ -83,7 +83,7 @@ def _files(source: Source) -> dict[str, str]:
     return {name: p for p in there for name in read_header(source.store, p, source.listing[p])[0]}
 
 
-def _pairs(names: Iterable[str]) -> list[tuple[str, str, str]]:
+def _weights_with_scales(names: Iterable[str]) -> list[tuple[str, str, str]]:
     """(weight, scale, function) of every pair, by name."""
     here = set(names)
     found = []
@@ -95,7 +95,7 @@ def _pairs(names: Iterable[str]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _dtype(source: Source, path: str, name: str) -> str:
+def _header_dtype(source: Source, path: str, name: str) -> str:
     if path not in source.listing:
         return ""
     tensors, _, _ = read_header(source.store, path, source.listing[path])

@@ -84,7 +84,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         if number == 0 and request.objects:
             metadata[OBJECTS] = canonical_json(dict(request.objects)).decode()
             metadata[OBJECTS_VERSION] = str(VERSION)
-        layouts.append(_layout(path, group, request.tensors, metadata, commit=count == 1))
+        layouts.append(_file_layout(path, group, request.tensors, metadata, commit=count == 1))
     if count > 1:
         layouts.append(_index(layouts, request.tensors, {}))
     return tuple(layouts)
@@ -131,7 +131,7 @@ def pack(tensors: Sequence[TensorSpec], max_file_bytes: int | None) -> list[list
     return groups
 
 
-def _layout(
+def _file_layout(
     path: str,
     group: Sequence[int],
     tensors: Sequence[TensorSpec],

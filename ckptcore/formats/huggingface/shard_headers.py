@@ -122,7 +122,7 @@ def load(source: Source, paths: list[str]) -> FolderShards:
         if rank is not None:
             present.add((rank, model))
         with passing():
-            held = _parts(source, path, rank, model)
+            held = _shard_parts(source, path, rank, model)
         for fqn, part in held:
             parts.setdefault(fqn, []).append(part)
     for fqn, found in parts.items():
@@ -135,7 +135,7 @@ def load(source: Source, paths: list[str]) -> FolderShards:
     )
 
 
-def _parts(source: Source, path: str, rank: int | None, model: int) -> list[tuple[str, ShardPart]]:
+def _shard_parts(source: Source, path: str, rank: int | None, model: int) -> list[tuple[str, ShardPart]]:
     size = source.listing[path]
     if size >= 4 and source.store.read(path, 0, 4) == _ZIP:
         raise MalformedCheckpoint(

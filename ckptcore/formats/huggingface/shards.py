@@ -84,7 +84,7 @@ def read(source: Source) -> Manifest:
         paths = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
     shards = load(folder, paths)
     whole, told = _consolidated(source)
-    manifest = _manifest(shards, folder, source, whole, told)
+    manifest = _shards_manifest(shards, folder, source, whole, told)
     if folder is not source:
         manifest = join("hf_shards", source.store.url, [Part(manifest, FOLDER)], manifest.origin)
     return with_copies(manifest, _copied(shards, whole), source.listing)
@@ -94,12 +94,12 @@ def _here(source: Source) -> list[str]:
     return [p for p in source.listing if is_shard(p)]
 
 
-def _manifest(
-    shards: FolderShards, folder: Source, source: Source, whole: _Whole, told: list[Finding]
+def _shards_manifest(
+    shards: FolderShards, folder: Source, source: Source, whole: _Whole, findings: list[Finding]
 ) -> Manifest:
     builder = Builder()
     builder.findings += [
-        *told,
+        *findings,
         *_incomplete(shards, folder, source, whole),
         *_compared(shards, folder, source, whole),
     ]

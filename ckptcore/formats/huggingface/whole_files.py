@@ -76,7 +76,7 @@ def with_whole_folder(
     index = prefix + INDEX
     listed: Mapping[str, str] | None = None
     if index in inside:
-        listed, told = _listed(source, index)
+        listed, told = _weight_map(source, index)
         if listed is not None:  # others are of another save: no loader looks there
             paths = [p for p in paths if p[len(prefix) :] in set(listed.values())]
     whole, more = whole_tensors(source, paths)
@@ -100,16 +100,18 @@ def with_whole_folder(
     del told[_MAX_TOLD:]
     told += more
     if alone:
-        told.append(differs(f"{_some(alone)} in {folder}/, and in no rank's file", file=paths[0]))
+        told.append(differs(f"{_subject_of(alone)} in {folder}/, and in no rank's file", file=paths[0]))
     if cast:
         told.append(
-            differs(f"{_some(cast)} of another dtype in {folder}/: values are not compared", file=paths[0])
+            differs(
+                f"{_subject_of(cast)} of another dtype in {folder}/: values are not compared", file=paths[0]
+            )
         )
     made = with_copies(manifest, wholes, source.listing)
     return replace(made, findings=(*made.findings, *told))
 
 
-def _some(names: list[str]) -> str:
+def _subject_of(names: list[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more are" if names[1:] else f"{names[0]} is"
 
 
@@ -118,7 +120,7 @@ def differs(message: str, fqn: str | None = None, file: str | None = None) -> Fi
     return finding("consolidated-differs", "cover", message, fqn=fqn, file=file)
 
 
-def _listed(source: Source, index: str) -> tuple[Mapping[str, str] | None, list[Finding]]:
+def _weight_map(source: Source, index: str) -> tuple[Mapping[str, str] | None, list[Finding]]:
     """Tensor -> file name as an index says; None, and a finding, where it cannot be read."""
     try:
         meter().require(source.listing[index], index)

@@ -77,13 +77,13 @@ def read(source: Source) -> Manifest:
     """
     name = _file(source)
     if name is not None:
-        told = contents(source, name)
-        facts = _told(told, "trainer")
+        content = contents(source, name)
+        facts = _writer_facts(content, "trainer")
         facts["lightning"]["full"] = True
-        names, unproven = parameter_names(told.tree, name)
+        names, unproven = parameter_names(content.tree, name)
         if names:
             facts["lightning"]["parameters"] = names
-        found = read_tree(source, name, told, NAME, facts)
+        found = read_tree(source, name, content, NAME, facts)
         return _with_model(replace(found, findings=(*found.findings, *unproven)), "state_dict")
     if not any(DATA.search(p) or p.startswith(".metadata") for p in source.listing):
         raise NotComplete(
@@ -91,12 +91,12 @@ def read(source: Source) -> Manifest:
             hint="copy .metadata and the *.distcp files from where it was saved",
         )
     folder = read_folder(source, NAME)
-    told = contents(source, META)
-    beside = read_tree(source, META, told, NAME, {})
-    trainer = VERSION in told.tree
+    content = contents(source, META)
+    beside = read_tree(source, META, content, NAME, {})
+    trainer = VERSION in content.tree
     # Lightning's consolidation has the Trainer's model and optimizers last, and Fabric's first.
-    paths = _joined(beside, folder) if trainer else _joined(folder, beside)
-    origin = {**folder.origin, **_told(told, "trainer" if trainer else "fabric")}
+    paths = _both_paths(beside, folder) if trainer else _both_paths(folder, beside)
+    origin = {**folder.origin, **_writer_facts(content, "trainer" if trainer else "fabric")}
     findings = []
     if not folder.tensors and not folder.blobs:  # what lies in meta.pt must not hide that
         findings.append(finding("no-tensors", "cover", "the metadata names no tensor and no object"))
@@ -163,16 +163,16 @@ def _file(source: Source) -> str | None:
     return found[0] if len(found) == 1 and not others and found[0] != META else None
 
 
-def _told(told: Contents, by: str) -> dict[str, Any]:
-    """What the writer told of itself."""
+def _writer_facts(content: Contents, by: str) -> dict[str, Any]:
+    """What the writer says of itself."""
     facts: dict[str, Any] = {"by": by}
-    if isinstance(told.tree.get(VERSION), str):
-        facts["version"] = told.tree[VERSION]
-    facts |= {k: told.tree[k] for k in _TOLD if type(told.tree.get(k)) is int}
+    if isinstance(content.tree.get(VERSION), str):
+        facts["version"] = content.tree[VERSION]
+    facts |= {k: content.tree[k] for k in _TOLD if type(content.tree.get(k)) is int}
     return {"lightning": facts}
 
 
-def _joined(first: Manifest, second: Manifest) -> Paths:
+def _both_paths(first: Manifest, second: Manifest) -> Paths:
     paths = Paths.of(first)
     for name, path in Paths.of(second).items():
         paths.add(name, path)

@@ -25,7 +25,7 @@ def parameter_names(tree: Mapping[Any, Any], file: str) -> tuple[dict[str, dict[
     if not isinstance(states, list) or not isinstance(model, dict):
         return {}, []
     found = {n: o for n, state in enumerate(states) if (o := numbered(state)) is not None}
-    proofs = prove(_parameters(model), list(found.values()), _shape)
+    proofs = prove(_possible_parameters(model), list(found.values()), _shape)
     names: dict[str, dict[str, str]] = {}
     findings: list[Finding] = []
     for (n, optimizer), proof in zip(found.items(), proofs, strict=True):
@@ -41,7 +41,7 @@ def _unproven(where: str, count: int, proof: NumberingProof, file: str) -> Findi
     return finding("unnamed-states", "files", message, fqn=where, file=file)
 
 
-def _parameters(model: Mapping[Any, Any]) -> list[tuple[str, Shape]]:
+def _possible_parameters(model: Mapping[Any, Any]) -> list[tuple[str, Shape]]:
     """What may be a parameter, a tied one once: the state dict's order is that of ``parameters()``."""
     seen: set[StoredView] = set()
     found: list[tuple[str, Shape]] = []

@@ -28,7 +28,7 @@ _MAX_TOLD = 100
 _MODELS = ("state_dict", "model")
 
 
-def _namespace(kind: str) -> Call:
+def _namespace_call(kind: str) -> Call:
     def build(*args: Any) -> Named:
         if args:
             raise ValueError(f"{kind} with arguments")
@@ -53,8 +53,8 @@ def _no_arguments(*args: Any) -> dict[Any, Any]:
 # (fabric/utilities/data.py; before 2.0 in the packages pytorch_lightning and lightning_fabric).
 TABLE: dict[str, Any] = {
     **OBJECT_TABLE,
-    "argparse.Namespace": _namespace("namespace"),
-    "types.SimpleNamespace": _namespace("simplenamespace"),
+    "argparse.Namespace": _namespace_call("namespace"),
+    "types.SimpleNamespace": _namespace_call("simplenamespace"),
     "BUILD namespace": _set_attributes,
     "BUILD simplenamespace": _set_attributes,
     **{

@@ -32,7 +32,7 @@ _HEX = re.compile(r"^[0-9a-f]{64}$")
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class MegatronConfig:
     """The sharded part's backend and version; whether the common state lies in a file of its own."""
 
     backend: str
@@ -40,7 +40,7 @@ class Config:
     has_common_file: bool
 
 
-def read_config(source: Source) -> Config | None:
+def read_config(source: Source) -> MegatronConfig | None:
     """What `metadata.json` says; None when there is none, or it is another tool's.
 
     Raises `UnsupportedFormat` for a backend or version that is not known, `MalformedCheckpoint`.
@@ -74,10 +74,10 @@ def read_config(source: Source) -> Config | None:
             f"version {shown(common[1], 40)}",
             hint="known: torch 1",
         )
-    return Config(backend, version, "common_backend" in form)
+    return MegatronConfig(backend, version, "common_backend" in form)
 
 
-def finished_config(source: Source) -> Config | None:
+def finished_config(source: Source) -> MegatronConfig | None:
     """`read_config` of a save that has finished; None only for one taken unfinished, on request.
 
     Raises `NotComplete`.

@@ -41,7 +41,7 @@ def _detect(name: str, wrapped: bool) -> Detect:
     return detect
 
 
-def _read(name: str) -> Read:
+def _reader_of(name: str) -> Read:
     def read(source: Source) -> Manifest:
         return read_folder(source, name, BARE)
 
@@ -54,7 +54,7 @@ def _format(name: str, title: str, keys: str, wrapped: bool) -> Format:
         title=title,
         recognised_by=f"`.metadata` without `metadata.json`, keys `checkpoint_version` and {keys}",
         detect=_detect(name, wrapped),
-        reader=Reader(_read(name), checksums="CRC-32 per item", objects=True),
+        reader=Reader(_reader_of(name), checksums="CRC-32 per item", objects=True),
     )
 
 

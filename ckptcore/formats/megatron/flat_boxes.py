@@ -47,7 +47,7 @@ def recut(manifest: Manifest, flat: set[int], pieces: Sequence[FlatRange]) -> Ma
         itemsize = BY_NAME[dtype].itemsize
         specs.setdefault(p.fqn, TensorSpec(p.fqn, dtype, p.placement.shape))
         into = rows.setdefault(p.fqn, [])
-        for low, high, item, start, flags in _stored(manifest, p.tensor, p.start, p.count):
+        for low, high, item, start, flags in _stored_runs(manifest, p.tensor, p.start, p.count):
             for offset, shape, begin, steps in flat_boxes(p.placement, low, high):
                 into.append((offset, shape, item, start + begin * itemsize, steps, flags))
         used[p.tensor] = used.get(p.tensor, 0) + p.count
@@ -63,7 +63,7 @@ def recut(manifest: Manifest, flat: set[int], pieces: Sequence[FlatRange]) -> Ma
     return replace(
         manifest,
         tensors=tensors,
-        chunks=_chunks(manifest, kept, list(rows.values()), tensors),
+        chunks=_chunk_table(manifest, kept, list(rows.values()), tensors),
         blobs=tuple(b for b in manifest.blobs if gone.isdisjoint(references(b.tree))),
         findings=tuple(findings),
         origin={**origin, "flat_buffers": len(flat), "alignment_gaps": gaps},
@@ -92,7 +92,7 @@ def flat_boxes(
             yield at, shape, flat_start(placement.source, box.offset) - low, strides
 
 
-def _stored(
+def _stored_runs(
     manifest: Manifest, tensor: int, start: int, count: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """(first and last + 1 element counted from ``start``, item, first byte in it, flags) of a flat range."""
@@ -117,7 +117,7 @@ def _stored(
         yield low - start, high - start, int(c.item[row]), byte, flags
 
 
-def _chunks(
+def _chunk_table(
     manifest: Manifest, kept: Sequence[int], made: Sequence[list[_Row]], tensors: Sequence[TensorSpec]
 ) -> Chunks:
     c = manifest.chunks

@@ -35,13 +35,13 @@ def restored(manifest: Manifest, mcore_data: Any) -> Manifest:
     mcore_data: what `.metadata` keeps of each key, or None. Raises `MalformedCheckpoint` when that
     contradicts what is stored.
     """
-    told = _told(mcore_data)
+    told = _original_shapes(mcore_data)
     specs = {t.fqn: t for t in manifest.tensors}
     wanted: dict[int, tuple[int, ...]] = {}
     for n, spec in enumerate(manifest.tensors):
         shape = told.get(spec.fqn)
         if shape is not None:
-            if _local(spec.shape, shape) is None:
+            if _local_shape(spec.shape, shape) is None:
                 raise MalformedCheckpoint(
                     f"{spec.fqn} is stored as {list(spec.shape)}, which is no flattened {list(shape)}",
                     file=".metadata",
@@ -49,7 +49,7 @@ def restored(manifest: Manifest, mcore_data: Any) -> Manifest:
             wanted[n] = shape
         elif spec.fqn not in told:
             owner = _owner(spec.fqn, specs)
-            if owner is not None and spec.shape != owner.shape and _local(spec.shape, owner.shape):
+            if owner is not None and spec.shape != owner.shape and _local_shape(spec.shape, owner.shape):
                 wanted[n] = owner.shape
     return _recut(manifest, wanted) if wanted else manifest
 
@@ -72,7 +72,7 @@ def left_flat(manifest: Manifest, mcore_data: Any) -> Iterator[Finding]:
         )
 
 
-def _told(mcore_data: Any) -> dict[str, tuple[int, ...] | None]:
+def _original_shapes(mcore_data: Any) -> dict[str, tuple[int, ...] | None]:
     """Key -> original shape, or None where the tensor is stored in its own."""
     if not isinstance(mcore_data, Mapping):
         return {}
@@ -95,7 +95,7 @@ def _owner(fqn: str, specs: Mapping[str, TensorSpec]) -> TensorSpec | None:
     return None
 
 
-def _local(stored: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def _local_shape(stored: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The local shard's shape when ``stored`` is ``shape`` with its shards flattened, else None."""
     grid = stored[:-1]
     if len(grid) != len(shape) or any(g < 1 or n % g for g, n in zip(grid, shape, strict=True)):
@@ -142,7 +142,7 @@ def _boxes(manifest: Manifest, tensor: int, row: int, shape: tuple[int, ...]) ->
     stored, c = manifest.tensors[tensor], manifest.chunks
     rank = len(stored.shape)
     cell, extent = c.lo[row, :rank].tolist(), c.shape[row, :rank].tolist()
-    local = _local(stored.shape, shape)
+    local = _local_shape(stored.shape, shape)
     assert local is not None  # it is wanted because of that
     if 0 in extent:
         return

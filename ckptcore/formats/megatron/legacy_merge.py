@@ -76,7 +76,7 @@ def model_of(ranks: Ranks) -> Model:
     Raises `MalformedCheckpoint` where arguments and tensors contradict each other, and
     `UnsupportedFormat` for cuts that are not expressed here.
     """
-    chunks = tuple(c for file in ranks.files for c in _chunks(file))
+    chunks = tuple(c for file in ranks.files for c in _model_chunks(file))
     numbers = {c.number for c in chunks}
     if numbers != set(range(len(numbers))):
         raise MalformedCheckpoint(f"model chunks {sorted(numbers)} are no whole series")
@@ -96,7 +96,7 @@ def model_of(ranks: Ranks) -> Model:
         layers,
         _experts(args, ranks, chunks),
         _gated(args, chunks),
-        _alike(args, chunks),
+        _layers_are_alike(args, chunks),
         _own_norms(chunks),
         known_rows(args),
         _heads(args),
@@ -263,7 +263,7 @@ def boxes(
 # --- facts that arguments and tensors tell together -----------------------------------------------
 
 
-def _chunks(file: RankFile) -> Iterator[ModelChunk]:
+def _model_chunks(file: RankFile) -> Iterator[ModelChunk]:
     found = sorted((int(m[1] or 0), k) for k in file.tree if (m := _CHUNK.match(k)))
     if not found:
         raise MalformedCheckpoint(f"{file.path} holds no model", file=file.path)
@@ -331,7 +331,7 @@ def _gated(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
     return found.pop() if found else bool(args.get("swiglu"))
 
 
-def _alike(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
+def _layers_are_alike(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
     """Whether all layers have the same parameters, which are then stacked into one tensor each."""
     for key in _BY_LAYER:
         if args.get(key) not in (None, False, 1, ""):

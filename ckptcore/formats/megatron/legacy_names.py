@@ -43,7 +43,7 @@ def current_names(state: Mapping[str, Any], what: str) -> tuple[dict[str, Any], 
     if not any(key.split(".", 1)[0] in _OLD for key in state):
         return dict(state), False
     out: dict[str, Any] = {}
-    for name, value in _flat(state, "", 0, what):
+    for name, value in _flat_names(state, "", 0, what):
         if name.startswith("language_model.decoder."):
             raise UnsupportedFormat(
                 f"{what} is an encoder-decoder model of before Megatron-Core",
@@ -57,11 +57,11 @@ def current_names(state: Mapping[str, Any], what: str) -> tuple[dict[str, Any], 
     return out, True
 
 
-def _flat(tree: Any, name: str, depth: int, what: str) -> Iterator[tuple[str, Any]]:
+def _flat_names(tree: Any, name: str, depth: int, what: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(tree, Mapping):
         yield name, tree
         return
     if depth > _MAX_DEPTH or any(type(k) is not str for k in tree):
         raise MalformedCheckpoint(f"{what} is no nested state dict")
     for key, value in tree.items():
-        yield from _flat(value, f"{name}.{key}" if name else key, depth + 1, what)
+        yield from _flat_names(value, f"{name}.{key}" if name else key, depth + 1, what)

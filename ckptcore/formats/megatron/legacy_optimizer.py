@@ -102,7 +102,7 @@ def add_buffers(state: Any, chunks: Sequence[ModelChunk], merger: Merger, tree: 
             continue
         wanted = None if len(parts) == 1 else n == 1  # the experts' own optimizer is the second
         buffers = list(_buffers(chunks, merger.model, wanted))
-        for number, dtypes, tensors in _stored(part):
+        for number, dtypes, tensors in _stored_buffers(part):
             if number >= len(buffers) or buffers[number][0] != dtypes[0]:
                 raise Unregistered(f"buffer {number} of {' '.join(dtypes)}")
             parameters = buffers[number][1]
@@ -197,7 +197,7 @@ def _buffers(
         yield from held.items()
 
 
-def _stored(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[str, Any]]]:
+def _stored_buffers(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[str, Any]]]:
     """(number, dtypes, kind -> tensor or its buckets) of every buffer in a part."""
     if not isinstance(part, dict):
         raise Unregistered(f"distributed optimizer state that is a {type(part).__name__}")

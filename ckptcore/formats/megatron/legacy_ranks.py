@@ -79,14 +79,14 @@ def read_ranks(source: Source) -> Ranks:
     whose ranks cannot be told from the folders.
     """
     found = [m for p in sorted(source.listing) if (m := FILE.match(p))]
-    trees = [(m, _objects(source, m[0])) for m in found]
+    trees = [(m, _read_rank(source, m[0])) for m in found]
     first = arguments(trees[0][1].tree, trees[0][0][0])
-    tp, pp, ep = (_size(first, key) for key in _SIZES)
+    tp, pp, ep = (_parallel_size(first, key) for key in _SIZES)
     etp = _expert_tensor_size(first, tp, ep)
     files: list[RankFile] = []
     told: list[Finding] = []
     for match, objects in trees:
-        path, place = match[0], _place(match, pp, ep)
+        path, place = match[0], _rank_place(match, pp, ep)
         told += _unlike(first, trees[0][1].tree, objects.tree, path, trees[0][0][0])
         if place is None or not (place[0] < tp and place[1] < pp and place[2] < ep):
             told.append(
@@ -121,11 +121,11 @@ def arguments(tree: Any, path: str) -> Mapping[str, Any]:
     )
 
 
-def _objects(source: Source, path: str) -> Objects:
+def _read_rank(source: Source, path: str) -> Objects:
     return read_megatron(lambda start, n: source.store.read(path, start, n), source.listing[path], path)
 
 
-def _size(args: Mapping[str, Any], key: str) -> int:
+def _parallel_size(args: Mapping[str, Any], key: str) -> int:
     value = next((args[k] for k in (key, *_SIZES[key]) if args.get(k) is not None), 1)
     if type(value) is not int or not 0 < value <= _MAX_SIZE:
         raise MalformedCheckpoint(f"the arguments say {key} is {shown(value, 40)}")
@@ -150,7 +150,7 @@ def _expert_tensor_size(args: Mapping[str, Any], tp: int, ep: int) -> int:
     return 1
 
 
-def _place(match: re.Match[str], pp: int, ep: int) -> tuple[int, int, int] | None:
+def _rank_place(match: re.Match[str], pp: int, ep: int) -> tuple[int, int, int] | None:
     fields = [int(f) for f in match.groups()[2:] if f is not None]
     if len(fields) != (pp > 1) + (ep > 1):
         return None

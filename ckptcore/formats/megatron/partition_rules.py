@@ -180,20 +180,20 @@ def place(name: str, shape: tuple[int, ...], rank: Rank, world: World) -> Placem
         return _grouped(local, lead, grouped[1], shape, rank, world)
     expert, inside = _expert(inside)
     tp, at = (world.tp, rank.tp) if expert is None else (world.etp, rank.tp % world.etp)
-    rule = WHOLE if tp == 1 and _rule(inside) is None else _rule(inside)
+    rule = WHOLE if tp == 1 and _rule_of(inside) is None else _rule_of(inside)
     if rule is None:
         return None
     rule = _settled(rule, inside, shape, tp, world, name)
     order = QKV_ORDERS[world.qkv] if "self_attention.linear_qkv." in inside and rule == ROWS else None
     if order is not None:
         return _reordered(local, order, shape, rank, world, name)
-    whole, parts = _cut(rule, shape, tp, at, name)
+    whole, parts = _partitioned(rule, shape, tp, at, name)
     if expert is not None:
         count = _experts_here(world, name)
         if not 0 <= expert < count:
             raise MalformedCheckpoint(f"{name}: {count} experts are on a rank")
-        whole, parts = _under(whole, parts, world.experts, rank.ep * count + expert)
-    return _named(local, lead + inside, shape, whole, parts, rank, world)
+        whole, parts = _one_of_stack(whole, parts, world.experts, rank.ep * count + expert)
+    return _placement(local, lead + inside, shape, whole, parts, rank, world)
 
 
 def whole_name(name: str, rank: Rank, world: World) -> str | None:
@@ -205,7 +205,7 @@ def whole_name(name: str, rank: Rank, world: World) -> str | None:
     if grouped:
         return _fqn(local, f"{lead}mlp.experts.experts.linear_fc{grouped[1]}.weight", rank, world)
     expert, inside = _expert(inside)
-    if _rule(inside) is None and (world.tp if expert is None else world.etp) > 1:
+    if _rule_of(inside) is None and (world.tp if expert is None else world.etp) > 1:
         return None
     return _fqn(local, lead + inside, rank, world)
 
@@ -216,7 +216,7 @@ def cut_shape(name: str, shape: tuple[int, ...], ranks: int, *, copied: bool) ->
     copied: whether what may be rows or whole is whole.
     """
     rest = parse_name(name).rest
-    rule = _rule(_expert(rest)[1])
+    rule = _rule_of(_expert(rest)[1])
     if rule is None:
         return shape if ranks == 1 else None
     if rule == WHOLE or (rule == BY_ROWS and copied):
@@ -238,7 +238,7 @@ def _expert(rest: str) -> tuple[int | None, str]:
     return None, rest
 
 
-def _rule(rest: str) -> str | None:
+def _rule_of(rest: str) -> str | None:
     return next((rule for pattern, rule in RULES if fnmatchcase(rest, pattern)), None)
 
 
@@ -264,7 +264,7 @@ def _settled(rule: str, rest: str, shape: tuple[int, ...], tp: int, world: World
     return rule
 
 
-def _cut(
+def _partitioned(
     rule: str, shape: tuple[int, ...], tp: int, at: int, name: str
 ) -> tuple[tuple[int, ...], tuple[PartitionedBox, ...]]:
     """(shape of the whole, parts) of a tensor cut by a rule."""
@@ -317,7 +317,7 @@ def _reordered(
                 )
             )
     whole = (shape[0] * world.tp, *shape[1:])
-    return _named(local, local.rest, source, whole, tuple(parts), rank, world)
+    return _placement(local, local.rest, source, whole, tuple(parts), rank, world)
 
 
 def _grouped(
@@ -351,7 +351,7 @@ def _grouped(
         source = (count, inner, hidden)
         whole = (world.experts, hidden, inner * tp)
         parts = (PartitionedBox(Box((0, 0, 0), source), (0, 2, 1), (first, 0, at * inner)),)
-    return _named(local, rest, source, whole, parts, rank, world)
+    return _placement(local, rest, source, whole, parts, rank, world)
 
 
 def _experts_here(world: World, name: str) -> int:
@@ -360,14 +360,14 @@ def _experts_here(world: World, name: str) -> int:
     return world.experts // world.ep
 
 
-def _under(
+def _one_of_stack(
     whole: tuple[int, ...], parts: tuple[PartitionedBox, ...], count: int, index: int
 ) -> tuple[tuple[int, ...], tuple[PartitionedBox, ...]]:
     """One of ``count`` along a new first dim."""
     return (count, *whole), tuple(PartitionedBox(p.inner, (None, *p.dims), (index, *p.at)) for p in parts)
 
 
-def _named(
+def _placement(
     local: LocalName,
     rest: str,
     source: tuple[int, ...],
@@ -378,7 +378,7 @@ def _named(
 ) -> Placement:
     fqn = _fqn(local, rest, rank, world)
     if local.block not in ("", "mtp") and world.stacked:
-        whole, parts = _under(whole, parts, world.layers, rank.first_layer + local.layer)
+        whole, parts = _one_of_stack(whole, parts, world.layers, rank.first_layer + local.layer)
     return Placement(fqn, whole, source, parts)
 
 

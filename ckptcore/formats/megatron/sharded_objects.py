@@ -130,7 +130,7 @@ def grids(blobs: Sequence[Blob]) -> Iterator[Finding]:
             yield finding(
                 "overlap",
                 "cover",
-                f"object {key} is stored in grids of different shapes: {', '.join(map(_text, shapes))}",
+                f"object {key} is stored in grids of different shapes: {', '.join(map(_dotted, shapes))}",
                 fqn=key,
             )
         for shape, offsets in shapes.items():
@@ -148,14 +148,14 @@ def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> It
         yield finding(
             "out-of-bounds",
             "cover",
-            f"object {key}: shard {_text(offset)} lies outside its grid {_text(shape)}",
+            f"object {key}: shard {_dotted(offset)} lies outside its grid {_dotted(shape)}",
             fqn=key,
         )
     total = prod(shape)
     if len(inside) == total:
         return
     cells = (cell(shape, n) for n in range(min(total, len(inside) + 3)))
-    first = [_text(c) for c in cells if c not in inside][:3]
+    first = [_dotted(c) for c in cells if c not in inside][:3]
     yield finding(
         "hole",
         "cover",
@@ -165,7 +165,7 @@ def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> It
     )
 
 
-def _text(dims: tuple[int, ...]) -> str:
+def _dotted(dims: tuple[int, ...]) -> str:
     return ".".join(map(str, dims))
 
 

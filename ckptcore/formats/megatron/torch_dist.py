@@ -19,7 +19,7 @@ from ckptcore.formats.dcp.reader import DATA, parse_folder, read_folder
 from ckptcore.formats.megatron.config import (
     CONFIG,
     INTEGRITY,
-    Config,
+    MegatronConfig,
     digests,
     finished_config,
     marked,
@@ -45,12 +45,12 @@ def detect(source: Source) -> Evidence | None:
     """`metadata.json` says so; without it, `.metadata` has what only Megatron-Core leaves there."""
     if source.name is not None:
         return None
-    told = read_config(source)
+    config = read_config(source)
     data = [p for p in source.listing if DATA.search(p) and "/" not in p]
-    if told is not None:
-        if told.backend != NAME:
+    if config is not None:
+        if config.backend != NAME:
             return None
-        because = (f"{CONFIG} says sharded_backend torch_dist, version {told.version}",)
+        because = (f"{CONFIG} says sharded_backend torch_dist, version {config.version}",)
     elif ".metadata" in source.listing and marked(source):
         because = (f"no {CONFIG}, but .metadata is Megatron-Core's",)
     else:
@@ -63,7 +63,7 @@ def read(source: Source) -> Manifest:
 
     Raises `NotComplete` when `metadata.json`, which is written last, is not there.
     """
-    told = finished_config(source)
+    config = finished_config(source)
     parsed = parse_folder(source)
     extra = parsed[0].extra.get("mcore_data")
     folder = read_folder(source, NAME, LISTED, parsed)
@@ -72,7 +72,7 @@ def read(source: Source) -> Manifest:
     parts = [Part(folder, rename=common_name)]
     inside = any(b.key == COMMON_KEY for b in folder.blobs)
     if COMMON_FILE in source.listing and inside:
-        findings.append(_second(told))
+        findings.append(_second(config))
     elif COMMON_FILE in source.listing:
         parts.append(Part(_common(source)))
     kept = digests(source)
@@ -81,17 +81,17 @@ def read(source: Source) -> Manifest:
         for path in kept
         if path not in source.listing
     ]
-    if told is not None and told.has_common_file and COMMON_FILE not in source.listing:
+    if config is not None and config.has_common_file and COMMON_FILE not in source.listing:
         message = f"{COMMON_FILE} is not there, and {CONFIG} says that the common state was saved in it"
         findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
-    whole = spread_common(join(NAME, source.store.url, parts, _origin(folder, told, kept)))
+    whole = spread_common(join(NAME, source.store.url, parts, _folder_origin(folder, config, kept)))
     whole = replace(whole, findings=(*whole.findings, *findings, *grids(whole.blobs)))
     return map_buckets(whole, stored_args(whole))
 
 
-def _second(told: Config | None) -> Finding:
+def _second(config: MegatronConfig | None) -> Finding:
     """About `common.pt` beside a common state of 0.19, which that release does not open."""
-    if told is not None and told.has_common_file:
+    if config is not None and config.has_common_file:
         message = f"{CONFIG} says that the common state lies in {COMMON_FILE}, and .metadata has {COMMON_KEY}"
         return finding("mixed-saves", "files", message, file=COMMON_FILE)
     message = f"{COMMON_FILE} is not read: the common state is the object {COMMON_KEY}"
@@ -104,10 +104,10 @@ def _common(source: Source) -> Manifest:
     return builder.build(NAME, source.store.url, {})
 
 
-def _origin(folder: Manifest, told: Config | None, sha256: dict[str, str]) -> dict[str, Any]:
+def _folder_origin(folder: Manifest, config: MegatronConfig | None, sha256: dict[str, str]) -> dict[str, Any]:
     origin = dict(folder.origin)
-    if told is not None:
-        origin |= {"backend": told.backend, "backend_version": told.version}
+    if config is not None:
+        origin |= {"backend": config.backend, "backend_version": config.version}
     return {**origin, "sha256": sha256} if sha256 else origin
 
 

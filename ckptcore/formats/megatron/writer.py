@@ -49,7 +49,7 @@ class Parts:
 
 def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
     """``common.pt``, the ``__R_I.distcp`` of every rank, ``.metadata``, ``metadata.json``."""
-    parts = _parts(request)
+    parts = _common_and_shards(request)
     files = Files(request, "")
     for key, value in parts.shards.items():
         # megatron/core/dist_checkpointing/strategies/torch.py stores a list around every object
@@ -60,7 +60,7 @@ def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
         _torch_file(COMMON_FILE, _for_ranks(request, parts), request, parts),
         *layouts,
         _literal(METADATA, told),
-        _config("torch_dist"),
+        _config_layout("torch_dist"),
     )
 
 
@@ -84,20 +84,20 @@ def arrange_zarr(request: Arrangement) -> tuple[FileLayout, ...]:
     Raises `UnsupportedDtype` for tensors that zarr has no dtype for, `NameMismatch` for names that
     are no folder's.
     """
-    parts = _parts(request)
+    parts = _common_and_shards(request)
     names = [request.tensors[i].fqn for i in parts.weights]
     _require_folders([*names, *(f"{key}.pt" for key in parts.shards)])
     odd = {t.fqn: t.dtype for i in parts.weights if not BY_NAME[(t := request.tensors[i]).dtype].zarr}
     if odd:
         shown = ", ".join(f"{n} ({d})" for n, d in list(odd.items())[:4])
         raise UnsupportedDtype(f"zarr has no dtype for {len(odd)} tensors: {shown}", tensors=sorted(odd))
-    arrays = (layout for i in parts.weights for layout in _array(request, i))
+    arrays = (layout for i in parts.weights for layout in _array_files(request, i))
     objects = (_torch_file(f"{k}.pt", v, request, parts) for k, v in parts.shards.items())
     common = _torch_file(COMMON_FILE, parts.common, request, parts)
-    return (common, *arrays, *objects, _config("zarr"))
+    return (common, *arrays, *objects, _config_layout("zarr"))
 
 
-def _array(request: Arrangement, index: int) -> Iterator[FileLayout]:
+def _array_files(request: Arrangement, index: int) -> Iterator[FileLayout]:
     spec = request.tensors[index]
     chunks = tuple(max(n, 1) for n in spec.shape)
     told = _zarr.dump(BY_NAME[spec.dtype], spec.shape, chunks)
@@ -111,7 +111,7 @@ def _array(request: Arrangement, index: int) -> Iterator[FileLayout]:
     yield FileLayout(f"{spec.fqn}/{chunk}", spec.nbytes, (index,), (Slot(0, 0),), ())
 
 
-def _parts(request: Arrangement) -> Parts:
+def _common_and_shards(request: Arrangement) -> Parts:
     position = {t.fqn: i for i, t in enumerate(request.tensors)}
     shards: dict[str, Any] = {}
     common: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def _can_be_folder(step: str) -> bool:
         return False
 
 
-def _config(backend: str) -> FileLayout:
+def _config_layout(backend: str) -> FileLayout:
     form = {
         "sharded_backend": backend,
         "sharded_backend_version": 1,

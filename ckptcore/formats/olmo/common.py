@@ -80,7 +80,7 @@ def train_part(source: Source) -> Part | None:
     for rank, path in sorted(files.items()):
         at = builder.file(path, source.listing[path])
         try:
-            objects = _objects(source, path)
+            objects = _read_file(source, path)
         except MalformedCheckpoint as error:
             builder.findings.append(finding("malformed-item", "cover", error.message, file=path))
             continue
@@ -90,7 +90,7 @@ def train_part(source: Source) -> Part | None:
     for key in keys:
         held = {rank: tree[key] for rank, (tree, _) in trees.items() if key in tree}
         first = min(held)
-        if len(held) == len(trees) and all(_same(held[first], v) for v in held.values()):
+        if len(held) == len(trees) and all(_same_values(held[first], v) for v in held.values()):
             if _holds_tensor(held[first]):  # one rank: nothing to tell apart
                 trees[first][1].add(f"train.{key}", held[first])
             else:
@@ -99,7 +99,9 @@ def train_part(source: Source) -> Part | None:
         for rank, value in held.items():
             trees[rank][1].add(f"train.rank{rank}.{key}", value)
     builder.findings += _contradictions({r: t for r, (t, _) in trees.items()}, files)
-    return Part(builder.build("torch_save", source.store.url, _told(trees[min(trees)][0] if trees else {})))
+    return Part(
+        builder.build("torch_save", source.store.url, _run_facts(trees[min(trees)][0] if trees else {}))
+    )
 
 
 def missing_part(name: str, what: str) -> Finding:
@@ -107,11 +109,11 @@ def missing_part(name: str, what: str) -> Finding:
     return finding("missing-part", "files", f"there is no {what}", file=name)
 
 
-def _objects(source: Source, path: str) -> Objects:
+def _read_file(source: Source, path: str) -> Objects:
     return read_objects(lambda start, n: source.store.read(path, start, n), source.listing[path], path)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_values(one: Any, other: Any) -> bool:
     """Whether two ranks' values are the same without looking at bytes of tensors."""
     return one is other or (type(one) is type(other) and one == other and not _holds_tensor(one))
 
@@ -120,7 +122,7 @@ def _holds_tensor(value: Any) -> bool:
     return any(isinstance(v, StoredView) for _, _, v in leaves_below(value, "", StoredView))
 
 
-def _told(tree: dict[Any, Any]) -> dict[str, Any]:
+def _run_facts(tree: dict[Any, Any]) -> dict[str, Any]:
     return {k: tree[k] for k in ("global_step", "world_size") if type(tree.get(k)) is int}
 
 

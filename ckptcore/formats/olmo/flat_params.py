@@ -68,14 +68,14 @@ def _of_handle(handle: Any) -> Iterator[Slice]:
     data = handle["flat_param.data"]
     if type(data) is not RefusedTensor and (type(data) is not StoredView or len(data.shape) != 1):
         raise TypeError("flat_param.data is not a flat tensor")
-    names, shapes = handle["flat_param._fqns"], [_shape(s) for s in handle["flat_param._shapes"]]
+    names, shapes = handle["flat_param._fqns"], [_checked_shape(s) for s in handle["flat_param._shapes"]]
     places = _by_indices(handle) if "flat_param._shard_indices" in handle else _by_infos(handle)
     held = dict(places)
     if len(names) != len(shapes) or (held and max(held) >= len(names)):
         raise ValueError("names, shapes and places of a flat parameter differ in number")
     for n, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         start, stop, at = held.get(n, (0, 0, 0))
-        yield Slice(_text(name), shape, start, stop, data, at)
+        yield Slice(_checked_name(name), shape, start, stop, data, at)
 
 
 def _by_indices(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
@@ -120,14 +120,14 @@ def _checked(found: Slice, what: str) -> Slice:
     return found
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _checked_shape(value: Any) -> tuple[int, ...]:
     dims = value.value if type(value) is Named and value.kind == "size" else value
     if any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims) or len(dims) > 64:
         raise ValueError(f"{shown(dims)} is no shape")
     return tuple(dims)
 
 
-def _text(value: Any) -> str:
+def _checked_name(value: Any) -> str:
     if type(value) is not str:
         raise TypeError(f"{shown(value, 40)} is no name")
     return value

@@ -112,10 +112,10 @@ def plain_groups(groups: Any) -> dict[str, Any]:
     """Object name -> group, with plain FQNs; the whole under one name when it is no list of groups."""
     if type(groups) is not list or not all(isinstance(g, dict) for g in groups):
         return {_PREFIX: groups}
-    return {f"{_PREFIX}.{i}": _renamed(g) for i, g in enumerate(groups)}
+    return {f"{_PREFIX}.{i}": _renamed_group(g) for i, g in enumerate(groups)}
 
 
-def _renamed(group: dict[Any, Any]) -> dict[Any, Any]:
+def _renamed_group(group: dict[Any, Any]) -> dict[Any, Any]:
     return {
         k: [plain_name(n) if type(n) is str else n for n in v] if k in _NAMES and type(v) is list else v
         for k, v in group.items()

@@ -43,14 +43,14 @@ def train_files(request: Arrangement) -> list[FileLayout]:
     every = range(world) if type(world) is int and 0 < world <= _MOST_RANKS else ()
     files = []
     for rank in sorted({0, *ranks, *every}):
-        tree = _nested({**shared, **ranks.get(rank, {})})
+        tree = _nested_tree({**shared, **ranks.get(rank, {})})
         order = [number[ref] for ref in tensors_in(tree)]
         # The trainers load it with weights_only=False: numpy's random state stays numpy.
         files.append(torch_file(f"train/rank{rank}.pt", tree, request.tensors, order))
     return files
 
 
-def _nested(leaves: dict[str, Any]) -> Any:
+def _nested_tree(leaves: dict[str, Any]) -> Any:
     """The tree of dotted names. What was stored as one value stays as it is, whatever its keys are."""
     top: dict[str, Any] = {}
     made = {id(top)}  # the dicts that names made; values are not added to

@@ -29,7 +29,7 @@ from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsafeContent, fin
 from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.olmo.common import missing_part, model_told, require_renamed, train_part
-from ckptcore.formats.olmo.v01_reader import METADATA, Folder, Stored
+from ckptcore.formats.olmo.v01_reader import METADATA, RankFolder, Stored
 from ckptcore.formats.olmo.v01_writer import arrange
 from ckptcore.formats.torch_save.tree import add_object
 
@@ -69,10 +69,10 @@ def read(source: Source) -> Manifest:
     require_renamed(source)
     folders = [f for f in ("model", "optim") if any(p.startswith(f + "/") for p in source.listing)]
     if METADATA in source.listing or not folders:
-        return _folder(source)[0]
+        return _folder_manifest(source)[0]
     parts = []
     for folder in folders:
-        manifest, rename = _folder(source.below(folder))
+        manifest, rename = _folder_manifest(source.below(folder))
         parts.append(Part(manifest, folder, _RENAMES[folder](rename)))
     findings = [missing_part(f, f"{f}/ beside {folders[0]}/") for f in ("model", "optim") if f not in folders]
     origin: dict[str, Any] = model_told(["model."] if "model" in folders else [])
@@ -83,25 +83,25 @@ def read(source: Source) -> Manifest:
     return join("olmo_v01", source.store.url, parts, origin, findings)
 
 
-def _folder(source: Source) -> tuple[Manifest, Callable[[str], str]]:
+def _folder_manifest(source: Source) -> tuple[Manifest, Callable[[str], str]]:
     """A folder's manifest under stored names, and how an optimizer's names become plain."""
     if METADATA not in source.listing:
         raise NotComplete(
             f"{source.store.url} has rank_R.safetensors but no {METADATA}: rank 0 writes it last",
             hint="wait if the save is running; otherwise copy it from the node of rank 0",
         )
-    folder, builder = Folder(source), Builder()
+    folder, builder = RankFolder(source), Builder()
     plain: dict[str, Stored] = {}
     if any(t.name == _COUNT for t in folder.tensors):  # an optimizer: such a name alone is none
         plain = {t.name: t for t in folder.tensors if t.name == _COUNT or _PICKLED.match(t.name)}
     folder.add_to(builder, frozenset(plain))
-    values = {name: _value(builder, folder, stored) for name, stored in plain.items()}
+    values = {name: _add_value(builder, folder, stored) for name, stored in plain.items()}
     keys = values.get("state_keys")
     names = [t.name for t in folder.tensors]
     return builder.build("olmo_v01", source.store.url, {}), _plain_names(names, keys)
 
 
-def _value(builder: Builder, folder: Folder, stored: Stored) -> Any:
+def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
     """Adds a count, or what a U8 tensor pickles, as an object; gives it, None where it cannot be had."""
     shard = next((s for s in stored.shards if s.numel), None)
     header = folder.headers.get(shard.file) if shard else None

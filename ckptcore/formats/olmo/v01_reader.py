@@ -62,7 +62,7 @@ class Stored:
 Header = tuple[dict[str, tuple[str, tuple[int, ...], int, int]], int]  # tensors, first data byte
 
 
-class Folder:
+class RankFolder:
     """One folder: its metadata and the headers of its files.
 
     Raises `MalformedCheckpoint`, `UnsupportedDtype` and `UnsafeContent`.
@@ -171,7 +171,7 @@ class Folder:
 def read_plain(source: Source, name: str) -> Manifest:
     """The manifest of a folder's tensors under their stored names."""
     builder = Builder()
-    Folder(source).add_to(builder)
+    RankFolder(source).add_to(builder)
     return builder.build(name, source.store.url, {})
 
 
@@ -188,12 +188,12 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
         raise MalformedCheckpoint(f"{METADATA} tells of no tensors: {error}", file=METADATA) from error
     for name, entry in tensors:
         try:
-            yield _stored(name, entry, listed)
+            yield _stored_tensor(name, entry, listed)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedCheckpoint(f"{METADATA}: {shown(name)}: {error}", file=METADATA) from error
 
 
-def _stored(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
+def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
     shape = _dims(entry["shape"])
     spelled = entry.get("dtype")
     if spelled is not None and (type(spelled) is not str or not 0 < len(spelled) <= 40 or spelled in BY_NAME):

@@ -77,22 +77,28 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     if not ("model" in parts and parts & {"optim", "train"}):
         for key in request.objects:
             raise _no_place(key, "a folder of one state dict")
-        return tuple(_folder(request, "", [_entry(t, i, t.fqn) for i, t in enumerate(request.tensors)]))
+        return tuple(
+            _folder_files(request, "", [_tensor_entry(t, i, t.fqn) for i, t in enumerate(request.tensors)])
+        )
     for name in (*names, *request.objects):
         if name.split(".", 1)[0] not in {"model", "optim", "train"}:
             raise _no_place(name, "the parts model, optim and train")
     layouts = train_files(request)
-    model = [_entry(t, i, t.fqn[6:]) for i, t in enumerate(request.tensors) if t.fqn.startswith("model.")]
+    model = [
+        _tensor_entry(t, i, t.fqn[6:]) for i, t in enumerate(request.tensors) if t.fqn.startswith("model.")
+    ]
     optim = [
-        _entry(t, i, _state_name(t.fqn)) for i, t in enumerate(request.tensors) if t.fqn.startswith("optim.")
+        _tensor_entry(t, i, _state_name(t.fqn))
+        for i, t in enumerate(request.tensors)
+        if t.fqn.startswith("optim.")
     ]
     objects = {k: decode(v) for k, v in request.objects.items() if not k.startswith("train.")}
     for key in objects:
         if key.startswith("model."):
             raise _no_place(key, "model/, which holds tensors only")
-    layouts += _folder(request, "model/", model)
+    layouts += _folder_files(request, "model/", model)
     if optim or objects:
-        layouts += _folder(request, "optim/", optim + _pickles(optim, objects, request.paths))
+        layouts += _folder_files(request, "optim/", optim + _pickles(optim, objects, request.paths))
     return tuple(layouts)
 
 
@@ -122,7 +128,7 @@ def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any], paths: Iterabl
     return found
 
 
-def _folder(request: Arrangement, prefix: str, entries: Sequence[_Entry]) -> list[FileLayout]:
+def _folder_files(request: Arrangement, prefix: str, entries: Sequence[_Entry]) -> list[FileLayout]:
     entries = sorted(entries, key=lambda e: natural(e.name))
     files = _packed(request, entries) if request.topology is None else _by_rank(request, entries)
     layouts = [_rank_file(f"{prefix}rank_{rank}.safetensors", held) for rank, held in enumerate(files)]
@@ -130,7 +136,7 @@ def _folder(request: Arrangement, prefix: str, entries: Sequence[_Entry]) -> lis
     for rank, group in enumerate(files):
         for held in group:
             parts[held.entry.name].append((f"rank_{rank}.safetensors", held.box))
-    raw = json.dumps({"tensors": {e.name: _told(e, parts[e.name]) for e in entries}}).encode()
+    raw = json.dumps({"tensors": {e.name: _tensor_metadata(e, parts[e.name]) for e in entries}}).encode()
     return [*layouts, FileLayout(f"{prefix}metadata.json", len(raw), (), (), (Literal(0, raw),), commit=True)]
 
 
@@ -156,7 +162,7 @@ def _by_rank(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_Held
     return files
 
 
-def _told(entry: _Entry, parts: Sequence[tuple[str, Box]]) -> dict[str, Any]:
+def _tensor_metadata(entry: _Entry, parts: Sequence[tuple[str, Box]]) -> dict[str, Any]:
     """A tensor's metadata. parts: (file, what it holds)."""
     return {
         "shape": list(entry.shape),
@@ -221,7 +227,7 @@ def _rank_file(path: str, group: Sequence[_Held]) -> FileLayout:
     )
 
 
-def _entry(spec: TensorSpec, position: int, name: str) -> _Entry:
+def _tensor_entry(spec: TensorSpec, position: int, name: str) -> _Entry:
     if BY_NAME[spec.dtype].safetensors not in _DTYPES:
         raise UnsupportedDtype(
             f"OLMo-core 0.1 has no name for {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype

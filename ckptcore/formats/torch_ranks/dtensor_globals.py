@@ -109,7 +109,7 @@ def _typed(function: Any, kind: Any, args: Any, state: Any) -> Any:
     return function.build(*args)
 
 
-def _nested(owner: Any, name: Any) -> Any:
+def _nested_class(owner: Any, name: Any) -> Any:
     """``getattr(ShardedTensor, "ProcessGroupState")``: how protocol 2 spells a nested class."""
     if owner is not _SHARDED_CLASS or name != "ProcessGroupState":
         told = owner.name if type(owner) is Call else type(owner).__name__
@@ -132,8 +132,8 @@ DIST_TABLE: dict[str, Any] = {
     **{name: Call("Tensor", _wrapper) for name in _PLAIN},
     "torch._tensor._rebuild_from_type_v2": Call("_rebuild_from_type_v2", _typed),
     "torch._utils._rebuild_wrapper_subclass": _WRAPPER,
-    "builtins.getattr": Call("getattr", _nested),
-    "__builtin__.getattr": Call("getattr", _nested),
+    "builtins.getattr": Call("getattr", _nested_class),
+    "__builtin__.getattr": Call("getattr", _nested_class),
     # Python 3.11 pickles a nested class by its qualified name from protocol 4 on.
     f"{_SHARD}.sharded_tensor.api.ShardedTensor.ProcessGroupState": _GROUP,
 }

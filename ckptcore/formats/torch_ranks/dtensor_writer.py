@@ -236,7 +236,7 @@ class RankPickled(Pickled):
             return
         start, memo = len(self.out), len(self._memo)
         self._new_dtensor(ref, whole, layout)
-        around = bytes(self.out[start:]).split(_text(key))
+        around = bytes(self.out[start:]).split(_pickled_text(key))
         # The first one may have put what the others refer back to.
         if len(self._memo) == memo and len(around) == 2:
             self._alike[alike] = around[0], around[1]
@@ -266,7 +266,7 @@ class RankPickled(Pickled):
         self.out += b"uttR"
 
 
-def _text(value: str) -> bytes:
+def _pickled_text(value: str) -> bytes:
     raw = value.encode()
     return b"X" + len(raw).to_bytes(4, "little") + raw
 

@@ -106,9 +106,9 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
         made.hidden = file.hidden(bool(made.refused or made.unread))
         return made
     inside = numbered(tree)
-    made.params = _parameters(tree, inside.path if inside else None)
+    made.params = _model_parameters(tree, inside.path if inside else None)
     if inside is not None:
-        names = names_of(inside.optimizer, params or made.params, _shape)
+        names = names_of(inside.optimizer, params or made.params, _global_shape)
         made.numbers = names is None
         tree = inside.renamed(tree, names) if names is not None else tree
     seen: set[str] = set()
@@ -138,7 +138,7 @@ class _File:
         made.names.append(name)
         if isinstance(value, Record) and value.kind in (DTENSOR, SHARDED):
             if value.kind == SHARDED and name.endswith("flat_param"):
-                raise _flat(self._path, name)
+                raise _flat_refusal(self._path, name)
             placed = self._placer.place(value, name)
             if isinstance(placed, Placed):
                 pieces = tuple(self._piece(view, box, name) for view, box in placed.pieces)
@@ -222,7 +222,7 @@ def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Path, Any]
             yield leaf, (*first, *path), value
 
 
-def _parameters(tree: dict[Any, Any], optimizer: tuple[Any, ...] | None) -> Params:
+def _model_parameters(tree: dict[Any, Any], optimizer: tuple[Any, ...] | None) -> Params:
     """The model's parameters in their order, a tied one once.
 
     Distributed tensors are parameters, plain ones beside them are buffers. In a state dict of plain
@@ -236,7 +236,7 @@ def _parameters(tree: dict[Any, Any], optimizer: tuple[Any, ...] | None) -> Para
         if optimizer is not None and key == optimizer[0]:
             continue
         for name, path, value in leaves_below(top, str(key), (StoredView, Record)):
-            shape, storage = _shape(value), _storage(value)
+            shape, storage = _global_shape(value), _tie_key(value)
             if shape is not None and storage not in seen:
                 seen.add(storage)
                 # The optimizer names what lies in the model's own dict.
@@ -245,7 +245,7 @@ def _parameters(tree: dict[Any, Any], optimizer: tuple[Any, ...] | None) -> Para
     return tuple((name, shape) for name, shape, distributed in rows if distributed or not some)
 
 
-def _shape(value: Any) -> Shape | None:
+def _global_shape(value: Any) -> Shape | None:
     """The global shape of a tensor, None for anything else."""
     if isinstance(value, StoredView):
         return value.shape
@@ -255,7 +255,7 @@ def _shape(value: Any) -> Shape | None:
     return None
 
 
-def _storage(value: Any) -> Any:
+def _tie_key(value: Any) -> Any:
     """What two names of one tensor have in common."""
     if isinstance(value, Record) and value.kind == DTENSOR:
         parts = value.state if type(value.state) is tuple else (value.state,)
@@ -269,7 +269,7 @@ def _nbytes(value: StoredView) -> int:
     return BY_NAME[value.dtype].itemsize * prod(value.shape)
 
 
-def _flat(path: str, name: str) -> UnsupportedFormat:
+def _flat_refusal(path: str, name: str) -> UnsupportedFormat:
     return UnsupportedFormat(
         f"{path} is a local state dict of FSDP: {name} is this rank's run of a module's parameters, one "
         "behind the other, and neither their names and shapes nor the alignment between them are in the file",

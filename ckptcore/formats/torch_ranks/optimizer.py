@@ -107,16 +107,16 @@ def in_model_order(groups: list[dict[str, Any]], order: Sequence[str]) -> list[d
             continue
         lost = next((n for n in names if n not in place), None)
         if lost is not None:
-            raise _unproven(number, f"{lost} is not in the model beside it")
+            raise _unproven_error(number, f"{lost} is not in the model beside it")
         right = sorted(names, key=place.__getitem__)
         if names != right and not (known and _by_unit(names, place)):
             first = next(n for n, (a, b) in enumerate(zip(names, right, strict=True)) if a != b)
-            raise _unproven(number, f"it lists {names[first]} where the model has {right[first]}")
+            raise _unproven_error(number, f"it lists {names[first]} where the model has {right[first]}")
         made.append(group if names == right else {**group, "params": right})
     return made
 
 
-def _unproven(group: int, why: str) -> UnprovenCheckpoint:
+def _unproven_error(group: int, why: str) -> UnprovenCheckpoint:
     return UnprovenCheckpoint(
         f"cannot number the optimizer's parameters: nothing proves the order of group {group} ({why}), and "
         "in a wrong one parameters get the states of others",

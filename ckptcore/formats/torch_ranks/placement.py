@@ -83,7 +83,7 @@ class Placer:
         state = fields(value, DTENSOR)
         local, shape = state.get("_local_tensor"), _dims(value.args[2])
         if isinstance(local, Refused):
-            return _whole(local, shape)
+            return _refused_whole(local, shape)
         dtype = _dtype(value.args[1])
         if type(local) is not StoredView or local.dtype != dtype:
             raise ValueError(f"a DTensor of {dtype} whose local tensor is {shown(local)}")
@@ -125,7 +125,7 @@ class Placer:
         refused = next((tensor for tensor in held if isinstance(tensor, Refused)), None)
         if refused is not None:
             keys = tuple(sorted({k for t in held if isinstance(t, RefusedTensor) for k in t.storages}))
-            return _whole(refused, shape, keys)
+            return _refused_whole(refused, shape, keys)
         dtype = _dtype(
             first.get("dtype") if type(first) is dict else first[0] if type(first) is tuple else None
         )
@@ -240,7 +240,7 @@ def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
         shapes = (shapes,) if type(shapes) is int else shapes
         if type(shapes) not in (list, tuple):
             raise ValueError(f"a mesh layout of {shown(shapes)}")
-        sizes = tuple(prod(_flat(s)) for s in shapes)
+        sizes = tuple(prod(_flat_numbers(s)) for s in shapes)
     if not 0 < prod(sizes) <= _MAX_RANKS or len(sizes) > 16:
         raise ValueError(f"a mesh of {shown(sizes)}")
     at = state.get("_coordinate_on_dim", ())
@@ -285,7 +285,7 @@ def _mesh_storages(mesh: Any) -> set[str]:
     return found
 
 
-def _whole(local: Refused, shape: tuple[int, ...], storages: tuple[str, ...] = ()) -> Refused:
+def _refused_whole(local: Refused, shape: tuple[int, ...], storages: tuple[str, ...] = ()) -> Refused:
     """What was refused of one rank, as the whole tensor."""
     if not isinstance(local, RefusedTensor):
         return local
@@ -336,11 +336,11 @@ def _dims(value: Any) -> tuple[int, ...]:
     return tuple(plain)
 
 
-def _flat(value: Any, depth: int = 4) -> Iterator[int]:
+def _flat_numbers(value: Any, depth: int = 4) -> Iterator[int]:
     if type(value) is int:
         yield value
     elif type(value) in (tuple, list) and depth and len(value) <= 64:
         for part in value:
-            yield from _flat(part, depth - 1)
+            yield from _flat_numbers(part, depth - 1)
     else:
         raise ValueError(f"a mesh axis of {shown(value)}")

@@ -51,13 +51,15 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
         reader.add(kind, kind.role if len(kinds) > 1 else "")
     for kind in kinds:
         builder.findings += reader.missing(kind)
-    builder.findings += _config(source, kinds)
+    builder.findings += _config_findings(source, kinds)
     world = next((k.world for k in kinds if k.world), None) or reader.world
     origin: dict[str, Any] = {"parts": [k.role for k in kinds]}
     if world:
         origin["world_size"] = world
     named = any(k.world for k in kinds)  # by names that one saver gave to all of its kinds
-    builder.findings += [_unproven(k) for k in reader.unproven if not world or (named and k.world is None)]
+    builder.findings += [
+        _unproven_order(k) for k in reader.unproven if not world or (named and k.world is None)
+    ]
     paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     if paths:
         origin["paths"] = paths
@@ -259,7 +261,7 @@ class _Part:
         if True not in self._numbers:
             return frozenset()
         runs = {n: rows for n, rows in self._plain.items() if _STATE.search(n) and rows[0][1].shape}
-        differ = [n for n, rows in runs.items() if not _alike(rows)]
+        differ = [n for n, rows in runs.items() if not _are_copies(rows)]
         if not differ or any(len(plain.shape) != 1 for rows in runs.values() for _, plain in rows):
             return frozenset()
         more = f" and {len(runs) - 1} more states" if len(runs) > 1 else ""
@@ -282,7 +284,7 @@ class _Part:
     def _add_plain(self, name: str, rows: list[tuple[int, Plain]]) -> None:
         if name in self._distributed:
             raise MalformedCheckpoint(f"{name} is distributed on some ranks, and whole on others")
-        if _alike(rows):
+        if _are_copies(rows):
             for rank, plain in rows:
                 self._whole(name, plain, plain.path, rank)
             return
@@ -323,7 +325,7 @@ class _Part:
         stage without parameters has an optimizer of groups alone."""
         where, ranks = self._where.pop(name), self._digests.pop(name)
         for digest, tree in self._values.pop(name).items():
-            for inner, path, value in _below(decode(tree), name, where, self._apart):
+            for inner, path, value in _leaves_of(decode(tree), name, where, self._apart):
                 form = encode(value)
                 known = blake3(json.dumps(form).encode()).hexdigest()
                 self._where.setdefault(inner, path)
@@ -342,21 +344,21 @@ class _Part:
         self._builder.findings.append(finding(code, "files", message, fqn=name))
 
 
-def _alike(rows: list[tuple[int, Plain]]) -> bool:
+def _are_copies(rows: list[tuple[int, Plain]]) -> bool:
     """Whether plain tensors of ranks are copies of one another, as far as dtypes, shapes and checksums
     tell."""
     marks = {p.mark for _, p in rows if p.mark is not None}
     return len({(p.dtype, p.shape) for _, p in rows}) == 1 and len(marks) <= 1
 
 
-def _below(value: Any, name: str, path: Path, apart: set[Path]) -> Iterator[tuple[str, Path, Any]]:
+def _leaves_of(value: Any, name: str, path: Path, apart: set[Path]) -> Iterator[tuple[str, Path, Any]]:
     """(name, path, value) of what stands in a container and in those in it that are taken apart."""
     if path not in apart or not isinstance(value, (dict, list, tuple)):
         yield name, path, value
         return
     named = isinstance(value, dict)
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _below(inner, f"{name}.{key}", (*path, str(key) if named else key), apart)
+        yield from _leaves_of(inner, f"{name}.{key}", (*path, str(key) if named else key), apart)
 
 
 def _own_path(path: Path, rank: int) -> Path:
@@ -364,13 +366,13 @@ def _own_path(path: Path, rank: int) -> Path:
     return (*path[:-1], f"{path[-1]}.rank{rank}")
 
 
-def _unproven(files: RankFiles) -> Finding:
+def _unproven_order(files: RankFiles) -> Finding:
     path = next(iter(files.paths.values()))
     message = f"nothing in {path} tells how many ranks took part: files of other ranks may be missing"
     return finding("missing-part", "files", message, file=path)
 
 
-def _config(source: Source, kinds: tuple[RankFiles, ...]) -> list[Finding]:
+def _config_findings(source: Source, kinds: tuple[RankFiles, ...]) -> list[Finding]:
     """verl's ``fsdp_config.json`` repeats the world size; older saves have none."""
     name = "fsdp_config.json"
     if not 0 < source.listing.get(name, 0) < 1 << 16:

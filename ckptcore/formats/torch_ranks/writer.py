@@ -57,8 +57,8 @@ def arrange(request: Arrangement) -> Iterator[FileLayout]:
     specs = {t.fqn: (i, t) for i, t in enumerate(request.tensors)}
     params: tuple[tuple[str, tuple[int, ...]], ...] = ()
     order: list[str] = []  # of the model's names
-    kinds = _kinds(_rows(request), topology)
-    joined = _joined(topology)
+    kinds = _kinds(_in_saved_order(request), topology)
+    joined = _joint_axes(topology)
     meshes = [Meshes(topology.mesh, rank, joined) for rank in range(world)]
     for kind in kinds:
         tree = _tree(kind.rows, len(kinds) > 1)
@@ -148,7 +148,7 @@ class _Files:
             shape = shapes[self._kind[name]]
             if shape is not None:
                 held[name] = replace(self._specs[name][1], shape=shape)
-        tree = _without(self._tree, self._kind.keys() - held.keys()) if self._staged else self._tree
+        tree = _without_missing(self._tree, self._kind.keys() - held.keys()) if self._staged else self._tree
         inline = dict(self._inline)
         if held.keys() & self._distributed.keys():
             inline[RANKS] = self._ranks
@@ -163,7 +163,7 @@ class _Files:
         )
 
 
-def _rows(request: Arrangement) -> list[Row]:
+def _in_saved_order(request: Arrangement) -> list[Row]:
     """(name, path, value) of every tensor and object, in saved order where that is known."""
     trees = {key: decode(form) for key, form in request.objects.items()}
     held = {name for t in trees.values() for name in tensors_in(t)}
@@ -232,7 +232,7 @@ def _params(tree: Any, specs: Mapping[str, tuple[int, TensorSpec]], topology: To
     return tuple((k, specs[fqn][1].shape) for k, fqn in found if not some or topology.layout(fqn).axes)
 
 
-def _joined(topology: Topology) -> list[str]:
+def _joint_axes(topology: Topology) -> list[str]:
     """Neighbouring axes that tensors lie on as one, in the order of the mesh."""
     place = {name: n for n, (name, _) in enumerate(topology.mesh.axes)}
     found = {a for layout in topology.layouts.values() for a in layout.axes if "+" in a}
@@ -244,14 +244,16 @@ def _staged(topology: Topology, specs: Mapping[str, Any]) -> bool:
     return any(topology.layout(name).at for name in specs)
 
 
-def _without(value: Any, gone: set[str]) -> Any:
+def _without_missing(value: Any, gone: set[str]) -> Any:
     """The tree without dict entries that are tensors a rank does not have, and dicts of such alone.
 
     Raises `UnsupportedFormat` for a list with such a tensor: positions have a meaning.
     """
     if isinstance(value, dict):
         kept = (
-            (k, _without(v, gone)) for k, v in value.items() if not (type(v) is TensorRef and v.fqn in gone)
+            (k, _without_missing(v, gone))
+            for k, v in value.items()
+            if not (type(v) is TensorRef and v.fqn in gone)
         )
         return type(value)((k, v) for k, v in kept if v != {} or value[k] == {})
     lost = [name for name in tensors_in(value) if name in gone] if isinstance(value, (list, tuple)) else []

@@ -14,7 +14,7 @@ import numpy as np
 from ckptcore.core.manifest import Ints, TensorSpec
 from ckptcore.naming.maps.declaration import ArchMap, Rule, Term
 from ckptcore.naming.maps.index_space import Pieces, closed, joined, opened, single, with_index
-from ckptcore.naming.maps.layout import Layout, size_of, solved
+from ckptcore.naming.maps.layout import AxisLayout, size_of, solved
 from ckptcore.naming.maps.sizes import UnknownNumber, value_of
 from ckptcore.naming.maps.tensor_name import NameMatch, Templates
 
@@ -48,7 +48,7 @@ class Class:
     shifts: tuple[Mapping[str, int], ...]
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> AxisLayout:
         """Of the tensors, without an ellipsis."""
         return self.term.layout.filled(self.rank)
 
@@ -133,6 +133,7 @@ class Takers:
         self.guessed: dict[str, int] = {}
         self.problems: list[str] = []
         self.needed: dict[str, str] = {}  # rule that must take something -> a name that it takes
+        self.part: dict[str, str] = {r.name: r.part for r in rules.rules}
         self.made: dict[str, tuple[Term, ...]] = {}  # rule -> what it makes
         self.everywhere: dict[str, str] = {}  # rule that must take something for each index -> its axis
         for rule in rules.rules:
@@ -151,8 +152,13 @@ class Takers:
     def unused(self, seen: Seen) -> Iterator[str]:
         """Rules whose tensors must come out and do not, with a name that they would take."""
         used = {name for name, rows in self._by if len(rows)}
+        parts = {"", *(self.part[name] for name in used)}
         for name, of in self.needed.items():
-            if name not in used and not all(str(term) in seen for term in self.made[name]):
+            if (
+                name not in used
+                and self.part[name] in parts
+                and not all(str(term) in seen for term in self.made[name])
+            ):
                 yield f"{name} ({of})"
 
     def _take(self, rule: Rule) -> None:
@@ -223,7 +229,7 @@ class Takers:
                 for kind in np.unique(shape).tolist():
                     self._add(rule, side, (kind,), [(0, each, np.flatnonzero(shape == kind))], sizes)
             return
-        for same in _alike(found):
+        for same in _matches_together(found):
             for kinds, members in self._instances(rule, side, same):
                 self._add(rule, side, kinds, members, sizes)
 
@@ -370,7 +376,7 @@ def _all_sizes(
     return sizes, guessed
 
 
-def _alike(found: Sequence[Sequence[NameMatch]]) -> Iterator[list[tuple[int, NameMatch]]]:
+def _matches_together(found: Sequence[Sequence[NameMatch]]) -> Iterator[list[tuple[int, NameMatch]]]:
     """Matches of several terms, those together whose wild parts are the same text."""
     groups: dict[tuple[tuple[str, str], ...], list[tuple[int, NameMatch]]] = {}
     for term, matches in enumerate(found):
@@ -387,7 +393,7 @@ def _unique_rows(table: Ints) -> tuple[int, Ints]:
     return len(every), which.reshape(-1).astype(np.int64)
 
 
-def sizes_of(layout: Layout, sizes: Mapping[str, int]) -> Shape:
+def sizes_of(layout: AxisLayout, sizes: Mapping[str, int]) -> Shape:
     found = tuple(size_of(d, sizes) for d in layout.dims)
     assert None not in found  # `_all_sizes` has looked
     return tuple(int(n) for n in found if n is not None)

@@ -15,7 +15,7 @@ import numpy as np
 from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.dequantize import ADDED
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Chunks, Derived, Envelope, Ints, Manifest, TensorSpec
+from ckptcore.core.manifest import Chunks, Derived, Envelope, Ints, Manifest, TensorSpec, with_dims
 from ckptcore.errors import UsageError
 from ckptcore.naming.maps.classes import Class, keys_in, placed
 from ckptcore.naming.maps.declaration import ArchMap
@@ -24,7 +24,7 @@ from ckptcore.naming.maps.matching import Matched, match, require_fit
 
 
 @dataclass(frozen=True)
-class Conversion:
+class MappedManifest:
     """A manifest in another world of names.
 
     Attributes:
@@ -48,7 +48,7 @@ class Conversion:
     guessed: tuple[tuple[str, int], ...]
 
 
-def convert(manifest: Manifest, rules: ArchMap, numbers: Mapping[str, int]) -> Conversion:
+def convert(manifest: Manifest, rules: ArchMap, numbers: Mapping[str, int]) -> MappedManifest:
     """The manifest after a map.
 
     Args:
@@ -65,15 +65,15 @@ def convert(manifest: Manifest, rules: ArchMap, numbers: Mapping[str, int]) -> C
     return converted(manifest, matched)
 
 
-def converted(manifest: Manifest, matched: Matched) -> Conversion:
+def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
     """The manifest after a map that fits it; raises `UsageError` as `convert`."""
     _require_stored(manifest, matched)
     names = [t.fqn for t in manifest.tensors]
     number = {made.name: n for n, made in enumerate(matched.made)}
     ids, parts = _pieces(manifest.chunks, manifest, matched.classes, number)
     specs = [TensorSpec(m.name, m.dtype, m.shape) for m in matched.made]
-    result = _manifest(manifest, matched, specs, ids, parts, number)
-    return Conversion(
+    result = _mapped_manifest(manifest, matched, specs, ids, parts, number)
+    return MappedManifest(
         result,
         matched.map,
         {m.name: tuple(names[s] for s in m.sources) for m in matched.made},
@@ -128,7 +128,7 @@ def _pieces(
     return np.concatenate(ids), parts
 
 
-def _manifest(
+def _mapped_manifest(
     manifest: Manifest,
     matched: Matched,
     specs: Sequence[TensorSpec],
@@ -138,7 +138,7 @@ def _manifest(
 ) -> Manifest:
     """The tensors with their chunks; those that are computed by themselves."""
     ranks = np.array([len(t.shape) for t in manifest.tensors], np.int64)
-    chunks = _chunks(manifest.chunks, ranks, len(specs), ids, parts)
+    chunks = _chunk_columns(manifest.chunks, ranks, len(specs), ids, parts)
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
     items = replace(manifest.items, holds=_promised(manifest, ranks, parts))
     whole = replace(
@@ -169,12 +169,12 @@ def _manifest(
         return whole
     below = _gathered(spans)
     rank = max(chunks.lo.shape[1], below.lo.shape[1])
-    return replace(whole, chunks=_wide(_without(chunks, nodes), rank)).deriving(
-        nodes, tuple(inputs), _wide(below, rank)
+    return replace(whole, chunks=_with_rank(_without_chunks_of(chunks, nodes), rank)).deriving(
+        nodes, tuple(inputs), _with_rank(below, rank)
     )
 
 
-def _chunks(
+def _chunk_columns(
     stored: Chunks, ranks: Ints, tensors: int, ids: Ints, parts: Sequence[tuple[int, Pieces, Ints]]
 ) -> Chunks:
     """Chunk columns, by tensor; a chunk that is what it was stays unresolved where it was.
@@ -249,7 +249,7 @@ def _unchanged(stored: Chunks, row: Ints, shape: Ints, step: Ints, start: Ints) 
 def _gathered(spans: Sequence[tuple[Chunks, int]]) -> Chunks:
     """The chunks of tensors of several tables, in one."""
     rank = max(c.lo.shape[1] for c, _ in spans)
-    parts = [(_wide(c, rank), slice(int(c.first[t]), int(c.first[t + 1]))) for c, t in spans]
+    parts = [(_with_rank(c, rank), slice(int(c.first[t]), int(c.first[t + 1]))) for c, t in spans]
     first = np.concatenate([np.zeros(1, np.int64), np.cumsum([s.stop - s.start for _, s in parts])])
     columns = [
         np.concatenate([getattr(c, name)[s] for c, s in parts]) for name in ("lo", "shape", "item", "view")
@@ -257,23 +257,16 @@ def _gathered(spans: Sequence[tuple[Chunks, int]]) -> Chunks:
     return Chunks(first.astype(np.int64), *columns)
 
 
-def _wide(chunks: Chunks, rank: int) -> Chunks:
+def _with_rank(chunks: Chunks, rank: int) -> Chunks:
     """With columns for so many dims, and a view for every chunk."""
-    more = rank - chunks.lo.shape[1]
     view = chunks.view
     if view is None:
         view = np.full((len(chunks), 2 + chunks.lo.shape[1]), -1, np.int64)
-    pad = ((0, 0), (0, more))
-    return Chunks(
-        chunks.first,
-        np.pad(chunks.lo, pad),
-        np.pad(chunks.shape, pad, constant_values=1),
-        chunks.item,
-        np.pad(view, pad, constant_values=1),
-    )
+    lo, shape = with_dims(chunks.lo, rank, 0), with_dims(chunks.shape, rank, 1)
+    return Chunks(chunks.first, lo, shape, chunks.item, with_dims(view, 2 + rank, 1))
 
 
-def _without(chunks: Chunks, tensors: Mapping[int, Derived]) -> Chunks:
+def _without_chunks_of(chunks: Chunks, tensors: Mapping[int, Derived]) -> Chunks:
     """Without the chunks of some tensors, which stay in the table."""
     if not tensors:
         return chunks

@@ -32,12 +32,18 @@ stay what they are. More of a rule:
 - ``add = 1``: added to every element, in float32, rounded to the stored dtype.
 - ``where = "layer < dense"``: of indices and numbers.
 - ``presence``: ``every`` (the default: for all indices of the first name), ``some``, or ``optional``.
+- ``part``: rules of one part are all needed where one of them takes something, and none of them elsewhere.
 - ``one_way = "reason"``: why there is no way back, where neither a drop nor ``add`` says it.
 
 A map may say ``requires = {"model.block.name" = ["default"]}``: values that the trainer's own config must
-have there, where there is one; and ``refused = "reason"`` instead of rules, with ``signs``, patterns that
-tell its names. A group and a map may say ``stacked = {layer = "decoder.layers."}``: names below that prefix
-may also come without their index, with the layers in a first dim of their own.
+have there, where there is one, and ``target_requires`` for the config of the other world; and ``refused =
+"reason"`` instead of rules, with ``signs``, patterns that tell its names. ``by_name = true`` is for a map
+that only ``--arch`` or a config chooses: the names and shapes are those of another family. A group and a map
+may say ``stacked = {layer = "decoder.layers."}``: names below that prefix may also come without their index,
+with the layers in a first dim of their own.
+
+A map may have ``[[map.again]]`` for layers that are built as others are, elsewhere: rules whose names all
+begin with the first text of ``from`` and of ``to`` hold with the other ones too, as the part ``name``.
 """
 
 from __future__ import annotations
@@ -56,7 +62,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
-from ckptcore.naming.maps.layout import ELLIPSIS, Axis, Layout, parse_layout
+from ckptcore.naming.maps.layout import ELLIPSIS, Axis, AxisLayout, parse_layout
 from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Index, TensorName, parse_name
 from ckptcore.naming.worlds import is_world
@@ -70,7 +76,7 @@ class Term:
     """A tensor of a rule, or one for each index in its name."""
 
     name: TensorName
-    layout: Layout
+    layout: AxisLayout
 
     @cached_property
     def blocks(self) -> tuple[frozenset[str], ...]:
@@ -96,6 +102,7 @@ class Rule:
         repeats: Axes along which elements are repeated.
         add: Added to every element.
         one_way: Why it has no inverse; "" where it has.
+        part: Of the model, which may be absent as a whole; "" for what every model has.
     """
 
     name: str
@@ -110,6 +117,7 @@ class Rule:
     repeats: frozenset[str] = frozenset()
     add: int = 0
     one_way: str = ""
+    part: str = ""
 
     @property
     def invertible(self) -> bool:
@@ -131,6 +139,8 @@ class ArchMap:
         rules: In the order of the declaration.
         refused: Why there is no map although the architecture is known; "" where there is one.
         requires: Path in the world's own config -> values that it may have there, where it has one.
+        target_requires: The same for the config of the world ``to``.
+        by_name: Whether only ``--arch`` or a config chooses it, and not its names and shapes.
         signs: Patterns by which names of a refused architecture are told.
         digest: Of the declaration, with the groups it uses, hex.
         version: Of the library that the rules come from, or "".
@@ -147,6 +157,8 @@ class ArchMap:
     signs: tuple[re.Pattern[str], ...] = ()
     digest: str = ""
     version: str = ""
+    target_requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    by_name: bool = False
 
     @property
     def invertible(self) -> bool:
@@ -164,20 +176,28 @@ class ArchMap:
             raise UsageError(f"cannot map {self.arch} from {self.to} to {self.world}: {'; '.join(lost)}")
         turned = tuple(r.inverted() for r in self.rules)
         digest = blake3(f"inverse {self.digest}".encode()).hexdigest()
-        return replace(self, world=self.to, to=self.world, rules=turned, digest=digest)
+        return replace(
+            self,
+            world=self.to,
+            to=self.world,
+            rules=turned,
+            digest=digest,
+            requires=self.target_requires,
+            target_requires=self.requires,
+        )
 
 
 def _list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def _text(value: Any) -> Any:
+def _number_as_text(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
 
 Terms = Annotated[tuple[str, ...], BeforeValidator(_list), Field(min_length=1)]
 Values = tuple[str | int | bool, ...]
-Expression = Annotated[str, BeforeValidator(_text)]
+Expression = Annotated[str, BeforeValidator(_number_as_text)]
 
 
 class _Form(BaseModel):
@@ -200,6 +220,7 @@ class RuleForm(_Form):
     add: int = 0
     presence: Literal["every", "some", "optional"] = "every"
     one_way: str = ""
+    part: str = ""
 
     @model_validator(mode="after")
     def _one_end(self) -> RuleForm:
@@ -222,6 +243,30 @@ class GroupForm(_Form):
     rule: tuple[RuleForm, ...]
 
 
+class AgainForm(_Form):
+    """Layers that are built as others are. source, to: beginnings of names, those of the others first."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    source: tuple[str, ...] = Field(alias="from", min_length=2)
+    to: tuple[str, str]
+
+    def of(self, form: RuleForm) -> RuleForm | None:
+        """A rule for these layers; None for one of anything else."""
+        sides = (form.source, *form.spellings)
+        if not all(t.startswith(self.source[0]) for side in sides for t in side):
+            return None
+        if not all(t.startswith(self.to[0]) for t in form.to or ()):
+            return None
+        others = [
+            tuple(start + t.removeprefix(self.source[0]) for t in side)
+            for start in self.source[1:]
+            for side in sides
+        ]
+        to = form.to and tuple(self.to[1] + t.removeprefix(self.to[0]) for t in form.to)
+        update = {"source": others[0], "spellings": tuple(others[1:]), "to": to, "part": self.name}
+        return form.model_copy(update=update)
+
+
 class MapForm(_Form):
     """The map of a family from one world."""
 
@@ -233,8 +278,11 @@ class MapForm(_Form):
     stacked: dict[str, str] = {}
     without: tuple[str, ...] = ()
     rule: tuple[RuleForm, ...] = ()
+    again: tuple[AgainForm, ...] = ()
     refused: str = ""
     requires: dict[str, Values] = {}
+    target_requires: dict[str, Values] = {}
+    by_name: bool = False
     signs: tuple[str, ...] = ()
     version: str = ""
 
@@ -283,7 +331,7 @@ def compiled(form: RuleForm, *, group: str = "", texts: Mapping[str, str] | None
     Raises:
         ValueError: For a rule that says something impossible.
     """
-    return list(_rules(form, group, texts or {}, {}, {}))
+    return list(_rules_of_form(form, group, texts or {}, {}, {}))
 
 
 @cache
@@ -316,9 +364,11 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
         axes = group.axes | form.axes
         kept = [r for r in group.rule if f"{name}/{r.name}" not in form.without]
         for each in kept:
-            rules += _rules(each, name, texts, axes, form.stacked | group.stacked)
+            rules += _rules_of_form(each, name, texts, axes, form.stacked | group.stacked)
+            rules += _rules_again(form, each, name, texts, axes)
     for each in form.rule:
-        rules += _rules(each, "", form.texts, form.axes, form.stacked)
+        rules += _rules_of_form(each, "", form.texts, form.axes, form.stacked)
+        rules += _rules_again(form, each, "", form.texts, form.axes)
     known = {f"{name}/{r.name}" for name, group in groups for r in group.rule}
     if unknown := [w for w in form.without if w not in known]:
         raise ValueError(f"`without` names {unknown[0]}, which is in no group that is used")
@@ -342,15 +392,36 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
         tuple(re.compile(s) for s in form.signs),
         blake3(canonical_json(content)).hexdigest(),
         form.version,
+        form.target_requires,
+        form.by_name,
     )
 
 
-def _rules(
+def _rules_again(
+    form: MapForm, rule: RuleForm, group: str, texts: Mapping[str, str], axes: Mapping[str, str]
+) -> Iterator[Rule]:
+    """A rule for the layers of a map that are built as others are."""
+    if not form.again:
+        return
+    update = {
+        "source": tuple(_with_texts(t, texts) for t in rule.source),
+        "spellings": tuple(tuple(_with_texts(t, texts) for t in side) for side in rule.spellings),
+        "to": rule.to and tuple(_with_texts(t, texts) for t in rule.to),
+    }
+    for each in form.again:
+        other = each.of(rule.model_copy(update=update))
+        if other is not None:
+            yield from _rules_of_form(other, f"{each.name}/{group}" if group else each.name, {}, axes, {})
+
+
+def _rules_of_form(
     form: RuleForm, group: str, texts: Mapping[str, str], axes: Mapping[str, str], stacked: Mapping[str, str]
 ) -> Iterator[Rule]:
     name = f"{group}/{form.name}" if group else form.name
     try:
-        ends = [[_filled(t, texts) for t in side] for side in (form.source, *form.spellings, form.to or ())]
+        ends = [
+            [_with_texts(t, texts) for t in side] for side in (form.source, *form.spellings, form.to or ())
+        ]
         parsed = [[_terms(t) for t in side] for side in ends]
         labels: dict[str, dict[str, None]] = {}
         for side in parsed:
@@ -375,6 +446,7 @@ def _rules(
                 frozenset(form.repeats),
                 form.add,
                 form.one_way or form.drop or "; ".join(form.drops.values()) or (_ADDING if form.add else ""),
+                form.part,
             )
             _require_whole(rule)
             yield rule
@@ -382,7 +454,7 @@ def _rules(
         raise ValueError(f"rule {name}: {error}") from error
 
 
-def _filled(text: str, texts: Mapping[str, str]) -> str:
+def _with_texts(text: str, texts: Mapping[str, str]) -> str:
     """With the texts in angle brackets put in."""
 
     def put(found: re.Match[str]) -> str:
@@ -395,7 +467,7 @@ def _filled(text: str, texts: Mapping[str, str]) -> str:
 
 def _terms(text: str) -> list[tuple[Term, dict[str, str]]]:
     name, colon, layout = text.partition(" : ")
-    shape = parse_layout(layout) if colon else Layout((Axis(ELLIPSIS),))
+    shape = parse_layout(layout) if colon else AxisLayout((Axis(ELLIPSIS),))
     return [(Term(each, shape), chosen) for each, chosen in parse_name(name.strip())]
 
 
@@ -412,7 +484,7 @@ def _stacked(side: tuple[Term, ...], stacked: Mapping[str, str]) -> list[tuple[T
     out = [side]
     for axis, prefix in stacked.items():
         if all(_is_below(t, axis, prefix) for t in side):
-            out.append(tuple(_below(t, axis) for t in side))
+            out.append(tuple(_with_stacked_axis(t, axis) for t in side))
     return out
 
 
@@ -421,12 +493,12 @@ def _is_below(term: Term, axis: str, prefix: str) -> bool:
     return len(parts) > 2 and parts[0] == prefix and parts[1] == Index(axis) and str(parts[2])[:1] == "."
 
 
-def _below(term: Term, axis: str) -> Term:
+def _with_stacked_axis(term: Term, axis: str) -> Term:
     prefix, _, rest, *more = term.name.parts
     assert isinstance(prefix, str)  # `_is_below` has looked
     assert isinstance(rest, str)
     name = TensorName((prefix + rest.removeprefix("."), *more))
-    return Term(name, Layout((Axis(axis), *term.layout.dims)))
+    return Term(name, AxisLayout((Axis(axis), *term.layout.dims)))
 
 
 def _require_whole(rule: Rule) -> None:
@@ -449,22 +521,22 @@ def _require_whole(rule: Rule) -> None:
         for block in kept:
             if made.count(block) != 1:
                 raise ValueError(
-                    f"{_few(side)} has a part of {sorted(block)}, and `to` {_count(made, block)}"
+                    f"{_first_terms(side)} has a part of {sorted(block)}, and `to` {_count(made, block)}"
                 )
         for block in made:
             if kept.count(block) != 1:
                 raise ValueError(
-                    f"`to` has a part of {sorted(block)}, and {_few(side)} {_count(kept, block)}"
+                    f"`to` has a part of {sorted(block)}, and {_first_terms(side)} {_count(kept, block)}"
                 )
         for axis in rule.drops:
             if not any(axis in block for block in held):
-                raise ValueError(f"it drops {axis}, which {_few(side)} has not")
+                raise ValueError(f"it drops {axis}, which {_first_terms(side)} has not")
         wild = {w for term in side for w in term.name.wild}
         if any(set(t.name.wild) - wild for t in rule.to):
-            raise ValueError(f"`to` has a wild part that {_few(side)} has not")
+            raise ValueError(f"`to` has a wild part that {_first_terms(side)} has not")
 
 
-def _few(side: Sequence[Term]) -> str:
+def _first_terms(side: Sequence[Term]) -> str:
     return ", ".join(map(str, side[:3]))
 
 

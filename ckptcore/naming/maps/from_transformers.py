@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptcore.naming.maps.declaration import RuleForm, compiled
-from ckptcore.naming.maps.live_families import FamilyForm, PartForm
+from ckptcore.naming.maps.live_families import LiveFamilyForm, PartForm
 from ckptcore.naming.maps.live_steps import ITEM, StepForm, Substitution
 
 RENAMINGS = ("WeightRenaming", "GroupWeightRename", "Inkling2IndexOffsetWeightRename", "PrefixChange")
@@ -68,7 +68,7 @@ class _Tensors:
 
 def steps_of(transforms: Iterable[Any]) -> tuple[StepForm, ...]:
     """The steps of a list of transformers' transforms."""
-    return tuple(_step(t) for t in transforms)
+    return tuple(_step_form(t) for t in transforms)
 
 
 def entries() -> dict[str, tuple[StepForm, ...]]:
@@ -84,7 +84,7 @@ def entries_of(names: Iterable[str]) -> dict[str, tuple[StepForm, ...]]:
     return {name: steps_of(mapping.get_checkpoint_conversion_mapping(name)) for name in names}
 
 
-def family_of(model: Any, model_type: str, names: Sequence[str]) -> FamilyForm:
+def family_of(model: Any, model_type: str, names: Sequence[str]) -> LiveFamilyForm:
     """Which entries a model's own and its submodules' steps are, in transformers' order.
 
     As `get_model_conversion_mapping` finds them; entries are named, not copied.
@@ -102,10 +102,10 @@ def family_of(model: Any, model_type: str, names: Sequence[str]) -> FamilyForm:
         if not isinstance(module, modeling.PreTrainedModel) or module.is_custom_code():
             continue
         name, kind = type(module).__name__, module.config.model_type
-        if _below(path, seen.get(name, ())):
+        if _is_below(path, seen.get(name, ())):
             continue
         by_class = mapping.get_checkpoint_conversion_mapping(name) is not None
-        if not by_class and (not kind or _below(path, seen.get(kind, ()))):
+        if not by_class and (not kind or _is_below(path, seen.get(kind, ()))):
             continue
         entry = name if by_class else kind
         if mapping.get_checkpoint_conversion_mapping(entry) is None:
@@ -115,7 +115,7 @@ def family_of(model: Any, model_type: str, names: Sequence[str]) -> FamilyForm:
         seen.setdefault(name, []).append(path)
         if not by_class:
             seen.setdefault(kind, []).append(path)
-    return FamilyForm(
+    return LiveFamilyForm(
         arch=model_type,
         architectures=tuple(names),
         base=model.base_model_prefix or "",
@@ -146,7 +146,7 @@ def classes() -> dict[str, list[str]]:
     return {kind: sorted(names) for kind, names in sorted(out.items())}
 
 
-def families(kinds: Iterable[str] | None = None) -> list[FamilyForm]:
+def families(kinds: Iterable[str] | None = None) -> list[LiveFamilyForm]:
     """The families of model types: classes whose parts are the same are one.
 
     Those that cannot be built of their default config are left out.
@@ -156,7 +156,7 @@ def families(kinds: Iterable[str] | None = None) -> list[FamilyForm]:
     """
     library: Any = importlib.import_module("transformers")
     named = classes()
-    alike: dict[str, tuple[FamilyForm, set[str]]] = {}
+    alike: dict[str, tuple[LiveFamilyForm, set[str]]] = {}
     for kind in sorted(library.CONFIG_MAPPING.keys()) if kinds is None else kinds:
         for name in named.get(kind, []):
             try:
@@ -169,7 +169,7 @@ def families(kinds: Iterable[str] | None = None) -> list[FamilyForm]:
     return sorted(made, key=lambda f: (f.arch, f.architectures))
 
 
-def _step(transform: Any) -> StepForm:
+def _step_form(transform: Any) -> StepForm:
     """One transform, both ways."""
     kind = type(transform).__name__ if type(transform).__module__ == _LOADING else ""
     to_live, to_hub = _substitution(transform), _substitution(transform.reverse_transform())
@@ -179,15 +179,15 @@ def _step(transform: Any) -> StepForm:
         return StepForm(to_live=to_live, to_hub=saved, made_of=(kind,))
     if kind != "WeightConverter":
         name = type(transform).__name__
-        return StepForm(to_live=to_live, to_hub=to_hub, refused=_refused(name), made_of=(name,))
+        return StepForm(to_live=to_live, to_hub=to_hub, refused=_refusal_of(name), made_of=(name,))
     try:
-        rule, numbers = _rule(transform.operations, to_hub.put, to_live.put)
+        rule, numbers = _rule_of_operations(transform.operations, to_hub.put, to_live.put)
     except _Unknown as error:
-        return StepForm(to_live=to_live, to_hub=to_hub, refused=_refused(str(error)), made_of=made_of)
+        return StepForm(to_live=to_live, to_hub=to_hub, refused=_refusal_of(str(error)), made_of=made_of)
     return StepForm(to_live=to_live, to_hub=to_hub, rule=rule, numbers=numbers, made_of=made_of)
 
 
-def _refused(kind: str) -> str:
+def _refusal_of(kind: str) -> str:
     return f"transformers' {kind} is arbitrary Python, which no rule stands for"
 
 
@@ -200,7 +200,7 @@ def _substitution(transform: Any) -> Substitution:
     )
 
 
-def _rule(
+def _rule_of_operations(
     operations: Sequence[Any], hub: Sequence[str], live: Sequence[str]
 ) -> tuple[RuleForm, dict[str, str]]:
     """The rule that operations are, for parts of names.
@@ -269,7 +269,7 @@ def _join(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None
     t.live = [joined]
 
 
-def _cut(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
+def _chunk(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
     """`Chunk`: parts of one length."""
     if len(t.live) != 1 or op.num_shards_attribute is not None:
         raise _Unknown("Chunk")
@@ -339,7 +339,7 @@ def _rope(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None
 _OPERATIONS: Mapping[str, Callable[[_Tensors, Any, Sequence[str], Sequence[str]], None]] = {
     "MergeModulelist": _stack,
     "Concatenate": _join,
-    "Chunk": _cut,
+    "Chunk": _chunk,
     "Split": _split,
     "Interleave": _interleave,
     "Transpose": _transpose,
@@ -359,7 +359,7 @@ def _term(name: str, dims: Sequence[str]) -> str:
     return f"{name} : {' '.join(dims)}"
 
 
-def _below(path: str, places: Sequence[str]) -> bool:
+def _is_below(path: str, places: Sequence[str]) -> bool:
     return any(p == "" or path.startswith(p + ".") for p in places)
 
 
@@ -389,44 +389,45 @@ def steps_toml(found: Mapping[str, Sequence[StepForm]], version: str) -> str:
     """``steps.toml``: every entry's steps, those that are another's named only."""
     first: dict[str, str] = {}
     same: list[str] = []
-    out = [_HEAD, f"version = {_text(version)}\n\n[entries]\n"]
+    out = [_HEAD, f"version = {_toml_string(version)}\n\n[entries]\n"]
     for name, steps in found.items():
         content = "".join(
-            f"  {_value(s.model_dump(mode='json', by_alias=True, exclude_defaults=True))},\n" for s in steps
+            f"  {_toml_value(s.model_dump(mode='json', by_alias=True, exclude_defaults=True))},\n"
+            for s in steps
         )
         of = first.setdefault(content, name)
         if of == name:
             out.append(f"{_key(name)} = [\n{content}]\n\n")
         else:
-            same.append(f"{_key(name)} = {_text(of)}\n")
+            same.append(f"{_key(name)} = {_toml_string(of)}\n")
     return "".join([*out, "[same] # entry = the one that has the same steps\n", *same])
 
 
-def families_toml(found: Iterable[FamilyForm], version: str) -> str:
+def families_toml(found: Iterable[LiveFamilyForm], version: str) -> str:
     """``families.toml``."""
-    lines = [f"  {_value(f.model_dump(mode='json', exclude_defaults=True))},\n" for f in found]
-    return "".join([_HEAD, f"version = {_text(version)}\n\nfamily = [\n", *lines, "]\n"])
+    lines = [f"  {_toml_value(f.model_dump(mode='json', exclude_defaults=True))},\n" for f in found]
+    return "".join([_HEAD, f"version = {_toml_string(version)}\n\nfamily = [\n", *lines, "]\n"])
 
 
 _HEAD = "# Made by `python -m ckptcore.naming.maps.from_transformers`. Do not edit.\n"
 
 
-def _value(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     """TOML, on one line."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(v) for v in value) + "]"
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value) if isinstance(value, int) else _text(value)
+    return str(value) if isinstance(value, int) else _toml_string(value)
 
 
 def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _text(key)
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml_string(key)
 
 
-def _text(text: str) -> str:
+def _toml_string(text: str) -> str:
     """A string of TOML; literal where it can be, as regexes read better so."""
     if "\\" in text and "'" not in text and text.isprintable():
         return f"'{text}'"

@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptcore.core.manifest import Ints, row_major
 from ckptcore.errors import MetadataTooLarge
-from ckptcore.naming.maps.layout import UNIT, Axis, Layout, Node, Product, Sum, axes_of, size_of
+from ckptcore.naming.maps.layout import UNIT, Axis, AxisLayout, Node, Product, Sum, axes_of, size_of
 
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 MOST = 50_000_000  # boxes: beyond what a plan of any checkpoint can hold
@@ -88,7 +88,7 @@ def pieces_of(
         start = np.where(known, view[:, 0], 0)
         step = np.where(known[:, None], view[:, 2 : 2 + shape.shape[1]], step)
     names = tuple(f"{n}" for n in range(shape.shape[1]))
-    found = Pieces(names, row, start, width, lo, shape, step, _dims(shape), loose, twin)
+    found = Pieces(names, row, start, width, lo, shape, step, _own_dims(shape), loose, twin)
     held = (shape > 0).all(axis=1)
     return found if held.all() else found[np.flatnonzero(held)]
 
@@ -102,7 +102,7 @@ def whole_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
     zero = np.zeros(n, np.int64)
     none = np.zeros(n, np.bool_)
     return Pieces(
-        names, row, zero, width, np.zeros((n, k), np.int64), extent, steps, _dims(extent), none, zero - 1
+        names, row, zero, width, np.zeros((n, k), np.int64), extent, steps, _own_dims(extent), none, zero - 1
     )
 
 
@@ -119,7 +119,7 @@ def with_index(pieces: Pieces, name: str, value: Ints) -> Pieces:
     )
 
 
-def opened(pieces: Pieces, layout: Layout, sizes: Mapping[str, int]) -> list[Pieces]:
+def opened(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> list[Pieces]:
     """The boxes over the layout's axes, block by block; further columns stay.
 
     Args:
@@ -133,7 +133,7 @@ def opened(pieces: Pieces, layout: Layout, sizes: Mapping[str, int]) -> list[Pie
     return found
 
 
-def closed(pieces: Pieces, layout: Layout, sizes: Mapping[str, int]) -> Pieces:
+def closed(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> Pieces:
     """The boxes of one block over the dims of a layout that has this block, and further columns.
 
     An axis of the layout that the block lacks is one along which its elements are repeated.
@@ -171,21 +171,21 @@ def joined(parts: Sequence[Pieces]) -> Pieces:
 def _open(p: Pieces, column: int, node: Node, sizes: Mapping[str, int]) -> list[Pieces]:
     if isinstance(node, Axis):
         if node == UNIT:
-            return [_without(p, column)]
+            return [_without_column(p, column)]
         return [replace(p, names=(*p.names[:column], node.name, *p.names[column + 1 :]))]
     if isinstance(node, Sum):
         out: list[Pieces] = []
         begin = 0
         for part in node.parts:
             size = _sized(part, sizes)
-            cut = _cut(p, column, begin, size)
+            cut = _restricted(p, column, begin, size)
             if len(cut):
                 out += _open(cut, column, part, sizes)
             begin += size
         return out
     outer, *rest = node.factors
     inner: Node = rest[0] if len(rest) == 1 else Product(tuple(rest))
-    halves = _open(_split(p, column, _sized(inner, sizes)), column + 1, inner, sizes)
+    halves = _open(_split_column(p, column, _sized(inner, sizes)), column + 1, inner, sizes)
     return [q for half in halves for q in _open(half, column, outer, sizes)]
 
 
@@ -227,7 +227,7 @@ def _sized(node: Node, sizes: Mapping[str, int]) -> int:
     return size
 
 
-def _split(p: Pieces, column: int, inner: int) -> Pieces:
+def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
     """A column n made two, (n // inner, n % inner): a box is up to three, whose middle has whole rows."""
     inner = max(inner, 1)
     lo, end = p.lo[:, column], p.lo[:, column] + p.ext[:, column]
@@ -266,7 +266,7 @@ def _split(p: Pieces, column: int, inner: int) -> Pieces:
     return joined(parts) if parts else _two_columns(p, column)
 
 
-def _cut(p: Pieces, column: int, begin: int, size: int) -> Pieces:
+def _restricted(p: Pieces, column: int, begin: int, size: int) -> Pieces:
     """What lies in [begin, begin + size) of a column, counted from there."""
     lo = np.maximum(p.lo[:, column], begin)
     end = np.minimum(p.lo[:, column] + p.ext[:, column], begin + size)
@@ -297,7 +297,7 @@ def _merged(p: Pieces, outer: str, inner: str, size: int) -> Pieces:
     single = p.ext[:, b] == 1
     step[:, a] = np.where(single, p.step[:, a], p.step[:, b])
     dim[:, a] = np.where(single, p.dim[:, a], p.dim[:, b])
-    return _without(replace(p, lo=lo, ext=ext, step=step, dim=dim), b)
+    return _without_column(replace(p, lo=lo, ext=ext, step=step, dim=dim), b)
 
 
 def _exploded(p: Pieces, column: int, which: Bools) -> Pieces:
@@ -331,7 +331,7 @@ def _repeated(p: Pieces, name: str, size: int) -> Pieces:
     )
 
 
-def _without(p: Pieces, column: int) -> Pieces:
+def _without_column(p: Pieces, column: int) -> Pieces:
     keep = [n for n in range(len(p.names)) if n != column]
     names = tuple(p.names[n] for n in keep)
     return _picked(p, names, keep)
@@ -357,7 +357,7 @@ def _two_columns(p: Pieces, column: int) -> Pieces:
     return replace(p[np.zeros(0, np.int64)], names=names, lo=none, ext=none, step=none, dim=none)
 
 
-def _dims(shape: Ints) -> Ints:
+def _own_dims(shape: Ints) -> Ints:
     return np.broadcast_to(np.arange(shape.shape[1], dtype=np.int64), shape.shape).copy()
 
 

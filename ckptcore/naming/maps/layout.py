@@ -51,7 +51,7 @@ UNIT = Axis("1")
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisLayout:
     """The dims of a tensor."""
 
     dims: tuple[Node, ...]
@@ -72,7 +72,7 @@ class Layout:
         choices = [list(axes_of(d)) for d in self.dims]
         return tuple(frozenset().union(*each) - {"1"} for each in product(*choices))
 
-    def closed(self, rank: int) -> Layout | None:
+    def closed(self, rank: int) -> AxisLayout | None:
         """With the ellipsis replaced, for a tensor of ``rank`` dims; None where that has too few."""
         if not self.open:
             return self if len(self.dims) == rank else None
@@ -80,9 +80,9 @@ class Layout:
         if count < 0:
             return None
         at = self.dims.index(Axis(ELLIPSIS))
-        return Layout((*self.dims[:at], *self.tail(count), *self.dims[at + 1 :]))
+        return AxisLayout((*self.dims[:at], *self.tail(count), *self.dims[at + 1 :]))
 
-    def filled(self, count: int) -> Layout:
+    def filled(self, count: int) -> AxisLayout:
         """With the ellipsis replaced by so many dims."""
         found = self.closed(len(self.dims) - 1 + count) if self.open else self
         assert found is not None  # the count is not negative
@@ -94,7 +94,7 @@ class Layout:
         return tuple(Axis(f"{ELLIPSIS}{n}") for n in range(count))
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> AxisLayout:
     """The layout that a text says.
 
     Raises:
@@ -107,7 +107,7 @@ def parse_layout(text: str) -> Layout:
     dims: list[Node] = []
     while tokens:
         dims.append(_factor(tokens, text))
-    found = Layout(tuple(dims))
+    found = AxisLayout(tuple(dims))
     if sum(d == Axis(ELLIPSIS) for d in dims) > 1 or any(
         ELLIPSIS in _axes(d) for d in dims if d != Axis(ELLIPSIS)
     ):
@@ -134,7 +134,7 @@ def size_of(node: Node, sizes: Mapping[str, int]) -> int | None:
     return total
 
 
-def solved(layout: Layout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, int]:
+def solved(layout: AxisLayout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes of axes that follow from a tensor's shape, with those that were known.
 
     Args:
@@ -162,7 +162,7 @@ def _solve(node: Node, size: int, known: dict[str, int]) -> None:
     if isinstance(node, Axis):
         expected = known.setdefault(node.name, size) if node != UNIT else 1
         if expected != size:
-            raise ValueError(f"{_spelled(node)} is {expected}, and the tensor has {size}")
+            raise ValueError(f"{_node_text(node)} is {expected}, and the tensor has {size}")
         return
     each = node.parts if isinstance(node, Sum) else node.factors
     sizes = [size_of(n, known) for n in each]
@@ -173,16 +173,16 @@ def _solve(node: Node, size: int, known: dict[str, int]) -> None:
             rest = rest + held if isinstance(node, Sum) else rest * held
     if not unknown:
         if rest != size:
-            raise ValueError(f"{_spelled(node)} is {rest}, and the tensor has {size}")
+            raise ValueError(f"{_node_text(node)} is {rest}, and the tensor has {size}")
     elif len(unknown) == 1:
         if isinstance(node, Sum):
             if rest > size:
-                raise ValueError(f"{_spelled(node)} is at least {rest}, and the tensor has {size}")
+                raise ValueError(f"{_node_text(node)} is at least {rest}, and the tensor has {size}")
             _solve(unknown[0], size - rest, known)
         elif rest and size % rest == 0:
             _solve(unknown[0], size // rest, known)
         else:
-            raise ValueError(f"{_spelled(node)} is a multiple of {rest}, and the tensor has {size}")
+            raise ValueError(f"{_node_text(node)} is a multiple of {rest}, and the tensor has {size}")
 
 
 def axes_of(node: Node) -> Iterator[frozenset[str]]:
@@ -211,12 +211,12 @@ def _occurring(node: Node) -> Iterator[tuple[str, ...]]:
             yield tuple(name for one in each for name in one)
 
 
-def _spelled(node: Node) -> str:
+def _node_text(node: Node) -> str:
     if isinstance(node, Axis):
         return node.name
     if isinstance(node, Sum):
-        return "(" + " + ".join(_spelled(p) for p in node.parts) + ")"
-    return "(" + " ".join(_spelled(f) for f in node.factors) + ")"
+        return "(" + " + ".join(_node_text(p) for p in node.parts) + ")"
+    return "(" + " ".join(_node_text(f) for f in node.factors) + ")"
 
 
 def _tokens(text: str) -> Iterator[str]:

@@ -50,7 +50,7 @@ class PartForm(Form):
     scope: str | None = None
 
 
-class FamilyForm(Form):
+class LiveFamilyForm(Form):
     """Classes of models that have the same steps.
 
     Attributes:
@@ -77,7 +77,7 @@ class LiveFamily:
         version: Of the transformers that they come from.
     """
 
-    form: FamilyForm
+    form: LiveFamilyForm
     steps: tuple[Step, ...]
     version: str
 
@@ -88,7 +88,7 @@ class LiveFamily:
         return blake3(canonical_json([self.version, self.form.model_dump(mode="json"), steps])).hexdigest()
 
     @classmethod
-    def of(cls, form: FamilyForm, entry: Callable[[str], Sequence[StepForm]], version: str) -> LiveFamily:
+    def of(cls, form: LiveFamilyForm, entry: Callable[[str], Sequence[StepForm]], version: str) -> LiveFamily:
         """With the steps of its entries."""
         steps = [Step(s, p.scope, form.base) for p in form.parts for s in entry(p.entry)]
         return cls(form, tuple(steps), version)
@@ -96,27 +96,27 @@ class LiveFamily:
 
 def frozen_version() -> str:
     """The version of transformers that the frozen steps come from."""
-    return str(_read("steps.toml")["version"])
+    return str(_frozen_file("steps.toml")["version"])
 
 
 def frozen_entries() -> tuple[str, ...]:
     """The model types and classes of that version's list."""
-    held = _read("steps.toml")
+    held = _frozen_file("steps.toml")
     return tuple(sorted([*held["entries"], *held["same"]]))
 
 
 @cache
 def frozen_steps(entry: str) -> tuple[StepForm, ...]:
     """The steps of a model type or class."""
-    held = _read("steps.toml")
+    held = _frozen_file("steps.toml")
     steps = held["entries"][held["same"].get(entry, entry)]
     return tuple(StepForm.model_validate(s) for s in steps)
 
 
 @cache
-def frozen_families() -> tuple[FamilyForm, ...]:
+def frozen_families() -> tuple[LiveFamilyForm, ...]:
     """Every family that is known without transformers."""
-    return tuple(FamilyForm.model_validate(f) for f in _read("families.toml")["family"])
+    return tuple(LiveFamilyForm.model_validate(f) for f in _frozen_file("families.toml")["family"])
 
 
 def frozen_family(config: Mapping[str, Any]) -> LiveFamily | None:
@@ -128,7 +128,7 @@ def frozen_family(config: Mapping[str, Any]) -> LiveFamily | None:
     kind, named = config.get("model_type"), config.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     own = [f for f in frozen_families() if f.arch == kind]
-    found = _same([f for f in own if name in f.architectures] or ([] if name else own))
+    found = _if_alike([f for f in own if name in f.architectures] or ([] if name else own))
     if found is None:
         return None
     for place, model_type in found.within.items():
@@ -142,11 +142,11 @@ def frozen_family(config: Mapping[str, Any]) -> LiveFamily | None:
 
 def called(arch: str) -> LiveFamily | None:
     """The frozen family of a model type or class; None where there is none, or classes differ."""
-    found = _same([f for f in frozen_families() if arch == f.arch or arch in f.architectures])
+    found = _if_alike([f for f in frozen_families() if arch == f.arch or arch in f.architectures])
     return None if found is None else LiveFamily.of(found, frozen_steps, frozen_version())
 
 
-def _same(found: Sequence[FamilyForm]) -> FamilyForm | None:
+def _if_alike(found: Sequence[LiveFamilyForm]) -> LiveFamilyForm | None:
     """The first of families, if all have the same steps."""
     kinds = {f.model_dump_json(include={"base", "parts"}) for f in found}
     return found[0] if len(kinds) == 1 else None
@@ -172,7 +172,7 @@ def live_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any]
                 hint="Try --rename for that tensor, or --names stored",
             )
     numbers = numbers_of(family, config or {})
-    rules = tuple(r for form in _rules(routes, numbers) for r in compiled(form))
+    rules = tuple(r for form in _rules_of_routes(routes, numbers) for r in compiled(form))
     return _arch_map(family, rules)
 
 
@@ -192,7 +192,7 @@ def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
     None where neither does. A step may find something in names that it has already made: only both ways
     together tell.
     """
-    known = _some(names)
+    known = _sampled(names)
     kinds = _kinds(known)
     loaded = _loaded(family, known, refuse=False)
     if _kinds(_saved(family, loaded)) == kinds:
@@ -201,7 +201,7 @@ def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
     return LIVE if _kinds(again) == kinds else None
 
 
-def _some(names: Iterable[str]) -> set[str]:
+def _sampled(names: Iterable[str]) -> set[str]:
     """Names of every kind, few of each: of numbers beyond those that steps tell apart, one stands for all."""
     out: dict[str, str] = {}
     for name in names:
@@ -265,7 +265,7 @@ class _Alike:
     hub: tuple[str, ...]
 
 
-def _rules(routes: Sequence[Route], numbers: Mapping[str, int]) -> list[RuleForm]:
+def _rules_of_routes(routes: Sequence[Route], numbers: Mapping[str, int]) -> list[RuleForm]:
     """The rules that take exactly the routes' tensors."""
     groups: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[Route]] = defaultdict(list)
     for route in routes:
@@ -280,11 +280,11 @@ def _rules(routes: Sequence[Route], numbers: Mapping[str, int]) -> list[RuleForm
     for each in alike:
         many = all(taken[t] == 1 for t in each.live)
         for live, hub in _indexed(each, len(out)) if many else [(r.live, r.hub) for r in each.routes]:
-            out.append(_rule(len(out), each, live, hub, numbers))
+            out.append(_step_rule(len(out), each, live, hub, numbers))
     return out
 
 
-def _rule(
+def _step_rule(
     number: int, alike: _Alike, live: Sequence[str], hub: Sequence[str], numbers: Mapping[str, int]
 ) -> RuleForm:
     """The rule of a step, for whole names. number: of the rule, and of what its axes are called by."""
@@ -330,7 +330,7 @@ def _indexed(alike: _Alike, number: int) -> list[Sides]:
     """
     live = np.array([_digits(r.live) for r in alike.routes], np.int64)
     hub = np.array([_digits(r.hub) for r in alike.routes], np.int64)
-    axes = _distinct(live)
+    axes = _distinct_columns(live)
     if len(axes) > 1 and not _is_product(axes):
         widest = max(range(len(axes)), key=lambda n: len(np.unique(axes[n])))
         others = np.stack([a for n, a in enumerate(axes) if n != widest], axis=1)
@@ -346,10 +346,10 @@ def _indexed(alike: _Alike, number: int) -> list[Sides]:
     wanted = [f for f in made if f is not None]
     if len(wanted) < len(made) or not axes:
         return [(r.live, r.hub) for r in alike.routes]
-    return [(_spelled(alike.live, given), _spelled(alike.hub, wanted))]
+    return [(_filled_templates(alike.live, given), _filled_templates(alike.hub, wanted))]
 
 
-def _distinct(columns: Columns) -> list[Columns]:
+def _distinct_columns(columns: Columns) -> list[Columns]:
     """The columns that are not one number, each once."""
     out: list[Columns] = []
     for column in columns.T:
@@ -382,7 +382,7 @@ def _digits(names: Sequence[str]) -> list[int]:
     return [int(d) for n in names for d in NUMBER.findall(n)]
 
 
-def _spelled(templates: Sequence[str], fields: Sequence[str]) -> tuple[str, ...]:
+def _filled_templates(templates: Sequence[str], fields: Sequence[str]) -> tuple[str, ...]:
     """Templates with their slots filled, in order."""
     rest = iter(fields)
     return tuple("".join(c if c != SLOT else next(rest) for c in t) for t in templates)
@@ -395,5 +395,5 @@ def _slug(template: str) -> str:
 
 
 @cache
-def _read(name: str) -> dict[str, Any]:
+def _frozen_file(name: str) -> dict[str, Any]:
     return tomllib.loads((resources.files(__package__) / _FOLDER / name).read_text("utf-8"))

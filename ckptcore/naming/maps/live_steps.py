@@ -129,7 +129,7 @@ class _Renaming:
 
     def applied(self, name: str) -> str:
         for n, (step, sub) in enumerate(self.steps):
-            found = _found(step, sub, name)
+            found = _first_match(step, sub, name)
             if found is None:
                 continue
             before, own, match, branch = found
@@ -138,7 +138,7 @@ class _Renaming:
                     self.begun.add(n)
                 elif n not in self.begun:
                     continue
-            put = _filled(sub, match, branch)
+            put = _replacement(sub, match, branch)
             name = before + own.replace(match.group(0), put, 1)
         return name
 
@@ -162,7 +162,7 @@ def saved_names(steps: Sequence[Step], names: Iterable[str], *, refuse: bool = T
     groups: dict[tuple[int, str], dict[int, tuple[str, str]]] = {}
     for name in sorted(names, key=natural_order):
         for n, (step, sub) in enumerate(joins):
-            found = _found(step, sub, name)
+            found = _first_match(step, sub, name)
             if found is None:
                 continue
             if step.form.refused:
@@ -185,8 +185,8 @@ def saved_names(steps: Sequence[Step], names: Iterable[str], *, refuse: bool = T
         step, sub = joins[n]
         assert step.form.rule is not None  # those refused have raised
         before, _, behind = key.partition(sub.put[0])
-        hub = tuple(_listed(renaming, before + part + behind) for part in sub.put)
-        out.append(Route(_parts(step.form, held), hub, step.form))
+        hub = tuple(_hub_name(renaming, before + part + behind) for part in sub.put)
+        out.append(Route(_part_names(step.form, held), hub, step.form))
     return out
 
 
@@ -211,7 +211,7 @@ def live_names(
         out[name] = (renamed,)
         for step in joins:
             sub = step.form.to_live
-            found = _found(step, sub, renamed)
+            found = _first_match(step, sub, renamed)
             if found is None:
                 continue
             if step.form.refused:
@@ -241,7 +241,7 @@ def wanted_numbers(steps: Iterable[Step]) -> Mapping[str, str]:
     return {k: v for s in steps for k, v in s.form.numbers.items()}
 
 
-def _found(step: Step, sub: Substitution, name: str) -> tuple[str, str, re.Match[str], int] | None:
+def _first_match(step: Step, sub: Substitution, name: str) -> tuple[str, str, re.Match[str], int] | None:
     """(what stands before the submodule's own name, that name, what is found, of which pattern)."""
     inside = step.within(name)
     if inside is None:
@@ -254,7 +254,7 @@ def _found(step: Step, sub: Substitution, name: str) -> tuple[str, str, re.Match
     return before, own, match, int(branch[1:])
 
 
-def _filled(sub: Substitution, match: re.Match[str], branch: int) -> str:
+def _replacement(sub: Substitution, match: re.Match[str], branch: int) -> str:
     """What replaces a match."""
     put = sub.put[branch if sub.guarded else 0]
     if "\\1" not in put:
@@ -263,7 +263,7 @@ def _filled(sub: Substitution, match: re.Match[str], branch: int) -> str:
     return put.replace("\\1", str(int(text) + sub.shift) if sub.shift else text)
 
 
-def _listed(renaming: _Renaming, name: str) -> str:
+def _hub_name(renaming: _Renaming, name: str) -> str:
     """The hub's name of a part, with ``{item}`` where a list is numbered.
 
     Raises:
@@ -281,7 +281,7 @@ def _listed(renaming: _Renaming, name: str) -> str:
     )
 
 
-def _parts(form: StepForm, held: Mapping[int, tuple[str, str]]) -> tuple[str, ...]:
+def _part_names(form: StepForm, held: Mapping[int, tuple[str, str]]) -> tuple[str, ...]:
     """The names of a joined tensor's parts, in the order of the rule; those that are not there included."""
     assert form.rule is not None
     texts = [source.partition(" : ")[0] for source in form.rule.source]

@@ -15,9 +15,11 @@ from ckptcore.naming.maps.classes import Class, Seen, Takers, keys_in, placed, s
 from ckptcore.naming.maps.declaration import ArchMap, Term
 from ckptcore.naming.maps.index_space import whole_boxes
 from ckptcore.naming.maps.tensor_name import Templates
+from ckptcore.utils.text import listed
 
 Shape = tuple[int, ...]
 _FEW = 5
+_OF_ALL = frozenset({"experts"})  # axes that have one size, in whatever rule they are
 _MOST_INDICES = 100_000  # of one axis, whatever a config says
 
 
@@ -120,7 +122,7 @@ def match(
         tuple(taken.unused(seen)),
         tuple(sorted(taken.guessed.items())),
         tuple(_absent(taken, seen)),
-        (*taken.problems, *problems),
+        (*taken.problems, *problems, *_disagreeing(taken.classes, tensors)),
     )
 
 
@@ -139,7 +141,7 @@ def require_fit(matched: Matched, tensors: Sequence[TensorSpec], *, part: bool =
         "nothing for the rules": list(matched.unused),
         "": [*matched.absent, *matched.problems],
     }
-    parts = [f"{kind} {_some(names)}".strip() for kind, names in kinds.items() if names]
+    parts = [f"{kind} {listed(names)}".strip() for kind, names in kinds.items() if names]
     where = f"{matched.map.arch} ({matched.map.world} to {matched.map.to})"
     raise NameMismatch(
         f"the checkpoint does not fit the map of {where}: {'; '.join(parts)}",
@@ -148,6 +150,24 @@ def require_fit(matched: Matched, tensors: Sequence[TensorSpec], *, part: bool =
         missing=list(matched.unused),
         broken=[*twice, *matched.absent, *matched.problems],
     )
+
+
+def _disagreeing(classes: Sequence[Class], tensors: Sequence[TensorSpec]) -> list[str]:
+    """Sizes of the model that differ between tensors: four experts by the router, three by their own."""
+    found: dict[str, dict[int, str]] = {}
+    for of in classes:
+        for axis in _OF_ALL & of.sizes.keys():
+            found.setdefault(axis, {}).setdefault(of.sizes[axis], tensors[int(of.rows[0])].fqn)
+    for of in classes:
+        for axis in (_OF_ALL & of.index.keys() & found.keys()) - of.sizes.keys():
+            last = int(of.index[axis].argmax())
+            if of.index[axis][last] >= max(found[axis]):  # fewer of them are said by what they do not make
+                found[axis].setdefault(int(of.index[axis][last]) + 1, tensors[int(of.rows[last])].fqn)
+    return [
+        f"{axis} is {' and '.join(f'{size} by {name}' for size, name in sorted(sizes.items()))}"
+        for axis, sizes in found.items()
+        if len(sizes) > 1
+    ]
 
 
 def _make(taken: Takers, tensors: Sequence[TensorSpec]) -> tuple[list[Made], Seen, list[str]]:
@@ -225,7 +245,7 @@ def _gap(
                 missing.append(name)
             if len(missing) > _FEW:
                 break
-    what = f"missing: {_some(missing)}" if missing else f"there is {by}"
+    what = f"missing: {listed(missing)}" if missing else f"there is {by}"
     return f"{one.name} is not whole, {one.held} of {one.numel} elements; {what}"
 
 
@@ -237,6 +257,9 @@ def _absent(taken: Takers, seen: Seen) -> list[str]:
             for n, each in enumerate(term.name.indices):
                 for values in seen.get(str(term), ()):
                     ends[each.axis] = max(ends.get(each.axis, 0), values[n] + 1)
+    for of in taken.classes:
+        for axis in _OF_ALL & ends.keys() & of.sizes.keys():
+            ends[axis] = max(ends[axis], of.sizes[axis])
     sizes = {axis: taken.numbers.get(axis, end) for axis, end in ends.items()}
     out: dict[str, None] = {}
     for rule, terms in taken.made.items():
@@ -260,21 +283,16 @@ def _absent(taken: Takers, seen: Seen) -> list[str]:
             for term in alike:
                 gone = sorted(every - seen.get(str(term), set()))
                 if gone:
-                    names = [_spelled(term, values, taken.numbers) for values in gone[:_FEW]]
+                    names = [_tensor_name(term, values, taken.numbers) for values in gone[:_FEW]]
                     more = f" and {len(gone) - _FEW} more" if len(gone) > _FEW else ""
                     out[f"nothing makes {', '.join(names)}{more}"] = None
     return list(out)
 
 
-def _spelled(term: Term, values: tuple[int, ...], numbers: Mapping[str, int]) -> str:
+def _tensor_name(term: Term, values: tuple[int, ...], numbers: Mapping[str, int]) -> str:
     """The name of what a term makes for some indices; wild parts stay as they are written."""
     index = {
         i.axis: np.array([v + i.shifted(numbers)]) for i, v in zip(term.name.indices, values, strict=True)
     }
     wild = {label: f"{{{label}}}" for label in term.name.wild}
     return term.name.spell(index, wild, {w: np.zeros((1, 0), np.int64) for w in wild}, 1)[0]
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(names[:_FEW])
-    return listed if len(names) <= _FEW else f"{listed} and {len(names) - _FEW} more"

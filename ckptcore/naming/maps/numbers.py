@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Any
 
 from ckptcore.errors import NameMismatch
+from ckptcore.utils.text import shown
 
 Number = int | float
 # What shapes do not tell, so that a wrong config would go unnoticed. A vocabulary may be padded in one config
@@ -24,8 +25,12 @@ HELD_AGAINST = (
     "nope_dim",
     "v_dim",
     "rope_theta",
+    "rope_part",
     "norm_eps",
+    "embedding_scale",
 )
+# What no model has none of: a config that says 0 would make a map drop every element.
+_POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab"})
 
 # Sizes that are called the same in every map.
 NUMBERS = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab", "experts"})
@@ -47,24 +52,40 @@ class Config:
 
     @property
     def numbers(self) -> dict[str, tuple[Number, str]]:
-        """Number -> (its value, the key that says it)."""
+        """Number -> (its value, the key that says it).
+
+        Raises:
+            NameMismatch: For a value that no model can have, as -1 layers.
+        """
         found: dict[str, tuple[Number, str]] = {}
         below = self.content.get("text_config") if self.world == "hf-hub" else None
         roots = [self.content, *([below] if isinstance(below, Mapping) else [])]
-        for number, places in _places()[self.world].items():
+        for number, places in _config_keys()[self.world].items():
             for place in places:
                 if place.startswith("|"):
                     held = found.get(place[1:])
                     if held is not None:
                         found[number] = held
                     break
-                value = next((v for root in roots if (v := _at(root, place)) is not None), None)
-                if value is not None:
-                    found[number] = value, place
+                said = next((v for root in roots if (v := _at(root, place)) is not None), None)
+                if said is not None:
+                    found[number] = self._number(number, place, said), place
                     break
         if self.world == "megatron":
             _of_megatron(self.content, found)
         return found
+
+    def _number(self, number: str, place: str, said: Any) -> Number:
+        """What a place says, as a number of a model."""
+        able = not isinstance(said, str) and (
+            isfinite(said) if isinstance(said, float) else 0 <= said < 1 << 31
+        )  # no model has more of anything
+        if not able or (number in _POSITIVE and said <= 0):
+            raise NameMismatch(
+                f"{self.name} says {place} = {shown(said)}, which no model has",
+                hint="Try the config of the model that was trained",
+            )
+        return said  # type: ignore[no-any-return]  # no text: that is not able
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -77,28 +98,32 @@ class Config:
 
     def at(self, place: str) -> Any:
         """The value at a dotted path, None where there is none."""
-        held: Any = self.content
-        for key in place.split("."):
-            held = held.get(key) if isinstance(held, Mapping) else None
-        return held
+        return _below(self.content, place)
 
 
 def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
     """Number -> (value, config and key that say it); the first config that says one counts.
 
     Raises:
-        NameMismatch: With both values, where two configs differ in what shapes do not tell.
+        NameMismatch: With both values, where two configs differ in what shapes do not tell, and where a
+            vocabulary is smaller than what the trainer had tokens for.
     """
     found: dict[str, tuple[Number, str]] = {}
     for config in configs:
         for number, (value, key) in config.numbers.items():
-            said = f"{config.name} says {key} = {value:g}"
+            said = f"{config.name} says {key} = {value:.15g}"
             first = found.setdefault(number, (value, said))
             if number in HELD_AGAINST and first[0] != value:
                 raise NameMismatch(
                     f"two configs contradict each other: {first[1]}, {said}",
                     hint="Try the config of the model that was trained",
                 )
+    vocab, tokens = found.get("vocab"), found.get("tokens")
+    if vocab is not None and tokens is not None and vocab[0] < tokens[0]:
+        raise NameMismatch(
+            f"two configs contradict each other: {vocab[1]}, and the rows behind are no padding: {tokens[1]}",
+            hint="Try the config of the model that was trained",
+        )
     return found
 
 
@@ -108,18 +133,21 @@ def _of_megatron(content: Mapping[str, Any], found: dict[str, tuple[Number, str]
         found["kv_heads"] = found["heads"]
 
 
-def _at(root: Mapping[str, Any], place: str) -> Number | None:
+def _at(root: Mapping[str, Any], place: str) -> Number | str | None:
+    """The number or text at a place; None for anything else, which may be one value for each layer."""
+    held = _below(root, place)
+    return None if isinstance(held, bool) or not isinstance(held, (int, float, str)) else held
+
+
+def _below(root: Mapping[str, Any], place: str) -> Any:
     held: Any = root
     for key in place.split("."):
         held = held.get(key) if isinstance(held, Mapping) else None
-    if isinstance(held, bool) or not isinstance(held, (int, float)):
-        return None
-    able = isfinite(held) if isinstance(held, float) else 0 <= held < 1 << 31  # no model has more of anything
-    return held if able else None
+    return held
 
 
 @cache
-def _places() -> Mapping[str, Mapping[str, Sequence[str]]]:
+def _config_keys() -> Mapping[str, Mapping[str, Sequence[str]]]:
     import tomllib  # every export imports this module, and few have a config to read
 
     return tomllib.loads((resources.files(__package__) / "numbers.toml").read_text("utf-8"))

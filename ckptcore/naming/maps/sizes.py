@@ -51,7 +51,9 @@ def names_in(expression: str) -> frozenset[str]:
     Raises:
         ValueError: For an expression that is none.
     """
-    return frozenset(node.id for node in ast.walk(_parsed(expression)) if isinstance(node, ast.Name))
+    return frozenset(
+        node.id for node in ast.walk(_parsed_expression(expression)) if isinstance(node, ast.Name)
+    )
 
 
 def value_of(expression: str, numbers: Mapping[str, Any]) -> Any:
@@ -68,11 +70,11 @@ def value_of(expression: str, numbers: Mapping[str, Any]) -> Any:
     >>> value_of("heads / kv_heads + 2", {"heads": 32, "kv_heads": 8})
     6
     """
-    return _value(_parsed(expression).body, numbers)
+    return _evaluated(_parsed_expression(expression).body, numbers)
 
 
 @lru_cache(maxsize=4096)
-def _parsed(expression: str) -> ast.Expression:
+def _parsed_expression(expression: str) -> ast.Expression:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -83,7 +85,7 @@ def _parsed(expression: str) -> ast.Expression:
     return tree
 
 
-def _value(node: ast.expr, numbers: Mapping[str, Any]) -> Any:
+def _evaluated(node: ast.expr, numbers: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
@@ -91,7 +93,7 @@ def _value(node: ast.expr, numbers: Mapping[str, Any]) -> Any:
             raise UnknownNumber(node.id)
         return numbers[node.id]
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left, numbers), _value(node.right, numbers)
+        left, right = _evaluated(node.left, numbers), _evaluated(node.right, numbers)
         if isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod)) and np.any(np.equal(right, 0)):
             raise ValueError("division by 0")
         if isinstance(node.op, ast.Div):
@@ -101,15 +103,15 @@ def _value(node: ast.expr, numbers: Mapping[str, Any]) -> Any:
         return _BINARY[type(node.op)](left, right)
     if isinstance(node, ast.Compare):
         held: Any = True
-        left = _value(node.left, numbers)
+        left = _evaluated(node.left, numbers)
         for op, operand in zip(node.ops, node.comparators, strict=True):
-            right = _value(operand, numbers)
+            right = _evaluated(operand, numbers)
             held = np.logical_and(held, _COMPARE[type(op)](left, right))
             left = right
         return held
-    assert isinstance(node, ast.BoolOp)  # `_parsed` lets nothing else through
+    assert isinstance(node, ast.BoolOp)  # `_parsed_expression` lets nothing else through
     every = isinstance(node.op, ast.And)
     held = every
     for operand in node.values:
-        held = (np.logical_and if every else np.logical_or)(held, _value(operand, numbers))
+        held = (np.logical_and if every else np.logical_or)(held, _evaluated(operand, numbers))
     return held

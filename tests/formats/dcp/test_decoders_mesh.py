@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,36 +45,50 @@ MESHES = (
     "dp_replicate=2,fsdp=2",
     "fsdp=2,tp=2,pp=2",
 )
-ALWAYS = ("fsdp=2,tp=2,pp=2",)  # all axes at once; uneven cuts by fsdp=3 are in test_dcp_mesh
+# By default: all axes at once (uneven cuts by fsdp=3 are in test_dcp_mesh), and each family once.
+ALWAYS = ("fsdp=2,tp=2,pp=2", ("hf-nested", "titan"))
+CASES = [
+    pytest.param(*ALWAYS, id=f"{ALWAYS[0]}-families"),
+    *(pytest.param(mesh, tuple(SOURCES), id=mesh, marks=pytest.mark.soak) for mesh in MESHES),
+]
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """Every source, saved."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """A source, by its name; all of one mesh are saved by one job, when the first is asked for."""
     root = tmp_path_factory.mktemp("decoders")
-    cases = {}
-    for name, (family, keys, dtype, _) in SOURCES.items():
-        cases[name] = {"family": family, "keys": keys, "dtype": dtype, "original": str(root / name)}
-    for mesh in sorted({mesh for *_, mesh in SOURCES.values()}):
-        mine = [n for n, row in SOURCES.items() if row[3] == mesh]
-        for told in run(root, mesh, [cases[n] for n in mine]):
-            assert [row["wrong"] for row in told] == [[]] * len(told)
-    return cases
+    cases: dict[str, Case] = {}
+
+    def of(name: str) -> Case:
+        if name not in cases:
+            mesh = SOURCES[name][3]
+            mine = {
+                n: {"family": family, "keys": keys, "dtype": dtype, "original": str(root / n)}
+                for n, (family, keys, dtype, on) in SOURCES.items()
+                if on == mesh
+            }
+            for told in run(root, mesh, list(mine.values())):
+                assert [row["wrong"] for row in told] == [[]] * len(told)
+            cases.update(mine)
+        return cases[name]
+
+    return of
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=() if m in ALWAYS else pytest.mark.soak) for m in MESHES]
-)
-def test_jobs_resume(mesh: str, originals: dict[str, Case], cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mesh", "names"), CASES)
+def test_jobs_resume(
+    mesh: str, names: tuple[str, ...], saved: Callable[[str], Case], cli: Cli, tmp_path: Path
+) -> None:
     cases = []
-    for name, case in originals.items():
+    for name in names:
+        case = saved(name)
         out = tmp_path / name
         done = cli("reshard", case["original"], out, "--to", "dcp", "--mesh", mesh)
         assert done.code == 0, done
         assert validate(ckptcore.open(str(out)), "bytes").ok
         cases.append({**case, "written": str(out), "saved": str(tmp_path / f"saved-{name}")})
-    for name, case, told in zip(originals, cases, run(tmp_path, mesh, cases), strict=True):
+    for name, case, told in zip(names, cases, run(tmp_path, mesh, cases), strict=True):
         assert [row["wrong"] for row in told] == [[]] * len(told), name
         for row in told:
             losses = row["losses"]

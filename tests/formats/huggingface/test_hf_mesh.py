@@ -18,18 +18,10 @@ JOB = JOBS / "hf_mesh_job.py"
 
 def pretrained(folder: Path) -> Path:
     """A small Llama, every weight random, as `save_pretrained` leaves it."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(2)
-    config = transformers.LlamaConfig(
-        vocab_size=66,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tiny_llama import tiny_llama
+
+    model = tiny_llama(2, vocab_size=66, intermediate_size=56, tie_word_embeddings=False)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * 0.1
     model.save_pretrained(folder)

@@ -18,8 +18,7 @@ from standardwebhooks import Webhook
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.queues import inbox
-from deployments.receiver.background import Loop
-from deployments.receiver.catalog_roots import Watched
+from deployments.receiver.background import Loop, Watched
 from deployments.receiver.dispatch import MAX_ATTEMPTS, Away, RunState, outcome_of, work
 from deployments.receiver.event import Event
 from deployments.receiver.http_errors import RequestRefused

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptcore.planning.config_folder import ConfigFolder
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker imports what transformers has of models, and makes the models of these files."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("transformers"))
 
 
 @pytest.fixture
 def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asks transformers in this process, which has imported it already, and not in one of its own."""
-    from ckptcore.planning.meta_model import describe
 
-    def ask(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> Any:
-        answer = describe(json.loads(config.content["config.json"]), {n: list(s) for n, s in found.items()})
-        return json.loads(json.dumps(answer))
+    def ask(module: str, asked: object, *, seconds: float | None) -> Any:
+        answer = importlib.import_module(module).answer
+        return json.loads(json.dumps(answer(json.loads(json.dumps(asked)))))
 
-    monkeypatch.setattr("ckptcore.planning.config_folder._ask", ask)
+    monkeypatch.setattr("ckptcore.planning.transformers_process.ask", ask)
+
+
+@pytest.fixture(scope="session")
+def tinies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The tiny model of a family, built once."""
+    from export_sources import Tiny
+
+    made: dict[str, Any] = {}
+
+    def tiny(family: str) -> Any:
+        if family not in made:
+            made[family] = Tiny.make(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return tiny

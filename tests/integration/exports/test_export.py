@@ -18,23 +18,14 @@ from ckptcore.errors import DamagedCheckpoint, NameMismatch, UsageError
 
 transformers: Any = pytest.importorskip("transformers")
 
+from tiny_llama import tiny_llama  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``ckpt/``: model and AdamW state of a tied Llama, as DCP saves them; ``config/``; ``logits.pt``."""
     folder = tmp_path_factory.mktemp("llama")
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        architectures=["LlamaForCausalLM"],
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.arange(12)[None]
     model(input_ids=ids, labels=ids).loss.backward()
@@ -44,7 +35,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state, optim = get_state_dict(model, optimizer)
     assert "lm_head.weight" in state  # stored twice, as trainers do
     dcp.save({"model": state, "optim": optim, "step": 3}, checkpoint_id=folder / "ckpt")
-    config.save_pretrained(folder / "config")
+    model.config.save_pretrained(folder / "config")
     (folder / "config" / "tokenizer.json").write_text('{"a": 1}')
     (folder / "config" / "model.safetensors").write_bytes(b"weights of another time")
     torch.save(model.eval()(input_ids=ids).logits, folder / "logits.pt")

@@ -18,7 +18,6 @@ from ckptcore.catalog import open_catalog
 from ckptcore.conversion import pipeline
 from ckptcore.errors import AmbiguousModel, NameMismatch, UsageError
 from ckptcore.operations.export_target import options_digest
-from ckptcore.planning.config_folder import ConfigFolder
 from ckptcore.planning.model_card import is_untouched, provenance
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
@@ -399,10 +398,10 @@ def test_the_card_says_which_transformers_opens_it(
 def _unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers would say of these names: it takes seconds to start, and knows no such model."""
 
-    def ask(config: ConfigFolder, found: object) -> dict[str, Any]:
-        return {"unknown": "nobody is asked here"}
+    def ask(module: str, asked: object, *, seconds: float | None) -> dict[str, Any]:
+        return {"error": "nobody is asked here"}
 
-    monkeypatch.setattr("ckptcore.planning.config_folder._ask", ask)
+    monkeypatch.setattr("ckptcore.planning.transformers_process.ask", ask)
 
 
 OLD_CARD = """---

@@ -15,19 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from export_results import REAL
 from safetensors.torch import load_file
 from samples import FIXTURES, unpack
 
 import ckptcore
 from ckptcore.errors import NameMismatch
 
-CASES = {
-    "gpt_llama_tp2pp2_0.19.2/ckpt": "hf_llama",
-    "gpt_llama_tp2pp2_zarr_0.12.3/ckpt": "hf_llama",
-    "gpt_qwen2_tied_bias_tp2pp2_0.19.2/ckpt": "hf_qwen2",
-    "gpt_deepseekv3_tp2pp2_0.19.2/ckpt": "hf_deepseekv3",
-    "olmo3/step3": "olmo3/hf_export",
-}
+CASES = dict(pair for pairs in REAL.values() for pair in pairs)
 
 
 @pytest.fixture(scope="module")

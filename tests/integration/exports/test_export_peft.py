@@ -19,6 +19,8 @@ from ckptcore.naming.peft import find_adapter
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft")
 
+from tiny_llama import tiny_llama  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings(  # of peft, about transformers and adapters
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )
@@ -38,6 +40,12 @@ LORAS: dict[str, dict[str, Any]] = {
     "lora biases": {"target_modules": ["q_proj"], "lora_bias": True},
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 2]}},
     "linear": {"target_modules": "all-linear"},
+    "expressions": {
+        "target_modules": r"model\.layers\.\d\.(self_attn\.(q|v)|mlp\.down)_proj",
+        "rank_pattern": {r"layers\.1\..*_proj": 2},
+    },
+    "whole embeddings": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "whole norms": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "norm"]},
 }
 
 
@@ -45,18 +53,9 @@ LORAS: dict[str, dict[str, Any]] = {
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with biases, as `save_pretrained` writes it."""
     folder: Path = tmp_path_factory.mktemp("base")
-    config = transformers.LlamaConfig(
-        vocab_size=48,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_bias=True,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_llama(
+        vocab_size=48, hidden_size=16, intermediate_size=24, attention_bias=True, tie_word_embeddings=False
+    ).save_pretrained(folder)
     return folder
 
 
@@ -197,6 +196,22 @@ def changed(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (changed("use_dora", True), NameMismatch, "use_dora is True"),
         (changed("modules_to_save", ["lm_head"]), NameMismatch, "modules_to_save names lm_head"),
         (changed("rank_pattern", {"q_proj": 3}), NameMismatch, "config says 3"),
+        (
+            changed("rank_pattern", {r"layers\.1.*proj": 3}),
+            NameMismatch,
+            "layers.1.self_attn.q_proj has rank 4",
+        ),
+        (changed("target_modules", r".*\.[qv]_proj"), NameMismatch, "v_proj is a target"),
+        (
+            changed("target_modules", r".*1.*\.q_proj"),
+            NameMismatch,
+            "layers.0.self_attn.q_proj has an adapter",
+        ),
+        (
+            changed("target_modules", "(q_proj"),
+            NameMismatch,
+            "target_modules cannot be matched: .*unterminated",
+        ),
     ],
 )
 def test_a_config_that_contradicts_the_tensors(

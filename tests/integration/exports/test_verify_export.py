@@ -22,7 +22,10 @@ from ckptcore.comparison.export_logits import LogitsWanted, check_logits
 from ckptcore.errors import BudgetTooSmall, SourceUnreadable, UsageError
 
 transformers: Any = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("asked_here", "logits_here")
+
+from tiny_llama import tiny_llama  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("asked_here")
 Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
 
@@ -32,21 +35,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``ckpt/``: model, with tied embeddings, and optimizer state; ``config/``; ``hf/``: its export;
     ``right/``: what transformers saves."""
     folder = tmp_path_factory.mktemp("llama")
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rope_theta=500000.0,
-        tie_word_embeddings=True,
-        architectures=["LlamaForCausalLM"],
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    model = tiny_llama(rope_theta=500000.0)
     dcp.save({"model": model.state_dict(), "optim": {"step": torch.tensor(3)}}, checkpoint_id=folder / "ckpt")
-    config.save_pretrained(folder / "config")
+    model.config.save_pretrained(folder / "config")
     model.save_pretrained(folder / "right")
     ckptcore.convert(str(folder / "ckpt"), str(folder / "hf"), verb="export", config=str(folder / "config"))
     return folder
@@ -56,16 +47,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def export(llama: Path, tmp_path: Path) -> Path:
     """A copy of the export, to be damaged."""
     return Path(shutil.copytree(llama / "hf", tmp_path / "hf"))
-
-
-@pytest.fixture
-def logits_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computes logits in this process, which has imported transformers already, and not in one of its own."""
-    from ckptcore.comparison.logits_process import answer
-
-    monkeypatch.setattr(
-        "ckptcore.comparison.export_logits._ask", lambda asked: json.loads(json.dumps(answer(asked)))
-    )
 
 
 def change(export: Path, how: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -417,3 +398,65 @@ def test_the_catalog_says_nothing_of_another_checkpoint(llama: Path, tmp_path: P
     proof = ckptcore.verify_export(str(hf), catalog=catalog)
     assert (proof.found_by, proof.conversion) == ("the model card", None)
     assert names(proof, "elements") == [K]
+
+
+@pytest.mark.parametrize("below", ["", "model"])
+def test_rows_that_pad_a_vocabulary_are_accounted_for(tmp_path: Path, below: str) -> None:
+    """A part of a tensor is left out, and the rest of it goes on."""
+    import trainer_names
+
+    config, hub = trainer_names.hub_model("llama")
+    state = trainer_names.megatron(config, dict(hub), "stacked")
+    named = {n: t.contiguous() for n, t in state.items()}
+    dcp.save({below: named} if below else named, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"verb": "export", "config": str(tmp_path / "config.json")}
+    ckptcore.convert(str(tmp_path / "ckpt"), str(tmp_path / "hf"), **options)
+    proof = ckptcore.verify_export(str(tmp_path / "hf"))
+    assert proof.verdict == "ok", proof
+    assert dict(check(proof, "elements").values)["left_out"] == {"rows that pad the vocabulary": 2}
+
+    def swap(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[GATE], tensors[UP] = tensors[UP], tensors[GATE]
+
+    change(tmp_path / "hf", swap)
+    assert sorted(names(ckptcore.verify_export(str(tmp_path / "hf")), "fingerprints")) == [GATE, UP]
+
+
+@pytest.mark.parametrize("how", ["itself", "link", "file", "hardlinks"])
+def test_an_export_proves_nothing_of_itself(export: Path, tmp_path: Path, how: str) -> None:
+    against = {"itself": export, "file": export / "model.safetensors"}.get(how, tmp_path / how)
+    if how == "link":
+        against.symlink_to(export)
+    elif how == "hardlinks":
+        against.mkdir()
+        for file in export.iterdir():
+            (against / file.name).hardlink_to(file)
+    with pytest.raises(UsageError, match="they are the same files"):
+        ckptcore.verify_export(str(export), against=str(against))
+
+
+def test_a_tie_that_the_config_alone_makes(tmp_path: Path, llama: Path) -> None:
+    """transformers would take one of the two tensors, and leave the other aside."""
+    weights = load_file(llama / "right/model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    dcp.save(weights, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    form = json.loads((llama / "config/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(form | {"tie_word_embeddings": False}))
+    options = {"verb": "export", "config": str(tmp_path / "config.json")}
+    ckptcore.convert(str(tmp_path / "ckpt"), str(tmp_path / "hf"), **options)
+    assert ckptcore.verify_export(str(tmp_path / "hf")).verdict == "ok"
+    (tmp_path / "hf/config.json").write_text(json.dumps(form))
+    proof = ckptcore.verify_export(str(tmp_path / "hf"))
+    assert names(proof, "fingerprints") == [
+        "lm_head.weight, which config.json ties to model.embed_tokens.weight"
+    ]
+
+
+def test_weights_that_a_loader_would_take_instead(llama: Path, tmp_path: Path) -> None:
+    options = {"verb": "export", "config": str(llama / "config"), "max_file_size": 8192}
+    ckptcore.convert(str(llama / "ckpt"), str(tmp_path / "hf"), **options)
+    shutil.copy(llama / "hf/model.safetensors", tmp_path / "hf")  # transformers reads this one, and no index
+    change(tmp_path / "hf", lambda tensors: tensors[Q].zero_())
+    proof = ckptcore.verify_export(str(tmp_path / "hf"))
+    assert names(proof, "elements") == ["model.safetensors"]

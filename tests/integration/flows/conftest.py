@@ -1,4 +1,4 @@
-"""Fixtures of the flow tests: a Prefect server for the session, and a checkpoint to convert."""
+"""Fixtures of the flow tests: a Prefect server for all of them, and a checkpoint to convert."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Before anything imports Prefect: no test may write into the user's own home.
@@ -17,15 +18,15 @@ if "PREFECT_HOME" not in os.environ:
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from lasting import Lasting
 
 import flows  # noqa: F401  # settles Prefect's environment, before `observe` imports Prefect
 
 from observe import TENSORS  # isort: skip
 
 
-@pytest.fixture(scope="session")
-def prefect_api() -> Iterator[str]:
-    """The URL of a Prefect server that lives as long as the session; asked for by flow tests only."""
+@contextmanager
+def _server() -> Iterator[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Prefect's own deprecations are not ours to fail on
         from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
@@ -37,6 +38,23 @@ def prefect_api() -> Iterator[str]:
             temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
         ):
             yield str(PREFECT_API_URL.value())
+
+
+SERVER = Lasting(_server, Path(__file__).parent)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Generator[None]:
+    try:
+        return (yield)
+    finally:
+        SERVER.leave(nextitem)
+
+
+@pytest.fixture(scope="module")
+def prefect_api() -> str:
+    """The URL of a Prefect server for all tests here."""
+    return SERVER()
 
 
 @pytest.fixture

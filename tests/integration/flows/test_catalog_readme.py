@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from upgraded import copy_to_postgresql
 
 import ckptcore.catalog
 from ckptcore.catalog import aliases, holds, open_catalog, upgrade
@@ -143,9 +145,22 @@ ANSWERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, prefect_api):
+    """(root, SQLite catalog): a training run of which one step is damaged, one that is swept and retired, and
+    all that flows made of both."""
+    root = tmp_path_factory.mktemp("example").resolve()
+    catalog = tmp_path_factory.mktemp("catalogs") / "catalog.sqlite"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _save(root)
+        _run_flows(root, str(catalog))
+    return root, catalog
+
+
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def databases(request, tmp_path_factory):
-    """Two URLs: of a catalog to fill, and of one that stays empty."""
+    """Two URLs of empty catalogs: of one to fill, and of one that stays empty."""
     if request.param == "sqlite":
         folder = tmp_path_factory.mktemp("catalogs")
         yield str(folder / "catalog.sqlite"), str(folder / "empty.sqlite")
@@ -158,14 +173,14 @@ def databases(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def example(databases, tmp_path_factory, prefect_api):
-    """(root, URL): a training run of which one step is damaged, one that is swept and retired, and all that
-    flows made of both."""
-    root = tmp_path_factory.mktemp("example").resolve()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _save(root)
-        _run_flows(root, databases[0])
+def example(request, databases, ran):
+    """(root, URL): what flows made, and what people and a receiver add to it."""
+    root, catalog = ran
+    # Flows run once; what they write into PostgreSQL itself is proved in deployments/local.
+    if databases[0].startswith("postgresql"):
+        copy_to_postgresql(catalog, databases[0])
+    else:
+        shutil.copyfile(catalog, databases[0])
     _add(root, databases[0])
     return root, databases[0]
 

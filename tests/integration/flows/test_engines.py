@@ -84,7 +84,7 @@ def told() -> tuple[str | None, str | None]:
 
 
 @pytest.mark.parametrize("name", ["dask", "ray"])
-@pytest.mark.parametrize("configured", [True, False])
+@pytest.mark.parametrize("configured", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_workers_of_our_own_speak_to_the_server_of_this_process(
     name: str, configured: bool, prefect_api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +181,8 @@ def until(there: Any, what: str, seconds: float = 240.0) -> Any:
     return found
 
 
+# By default test_what_a_killed_worker_had_is_submitted_once_more: what Dask itself does is left to it here.
+@pytest.mark.soak
 def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
     prefect_api: str,
     source: Path,

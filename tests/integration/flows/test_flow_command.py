@@ -116,6 +116,7 @@ def test_killed_between_files_and_restarted(
     assert observe.contents(target) == observe.contents(undisturbed)
 
 
+@pytest.mark.soak
 def test_a_reshard_killed_between_files_writes_the_missing_ones(
     prefect_api: str, source: Path, tmp_path: Path, catalog: str
 ) -> None:

@@ -102,7 +102,7 @@ def test_two_at_once_make_it_once(runs, wait, tmp_path, catalog, url, monkeypatc
     def convert():
         request = Request(str(source), str(tmp_path / "out"))
         found.append(
-            once.convert_once(request, Settings(32 << 20, 1), None, url, wait_s=300, told=lambda *_: None)
+            once.convert_once(request, Settings(32 << 20, 1), None, url, wait_s=300, on_wait=lambda *_: None)
         )
 
     threads = [threading.Thread(target=convert) for _ in range(2)]

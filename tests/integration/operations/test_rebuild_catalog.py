@@ -62,7 +62,7 @@ def test_what_was_there_comes_back(world: Path, tmp_path: Path) -> None:
     url = str(tmp_path / "new.sqlite")
     lines: list[str] = []
     with open_catalog(url) as catalog:
-        found = rebuild(catalog, [str(world)], digests=True, told=lines.append)
+        found = rebuild(catalog, [str(world)], digests=True, on_place=lines.append)
     assert found.left_out == ()
     made_from = {r.uri: r.made_from for r in found.recorded}
     assert made_from == {
@@ -183,7 +183,7 @@ def test_what_is_written_while_it_runs_is_newer_than_what_was_made_of_it(outputs
             [str(outputs / "llama")],
             made=[str(outputs / "whole")],
             take=Settings(),
-            told=lambda line: looks.append(datetime.now(UTC)),
+            on_place=lambda line: looks.append(datetime.now(UTC)),
         )
         assert all(c.started_at < looks[0] for c in catalog.conversions())  # retire goes by that
 

@@ -11,14 +11,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from retiring import MEANS, World, on_both, snapshot
+from retire_sequences import NO_DIGESTS, data_of, move, rewrite, run_sequence
+from retiring import MEANS, on_both, snapshot
 
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations import retire as module
-from ckptcore.operations import set_aside as aside
-from ckptcore.planning.request import Request, Settings
+from ckptcore.planning.request import Request
 
-NO_DIGESTS = Settings(memory=32 << 20, workers=1, fingerprint=True, digest=False)
 SEQUENCES = {}
 
 
@@ -26,25 +24,6 @@ def sequence(function):
     """Adds one to the table."""
     SEQUENCES[function.__name__] = function
     return function
-
-
-def move(a, b):
-    Path(b).parent.mkdir(parents=True, exist_ok=True)
-    os.rename(a, b)
-
-
-def rewrite(path, other, *, restore=True):
-    """Other last bytes in the same file; restore: with the time that it had."""
-    seen = os.stat(path)
-    with open(path, "r+b") as file:
-        file.seek(-len(other), os.SEEK_END)
-        file.write(other)
-    if restore:
-        os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
-
-
-def data_of(folder):
-    return next(Path(folder).glob("*.distcp"))
 
 
 # What is no attack at all must still be deleted: else all that follows proves nothing.
@@ -492,197 +471,6 @@ def two_sources_and_one_child(w):
     w.keeps(take=True)
 
 
-# While it runs. Hooks: (module, name) -> what happens behind its first call.
-
-
-def behind(w, where, name, happens, *, before=False):
-    """Something happens once, behind (or before) a step."""
-    step, once = getattr(where, name), []
-
-    def meanwhile(*given, **options):
-        if before and not once:
-            once.append(happens(*given))
-        result = step(*given, **options)
-        if not once:
-            once.append(happens(*given))
-        return result
-
-    w.monkeypatch.setattr(where, name, meanwhile)
-
-
-@sequence
-def child_rewritten_behind_its_proof(w):
-    w.make()
-    file = w.child / "model.safetensors"
-    behind(w, module, "prove", lambda *_: rewrite(file, bytes(8) * 4))
-    w.keeps("while this ran")
-
-
-@sequence
-def child_exchanged_while_the_source_is_away(w):
-    w.make()
-    other = w.tmp / "o2"
-    convert(Request(str(w.template.again), str(other)), MEANS, None, False)
-
-    def exchanged(*_):
-        shutil.rmtree(w.child)
-        move(other, w.child)
-
-    behind(w, module, "_moved_away", exchanged)
-    w.keeps("holds other tensors now")
-    assert w.catalog.show(str(w.source)).checkpoint.state == "present"
-
-
-@sequence
-def child_deleted_while_the_source_is_away(w):
-    w.make()
-    behind(w, module, "_moved_away", lambda *_: shutil.rmtree(w.child))
-    w.keeps("does not exist")
-
-
-@sequence
-def child_becomes_a_link_to_where_the_source_is_kept(w):
-    w.make("plain")
-
-    def linked(away):
-        shutil.rmtree(w.child)
-        w.child.symlink_to(Path(away.home, w.source.name))
-
-    behind(w, module, "_moved_away", linked)
-    w.keeps("while this ran")
-
-
-@sequence
-def source_exchanged_for_a_link(w):
-    w.make()
-    for before in (False, True):
-
-        def linked(*_):
-            move(w.source, w.elsewhere / "step-1")
-            w.source.symlink_to(w.elsewhere / "step-1")
-
-        held = snapshot(w.source)
-        behind(w, module, "_mark", linked, before=before)
-        assert w.retire().fate.value in ("unsafe", "kept")
-        assert snapshot(w.elsewhere / "step-1") == held
-        w.source.unlink()
-        move(w.elsewhere / "step-1", w.source)
-        w.monkeypatch.undo()
-
-
-@sequence
-def source_exchanged_for_another_folder(w):
-    """Equal in every byte, but nobody read it."""
-    w.make()
-
-    def copied(*_):
-        move(w.source, w.elsewhere / "step-1")
-        shutil.copytree(w.elsewhere / "step-1", w.source)
-
-    behind(w, module, "_mark", copied)
-    w.keeps("while this ran")
-
-
-@sequence
-def file_comes_while_the_source_is_moved(w):
-    w.make()
-
-    def late(away):
-        Path(away.home, w.source.name, "late.pt").write_bytes(b"only copy")
-
-    behind(w, module, "_moved_away", late)
-    assert "while this ran" in w.retire().why[0]
-    assert (w.source / "late.pt").read_bytes() == b"only copy"
-    w.holds_all(w.source)
-
-
-@sequence
-def file_comes_while_the_source_is_removed(w):
-    w.make()
-
-    def late(*_):
-        home = next(w.source.parent.glob(".*.ckptcore"))
-        (home / "step-1" / "late.pt").write_bytes(b"only copy")
-
-    behind(w, aside, "_unlink", late)
-    found = w.retire()
-    assert found.fate.value == "deleted"
-    assert "late.pt" in found.why[-1]
-    assert snapshot(w.source).keys() == {"late.pt"}
-    w.holds_all(w.child)
-
-
-@sequence
-def file_changes_while_the_source_is_removed(w):
-    w.make()
-    name = data_of(w.source).name
-
-    def rewritten(*_):
-        home = next(w.source.parent.glob(".*.ckptcore"))
-        if (home / "step-1" / name).exists():
-            rewrite(home / "step-1" / name, b"new")
-
-    behind(w, aside, "_empty", rewritten, before=True)
-    assert w.retire().fate.value == "deleted"
-    assert (w.source / name).read_bytes()[-3:] == b"new"
-
-
-@sequence
-def the_system_refuses_to_remove_a_name(w):
-    w.make()
-    unlink = os.unlink
-
-    def refused(name, **options):
-        if str(name).endswith(".distcp"):
-            raise PermissionError(1, "Operation not permitted")
-        unlink(name, **options)
-
-    w.monkeypatch.setattr(aside.os, "unlink", refused)
-    found = w.retire()
-    w.monkeypatch.undo()
-    assert (found.fate.value, "the next run goes on" in found.why[-1]) == ("deleted", True)
-    assert not w.source.exists()  # no reader sees half of it
-    w.retire(last=3)
-    assert w.left == ()
-    if w.source.exists():  # it was the first name of all: the source came back
-        w.holds_all(w.source)
-        w.deletes()
-    assert sorted(os.listdir(w.source.parent)) == ["step-2"]
-    w.holds_all(w.child)
-
-
-@sequence
-def saved_anew_while_the_source_is_away_and_the_child_fails(w):
-    w.make()
-    old = snapshot(w.source)
-
-    def anew(*_):
-        shutil.copytree(w.template.again, w.source)
-        shutil.rmtree(w.child)
-
-    behind(w, module, "_moved_away", anew)
-    found = w.retire()
-    assert (found.fate.value, "waits in" in found.why[0]) == ("unsafe", True)
-    assert snapshot(w.source) == snapshot(w.template.again)
-    home = next(w.source.parent.glob(".*.ckptcore"))
-    assert snapshot(home / "step-1") == old
-    w.retire(last=3)  # nobody may remove it, and it is told
-    assert (len(w.left), str(home) in w.left[0]) == (1, True)
-    shutil.rmtree(w.source)
-    w.retire(last=3)
-    assert (snapshot(w.source), w.left) == (old, ())
-
-
-@sequence
-def status_changes_while_it_runs(w):
-    w.make()
-    behind(w, module, "prove", lambda *_: data_of(w.source).chmod(0o600))
-    w.keeps("while this ran")
-    w.monkeypatch.undo()
-    behind(w, module, "_moved_away", lambda away: os.utime(data_of(Path(away.home, "step-1"))))
-    w.keeps("while this ran", take=True)
-
-
 MOUNTS = [name for name in SEQUENCES if "mount" in name or "file_system" in name]
 
 
@@ -706,9 +494,6 @@ ROWS = (
     "lineage_edited_to_another_child",
     "rows_of_the_childs_files_removed",
     "child_called_its_own_source",
-    "source_exchanged_for_a_link",
-    "child_deleted_while_the_source_is_away",
-    "saved_anew_while_the_source_is_away_and_the_child_fails",
 )
 
 
@@ -716,9 +501,4 @@ ROWS = (
 def test_no_unproven_byte_is_deleted(name, shared, template, can_mount, tmp_path, monkeypatch):
     if name in MOUNTS and not can_mount:
         pytest.skip("needs to mount")
-    world = World(template, *shared, tmp_path, name)
-    world.monkeypatch = monkeypatch
-    try:
-        SEQUENCES[name](world)
-    finally:
-        world.unmount()
+    run_sequence(SEQUENCES[name], template, shared, tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""Objects: is the form that docs/objects.md specifies the one that is written and read?"""
+"""Objects: is the form that docs/reference/objects.md specifies the one that is written and read?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptcore.core.object_tree import Named, Refused, TensorRef, decode, encode
 from ckptcore.errors import UnreadablePart
 from ckptcore.formats.huggingface.folder import OBJECTS, OBJECTS_VERSION
 
-PAGE = (ROOT / "docs/objects.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/reference/objects.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (?:`(?P<kind>\w+)`)? ?\| `(?P<form>.+?)` \| (?P<value>.+) \|$", re.MULTILINE)
 KINDS, NAMED = (list(ROW.finditer(part)) for part in PAGE.split("\n## ")[2:])
 NAMES: dict[str, Any] = {"OrderedDict": OrderedDict, "TensorRef": TensorRef, "Refused": Refused}

@@ -180,7 +180,7 @@ class Rereads:
     """Counts how often the source was read again, and does something in the middle of it."""
 
     def __init__(self, act: Callable[[], None] = lambda: None) -> None:
-        self.count, self.act, self.real = 0, act, reproof._compare
+        self.count, self.act, self.real = 0, act, reproof._compare_files
 
     def __call__(self, *given: Any) -> None:
         self.count += 1
@@ -217,11 +217,11 @@ def test_a_chmod_costs_a_second_look_and_nothing_else(tmp_path: Path, target: st
     age(source)
     ckptcore.convert(str(source), str(quiet), **TARGETS[target])
     rereads = Rereads()
-    with mock.patch.object(reproof, "_compare", rereads), disturbed("executed", lambda: touch(source)):
+    with mock.patch.object(reproof, "_compare_files", rereads), disturbed("executed", lambda: touch(source)):
         ckptcore.convert(str(source), str(out), **TARGETS[target])
     assert rereads.count == 1
     assert bytes_of(out) == bytes_of(quiet)
-    with mock.patch.object(reproof, "_compare", rereads):
+    with mock.patch.object(reproof, "_compare_files", rereads):
         ckptcore.convert(str(source), str(tmp_path / "again"), **TARGETS[target])
     assert rereads.count == 1  # an undisturbed source is read once
 
@@ -236,12 +236,12 @@ def test_a_backup_that_comes_by_while_the_source_is_read_again(tmp_path: Path) -
     age(source)
     todo = [touch]
     once = Rereads(lambda: todo.pop()(source) if todo else None)
-    with mock.patch.object(reproof, "_compare", once), disturbed("executed", lambda: touch(source)):
+    with mock.patch.object(reproof, "_compare_files", once), disturbed("executed", lambda: touch(source)):
         ckptcore.convert(str(source), str(out))
     assert once.count == 2
     assert held(out) == {1.0}
     always = Rereads(lambda: touch(source))
-    with mock.patch.object(reproof, "_compare", always), disturbed("executed", lambda: touch(source)):  # noqa: SIM117
+    with mock.patch.object(reproof, "_compare_files", always), disturbed("executed", lambda: touch(source)):  # noqa: SIM117
         with pytest.raises(SourceChanged, match="again and again"):
             ckptcore.convert(str(source), str(tmp_path / "other.safetensors"))
     assert always.count == 3
@@ -269,7 +269,7 @@ def test_a_write_in_the_tick_of_the_last_one_is_not_missed(tmp_path: Path) -> No
     rereads = Rereads()
     with (
         mock.patch.object(stages, "inspect", return_value=manifest),
-        mock.patch.object(reproof, "_compare", rereads),
+        mock.patch.object(reproof, "_compare_files", rereads),
     ):
         ckptcore.convert(str(source), str(tmp_path / "out.safetensors"))
     assert rereads.count == 1
@@ -293,7 +293,7 @@ def test_a_staging_folder_of_an_older_version_goes_on(tmp_path: Path, changed: b
         rewrite(source, 2.0, raw)
     kept = []
     rereads = Rereads()
-    with mock.patch.object(reproof, "_compare", rereads):
+    with mock.patch.object(reproof, "_compare_files", rereads):
         try:
             result = ckptcore.convert(str(source), str(out), **options)
             kept = [r.reused for r in result.files]

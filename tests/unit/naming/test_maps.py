@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,24 +24,15 @@ from ckptcore.planning.name_maps import MappedNames, map_names
 pytest.importorskip("transformers", minversion="5.0")
 
 import trainer_names
-from trainer_names import FAMILIES, WORLDS, State
+from families import FAMILIES, forms
+from trainer_names import WORLDS, State
 
 hub_model = cache(trainer_names.hub_model)
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
-    for arch, (_, _, worlds) in FAMILIES.items():
-        for world in worlds:
-            forms = WORLDS[world][1]
-            if world == "torchtitan" and arch == "deepseek_v3":
-                forms = ("old", "linear")
-            if world == "megatron" and not any(k in FAMILIES[arch][1] for k in _EXPERTS):
-                forms = ("stacked", "layers") if arch != "gpt2" else ("layers",)
-            for form in forms:
-                yield arch, world, form
-
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+    for family, (_, _, worlds) in FAMILIES.items():
+        yield from ((family, world, form) for world in worlds for form in forms(family, world))
 
 
 def stored(folder: Path, state: State) -> Manifest:
@@ -69,14 +61,94 @@ def test_comes_out_as_the_hub_has_it(tmp_path: Path, arch: str, world: str, form
         assert torch.equal(ckptcore.read(found, name), tensor), name
 
 
+PREDICTION = {
+    "megatron": ("decoder.layers.0.", "mtp.layers.0.transformer_layer.", "mtp.layers.0.", "final_layernorm"),
+    "torchtitan": ("layers.0.", "mtp_layers.0.", "mtp_layers.0.", "mtp_norm"),
+}
+
+
+def with_prediction(arch: str, world: str, form: str) -> tuple[State, dict[str, Any], State]:
+    """(stored, config, hub) of a model with a layer of multi-token prediction, built as its last layer is."""
+    config, hub = hub_model(arch)
+    config, hub = config | {"num_nextn_predict_layers": 1}, dict(hub)
+    make, count = WORLDS[world][0], config["num_hidden_layers"]
+    own = {n: torch.randn_like(t) for n, t in trainer_names.below(hub, count - 1).items()}
+    state = make(config, dict(hub), form)
+    alone = {n: t for n, t in hub.items() if ".layers." not in n}
+    alone |= {f"model.layers.0.{n}": t for n, t in own.items()}
+    old, new, beside, norm = PREDICTION[world]
+    for name, tensor in make(config | {"num_hidden_layers": 1}, alone, form).items():
+        if name.startswith(old):
+            state[new + name.removeprefix(old)] = tensor
+    more = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", norm: "shared_head.norm"}
+    for name, of_hub in more.items():
+        own[f"{of_hub}.weight"] = state[f"{beside}{name}.weight"] = torch.randn(
+            16, 32 if name == "eh_proj" else 1
+        )
+    return state, config, hub | {f"model.layers.{count}.{n}": t for n, t in own.items()}
+
+
+@pytest.mark.parametrize(
+    ("arch", "world", "form"),
+    [
+        ("deepseek_v3", "megatron", "grouped"),
+        ("deepseek_v32", "megatron", "layers"),
+        ("glm4_moe", "megatron", "sequential"),
+        ("deepseek_v3", "torchtitan", "old"),
+        ("deepseek_v3", "torchtitan", "linear"),
+    ],
+)
+def test_layers_of_multi_token_prediction_are_behind_the_others(
+    tmp_path: Path, arch: str, world: str, form: str
+) -> None:
+    """As the hub counts them, and loaders of other programs look for them; transformers has none."""
+    state, config, hub = with_prediction(arch, world, form)
+    found = mapped(stored(tmp_path, state), config).mapped.manifest
+    assert {t.fqn: t.shape for t in found.tensors} == {n: tuple(t.shape) for n, t in hub.items()}
+    for name, tensor in hub.items():
+        assert torch.equal(ckptcore.read(found, name), tensor), name
+
+
+def test_latent_keys_and_values_may_be_apart(tmp_path: Path) -> None:
+    """By head, keys above values: (q k nope, v)."""
+    config, hub = hub_model("deepseek_v3")
+    state = WORLDS["megatron"][0](config, dict(hub), "layers")
+    for n in range(config["num_hidden_layers"]):
+        both = state.pop(f"decoder.layers.{n}.self_attention.linear_kv_up_proj.weight").view(4, 16, 8)
+        for x, rows in (("k", slice(8)), ("v", slice(8, 16))):
+            name = f"decoder.layers.{n}.self_attention.linear_{x}_up_proj.weight"
+            state[name] = both[:, rows].reshape(32, 8)
+    found = mapped(stored(tmp_path, state), config).mapped.manifest
+    for name, tensor in hub.items():
+        assert torch.equal(ckptcore.read(found, name), tensor), name
+
+
+def test_half_a_layer_of_multi_token_prediction_is_refused(tmp_path: Path) -> None:
+    state, config, _ = with_prediction("glm4_moe", "megatron", "grouped")
+    for gone in ("self_attention.linear_proj.weight", "input_layernorm.weight"):
+        del state[f"mtp.layers.0.transformer_layer.{gone}"]
+    with pytest.raises(NameMismatch, match=r"mtp/megatron/norms/input-norm .*mtp/megatron/attention/out"):
+        mapped(stored(tmp_path, state), config)
+
+
+@pytest.mark.parametrize(("count", "over"), [(1, []), (0, ["model.layers.2.eh_proj.weight"]), (10**6, ...)])
+def test_prediction_layers_are_no_left_over(count: int, over: Any) -> None:
+    """transformers ignores them in models of the published number of layers alone; the config counts them."""
+    from ckptcore.planning.meta_model import describe
+
+    config, hub = hub_model("glm4_moe")
+    shapes = {n: list(t.shape) for n, t in hub.items()} | {"model.layers.2.eh_proj.weight": [16, 32]}
+    answer = describe(config | {"num_nextn_predict_layers": count}, shapes)
+    assert answer["unexpected"] == (["model.layers.2.eh_proj.weight"] if over is ... else over)
+
+
 def _table() -> set[tuple[str, str]]:
     return {(a, w) for a, (_, _, worlds) in FAMILIES.items() for w in worlds}
 
 
 def test_every_map_has_a_line_in_the_table() -> None:
     written = {(m.arch, m.world) for m in built_in_maps() if not m.refused and m.to == "hf-hub"}
-    tried_elsewhere = {("olmo", "olmo"), ("olmo2", "olmo"), ("olmoe", "olmo_core")}
-    assert written - tried_elsewhere == _table()
+    assert written == _table()
 
 
 def test_every_rule_says_why_it_has_no_way_back() -> None:
@@ -132,6 +204,21 @@ def test_missing_and_left_over_tensors_are_named(tmp_path: Path) -> None:
     assert "nothing makes model.layers.1.mlp.experts.2.down_proj.weight" in message
 
 
+@pytest.mark.parametrize("form", ["layers", "grouped"])
+def test_the_last_expert_of_every_layer_is_missed_by_its_router(tmp_path: Path, form: str) -> None:
+    """No config says how many there are."""
+    config, hub = hub_model("deepseek_v3")
+    state = WORLDS["megatron"][0](config, dict(hub), form)
+    of_experts = [n for n in state if ".mlp.experts." in n]
+    for name in of_experts:
+        if form == "layers":
+            state[name] = state[name][:3]
+        elif name.endswith("3"):
+            del state[name]
+    with pytest.raises(NameMismatch, match=r"experts is 3 by .* 4 by .*router|mlp\.experts\.3\.gate_proj"):
+        mapped(stored(tmp_path, state), None)
+
+
 def test_a_missing_layer_is_named(tmp_path: Path) -> None:
     config, hub = hub_model("llama")
     state = WORLDS["megatron"][0](config, dict(hub), "layers")
@@ -163,9 +250,6 @@ def test_an_unknown_number_is_asked_for(tmp_path: Path) -> None:
 )
 def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, numbers: dict[str, Any]) -> None:
     manifest, config, _ = made(tmp_path, "llama", "megatron", "layers")
-    if numbers.keys() == {"hidden_size"}:  # no shape needs it
-        assert mapped(manifest, config | numbers).map.arch == "llama"
-        return
     with pytest.raises(NameMismatch):
         mapped(manifest, config | numbers)
 
@@ -178,6 +262,21 @@ def test_names_that_no_pattern_has_are_left_over(tmp_path: Path) -> None:
     with pytest.raises(NameMismatch) as caught:
         mapped(stored(tmp_path, state), config)
     assert len(caught.value.values["unexpected"]) == 3
+
+
+def test_layouts_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
+    """Experts as wide as the model: transposed or not, the shapes are the same."""
+    _, hub = hub_model("olmoe")
+    config = dict(hub_model("olmoe")[0]) | {"intermediate_size": 16}
+    square = {n: t[:16, :16] if ".experts." in n else t for n, t in hub.items()}
+    manifest = stored(tmp_path, WORLDS["olmo_core"][0](config, square, "dropless"))
+    with pytest.raises(UsageError, match="cannot tell the layout of olmoe"):
+        mapped(manifest, config)
+    said = {"model": {"block": {"name": "moe", "feed_forward_moe": {"name": "dropless"}}}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    found = mapped(manifest, config).mapped.manifest
+    for name, tensor in square.items():
+        assert torch.equal(ckptcore.read(found, name), tensor), name
 
 
 def test_an_unknown_vocabulary_is_said(tmp_path: Path) -> None:
@@ -196,6 +295,38 @@ def test_architectures_that_differ_must_be_named(tmp_path: Path) -> None:
         mapped(manifest, numbers, arch="llama")
     with pytest.raises(UsageError, match="no map takes olmo_core names of architecture 'mixtral'"):
         mapped(manifest, numbers, arch="mixtral")
+
+
+def test_maps_with_another_familys_names_are_chosen_by_name_alone(tmp_path: Path) -> None:
+    manifest, config, _ = made(tmp_path, "phi3", "megatron", "stacked")
+    numbers = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
+    assert mapped(manifest, numbers).map.arch == "llama"
+    assert mapped(manifest, numbers, arch="phi3").map.arch == "phi3"
+    assert mapped(manifest, config).map.because == "--config hub says phi3"
+
+
+def test_a_config_that_the_trainer_cannot_express_is_refused(tmp_path: Path) -> None:
+    manifest, config, _ = made(tmp_path, "granitemoe", "megatron", "layers")
+    with pytest.raises(NameMismatch, match=r"--config hub says residual_multiplier = 0\.22"):
+        mapped(manifest, config | {"residual_multiplier": 0.22})
+
+
+def test_what_megatron_bridge_says_of_a_run_counts(tmp_path: Path) -> None:
+    """Its run_config.yaml has the model's fields below a key, and tags that are not followed."""
+    manifest, config, hub = made(tmp_path, "llama", "megatron", "layers")
+    model = "num_attention_heads: 4\n  num_query_groups: 2\n  vocab_size: 40\n  num_layers: 2\n"
+    text = f"model:\n  _target_: a.b.Provider\n  gated_linear_unit: true\n  {model}"
+    (tmp_path / "run_config.yaml").write_text(text)
+    found = mapped(manifest, None)
+    assert found.map.numbers["heads"] == (4, "run_config.yaml says num_attention_heads = 4")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert torch.equal(ckptcore.read(found.mapped.manifest, name), hub[name])
+    (tmp_path / "run_config.yaml").write_text(text.replace("unit: true", "unit: false"))
+    with pytest.raises(NameMismatch, match="gated_linear_unit = false"):
+        mapped(manifest, None, arch="llama")
+    (tmp_path / "run_config.yaml").write_text(text.replace("heads: 4", "heads: 8"))
+    with pytest.raises(NameMismatch, match=r"num_attention_heads = 4, run_config\.yaml says"):
+        mapped(manifest, config)
 
 
 def test_what_has_no_rules_yet_is_refused_by_name(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckptcore.core.box import Box
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload
-from ckptcore.utils.crc32 import Pieces, combine
+from ckptcore.utils.crc32 import CrcPieces, combine
 
 
 def payload_of(raw: bytes, start: int, strides: tuple[int, ...] | None) -> Payload:
@@ -58,7 +58,7 @@ def test_crc_of_two_parts(a: bytes, b: bytes) -> None:
 def test_crc_of_pieces_in_any_order(whole: bytes, data: st.DataObject) -> None:
     cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=6))})
     parts = data.draw(st.permutations(list(pairwise(cuts))))
-    pieces = Pieces(len(whole))
+    pieces = CrcPieces(len(whole))
     told = [pieces.add(a, b - a, zlib.crc32(whole[a:b])) for a, b in parts]
     assert told[:-1] == [None] * (len(told) - 1)
     assert told[-1] == zlib.crc32(whole)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from lasting import Lasting
 from stack import TENSORS, Stack, whole_system
 
+SYSTEM = Lasting(lambda: whole_system("ckptcore-up-"), Path(__file__).parent)
 
-@pytest.fixture(scope="session")
-def stack() -> Iterator[Stack]:
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Generator[None]:
+    try:
+        return (yield)
+    finally:
+        SYSTEM.leave(nextitem)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Stack:
     """PostgreSQL, Prefect's server, a worker and the receiver, as `make up` starts them."""
-    with whole_system("ckptcore-up-") as running:
-        yield running
+    return SYSTEM()
 
 
 @pytest.fixture

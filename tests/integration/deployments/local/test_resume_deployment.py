@@ -94,7 +94,7 @@ def test_a_machine_that_goes_away_is_noticed_by_its_silence(stack: Stack, checkp
 
 @pytest.mark.soak
 def test_a_run_that_dies_before_it_begins_is_not_started_for_ever(stack: Stack, checkpoint: Path) -> None:
-    stack.up()
+    stack.mend()
     answer = stack.receiver.post(
         "/hooks/curl",
         json={"uri": str(checkpoint), "run": "doomed", "step": 7},

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.xdist_group("stack")]
 
 
 def test_wrong_names_hold_up_nobody(stack: Stack, checkpoint: Path) -> None:
-    stack.up()
+    stack.mend()
     worker = stack.process("worker")
     late = checkpoint.with_name("step-9")
     wrong = [checkpoint.with_name(f"setp-{n}") for n in range(3)]  # more than the worker has places
@@ -51,7 +51,7 @@ def test_wrong_names_hold_up_nobody(stack: Stack, checkpoint: Path) -> None:
 @pytest.mark.soak
 def test_a_long_pause_is_no_death(stack: Stack, checkpoint: Path) -> None:
     """Runs that give no sign of life for 90 s are crashed; one that is put off for longer gives none."""
-    stack.up()
+    stack.mend()
     late = checkpoint.with_name("step-9")
     id = stack.start(
         "arrived/arrived",

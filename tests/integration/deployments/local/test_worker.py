@@ -10,10 +10,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stack import ROOT, TENSORS, Stack, eventually
 
+from deployments import worker as worker_process
 from deployments.local.process import having
 from deployments.worker import MARK
 
@@ -60,8 +62,46 @@ def runs_of(process: subprocess.Popen[bytes]) -> list[int]:
     return [pid for pid in having(marks[0]) if b"prefect.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("end", ["is told to end", "dies"])
-def test_a_worker_lets_go_of_its_run(stack: Stack, checkpoint: Path, tmp_path: Path, end: str) -> None:
+def run_of_another(stack: Stack) -> str:
+    """The id of a run that another worker took, as its label says."""
+    deployment = stack.get("/deployments/name/scrub/scrub")["id"]
+    run = stack.post(
+        "/flow_runs/",
+        {
+            "flow_id": stack.get(f"/deployments/{deployment}")["flow_id"],
+            "work_pool_name": "ckptcore",
+            "state": {"type": "RUNNING"},
+            "labels": {"prefect.worker.name": "third"},
+        },
+    )
+    return str(run["id"])
+
+
+def test_one_that_dies_lets_go_too_and_says_that_it_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    dies = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    real, asked, let_go = subprocess.Popen, [], []
+
+    def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        asked.append(command)
+        return real(dies, **how)
+
+    monkeypatch.setattr(worker_process.subprocess, "Popen", start)
+    monkeypatch.setattr(worker_process, "_let_go", lambda *of: let_go.append(of))
+    before = {how: signal.getsignal(how) for how in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+    try:
+        code = worker_process.main(["--pool", "p", "--name", "n"])
+    finally:
+        for how, handler in before.items():
+            signal.signal(how, handler)
+    assert code == -signal.SIGKILL
+    assert let_go == [("p", "n")]
+    assert asked[0][-4:] == ["--pool", "p", "--name", "n"]
+
+
+@pytest.mark.parametrize("end", ["is told to end", pytest.param("dies", marks=pytest.mark.soak)])
+def test_a_worker_lets_go_of_its_run_and_of_nobody_elses(
+    stack: Stack, checkpoint: Path, tmp_path: Path, end: str
+) -> None:
     os.kill(stack.process("worker"), signal.SIGTERM)  # it has nothing to do, and would take the run
     target = stack.exports / f"let-go-{end.split()[0]}"
     receipts = target.parent / f".{target.name}.ckptcore" / "receipts"
@@ -71,6 +111,7 @@ def test_a_worker_lets_go_of_its_run(stack: Stack, checkpoint: Path, tmp_path: P
             "convert/convert", {"source": str(checkpoint), "destination": str(target), **ONE_FILE_EACH}
         )
         assert eventually(lambda: len(list(receipts.glob("file-*.json"))) >= 3, step=0.01), log.read_text()
+        others = run_of_another(stack)
         running = runs_of(process)
         for pid in running:
             os.kill(pid, signal.SIGSTOP)  # or it might end before its worker
@@ -82,6 +123,8 @@ def test_a_worker_lets_go_of_its_run(stack: Stack, checkpoint: Path, tmp_path: P
             process.terminate()
         code = process.wait(300)
     assert (code == 0) is (end != "dies")
+    assert stack.run(others)["state_type"] == "RUNNING"
+    stack.post(f"/flow_runs/{others}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
     assert stack.run(id)["state"]["name"] == "AwaitingRetry", stack.told(id)
     assert "its worker was stopped" in stack.run(id)["state"]["message"]
     assert f"({id})" in log.read_text()
@@ -91,29 +134,3 @@ def test_a_worker_lets_go_of_its_run(stack: Stack, checkpoint: Path, tmp_path: P
     stack.up()  # with its worker
     assert stack.ended(id)["state_type"] == "COMPLETED", stack.told(id)
     assert stack.run(id)["run_count"] == 2
-
-
-def test_others_keep_their_runs(stack: Stack, tmp_path: Path) -> None:
-    stack.up()
-    # A name that no test before has made known to the server: it tells that this one has begun.
-    with worker(stack, tmp_path / "log", "neighbour") as process:
-        assert eventually(
-            lambda: any(
-                w["name"] == "neighbour" for w in stack.post("/work_pools/ckptcore/workers/filter", {})
-            )
-        ), (tmp_path / "log").read_text()
-        # Taken by another worker, as its label says; this one's end is no business of it.
-        deployment = stack.get("/deployments/name/scrub/scrub")["id"]
-        id = stack.post(
-            "/flow_runs/",
-            {
-                "flow_id": stack.get(f"/deployments/{deployment}")["flow_id"],
-                "work_pool_name": "ckptcore",
-                "state": {"type": "RUNNING"},
-                "labels": {"prefect.worker.name": "third"},
-            },
-        )["id"]
-        process.terminate()
-        assert process.wait(300) == 0
-    assert stack.run(id)["state_type"] == "RUNNING"
-    stack.post(f"/flow_runs/{id}/set_state", {"state": {"type": "CANCELLED"}, "force": True})

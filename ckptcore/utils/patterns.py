@@ -1,0 +1,61 @@
+"""Match regular expressions of strangers: in a process of its own, which is ended when it takes too long.
+
+Some expressions take longer than anybody waits, and nothing ends one inside `re`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+_LONGEST = 10_000  # characters of an expression
+_PROGRAM = """
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+patterns, texts = json.load(sys.stdin)
+try:
+    found = [[re.fullmatch(p, t) is not None for t in texts] for p in patterns]
+except (re.error, RecursionError, OverflowError) as error:
+    found = str(error)
+json.dump(found, sys.stdout)
+"""
+
+
+class UnusablePattern(ValueError):
+    """An expression that is none, or takes too long."""
+
+
+def full_matches(
+    patterns: Sequence[str], texts: Sequence[str], *, seconds: float = 10.0
+) -> list[tuple[bool, ...]]:
+    """For each pattern, whether it matches each whole text, as `re.fullmatch` says.
+
+    Raises:
+        UnusablePattern: For an expression that is none, is too long, or takes more than so many seconds.
+
+    >>> full_matches([r".*\\.(q|v)_proj"], ["a.q_proj", "a.k_proj"])
+    [(True, False)]
+    """
+    if not patterns or not texts:
+        return [() for _ in patterns]
+    if any(len(p) > _LONGEST for p in patterns):
+        raise UnusablePattern(f"an expression has more than {_LONGEST} characters")
+    asked = json.dumps([list(patterns), list(texts)]).encode()
+    try:
+        run = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM],
+            input=asked,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnusablePattern(f"matching took more than {seconds:g} s") from error
+    if run.returncode:
+        raise UnusablePattern("matching took more memory than it may")
+    found = json.loads(run.stdout)
+    if isinstance(found, str):
+        raise UnusablePattern(found)
+    return [tuple(each) for each in found]

@@ -1,0 +1,73 @@
+"""Run one cell of the table of exports: a checkpoint is made, exported, and compared with what is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from export_results import LOGITS, TENSORS, Cell, Result, declared, has_map, stand_in
+from export_sources import WRITERS, Tiny, adapted, weights
+from trainer_names import State
+from transformers_job import UNOPENED
+
+import ckptcore
+from ckptcore.errors import CkptError
+
+# Compares the logits of (right, made, base of adapters or None); "" when they are equal.
+_OWN_CONFIG = ("hf-hub", "verl", "peft")  # whose checkpoints have a config that the export finds
+Judge = Callable[[Path, Path, Path | None], str]
+
+
+def differing(right: State, made: State) -> list[str]:
+    """Names of tensors that are not on both sides, or not with the same bits."""
+    names = sorted(right.keys() ^ made.keys())
+    return names + [n for n in sorted(right.keys() & made.keys()) if not same(right[n], made[n])]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether dtype, shape and every bit are."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+def observe(cell: Cell, tinies: Callable[[str], Tiny], folder: Path, judge: Judge) -> Result:
+    """What comes of a cell's export.
+
+    Raises AssertionError, with names, for an export that is neither right nor refused.
+    """
+    tiny, out = tinies(cell.family), folder / "out"
+    folder.mkdir(exist_ok=True)
+    path = WRITERS[cell.source](tinies(stand_in(cell.family, cell.source)), cell.form, folder / "source")
+    if not has_map(cell.family, cell.source):  # the stand-in's own config is another model's
+        for name in ("common.pt", "metadata.json", "config.json", "config.yaml"):
+            (path / name).unlink(missing_ok=True)
+    config = {} if cell.source in _OWN_CONFIG else {"config": str(tiny.hub)}
+    try:
+        ckptcore.convert(str(path), str(out), verb="export", catalog=False, **config)
+    except CkptError as error:
+        assert not out.exists()
+        return Result("refused", error.message)
+    right, base = tiny.hub, None
+    if cell.source == "peft":
+        right, base = folder / "right", tiny.hub
+        adapted(tiny).save_pretrained(right)
+    else:
+        assert json.loads((out / "config.json").read_text()) == tiny.config
+    assert not (wrong := differing(weights(right), weights(out))), f"{cell}: {wrong}"
+    proof = ckptcore.verify_export(str(out))
+    assert proof.verdict == "ok", f"{cell}: {[c.summary for c in proof.checks]}"
+    difference = judge(right, out, base)
+    if difference.startswith(UNOPENED):
+        return Result(TENSORS, difference)
+    assert not difference, f"{cell}: logits {difference}"
+    return Result(LOGITS)
+
+
+def require_declared(cell: Cell, found: Result) -> None:
+    """Raises AssertionError unless the table says of a cell what was found, no more and no less."""
+    said = declared(cell.family, cell.source)
+    assert found.level == said.level, f"{cell}: the table says {said}, it is {found}"
+    assert said.why in found.why, f"{cell}: the table says {said}, it is {found}"

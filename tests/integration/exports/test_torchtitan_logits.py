@@ -1,0 +1,87 @@
+"""Are the maps from torchtitan right? Its own models compute what transformers computes of the export.
+
+torchtitan makes the weights and names them; both models answer the same question in float32.
+``CKPTCORE_TORCHTITAN_PYTHON`` names an interpreter with torchtitan 0.3.0; without it these are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import trainer_names
+from paths import JOBS
+
+import ckptcore
+
+transformers: Any = pytest.importorskip("transformers", minversion="5.0")
+
+pytestmark = pytest.mark.soak
+
+VARIABLE = "CKPTCORE_TORCHTITAN_PYTHON"
+LIMIT = 1e-5  # of logits whose standard deviation is about 1
+IDS = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(1))
+# Family -> what its tiny config must say so that torchtitan can build it: it means some sizes for GPUs.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16, "hidden_size": 64},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True},
+    "deepseek_v3": {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 16},
+    "gpt_oss": {
+        "head_dim": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+
+# Biases that balance experts in training: the hub's models of these families have none.
+DROPPED = {"qwen3_moe": (".expert_bias_E",), "gpt_oss": (".expert_bias_E",)}
+
+
+def hub_config(arch: str) -> dict[str, Any]:
+    config, _ = trainer_names.hub_model(arch)
+    return config | {"dtype": "float32"} | FAMILIES[arch]
+
+
+@pytest.fixture(scope="module")
+def titan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What torchtitan answers, from one process."""
+    python, folder = os.environ.get(VARIABLE), tmp_path_factory.mktemp("titan")
+    if not python:
+        pytest.skip(f"no interpreter with torchtitan 0.3.0: {VARIABLE} can name one")
+    asked = [{"config": hub_config(a), "ids": IDS, "zero": DROPPED.get(a, ())} for a in FAMILIES]
+    torch.save(asked, folder / "asked.pt")
+    argv = [python, "-W", "ignore", str(JOBS / "torchtitan_logits_job.py")]
+    argv += [str(folder / "asked.pt"), str(folder / "answer.pt")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(FAMILIES, torch.load(folder / "answer.pt", weights_only=True), strict=True))
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_torchtitans_own_model_agrees_with_the_export(
+    titan: dict[str, dict[str, Any]], tmp_path: Path, arch: str
+) -> None:
+    dcp.save({"model": titan[arch]["state"]}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    (tmp_path / "config.json").write_text(json.dumps(hub_config(arch)))
+    options = {"verb": "export", "catalog": False, "config": str(tmp_path / "config.json")}
+    ckptcore.convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), **options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        found = model.eval()(IDS).logits
+    assert found.std() > 0.05
+    difference = float((found - titan[arch]["logits"]).abs().max())
+    print(f"logits differ by {difference:.1e}")
+    assert difference < LIMIT

@@ -1,0 +1,154 @@
+"""What Megatron-Core's own GPTModel makes of weights: its names, and its logits, on one CPU.
+
+python megatron_logits_job.py ASKED ANSWER
+
+ASKED is a file of torch with a list of questions: ``config``, of TransformerConfig (MLATransformerConfig
+where it has ``multi_latent_attention``); ``model``, of GPTModel; ``ids``; ``state``, the weights by the names
+of Megatron, or None for random ones, which all differ. ANSWER will hold a list of ``state`` and ``logits``.
+
+Megatron-Core means to run on GPUs. Here stand in: for `torch.cuda.current_device` the CPU, for
+`torch.cuda.Stream` nothing, and for the tracker of random states of GPUs none, as nothing is dropped out.
+Megatron's own attention of plain torch is given to latent attention, which hands it sizes of keys and values
+that it does not ask for; sparse attention, which is only built with Transformer Engine, is built with
+Megatron's own modules, and a plain linear layer where they have none. Nothing else of the model is changed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class _NoStream:
+    """Stands in for torch.cuda.Stream."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+def _stand_in() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.Stream = _NoStream
+    cuda.current_stream = lambda *_: _NoStream()
+
+
+def _built(asked: dict[str, Any]) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    form = dict(asked["config"])
+    kind = MLATransformerConfig if form.get("multi_latent_attention") else TransformerConfig
+    if "activation_func" in form:
+        form["activation_func"] = _activation(form["activation_func"])
+    config = kind(use_cpu_initialization=True, **form)
+    if form.get("experimental_attention_variant"):
+        from megatron.core.models.backends import LocalSpecProvider
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+        backend = LocalSpecProvider()
+        backend.linear = backend.column_parallel_linear
+        variants._get_backend_spec_provider = lambda config: backend
+        spec = variants.get_transformer_block_with_experimental_attention_variant_spec(config=config)
+        for layer in spec.layer_specs:
+            indexer = layer.submodules.self_attention.submodules.core_attention.submodules.indexer.submodules
+            indexer.linear_wq_b = indexer.linear_wk = indexer.linear_weights_proj = _Linear
+    else:
+        spec = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            qk_l2_norm=form.get("qk_l2_norm", False),
+        )
+    mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
+    for layer in spec.layer_specs if config.multi_latent_attention else ():
+        attention = layer.submodules.self_attention.submodules
+        if not form.get("experimental_attention_variant"):
+            attention.core_attention = _latent_attention()
+    return GPTModel(config, spec, mtp_block_spec=mtp, **asked["model"]).float().eval()
+
+
+class _Linear(torch.nn.Linear):
+    """Stands in for Transformer Engine's linear layer, where it is not parallel."""
+
+    def __init__(self, wide: int, narrow: int, *, bias: bool = False, **_: Any) -> None:
+        super().__init__(wide, narrow, bias=bias)
+
+    def forward(self, given: torch.Tensor) -> Any:
+        return super().forward(given), None
+
+
+def _latent_attention() -> type:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class LatentAttention(DotProductAttention):
+        """Megatron-Core's own, whose output is as wide as `kv_channels` says."""
+
+        def __init__(self, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            assert v_channels in (None, self.config.kv_channels)
+
+    return LatentAttention
+
+
+def _activation(name: str) -> Any:
+    if name == "quick_gelu":
+        from megatron.core.activations import quick_gelu
+
+        return quick_gelu
+    return {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    }[name]
+
+
+def main() -> None:
+    """Writes the answers."""
+    every = torch.load(sys.argv[1], weights_only=True)
+    _stand_in()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        torch.save([_answer(asked) for asked in every], sys.argv[2])
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def _answer(asked: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = _built(asked)
+    own = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    given = asked["state"] or {n: _random(n, t) for n, t in own.items()}
+    assert given.keys() == own.keys(), sorted(given.keys() ^ own.keys())
+    for name, tensor in own.items():
+        tensor.copy_(given[name])
+    ids = asked["ids"]
+    position = torch.arange(ids.shape[1])[None].expand_as(ids)
+    mask = torch.ones(1, 1, ids.shape[1], ids.shape[1]).triu(1).bool()  # true: not seen
+    return {"state": given, "logits": model(ids, position, mask).float()}
+
+
+def _random(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Values of a trained model's size, so that every tensor counts in the logits."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    values = torch.randn(tensor.shape)
+    return 1 + values / 8 if "norm" in name and name.endswith("weight") else values / 4
+
+
+if __name__ == "__main__":
+    main()

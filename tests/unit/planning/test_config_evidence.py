@@ -1,0 +1,64 @@
+"""Configs as evidence: none of them costs time or memory beyond its own size."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptcore
+from ckptcore.errors import UsageError
+from ckptcore.planning import transformers_process
+from ckptcore.planning.config_folder import ConfigFolder, check_names
+from ckptcore.planning.stored_configs import stored_configs
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        b'{"num_hidden_layers": 1000000000000}',
+        b'{"text_config": {"num_local_experts": 1e300}}',
+        b'{"vision_config": {"depth": 2000}}',
+    ],
+)
+def test_a_config_of_more_modules_than_tensors_is_never_built(
+    form: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        transformers_process, "ask", lambda *_, **__: pytest.fail("transformers was asked to build it")
+    )
+    with pytest.raises(UsageError, match="the checkpoint has 40 at most"):
+        check_names(ConfigFolder("config", {"config.json": form}), {"w": (40, 3)})
+
+
+def test_counts_that_a_checkpoint_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        transformers_process, "ask", lambda *a, **_: asked.append(a) or {"unknown": "no such model"}
+    )
+    form = (
+        b'{"num_experts": 4096, "num_hidden_layers": 1000, "max_window_layers": 1000000, "use_layers": true}'
+    )
+    assert check_names(ConfigFolder("config", {"config.json": form}), {"w": (4096, 3)}).warnings
+    assert asked
+
+
+def _merges(levels: int) -> str:
+    rows = ["a0: &a0 {k: 1}"]
+    rows += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, levels)]
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize(
+    "text", [_merges(12), "k: [1, 2]\n" * 400_000, "[" * 50_000], ids=["merges", "long", "deep"]
+)
+def test_a_hostile_yaml_says_nothing_and_costs_nothing(tmp_path: Path, text: str) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "run_config.yaml").write_text(text)
+    began = time.process_time()
+    assert all(c.numbers == {} for c in stored_configs(ckptcore.open(str(tmp_path)), "megatron"))
+    assert time.process_time() - began < 10

@@ -1,0 +1,24 @@
+"""Expressions of strangers end, whatever they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptcore.utils.patterns import UnusablePattern, full_matches
+
+
+def test_an_expression_that_never_ends_is_ended() -> None:
+    with pytest.raises(UnusablePattern, match="more than 2 s"):
+        full_matches([r"(a+)+b"], ["a" * 200], seconds=2)
+
+
+@pytest.mark.parametrize("pattern", ["(", "a" * 20_000, "(?P<x>a)(?P<x>b)", "(?<=a+)b"])
+def test_what_is_no_expression_is_said(pattern: str) -> None:
+    with pytest.raises(UnusablePattern):
+        full_matches([pattern], ["a"])
+
+
+def test_whole_texts_are_matched() -> None:
+    assert full_matches(["a", "a.*"], ["a", "ab"]) == [(True, False), (True, True)]
+    assert full_matches([], ["a"]) == []
+    assert full_matches(["a"], []) == [()]
