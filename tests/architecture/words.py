@@ -1,0 +1,175 @@
+"""Hold code, tests and pages to the project's vocabulary.
+
+    python tests/architecture/words.py --check     name every line that breaks a rule; exit code 1 if any does
+    python tests/architecture/words.py PATH ...    the same for these files and folders only
+
+CONTRIBUTING.md (How we write) gives the rules; the tables below are what a program can hold. `PROSE` covers
+comments, docstrings, messages and pages; `PARTS` covers the parts of identifiers (`snake_case` and `CamelCase`).
+"""
+
+import argparse
+import ast
+import io
+import keyword
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("ckptcore", "tasks", "flows", "deployments", "alembic", "tests", "docs")
+PAGES = ("README.md", "CONTRIBUTING.md", "DESIGN.md", "CHANGELOG.md")
+# This file names the words; the fixtures are other programs' files.
+SKIPPED = ("tests/architecture/words.py", "tests/fixtures/")
+
+# What is not written -> what to write instead.
+PROSE = {
+    r"told": "reported, given, recorded, passed",
+    r"crews?": "thread group",
+    r"heed(s|ed)?": "respect, obey",
+    r"somebody": "another process, another user",
+    r"let(s|ting)? go": "release, delete",
+    r"puts? back|putting back": "restore",
+    r"stands?|stood": "is, are, exist, is recorded",
+    r"lies|lie|lying|lay(?! out)": "is in, is at, is stored",
+    r"(is|are|was|were|be|been) had|to be had": "is available",
+    r"(tells?|says?|said) of": "reports about, records",
+    r"(is|are|was|were|be|not|stays?|left|becomes?) whole": "complete",
+    r"whole (checkpoints?|folders?|files?) only": "complete",
+    r"in (its|their|our) (own )?words": "as a message",
+}
+PARTS = {
+    "told": "reported, given, stated",
+    "words": "text, message, terms",
+    "shown": "display, rendered",
+    "crew": "threads, group",
+    "whole": "complete, full, entire",
+    "again": "retry, repeat, rerun",
+    "stands": "exists, is_current",
+    "lies": "is_inside",
+    "lie": "is_inside",
+    "held": "in_use, kept, reserved",
+    "said": "message, stated",
+    "heed": "respect",
+    "heeded": "respected",
+    "somebody": "other",
+}
+# Identifiers that are somebody else's, or mean what the field means by them.
+ALLOWED: frozenset[str] = frozenset()
+
+
+class Breach(NamedTuple):
+    """One line that breaks a rule: where, what was written, and what to write instead."""
+
+    path: str
+    line: int
+    found: str
+    instead: str
+
+
+def main() -> int:
+    """Check the files named on the command line, or all of them, and print what breaks a rule."""
+    parser = argparse.ArgumentParser(description="Hold code, tests and pages to the project's vocabulary.")
+    parser.add_argument("--check", action="store_true", help="check every file of the project")
+    parser.add_argument("paths", nargs="*", help="files and folders, relative to the project")
+    parser.add_argument("--count", action="store_true", help="print only how many breaches each file has")
+    args = parser.parse_args()
+    breaches = [breach for path in _files(args.paths) for breach in check(path)]
+    if args.count:
+        for path in sorted({breach.path for breach in breaches}):
+            print(sum(breach.path == path for breach in breaches), path)
+    else:
+        for breach in breaches:
+            print(f"{breach.path}:{breach.line}: {breach.found!r}: write {breach.instead}")
+    if breaches:
+        print(f"{len(breaches)} breaches of the vocabulary (CONTRIBUTING.md: How we write)")
+    return int(bool(breaches))
+
+
+def check(path: Path) -> Iterator[Breach]:
+    """Yield every breach in one file, in the order of its lines."""
+    name = path.relative_to(ROOT).as_posix()
+    text = path.read_text()
+    if path.suffix == ".md":
+        yield from (Breach(name, line, found, instead) for line, found, instead in _page(text))
+    else:
+        yield from (Breach(name, line, found, instead) for line, found, instead in _module(text))
+
+
+def _files(named: list[str]) -> list[Path]:
+    listed = subprocess.run(
+        [
+            "git",
+            "ls-files",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "--",
+            *(named or [*FOLDERS, *PAGES]),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    return [
+        ROOT / name
+        for name in sorted(set(listed))
+        if name.endswith((".py", ".md")) and not name.startswith(SKIPPED) and (ROOT / name).exists()
+    ]
+
+
+def _page(text: str) -> Iterator[tuple[int, str, str]]:
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith(("```", ":::")):
+            fenced = not fenced and line.lstrip().startswith("```")
+        elif not fenced:
+            yield from ((number, found, instead) for found, instead in _prose(re.sub(r"`[^`]*`", "", line)))
+
+
+def _module(text: str) -> Iterator[tuple[int, str, str]]:
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+        and isinstance(node.body[0].value, ast.Constant)
+        and isinstance(node.body[0].value.value, str)
+    }
+    middle = getattr(tokenize, "FSTRING_MIDDLE", -1)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        number = token.start[0]
+        if token.type in (tokenize.COMMENT, tokenize.STRING, middle):
+            if token.type == tokenize.STRING and number in docstrings:
+                first = token.string.strip("rR\"'").strip().split("\n\n")[0]
+                if first.rstrip().endswith("?") or re.match(r"[^.]*\?", first.split("\n")[0]):
+                    yield number, first.split("\n")[0], "what it does, not a question"
+            for offset, line in enumerate(token.string.splitlines()):
+                yield from ((number + offset, found, instead) for found, instead in _prose(line))
+        elif (
+            token.type == tokenize.NAME
+            and not keyword.iskeyword(token.string)
+            and token.string not in ALLOWED
+        ):
+            for part in _parts(token.string):
+                if part in PARTS:
+                    yield number, token.string, PARTS[part]
+
+
+def _parts(identifier: str) -> list[str]:
+    return [part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)]
+
+
+def _prose(line: str) -> Iterator[tuple[str, str]]:
+    for pattern, instead in PROSE.items():
+        for found in re.finditer(rf"(?<![\w`.-])(?:{pattern})(?![\w`-])", line, re.IGNORECASE):
+            yield found.group(), instead
+
+
+if __name__ == "__main__":
+    sys.exit(main())
