@@ -3,14 +3,13 @@
     python tests/architecture/words.py --check     name every line that breaks a rule; exit code 1 if any does
     python tests/architecture/words.py PATH ...    the same for these files and folders only
 
-CONTRIBUTING.md (How we write) gives the rules; the tables below are what a program can hold. `PROSE` covers
-comments, docstrings, messages and pages; `PARTS` covers the parts of identifiers (`snake_case` and `CamelCase`).
+CONTRIBUTING.md (How we write) gives the rules; the tables below are what a program can hold. `PROSE` covers comments,
+docstrings, messages and pages; `PARTS` covers the parts of identifiers (`snake_case` and `CamelCase`).
 """
 
 import argparse
 import ast
 import io
-import keyword
 import re
 import subprocess
 import sys
