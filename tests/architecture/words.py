@@ -3,8 +3,8 @@
     python tests/architecture/words.py --check     name every line that breaks a rule; exit code 1 if any does
     python tests/architecture/words.py PATH ...    the same for these files and folders only
 
-CONTRIBUTING.md (How we write) gives the rules; the tables below are what a program can hold. `PROSE` covers comments,
-docstrings, messages and pages; `PARTS` covers the parts of identifiers (`snake_case` and `CamelCase`).
+CONTRIBUTING.md (How we write) gives the rules; the tables below are what a program can hold. `PROSE` covers
+comments, docstrings, messages and pages; `PARTS` covers the parts of identifiers.
 """
 
 import argparse
@@ -150,11 +150,7 @@ def _module(text: str) -> Iterator[tuple[int, str, str]]:
                     yield number, first.split("\n")[0], "what it does, not a question"
             for offset, line in enumerate(token.string.splitlines()):
                 yield from ((number + offset, found, instead) for found, instead in _prose(line))
-        elif (
-            token.type == tokenize.NAME
-            and not keyword.iskeyword(token.string)
-            and token.string not in ALLOWED
-        ):
+        elif token.type == tokenize.NAME and token.string not in ALLOWED:
             for part in _parts(token.string):
                 if part in PARTS:
                     yield number, token.string, PARTS[part]
