@@ -110,6 +110,11 @@ class Builder:
             raise _too_large(item.length) from error
         return row
 
+    def item_crc32(self, item: int) -> int | None:
+        """The stored CRC-32 of an item added before, None without one."""
+        crc = self._items[6 * item + 5]
+        return None if crc < 0 else crc
+
     def plain_item(self, file: int, start: int, length: int, envelope: Envelope) -> int:
         """Adds an item without codec, checksum and member; the quick way for millions.
 

@@ -50,6 +50,7 @@ from ckptcore.formats.base import (
 )
 from ckptcore.formats.common.rank_file_names import unread
 from ckptcore.formats.dcp.format import FORMAT as DCP
+from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
 from ckptcore.formats.huggingface.quantized import FORMAT as HF_QUANTIZED
 from ckptcore.formats.huggingface.safetensors import FORMAT as SAFETENSORS
 from ckptcore.formats.huggingface.shards import FORMAT as HF_SHARDS
@@ -81,6 +82,7 @@ FORMATS: tuple[Format, ...] = (
     FSDP_DTENSOR,
     TORCH_DCP,
     MEGATRON_LEGACY,
+    DEEPSPEED,
     OLMO_CORE,
     OLMO_LOCAL,
     OLMO_UNSHARDED,
@@ -143,7 +145,9 @@ def by_name(name: str, *, writes: bool = False) -> Format:
     return registry().find("write" if writes else "read", name)
 
 
-def open_source(url: str, *, recover: bool = False, keep_quantized: bool = False) -> Source:
+def open_source(
+    url: str, *, recover: bool = False, keep_quantized: bool = False, weights: str = ""
+) -> Source:
     """What is at a URL: a folder, or one file of a folder. Raises `SourceUnreadable`."""
     store = open_store(url)
     if store.local is not None:
@@ -152,25 +156,27 @@ def open_source(url: str, *, recover: bool = False, keep_quantized: bool = False
         except OSError as error:  # a name too long, say
             raise SourceUnreadable(f"cannot open {url[:200]}: {error.strerror}") from error
         if is_folder:
-            return _source(store, None, store.stamped(), recover, keep_quantized)
+            return _source(store, None, store.stamped(), recover, keep_quantized, weights)
         parent, name = split_url(url)
         store = open_store(parent)
         seen = store.look(name)
         if seen is None:
             hint = hub_hint(url) or None
             raise SourceUnreadable(f"{url} does not exist, or is no regular file", hint=hint)
-        return _source(store, name, {name: seen}, recover, keep_quantized)
+        return _source(store, name, {name: seen}, recover, keep_quantized, weights)
     parent, name = split_url(url)
     if "." in name:  # object stores have no folders to ask; a name with a suffix may be a file
         above = open_store(parent)
         seen = above.look(name)
         if seen is not None:
-            return _source(above, name, {name: seen}, recover, keep_quantized)
-    return _source(store, None, store.stamped(), recover, keep_quantized)
+            return _source(above, name, {name: seen}, recover, keep_quantized, weights)
+    return _source(store, None, store.stamped(), recover, keep_quantized, weights)
 
 
-def _source(store: Store, name: str | None, seen: dict[str, Stamped], recover: bool, keep: bool) -> Source:
-    return Source(store, name, {path: one.nbytes for path, one in seen.items()}, recover, keep, seen)
+def _source(
+    store: Store, name: str | None, seen: dict[str, Stamped], recover: bool, keep: bool, weights: str
+) -> Source:
+    return Source(store, name, {path: one.nbytes for path, one in seen.items()}, recover, keep, weights, seen)
 
 
 def detect(source: Source) -> tuple[Format, Evidence]:

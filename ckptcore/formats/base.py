@@ -27,7 +27,8 @@ class Source:
     store: the folder. name: the one file of it that was named, or None for the folder itself.
     listing: relative path -> size. recover: whether an unfinished save may be taken as it is.
     keep_quantized: whether quantised weights stay as they are stored. seen: the files as they were when they
-    were listed; of the place that was opened, not of folders below it.
+    were listed; of the place that was opened, not of folders below it. weights: ``master`` or ``module``, of
+    formats that store trained weights twice; "" for what the format prefers.
     """
 
     store: Readable
@@ -35,17 +36,20 @@ class Source:
     listing: Mapping[str, int]
     recover: bool = False
     keep_quantized: bool = False
+    weights: str = ""
     seen: Mapping[str, Stamped] = field(default_factory=dict)
 
     def below(self, folder: str) -> Source:
         """The source that a subfolder is; its paths are relative to it."""
         prefix = folder.rstrip("/") + "/"
         listing = {p.removeprefix(prefix): n for p, n in self.listing.items() if p.startswith(prefix)}
-        return Source(SubStore(self.store, prefix), None, listing, self.recover, self.keep_quantized)
+        store = SubStore(self.store, prefix)
+        return Source(store, None, listing, self.recover, self.keep_quantized, self.weights)
 
     def file(self, name: str) -> Source:
         """The source that one file of this folder is."""
-        return Source(self.store, name, {name: self.listing[name]}, self.recover, self.keep_quantized)
+        listing = {name: self.listing[name]}
+        return Source(self.store, name, listing, self.recover, self.keep_quantized, self.weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,15 +85,6 @@ _STEP = re.compile(r"^step\d+(-unsharded)?/")
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 KNOWN: tuple[KnownFormat, ...] = (
     KnownFormat(
-        "deepspeed",
-        "a DeepSpeed ZeRO checkpoint",
-        _found_by_name(
-            r"(^|/)(mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)_(model|optim)_states\.pt$"
-            r"|(^|/)bf16_zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
-        ),
-        "run the zero_to_fp32.py that lies in the checkpoint, then run ckptcore on the result",
-    ),
-    KnownFormat(
         "torch-legacy",
         "a torch.save file of the format before zip (torch 1.5 and earlier)",
         _before_zip,

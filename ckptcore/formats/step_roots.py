@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete
-from ckptcore.formats.base import Source
+from ckptcore.formats.base import Source, natural
+from ckptcore.formats.deepspeed.file_names import is_checkpoint
 from ckptcore.formats.megatron.config import marked
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_HOPS = 4
+_LATEST = ("latest", "latest_universal")
 _INNER = re.compile(r"^(?:[^/]+/)?(?:dist_ckpt|weights)/metadata\.json$")
 _ANY_FILE = re.compile(r"^(?!model|adapter_model|shard-|rank)[^/]+\.(?:safetensors|pt|pth|bin|ckpt)$")
 _ITERATION = re.compile(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|release)$")
@@ -133,6 +135,39 @@ def _verl(source: Source) -> tuple[str, str] | None:
     return found[0], f"found {found[0]}"
 
 
+def _deepspeed(source: Source) -> tuple[str, str] | None:
+    """DeepSpeed: ``latest`` holds the tag of the newest save, and is written when all ranks have saved.
+
+    deepspeed/runtime/engine.py, `save_checkpoint`. Tags are any text (``global_step10``, ``checkpoint`` of
+    Lightning, ``pytorch_model`` of Accelerate). ``latest_universal`` names a folder made of another save: it is
+    followed only where ``latest`` is missing.
+    """
+    tops = dict.fromkeys(p.split("/", 1)[0] for p in source.listing if "/" in p)
+    tags = [t for t in tops if is_checkpoint(source.below(t).listing)]
+    if not tags or is_checkpoint(source.listing):
+        return None
+    for marker in _LATEST:
+        if marker not in source.listing:
+            continue
+        size = source.listing[marker]
+        text = source.store.read(marker, 0, size).decode("utf-8", "replace").strip() if size <= 4096 else ""
+        if text in tags:
+            return text, f"{marker} names {text}"
+        last = max((t for t in tags if not t.endswith("_universal")), key=natural, default=None)
+        raise NotComplete(
+            f"{marker} names {text[:80]!r}, which is missing"
+            + (f"; {last} is the last save that is there" if last else ""),
+            hint=f"name {source.store.url}/{last}" if last else None,
+        )
+    if len(tags) == 1:
+        return tags[0], f"{tags[0]} is the only save, and no file names the latest"
+    raise AmbiguousModel(
+        f"{source.store.url} holds more than one save, and no file names the latest: {', '.join(tags[:6])}",
+        hint=f"name one: {source.store.url}/{max(tags, key=natural)}",
+        candidates=tags,
+    )
+
+
 def finished(source: Source) -> bool:
     """Whether a step's folder has the file that its trainer writes last."""
     names = source.listing
@@ -161,4 +196,5 @@ ROOTS: tuple[StepLayout, ...] = (
     StepLayout("megatron-bridge", _bridge),
     StepLayout("nemo", _nemo),
     StepLayout("verl", _verl),
+    StepLayout("deepspeed", _deepspeed),
 )

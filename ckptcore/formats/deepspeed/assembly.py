@@ -1,0 +1,237 @@
+"""Put the tensors of many rank files into one manifest.
+
+Several ranks hold the same elements (replicated parameters, tied stages, step counts): every copy becomes a
+chunk, and copies are compared while they are moved. A rank's run of elements becomes boxes of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckptcore.core.box import Box, flat_start, from_flat_range, is_run
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import TensorSpec, Unread, View, row_major
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import Refused, RefusedTensor, encode
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.formats.deepspeed.pickle_globals import RankFile
+from ckptcore.formats.deepspeed.tensor_parallel import Placement, same
+from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of one file."""
+
+    file: RankFile
+    value: StoredView
+
+
+class Assembly:
+    """Collects tensors and objects of a checkpoint under their names."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.builder = builder
+        self._tensors: dict[str, int] = {}
+        self._trees: dict[str, TorchTree] = {}
+        self._objects: dict[str, tuple[Any, str]] = {}
+        self._chunks: dict[str, list[tuple[Box, int, View]]] = {}
+
+    def tree(self, file: RankFile) -> TorchTree:
+        """Return the tree of a file, whose storages become items of the manifest once."""
+        if file.path not in self._trees:
+            index = self.builder.file(file.path, file.size)
+            self._trees[file.path] = TorchTree(self.builder, index, file.objects, file.path)
+        return self._trees[file.path]
+
+    def tensor(self, name: str, stored: Stored, placement: Placement | None = None) -> None:
+        """Add one file's copy or shard of a tensor, whatever its strides are.
+
+        Copies are compared box by box: where the tensor has chunks already, this one is cut like them.
+        """
+        value = stored.value
+        placement = same(value.shape) if placement is None else placement
+        if not self._declare(name, value.dtype, placement.shape, stored.file.path):
+            return
+        item, view = self.tree(stored.file).place(value, name)
+        steps = view.strides if view.strides is not None else row_major(value.shape)
+        width = BY_NAME[value.dtype].itemsize
+        before = list(dict.fromkeys(box for box, _, _ in self._chunks.get(name, ())))
+        for piece in placement.pieces:
+            for box in _cut_like(Box(piece.offset, piece.local.shape), before):
+                inside = box.within(Box(piece.offset, piece.local.shape)).offset
+                index = (i + o for i, o in zip(inside, piece.local.offset, strict=True))
+                at = sum(i * s for i, s in zip(index, steps, strict=True))
+                plain = view.strides is None and is_run(value.shape, box.shape)
+                place = View(view.start + at * width, None if plain else steps, view.flags)
+                self._chunk(name, box, item, place)
+
+    def fits(self, name: str, dtype: str, placement: Placement) -> bool:
+        """Whether a copy of a tensor that is there can be cut like the chunks that it has."""
+        at = self._tensors.get(name, -1)
+        if at < 0 or self.builder.tensors[at] != TensorSpec(name, dtype, placement.shape):
+            return False
+        pieces = [Box(p.offset, p.local.shape) for p in placement.pieces]
+        boxes = [box for box, _, _ in self._chunks.get(name, ())]
+        return all(
+            any(p.contains(b) for p in pieces) or not any(p.intersect(b) for p in pieces) for b in boxes
+        )
+
+    def run(
+        self,
+        name: str,
+        stored: Stored,
+        at: int,
+        shape: tuple[int, ...],
+        start: int,
+        stop: int,
+        placement: Placement,
+    ) -> None:
+        """Add a run of a shard's row-major elements.
+
+        Args:
+            name: Of the tensor.
+            stored: The flat buffer that holds the run.
+            at: The first of its elements in that buffer.
+            shape: Of the shard.
+            start: First element of the shard.
+            stop: One behind the last.
+            placement: Where the shard is in the tensor.
+
+        Raises:
+            MalformedCheckpoint: The buffer is not flat.
+        """
+        value = stored.value
+        if not self._declare(name, value.dtype, placement.shape, stored.file.path):
+            return
+        item, view = self.tree(stored.file).place(value, name)
+        if len(value.shape) != 1 or view.strides is not None:
+            raise MalformedCheckpoint(
+                f"{stored.file.path}: the buffer with {name} must be flat (got shape {list(value.shape)})",
+                file=stored.file.path,
+            )
+        width, steps = BY_NAME[value.dtype].itemsize, row_major(shape)
+        for box in from_flat_range(shape, start, stop):
+            for piece in placement.pieces:
+                common = box.intersect(piece.local)
+                if common is None:
+                    continue
+                first = view.start + (at + flat_start(shape, common.offset) - start) * width
+                offset = tuple(
+                    g + o - p for g, o, p in zip(piece.offset, common.offset, piece.local.offset, strict=True)
+                )
+                strides = None if is_run(shape, common.shape) else steps
+                self._chunk(name, Box(offset, common.shape), item, View(first, strides, view.flags))
+
+    def declare(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Add a tensor that has no element, or whose chunks may be missing."""
+        self._declare(name, dtype, shape, None)
+
+    def alias(self, name: str, owner: str) -> bool:
+        """Add a tensor that has the bytes of another, which is there; False where it is not."""
+        if owner not in self._tensors or name in self._tensors:
+            return owner in self._tensors
+        spec = self.builder.tensors[self._tensors[owner]]
+        self._declare(name, spec.dtype, spec.shape, None)
+        for box, item, view in list(self._chunks.get(owner, ())):
+            self._chunk(name, box, item, view)
+        return True
+
+    def alias_all(self, alias: str, owner: str, prefixes: Sequence[str]) -> None:
+        """Add every tensor of an owner under the name of its alias: the model's, and the optimizer's states."""
+        for prefix in prefixes:
+            for name in [n for n in self._tensors if n.startswith(prefix + owner)]:
+                rest = name[len(prefix) + len(owner) :]
+                if not rest or (rest[0] == "." and "." not in rest[1:] and prefix != prefixes[0]):
+                    self.alias(f"{prefix}{alias}{rest}", name)
+
+    def odd(self, name: str, value: Any, path: str) -> None:
+        """Add a value that is no tensor where one belongs, as a part that cannot be read."""
+        if isinstance(value, Refused):
+            add_odd_piece(self.builder, name, value, path)
+            if isinstance(value, RefusedTensor):
+                self._tensors.setdefault(name, -1)
+        else:
+            self.builder.withdraw(name, Unread(f"it is a {type(value).__name__} in {path}", file=path))
+
+    def unread(self, name: str, reason: str, path: str) -> None:
+        """Add a tensor that cannot be read, whatever of it is there."""
+        self.builder.withdraw(name, Unread(reason, file=path))
+
+    def object(self, name: str, value: Any, path: str) -> None:
+        """Add an object; a finding where ranks do not agree on it."""
+        if name not in self._objects:
+            self._objects[name] = value, path
+            add_object(self.builder, name, value, path)
+            return
+        first, where = self._objects[name]
+        if first != value and _comparable(first) != _comparable(value):
+            message = f"{name} of {path} is not that of {where}"
+            self.builder.findings.append(finding("rank-object", "files", message, fqn=name, file=path))
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of this name was added."""
+        return name in self._tensors
+
+    def same_bytes(self, name: str, stored: Stored) -> bool:
+        """Note a copy of a tensor that is left out; False where its checksum is not that of a chunk."""
+        item, view = self.tree(stored.file).place(stored.value, name)
+        crc = self.builder.item_crc32(item)
+        known = [(self.builder.item_crc32(i), v) for _, i, v in self._chunks.get(name, ())]
+        return crc is None or not known or (crc, view) in known
+
+    def add_unused(self, files: Iterable[RankFile]) -> None:
+        """Note what no tensor was made of: storages that only refused values can hold.
+
+        Raises:
+            UnsupportedFormat: Nothing in a file refers to tensors that it holds.
+        """
+        for file in files:
+            self.tree(file).require_all()
+
+    def _declare(self, name: str, dtype: str, shape: tuple[int, ...], path: str | None) -> bool:
+        spec = TensorSpec(name, dtype, shape)
+        at = self._tensors.get(name)
+        if at is None:
+            self._tensors[name] = self.builder.tensor(spec, path)
+            return self._tensors[name] >= 0
+        if at < 0:
+            return False
+        first = self.builder.tensors[at]
+        if first != spec:
+            message = (
+                f"{path}: {name} is {dtype} {list(shape)}, in another rank's file it is {first.dtype} "
+                f"{list(first.shape)}"
+            )
+            self.builder.findings.append(finding("mixed-saves", "cover", message, fqn=name, file=path))
+            return False
+        return True
+
+    def _chunk(self, name: str, box: Box, item: int, view: View) -> None:
+        if prod(box.shape) == 0 and box.shape:
+            return
+        self._chunks.setdefault(name, []).append((box, item, view))
+        plain = view.strides is None and not view.flags and not view.start
+        self.builder.chunk(self._tensors[name], box.offset, box.shape, item, None if plain else view)
+
+
+def _cut_like(box: Box, others: Sequence[Box]) -> list[Box]:
+    """Cut a box into those of ``others`` that are inside it, and what is left."""
+    inside = [b for b in others if box.contains(b) and b.numel]
+    if not inside or inside == [box]:
+        return [box]
+    left = [box]
+    for one in inside:
+        left = [rest for b in left for rest in b.subtract(one)]
+    return [*inside, *left]
+
+
+def _comparable(value: Any) -> Any:
+    try:
+        return encode(value)
+    except TypeError:
+        return repr(value)

@@ -1,0 +1,31 @@
+"""Recognise DeepSpeed checkpoints."""
+
+from __future__ import annotations
+
+from ckptcore.formats.base import Evidence, Format, Reader, Source
+from ckptcore.formats.deepspeed.file_names import files_of
+from ckptcore.formats.deepspeed.reader import NAME, read
+
+
+def detect(source: Source) -> Evidence | None:
+    """Return the evidence for a folder with the files of one save."""
+    if source.name is not None:
+        return None
+    files = files_of(source.listing)
+    found = (
+        (len(files.model), "*_model_states.pt"),
+        (len(files.optim), "zero_pp_rank_*_optim_states.pt"),
+        (len(files.universal), "zero/<parameter>/"),
+    )
+    if not any(n for n, _ in found):
+        return None
+    return Evidence(NAME, tuple(f"{n} {name}" for n, name in found if n), ("torch_ranks", "torch_save"))
+
+
+FORMAT = Format(
+    name=NAME,
+    title="DeepSpeed checkpoint (ZeRO 0 to 3, BF16_Optimizer, pipeline, AutoTP, MoE, universal)",
+    recognised_by="`*_model_states.pt`, `zero_pp_rank_*_optim_states.pt`, or `zero/<parameter>/fp32.pt`",
+    detect=detect,
+    reader=Reader(read, checksums="CRC-32 per record", objects=True),
+)

@@ -1,0 +1,371 @@
+"""Read ZeRO's optimizer partitions: master weights and moments under the names of their parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.core.object_tree import Named, Refused
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.deepspeed.assembly import Assembly, Stored
+from ckptcore.formats.deepspeed.file_names import CheckpointFiles
+from ckptcore.formats.deepspeed.flat_partitions import (
+    Fragment,
+    Parameter,
+    UnfitPartition,
+    cut_each,
+    cut_together,
+)
+from ckptcore.formats.deepspeed.pickle_globals import RankFile, read_file
+from ckptcore.formats.deepspeed.rank_files import ModelStates, World
+from ckptcore.formats.deepspeed.tensor_parallel import Placement
+from ckptcore.utils.text import shown
+
+STATE = "optimizer.state"
+MASTER = "fp32"  # what the universal form calls a master weight
+_EXPERT = re.compile(r"^(?P<layer>.*\bdeepspeed_experts\.)(?P<expert>\d+)(?P<rest>\..*)$")
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
+# Where each rank's partition is, which the manifest says by itself.
+_LAYOUT = frozenset(
+    {
+        *_MASTERS,
+        "base_optimizer_state",
+        "optimizer_state_dict",
+        "param_slice_mappings",
+        "group_paddings",
+        "param_alignment_paddings",
+        "partition_count",
+        "ds_zero_partition_groups",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group of one model-parallel rank.
+
+    Attributes:
+        number: Its place among the groups, or sub-groups of ZeRO-3.
+        parameters: In the order of the flat buffer.
+        ranks: How many partitions the buffer has.
+        experts: Expert-parallel ranks that hold other experts of the same group, 1 for no MoE group.
+    """
+
+    number: int
+    parameters: tuple[Parameter, ...]
+    ranks: int
+    experts: int = 1
+
+
+def read_partitions(
+    source: Source, files: CheckpointFiles, states: ModelStates
+) -> dict[tuple[int, int], RankFile]:
+    """Read every optimizer file: (data-parallel rank, model-parallel rank) -> file."""
+    world = states.world
+    return {
+        (dp, mp): read_file(source, path)
+        for (dp, mp), path in files.optim.items()
+        if dp < world.dp and mp < world.mp
+    }
+
+
+def parameter_shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:
+    """Return ``param_shapes`` of a model-state file: FQN -> shape, a dict for each group.
+
+    Raises:
+        MalformedCheckpoint: It is no list of dicts of shapes.
+    """
+    found = file.tree.get("param_shapes")
+    return group_shapes([] if found is None else [found] if isinstance(found, dict) else found, file.path)
+
+
+def group_shapes(groups: Any, path: str) -> list[dict[str, tuple[int, ...]]]:
+    """Return a list of dicts FQN -> shape as plain values; raise `MalformedCheckpoint` for anything else."""
+    made: list[dict[str, tuple[int, ...]]] = []
+    for group in groups if isinstance(groups, (list, tuple)) else [None]:
+        if not isinstance(group, dict):
+            raise MalformedCheckpoint(f"{path}: shapes of parameters must be a list of dicts", file=path)
+        made.append({})
+        for name, shape in group.items():
+            dims = shape.value if isinstance(shape, Named) else shape
+            if type(name) is not str or not isinstance(dims, (tuple, list)):
+                raise MalformedCheckpoint(f"{path}: shapes name {shown(name, 60)}", file=path)
+            if any(type(n) is not int or not 0 <= n < 1 << 50 for n in dims):
+                raise MalformedCheckpoint(f"{path}: {name} has shape {shown(dims, 60)}", file=path)
+            made[-1][name] = tuple(dims)
+    return made
+
+
+def global_expert(name: str, rank: int, local: int) -> str:
+    """Return the name of an expert's parameter in the whole model.
+
+    Files of a rank count its own experts from 0 (deepspeed/moe/layer.py, deepspeed/runtime/engine.py
+    `_save_moe_checkpoint`).
+
+    Args:
+        name: As the rank's ``param_shapes`` has it.
+        rank: Expert-parallel rank.
+        local: Experts that each rank has in this layer.
+    """
+    found = _EXPERT.match(name)
+    if found is None:
+        return name
+    return f"{found['layer']}{int(found['expert']) + rank * local}{found['rest']}"
+
+
+class Partitions:
+    """Adds the optimizer partitions of one model-parallel rank.
+
+    Args:
+        assembly: Where tensors are added.
+        world: The ranks of the job.
+        files: Data-parallel rank -> optimizer file.
+        model: The model-state file of the same model-parallel rank.
+        placements: Of a parameter of this rank by its name, or None for one that is not merged.
+        master: Parameter -> name that its master weight gets.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        world: World,
+        files: Mapping[int, RankFile],
+        model: RankFile,
+        placements: Mapping[str, Placement | None],
+        master: Mapping[str, str],
+    ) -> None:
+        self._assembly, self._world, self._files = assembly, world, files
+        self._model, self._placements, self._master = model, placements, master
+        self._state = {dp: _optimizer(file) for dp, file in files.items()}
+        self._each = any("fp32_flat_groups" in s for s in self._state.values())
+
+    def add(self) -> None:
+        """Add every master weight, moment and object."""
+        for group in self._groups():
+            members = self._members(group)
+            masters = {dp: self._of_group(dp, self._masters(dp), group.number) for dp in self._state}
+            self._partitioned(group, members, MASTER, masters)
+            inner = {dp: self._inner(dp, group.number) for dp in self._state}
+            for key in dict.fromkeys(k for values in inner.values() for k in values):
+                values = {dp: v[key] for dp, v in inner.items() if key in v}
+                self._add_state(group, members, str(key), values)
+        for dp, state in self._state.items():
+            self._add_objects(dp, state)
+
+    def _groups(self) -> Iterator[Group]:
+        shapes = parameter_shapes(self._model)
+        state = next(iter(self._state.values()))
+        masters = self._masters(next(iter(self._state)))
+        path = self._files[next(iter(self._state))].path
+        if len(masters) != len(shapes):
+            raise MalformedCheckpoint(
+                f"{path} has {len(masters)} groups of master weights, {self._model.path} has {len(shapes)} "
+                "groups of parameters: they are of different saves",
+                file=path,
+            )
+        paddings = state.get("param_alignment_paddings") or [()] * len(shapes)
+        for number, group in enumerate(shapes):
+            behind = _paddings(paddings, number, len(group), path)
+            ranks = _count(state.get("partition_count"), number, self._world.dp, path)
+            if self._world.dp % ranks:
+                raise MalformedCheckpoint(
+                    f"{path}: group {number} has {ranks} partitions for {self._world.dp} data-parallel ranks",
+                    file=path,
+                )
+            parameters = tuple(
+                Parameter(name, shape, pad) for (name, shape), pad in zip(group.items(), behind, strict=True)
+            )
+            experts = self._world.dp // ranks if not self._each else 1
+            yield Group(number, parameters, ranks, experts)
+
+    def _members(self, group: Group) -> dict[int, list[int]]:
+        """Expert-parallel rank -> data-parallel ranks with its partitions, in their order.
+
+        deepspeed/utils/groups.py: expert-parallel groups are consecutive ranks, so the ranks that share
+        experts are ``experts`` apart.
+        """
+        return {e: list(range(e, self._world.dp, group.experts)) for e in range(group.experts)}
+
+    def _add_state(
+        self, group: Group, members: Mapping[int, list[int]], key: str, values: Mapping[int, Any]
+    ) -> None:
+        tensors = {dp: v for dp, v in values.items() if isinstance(v, StoredView)}
+        if tensors and all(v.shape == () for v in tensors.values()):
+            for rank, ranks in members.items():
+                for name in self._names(group, rank):
+                    for dp in ranks:
+                        if dp in tensors:
+                            stored = Stored(self._files[dp], tensors[dp])
+                            self._assembly.tensor(f"{STATE}.{name}.{key}", stored)
+        elif tensors or any(isinstance(v, Refused) for v in values.values()):
+            self._partitioned(group, members, key, values)
+        else:
+            for dp, value in values.items():
+                self._assembly.object(f"optimizer.groups.{group.number}.{key}", value, self._files[dp].path)
+
+    def _names(self, group: Group, rank: int) -> list[str]:
+        locals_ = _experts_of(group)
+        return [global_expert(p.name, rank, locals_.get(_layer(p.name), 0)) for p in group.parameters]
+
+    def _partitioned(
+        self, group: Group, members: Mapping[int, list[int]], key: str, values: Mapping[int, Any]
+    ) -> None:
+        for rank, ranks in members.items():
+            names = dict(zip((p.name for p in group.parameters), self._names(group, rank), strict=True))
+            odd = next((dp for dp in ranks if dp in values and not isinstance(values[dp], StoredView)), None)
+            if odd is not None:
+                for name in names.values():
+                    self._assembly.odd(self._target(name, key), values[odd], self._files[odd].path)
+                continue
+            # A partition's number is the place of its rank among those that share it.
+            held = {n: values[dp] for n, dp in enumerate(ranks) if dp in values}
+            if any(len(v.shape) != 1 for v in held.values()):
+                self._keep_raw(group, key, {ranks[n]: v for n, v in held.items()})
+                continue
+            lengths = {n: v.shape[0] for n, v in held.items()}
+            try:
+                cut = cut_each if self._each else cut_together
+                fragments = list(cut(group.parameters, group.ranks, lengths)) if lengths else []
+            except UnfitPartition as error:
+                path = self._files[ranks[next(iter(held))]].path
+                raise MalformedCheckpoint(
+                    f"cannot find the parameters of group {group.number} in {key} of {path}: {error}. Its "
+                    "files are of different saves, or cut",
+                    file=path,
+                ) from error
+            for parameter in group.parameters:
+                placement = self._placements.get(parameter.name)
+                if placement is not None:
+                    dtype = next((v.dtype for v in held.values()), "float32")
+                    self._assembly.declare(self._target(names[parameter.name], key), dtype, placement.shape)
+            for fragment in fragments:
+                self._add_fragment(fragment, names, key, held, ranks)
+
+    def _add_fragment(
+        self,
+        f: Fragment,
+        names: Mapping[str, str],
+        key: str,
+        held: Mapping[int, StoredView],
+        ranks: Sequence[int],
+    ) -> None:
+        placement = self._placements.get(f.parameter.name)
+        if placement is None:
+            return
+        stored = Stored(self._files[ranks[f.rank]], held[f.rank])
+        target = self._target(names[f.parameter.name], key)
+        self._assembly.run(target, stored, f.at, f.parameter.shape, f.start, f.stop, placement)
+
+    def _target(self, name: str, key: str) -> str:
+        return self._master.get(name, f"{STATE}.{name}.{key}") if key == MASTER else f"{STATE}.{name}.{key}"
+
+    def _keep_raw(self, group: Group, key: str, values: Mapping[int, StoredView]) -> None:
+        """Keep state that is no flat partition as each rank has it."""
+        for dp, value in values.items():
+            file = self._files[dp]
+            name = f"optimizer.groups.{group.number}.{key}/{file.path.removesuffix('.pt')}"
+            self._assembly.tensor(name, Stored(file, value))
+        message = f"{key} of group {group.number} has no flat buffers, and stays as ranks have it"
+        self._assembly.builder.findings.append(finding("flat-buffers", "cover", message))
+
+    # --- what a file holds ---
+
+    def _masters(self, dp: int) -> list[Any]:
+        found = next((self._state[dp][k] for k in _MASTERS if k in self._state[dp]), None)
+        if not isinstance(found, (list, tuple)):
+            path = self._files[dp].path
+            raise MalformedCheckpoint(f"{path} holds no list of master weights", file=path)
+        return list(found)
+
+    def _of_group(self, dp: int, values: Sequence[Any], number: int) -> Any:
+        if number >= len(values):
+            path = self._files[dp].path
+            raise MalformedCheckpoint(f"{path} has no group {number}: it is of another save", file=path)
+        value = values[number]
+        # ZeRO-3 with offloading keeps a list of buffers for each sub-group.
+        return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+
+    def _inner(self, dp: int, number: int) -> Mapping[Any, Any]:
+        """The base optimizer's state of one group; empty before the first step."""
+        state = self._state[dp]
+        base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+        if isinstance(base, (list, tuple)):  # elastic_checkpoint: a dict for each group, without padding
+            found = base[number] if number < len(base) else {}
+        else:
+            found = base.get("state", {}).get(number, {}) if isinstance(base, dict) else {}
+        return found if isinstance(found, dict) else {}
+
+    def _add_objects(self, dp: int, state: Mapping[str, Any]) -> None:
+        path = self._files[dp].path
+        base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+        if isinstance(base, dict):
+            for key, value in base.items():
+                if key != "state":
+                    self._assembly.object(f"optimizer.{key}", self._named(key, value), path)
+        for key, value in state.items():
+            if key not in _LAYOUT:
+                self._assembly.object(f"optimizer.{key}", value, path)
+
+    def _named(self, key: Any, value: Any) -> Any:
+        """Parameter groups with names in place of the numbers of their buffers."""
+        if key != "param_groups" or not isinstance(value, (list, tuple)) or self._world.mp > 1:
+            return value
+        shapes = parameter_shapes(self._model)
+        made = []
+        for group in value:
+            numbers = group.get("params") if isinstance(group, dict) else None
+            if not isinstance(numbers, list) or any(
+                type(n) is not int or not 0 <= n < len(shapes) for n in numbers
+            ):
+                return value
+            experts = isinstance(group, dict) and group.get("moe")
+            names = [name for n in numbers for name in shapes[n]]
+            made.append(group if experts else {**group, "params": names})
+        return made
+
+
+def _optimizer(file: RankFile) -> dict[str, Any]:
+    found = file.tree.get("optimizer_state_dict")
+    if not isinstance(found, dict):
+        raise MalformedCheckpoint(f"{file.path} holds no optimizer_state_dict", file=file.path)
+    return found
+
+
+def _paddings(paddings: Any, number: int, count: int, path: str) -> Sequence[int]:
+    found = paddings[number] if isinstance(paddings, (list, tuple)) and number < len(paddings) else None
+    if not found:
+        return [0] * count
+    if len(found) != count or any(type(n) is not int or not 0 <= n < 1 << 40 for n in found):
+        raise MalformedCheckpoint(
+            f"{path}: param_alignment_paddings of group {number} are not those of {count} parameters",
+            file=path,
+        )
+    return list(found)
+
+
+def _count(value: Any, number: int, dp: int, path: str) -> int:
+    if isinstance(value, (list, tuple)):
+        value = value[number] if number < len(value) else None
+    if value is None:
+        return dp
+    if type(value) is not int or not 0 < value <= dp:
+        raise MalformedCheckpoint(f"{path}: partition_count is {shown(value, 40)} for {dp} ranks", file=path)
+    return value
+
+
+def _layer(name: str) -> str:
+    found = _EXPERT.match(name)
+    return found["layer"] if found else ""
+
+
+def _experts_of(group: Group) -> dict[str, int]:
+    """MoE layer -> experts that one rank has of it."""
+    found: dict[str, set[int]] = {}
+    for parameter in group.parameters:
+        if m := _EXPERT.match(parameter.name):
+            found.setdefault(m["layer"], set()).add(int(m["expert"]))
+    return {layer: len(numbers) for layer, numbers in found.items()}

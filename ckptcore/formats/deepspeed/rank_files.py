@@ -1,0 +1,185 @@
+"""Read the model-state files of a DeepSpeed checkpoint, and find out which ranks wrote it.
+
+Every ``*_model_states.pt`` records the step, the world sizes and the version of DeepSpeed
+(deepspeed/runtime/engine.py, `_save_checkpoint`): files that disagree are of different saves. Optimizer files
+record no step: their sizes are compared with the parameters', and their step counts with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Any
+
+from ckptcore.errors import Finding, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.deepspeed.file_names import CheckpointFiles
+from ckptcore.formats.deepspeed.pickle_globals import RankFile, read_file
+from ckptcore.utils.text import shown
+
+_MAX_WORLD = 1 << 20
+_MAX_REPORTED = 20
+# Keys that every file of one save has in common.
+_ALIKE = ("global_steps", "dp_world_size", "mp_world_size", "ds_version", "global_samples")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks of the job.
+
+    Attributes:
+        dp: Data-parallel ranks, which ZeRO partitions over.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages. A model-parallel rank is ``stage * tp + tensor rank``.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+
+    @property
+    def mp(self) -> int:
+        """Model-parallel ranks, the number in ``mp_rank_NN``."""
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """All model-state files of a checkpoint.
+
+    Attributes:
+        world: The ranks of the job.
+        files: (data-parallel rank or -1, model-parallel rank) -> file.
+        stage: ZeRO stage by the configuration.
+        findings: Missing files, and files of other saves.
+    """
+
+    world: World
+    files: Mapping[tuple[int, int], RankFile]
+    stage: int
+    findings: tuple[Finding, ...]
+
+    def first(self, mp: int) -> RankFile | None:
+        """The file of a model-parallel rank that is there, of the lowest data-parallel rank."""
+        return next((f for (_, m), f in self.files.items() if m == mp), None)
+
+    @property
+    def sample(self) -> RankFile:
+        """A file whose values that all ranks share are taken."""
+        return next(iter(self.files.values()))
+
+
+def read_model_states(source: Source, files: CheckpointFiles) -> ModelStates:
+    """Read every model-state file of a folder.
+
+    Raises:
+        MalformedCheckpoint: A file is damaged, or says impossible sizes.
+        UnsupportedFormat: No model-state file is there, or experts are partitioned by AutoEP.
+    """
+    if not files.model and files.universal:
+        raise NotComplete(
+            "the folder has zero/<parameter>/ of a universal checkpoint, but no *_model_states.pt: its conversion "
+            "did not finish",
+            hint="read the checkpoint that it was made of",
+        )
+    if not files.model:
+        raise UnsupportedFormat(
+            "the folder holds optimizer partitions of DeepSpeed, but no *_model_states.pt: nothing names the "
+            "parameters in them",
+            hint="copy the model-state files from where the checkpoint was written",
+        )
+    found = {rank: read_file(source, path) for rank, path in files.model.items()}
+    first = next(iter(found.values()))
+    world = _world(first, files)
+    for file in found.values():
+        if file.tree.get("ds_autoep_layers"):
+            raise UnsupportedFormat(
+                f"cannot read {file.path}: its experts are partitioned by AutoEP",
+                hint="save the model with save_16bit_model in the job that wrote it",
+            )
+    findings = [*_mixed(found), *_missing(files, found, world, _stage(first))]
+    kept = {rank: f for rank, f in found.items() if rank[0] < world.dp and rank[1] < world.mp}
+    size = f"{world.dp} data-parallel x {world.mp} model-parallel ranks"
+    findings += [
+        finding("mixed-saves", "files", f"{file.path} is of no rank of {size}", file=file.path)
+        for rank, file in found.items()
+        if rank not in kept
+    ]
+    if not kept:
+        raise MalformedCheckpoint(f"no file of {source.store.url} is of a rank of the job that it records")
+    return ModelStates(world, kept, _stage(first), tuple(findings))
+
+
+def config_value(tree: Mapping[str, Any], *keys: str) -> Any:
+    """A value of the stored ``ds_config``, or None."""
+    value: Any = tree.get("ds_config")
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _world(file: RankFile, files: CheckpointFiles) -> World:
+    dp, mp = (_size(file, key) for key in ("dp_world_size", "mp_world_size"))
+    degrees = file.tree.get("checkpoint_parallel_dimensions")
+    if isinstance(degrees, dict) and degrees.keys() >= {"tp_degree", "pp_degree"}:
+        tp, pp = (_size(file, key, degrees) for key in ("tp_degree", "pp_degree"))
+        if tp * pp != mp:
+            raise MalformedCheckpoint(
+                f"{file.path} records {tp} tensor x {pp} pipeline ranks for mp_world_size {mp}",
+                file=file.path,
+            )
+        return World(dp, tp, pp)
+    # Before 0.19 nothing records the degrees: only pipelines leave layer files, which count tensor ranks.
+    tp = 1 + max((t for _, t in files.layers), default=0) if files.layers else mp
+    if mp % tp:
+        raise MalformedCheckpoint(
+            f"{file.path} records mp_world_size {mp}, and layer files are of {tp} tensor ranks",
+            file=file.path,
+        )
+    return World(dp, tp, mp // tp)
+
+
+def _size(file: RankFile, key: str, values: Mapping[str, Any] | None = None) -> int:
+    value = (file.tree if values is None else values).get(key)
+    if type(value) is not int or not 0 < value <= _MAX_WORLD:
+        raise MalformedCheckpoint(
+            f"{key} of {file.path} must be a number of ranks (got {shown(value, 40)})", file=file.path
+        )
+    return value
+
+
+def _stage(file: RankFile) -> int:
+    stage = config_value(file.tree, "zero_optimization", "stage")
+    return stage if type(stage) is int and 0 <= stage <= 3 else 0
+
+
+def _mixed(found: Mapping[tuple[int, int], RankFile]) -> Iterator[Finding]:
+    first = next(iter(found.values()))
+    for file in found.values():
+        for key in _ALIKE:
+            one, other = first.tree.get(key), file.tree.get(key)
+            if one != other:
+                message = f"{file.path} has {key} {shown(other, 40)}, {first.path} has {shown(one, 40)}"
+                yield finding("mixed-saves", "files", message, file=file.path)
+
+
+def _missing(
+    files: CheckpointFiles, found: Mapping[tuple[int, int], RankFile], world: World, stage: int
+) -> Iterator[Finding]:
+    """Findings for files of ranks that are not there: optimizer partitions are the job of ZeRO alone."""
+    each = any(dp >= 0 for dp, _ in found)
+    wanted = [
+        (files.model, "{zero}mp_rank_{mp:02d}_model_states.pt", range(world.dp) if each else (-1,)),
+        (files.optim, "{bf16}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt", range(world.dp)),
+    ]
+    prefix = next((p for p in files.optim.values()), "").partition("zero_pp_rank")[0]
+    for have, name, ranks in wanted:
+        if (have is files.optim and not have and stage == 0) or (files.universal and have is files.optim):
+            continue
+        lost = ((dp, mp) for dp, mp in product(ranks, range(world.mp)) if (dp, mp) not in have)
+        for dp, mp in islice(lost, _MAX_REPORTED):
+            zero = f"zero_pp_rank_{dp}_" if dp >= 0 else ""
+            path = name.format(zero=zero, bf16=prefix, dp=dp, mp=mp)
+            message = f"{path} is missing: {world.dp} data-parallel x {world.mp} model-parallel ranks saved"
+            yield finding("missing-rank", "files", message, file=path)

@@ -1,0 +1,352 @@
+"""Read the manifest of a DeepSpeed checkpoint folder.
+
+Names: ``module.<fqn>`` is the model, ``optimizer.state.<fqn>.<key>`` its optimizer state, and everything
+else that a rank saved is an object of its own name. Trained parameters are stored twice, as low-precision
+weights and as fp32 masters. With ``weights="master"`` the model has the masters, and the weights as stored
+are ``lp.<fqn>`` (DeepSpeed's word for low precision). With ``weights="module"`` the model is as stored, and
+masters are ``optimizer.state.<fqn>.fp32``. Where both have one dtype they are copies of each other, and are
+compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import Refused, RefusedTensor
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.deepspeed.assembly import Assembly, Stored
+from ckptcore.formats.deepspeed.file_names import CheckpointFiles, files_of
+from ckptcore.formats.deepspeed.optimizer_states import (
+    MASTER,
+    STATE,
+    Partitions,
+    group_shapes,
+    parameter_shapes,
+    read_partitions,
+)
+from ckptcore.formats.deepspeed.pickle_globals import RankFile, read_file
+from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, read_model_states
+from ckptcore.formats.deepspeed.tensor_parallel import Placement, TensorParallel, Unmerged, same
+from ckptcore.formats.deepspeed.universal import add_universal
+from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters
+from ckptcore.utils.text import shown
+
+NAME = "deepspeed"
+MODEL = "module."
+LOW_PRECISION = "lp."
+Shape = tuple[int, ...]
+# What says where values are, and is said by the manifest.
+_LAYOUT = frozenset(
+    {
+        "module",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "buffer_names",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A state dict of weights: whose file, which tensor-parallel rank, FQN -> value."""
+
+    file: RankFile
+    tp: int
+    values: Mapping[str, Any]
+
+
+def read(source: Source) -> Manifest:
+    """Read the manifest of a folder of one step (the folder that ``latest`` names).
+
+    Raises:
+        MalformedCheckpoint: A file is damaged, or the files do not fit each other.
+        UnsupportedFormat: Nothing names the parameters, or a form that is not read.
+    """
+    files = files_of(source.listing)
+    states = read_model_states(source, files)
+    return _Reader(source, files, states).read()
+
+
+class _Reader:
+    def __init__(self, source: Source, files: CheckpointFiles, states: ModelStates) -> None:
+        self._source, self._files, self._states = source, files, states
+        self._builder = Builder()
+        self._assembly = Assembly(self._builder)
+        self._ranks = {mp: f for mp in range(states.world.mp) if (f := states.first(mp)) is not None}
+        self._trained = {mp: _merged(parameter_shapes(f)) for mp, f in self._ranks.items()}
+        self._frozen = {mp: _frozen_shapes(f) for mp, f in self._ranks.items()}
+        self._shared = {k: v for f in states.files.values() for k, v in _texts(f, "shared_params").items()}
+        self._buffers = {n for f in self._ranks.values() for n in _names(f, "buffer_names")}
+        self._opened: list[RankFile] = [*states.files.values()]
+        self._copies: list[tuple[str, Stored]] = []
+
+    def read(self) -> Manifest:
+        builder, states = self._builder, self._states
+        builder.findings += states.findings
+        parts = list(self._parts())
+        placements = self._placements(parts)
+        files = self._files
+        masters = bool(files.optim or files.universal) or any(map(has_masters, self._ranks.values()))
+        zero3 = any(dp >= 0 for dp, _ in states.files)
+        # Without ZeRO nothing records which parameter a master is of, and weights are the default.
+        chosen = self._source.weights or ("master" if files.optim or files.universal else "module")
+        own = chosen == "master" and masters
+        if zero3 and self._source.weights == "module":
+            raise UnsupportedFormat(
+                "ZeRO-3 stores master weights alone: there are no others to choose",
+                hint="leave out --weights module",
+            )
+        self._experts = {n for p in parts for n in p.values} if files.experts else set[str]()
+        self._add_masters(placements, own)
+        for alias, owner in self._ties(parts).items() if own else ():
+            self._assembly.alias_all(alias, owner, (MODEL, f"{STATE}."))
+        for part in parts:
+            self._add_weights(part, placements, own)
+        self._add_frozen(placements)
+        for name, stored in self._copies:
+            if not self._assembly.same_bytes(name, stored):
+                message = f"{name} of {stored.file.path} is not that of rank 0, which is taken"
+                builder.findings.append(
+                    finding("rank-object", "files", message, fqn=name, file=stored.file.path)
+                )
+        self._require_values(placements)
+        for file in states.files.values():
+            self._add_objects(file)
+        self._assembly.add_unused(self._opened)
+        self._note_stray()
+        return builder.build(NAME, self._source.store.url, self._origin(own, masters))
+
+    # --- which weights there are ---
+
+    def _parts(self) -> Iterator[_Part]:
+        world = self._states.world
+        for (dp, mp), file in self._states.files.items():
+            module = file.tree.get("module")
+            if isinstance(module, dict) and dp > 0:
+                self._compare_buffers(file, module)
+            elif isinstance(module, dict):
+                yield _Part(file, mp % world.tp, module)
+            elif module is not None and not isinstance(module, dict):
+                raise MalformedCheckpoint(
+                    f"module of {file.path} must be a dict (got {type(module).__name__})", file=file.path
+                )
+        for (layer, tp), path in self._files.layers.items():
+            file = self._open(path)
+            yield _Part(file, tp, {f"{layer}.{name}": value for name, value in file.tree.items()})
+        for (_, _, mp), path in self._files.experts.items():
+            file = self._open(path)
+            yield _Part(file, mp % world.tp, file.tree)
+
+    def _compare_buffers(self, file: RankFile, module: Mapping[str, Any]) -> None:
+        """ZeRO-3: each rank has buffers of its own; rank 0's are the model's, as in DeepSpeed's own tools."""
+        self._copies += [
+            (f"{MODEL}{name}", Stored(file, value))
+            for name, value in module.items()
+            if isinstance(value, StoredView) and prod(value.shape)
+        ]
+
+    def _open(self, path: str) -> RankFile:
+        file = read_file(self._source, path)
+        self._opened.append(file)
+        return file
+
+    def _placements(self, parts: list[_Part]) -> dict[str, dict[int, Placement]]:
+        """FQN -> tensor-parallel rank -> placement of its shard; tensors that cannot be joined are noted."""
+        shapes: dict[str, dict[int, Shape]] = {}
+        tp = self._states.world.tp
+        for mp in self._ranks:
+            for name, shape in {**self._frozen[mp], **self._trained[mp]}.items():
+                shapes.setdefault(name, {}).setdefault(mp % tp, shape)
+        for part in parts:
+            for name, value in part.values.items():
+                if isinstance(value, StoredView):
+                    shapes.setdefault(str(name), {}).setdefault(part.tp, value.shape)
+        rules = TensorParallel(self._states.sample.tree, list(shapes), tp)
+        made: dict[str, dict[int, Placement]] = {}
+        for name, each in shapes.items():
+            try:
+                whole = name in self._buffers and len(set(each.values())) == 1
+                made[name] = {r: same(s) for r, s in each.items()} if whole else rules.place(name, each)
+            except Unmerged as error:
+                self._assembly.unread(MODEL + name, f"its shards cannot be joined: {error}", "")
+                message = f"cannot join the tensor-parallel shards of {name}: {error}"
+                self._builder.findings.append(finding("unmerged-tensor", "files", message, fqn=MODEL + name))
+        return made
+
+    # --- adding ---
+
+    def _add_masters(self, placements: Mapping[str, dict[int, Placement]], own: bool) -> None:
+        tp = self._states.world.tp
+        target = {name: MODEL + name for name in self._master_names()} if own else {}
+        if self._files.universal:
+            add_universal(self._source, self._files, self._assembly, self._merged_shapes(placements), target)
+            return
+        partitions = read_partitions(self._source, self._files, self._states)
+        self._opened += partitions.values()
+        for mp, model in self._ranks.items():
+            held = {dp: file for (dp, m), file in partitions.items() if m == mp}
+            if held:
+                own_placements = {n: placements.get(n, {}).get(mp % tp) for n in self._trained[mp]}
+                Partitions(self._assembly, self._states.world, held, model, own_placements, target).add()
+            elif isinstance(model.tree.get("optimizer"), dict):
+                add_unpartitioned(self._assembly, self._source, model, self._trainable(model), own)
+        for path in self._files.expert_optim.values():
+            file = self._open(path)
+            for key, value in file.tree.items():
+                self._assembly.tree(file).add(f"optimizer/{path.removesuffix('.pt')}.{key}", value)
+
+    def _master_names(self) -> set[str]:
+        """Every name that a master may get: of parameters, and of experts as the whole model counts them."""
+        names = {n for shapes in self._trained.values() for n in shapes}
+        return names | self._experts
+
+    def _merged_shapes(self, placements: Mapping[str, dict[int, Placement]]) -> dict[str, Shape]:
+        """FQN -> shape of the logical parameter."""
+        return {name: next(iter(each.values())).shape for name, each in placements.items() if each}
+
+    def _trainable(self, model: RankFile) -> dict[str, StoredView]:
+        module = model.tree.get("module")
+        values = module if isinstance(module, dict) else {}
+        return {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, StoredView) and name not in self._buffers
+        }
+
+    def _ties(self, parts: list[_Part]) -> dict[str, str]:
+        """Alias -> owner: as rank 0 records it, or names of one view where nothing does (stage 0)."""
+        ties = dict(self._shared)
+        for part in parts:
+            seen: dict[Any, str] = {}
+            for name, value in part.values.items():
+                if isinstance(value, StoredView) and prod(value.shape):
+                    owner = seen.setdefault((value.key, value.offset, value.shape, value.strides), name)
+                    if owner != name:
+                        ties.setdefault(name, owner)
+        return ties
+
+    def _add_weights(self, part: _Part, placements: Mapping[str, dict[int, Placement]], own: bool) -> None:
+        for name, value in part.values.items():
+            if not isinstance(value, StoredView):
+                if isinstance(value, Refused):
+                    self._assembly.odd(f"{MODEL}{name}", value, part.file.path)
+                else:
+                    self._assembly.object(f"{MODEL}{name}", value, part.file.path)
+                continue
+            placement = placements.get(name, {}).get(part.tp)
+            if placement is None or (value.shape == (0,) and prod(placement.shape)):
+                continue  # not joined, or a placeholder of ZeRO-3
+            known = own and self._assembly.has(MODEL + name)
+            low = known and not self._assembly.fits(MODEL + name, value.dtype, placement)
+            target = f"{LOW_PRECISION if low else MODEL}{name}"
+            self._assembly.tensor(target, Stored(part.file, value), placement)
+
+    def _add_frozen(self, placements: Mapping[str, dict[int, Placement]]) -> None:
+        """Frozen parameters: whole beside the weights (ZeRO-2), or cut over the ranks (ZeRO-3)."""
+        world = self._states.world
+        for (dp, mp), file in self._states.files.items():
+            fragments = file.tree.get("frozen_param_fragments")
+            for name, value in (fragments if isinstance(fragments, dict) else {}).items():
+                shape, target = self._frozen[mp].get(name), MODEL + str(name)
+                placement = placements.get(name, {}).get(mp % world.tp)
+                if shape is None or placement is None:
+                    continue
+                if not isinstance(value, StoredView):
+                    self._assembly.odd(target, value, file.path)
+                elif dp < 0:
+                    self._assembly.tensor(target, Stored(file, value), placement)
+                else:
+                    size = -(-prod(shape) // world.dp)
+                    if value.shape != (size,):
+                        raise MalformedCheckpoint(
+                            f"{file.path} has {list(value.shape)} elements of {name}, which needs {size} a rank",
+                            file=file.path,
+                        )
+                    start, stop = (min(n * size, prod(shape)) for n in (dp, dp + 1))
+                    self._assembly.run(target, Stored(file, value), 0, shape, start, stop, placement)
+
+    def _require_values(self, placements: Mapping[str, dict[int, Placement]]) -> None:
+        """Note weights of which only a placeholder is there."""
+        for name, each in placements.items():
+            if any(self._assembly.has(p + name) for p in (MODEL, LOW_PRECISION)):
+                continue
+            if not self._assembly.has(f"{STATE}.{name}.{MASTER}") and each:
+                self._assembly.unread(
+                    MODEL + name, "only a placeholder is stored: no file has its values", ""
+                )
+
+    def _add_objects(self, file: RankFile) -> None:
+        several = len(self._states.files) > 1
+        for key, value in file.tree.items():
+            if key in _LAYOUT or value is None:
+                continue
+            if _holds_tensor(value):
+                suffix = f"/{file.path.removesuffix('.pt')}" if several else ""
+                self._assembly.tree(file).add(f"{key}{suffix}", value)
+            else:
+                self._assembly.object(str(key), value, file.path)
+
+    def _note_stray(self) -> None:
+        read = set(self._builder.file_names())
+        for path in self._source.listing:
+            ours = path.endswith((".pt",)) and "_states" in path.rsplit("/", 1)[-1]
+            if ours and path not in read:
+                self._builder.findings.append(
+                    finding("stray-file", "files", f"{path} is not part of this checkpoint", file=path)
+                )
+
+    def _origin(self, own: bool, masters: bool) -> dict[str, Any]:
+        world, tree = self._states.world, self._states.sample.tree
+        kind = "fp32 master weights" if own else "weights as stored"
+        return {
+            "step": tree.get("global_steps"),
+            "deepspeed": shown(tree.get("ds_version"), 40),
+            "zero_stage": config_value(tree, "zero_optimization", "stage"),
+            "mesh": {"dp": world.dp, "tp": world.tp, "pp": world.pp},
+            "weights": "master" if own else "module",
+            "masters": masters,
+            "model": {"prefix": MODEL, "because": f"DeepSpeed keeps the model under module ({kind})"},
+        }
+
+
+def _merged(groups: list[dict[str, Shape]]) -> dict[str, Shape]:
+    return {name: shape for group in groups for name, shape in group.items()}
+
+
+def _frozen_shapes(file: RankFile) -> dict[str, Shape]:
+    value = file.tree.get("frozen_param_shapes")
+    if value is None:
+        return {}
+    (found,) = group_shapes([value], file.path)
+    return found
+
+
+def _texts(file: RankFile, key: str) -> dict[str, str]:
+    found = file.tree.get(key)
+    items = found.items() if isinstance(found, dict) else ()
+    return {k: v for k, v in items if type(k) is str and type(v) is str}
+
+
+def _names(file: RankFile, key: str) -> list[str]:
+    found = file.tree.get(key)
+    return [n for n in found if type(n) is str] if isinstance(found, (list, tuple, set)) else []
+
+
+def _holds_tensor(value: Any) -> bool:
+    kinds = (StoredView, RefusedTensor)
+    return any(isinstance(leaf, kinds) for _, _, leaf in leaves_below(value, "", StoredView))

@@ -1,0 +1,342 @@
+"""Place the shards of tensor-parallel ranks in their logical parameters.
+
+``universal_checkpoint_info`` says how parameters are cut: lists of regular expressions for the ways of
+Megatron (deepspeed/checkpoint/ds_to_universal.py, `merge_tp_slices`), and since version 0.4 an
+``affine_map``. That gives for each rank the pieces as strided views of the logical parameter and of the
+shard. A map of a later version is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from ckptcore.core.box import Box
+from ckptcore.core.manifest import row_major
+from ckptcore.core.object_tree import Named
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
+from ckptcore.utils.patterns import UnusablePattern, full_matches
+from ckptcore.utils.text import shown
+
+Shape = tuple[int, ...]
+_MAX_PIECES = 65_536
+_MAX_RANK = 64
+_LITERAL = re.compile(r"\^?((?:[\w]|\\[^\w])*)\$")
+_INFO = "universal_checkpoint_info"
+# Patterns -> how a parameter that one of them matches is joined, in the order in which DeepSpeed asks.
+_REPLICATED = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
+_HALVES = "parameter_with_2_sub_params_cat_dim_0"
+_ROWS = "parameter_with_row_parallelism_patterns"
+_VOCABULARY = "vocabulary_parameter_patterns"
+_SUB_PARAMS = "parameter_with_sub_params"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a rank's shard, and where it begins in the logical parameter."""
+
+    local: Box
+    offset: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How one rank's shard lies in a parameter.
+
+    Attributes:
+        shape: Of the logical parameter, elements.
+        pieces: Boxes of the shard that are part of it; what no piece covers is padding.
+    """
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+class Unmerged(ValueError):
+    """A parameter that nothing says how to join."""
+
+
+def same(shape: Shape) -> Placement:
+    """The placement of a parameter that the rank has as it is."""
+    return Placement(shape, (Piece(Box.whole(shape), (0,) * len(shape)),))
+
+
+class TensorParallel:
+    """The rules of one checkpoint.
+
+    Args:
+        tree: A model-state file's dict.
+        names: Every parameter and buffer that will be asked for.
+        degree: Tensor-parallel ranks.
+
+    Raises:
+        UnsupportedFormat: An ``affine_map`` of a version that is not known.
+        MalformedCheckpoint: Rules that are none.
+    """
+
+    def __init__(self, tree: Mapping[str, Any], names: Sequence[str], degree: int) -> None:
+        info = tree.get(_INFO)
+        self._info: Mapping[str, Any] = info if isinstance(info, dict) else {}
+        self._degree = degree
+        self._maps: dict[str, Any] = {}
+        self._rules: dict[str, str] = {}
+        self._sub_params: dict[str, Any] = {}
+        if degree > 1:
+            self._match(names)
+
+    def place(self, name: str, shapes: Mapping[int, Shape]) -> dict[int, Placement]:
+        """Place the shards of a parameter.
+
+        Args:
+            name: FQN.
+            shapes: Tensor-parallel rank -> shape of its shard, of the ranks that have one.
+
+        Returns:
+            Rank -> placement.
+
+        Raises:
+            Unmerged: Nothing says how the shards are joined, or they do not fit what says it.
+        """
+        if self._degree == 1:
+            return {rank: same(shape) for rank, shape in shapes.items()}
+        if name in self._maps:
+            return _by_map(self._maps[name], shapes)
+        if name in self._sub_params:
+            return _by_sub_params(self._sub_params[name], shapes, self._degree)
+        rule = self._rules.get(name)
+        if rule is None and not self._info.keys() & {*_REPLICATED, _HALVES, _ROWS, _VOCABULARY, _SUB_PARAMS}:
+            raise Unmerged(f"the checkpoint has no {_INFO} that says how tensor-parallel ranks cut it")
+        distinct = set(shapes.values())
+        if rule == "replicated":
+            if len(distinct) != 1:
+                raise Unmerged(
+                    "it is replicated over tensor-parallel ranks, and its copies have other shapes"
+                )
+            return {rank: same(shape) for rank, shape in shapes.items()}
+        if len(distinct) != 1:
+            raise Unmerged(f"its shards have shapes {sorted(distinct)}")
+        shape = distinct.pop()
+        if not shape:
+            return {rank: same(shape) for rank in shapes}
+        dim = 1 if rule == "rows" and len(shape) > 1 else 0
+        return {rank: self._concatenated(name, rule, shape, dim, rank) for rank in shapes}
+
+    def _concatenated(self, name: str, rule: str | None, shape: Shape, dim: int, rank: int) -> Placement:
+        if rule == "halves":
+            if shape[0] % 2:
+                raise Unmerged(f"half of {shape[0]} rows is no number of rows")
+            half = shape[0] // 2
+            return _pieces(shape, 0, [(half, half * self._degree)] * 2, self._degree, rank)
+        full = shape[dim] * self._degree
+        if rule == "vocabulary":
+            kept = self._info.get("original_vocab_size")
+            if type(kept) is int and 0 < kept < full:
+                return _stripped(shape, rank, kept)
+        return _pieces(shape, dim, [(shape[dim], full)], self._degree, rank)
+
+    def _match(self, names: Sequence[str]) -> None:
+        found = self._info.get("affine_map")
+        if found is not None:
+            version = found.get("version") if isinstance(found, dict) else None
+            if version != 1 or not isinstance(found.get("params"), dict):
+                raise UnsupportedFormat(
+                    f"affine_map of version {shown(version, 20)} is not known (1 is)",
+                    hint="convert it with the DeepSpeed that wrote it (deepspeed.checkpoint.ds_to_universal)",
+                )
+            for pattern, matched in _matches([*found["params"]], names).items():
+                self._maps |= {name: found["params"][pattern] for name in matched if name not in self._maps}
+        rules = [(key, "replicated") for key in _REPLICATED]
+        rules += [(_HALVES, "halves"), (_ROWS, "rows"), (_VOCABULARY, "vocabulary")]
+        for key, rule in rules:
+            for matched in _matches(_texts(self._info, key), names).values():
+                for name in matched:
+                    self._rules.setdefault(name, rule)
+        for one in self._info.get(_SUB_PARAMS) or ():
+            fields = one.value[1] if isinstance(one, Named) and one.kind == "record" else one
+            if not isinstance(fields, dict):
+                raise MalformedCheckpoint(f"{_SUB_PARAMS} lists {shown(one, 40)}")
+            for matched in _matches(_texts(fields, "patterns"), names).values():
+                self._sub_params |= {name: fields for name in matched if name not in self._rules}
+
+
+def _texts(values: Mapping[str, Any], key: str) -> list[str]:
+    found = values.get(key) or []
+    if not isinstance(found, (list, tuple)) or any(type(p) is not str for p in found):
+        raise MalformedCheckpoint(f"{key} must be a list of patterns (got {shown(found, 40)})")
+    return list(found)
+
+
+def _matches(patterns: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """The names that each pattern matches at their beginning, as `re.match` does."""
+    known, matched, others = set(names), {}, []
+    for pattern in patterns:
+        literal = _LITERAL.fullmatch(pattern)
+        if literal is None:
+            others.append(pattern)
+        else:
+            name = re.sub(r"\\(.)", r"\1", literal[1])
+            matched[pattern] = [name] if name in known else []
+    try:
+        rows = full_matches([rf"(?:{p})[\s\S]*" for p in others], names)
+    except UnusablePattern as error:
+        raise MalformedCheckpoint(f"a pattern of {_INFO} cannot be used: {error}") from error
+    for pattern, row in zip(others, rows, strict=True):
+        matched[pattern] = [name for name, hit in zip(names, row, strict=True) if hit]
+    return {pattern: matched[pattern] for pattern in patterns}
+
+
+def _pieces(shape: Shape, dim: int, parts: Sequence[tuple[int, int]], degree: int, rank: int) -> Placement:
+    """Place parts that are each cut over the ranks along ``dim``: (rows here, rows in all) of each."""
+    made, local, whole = [], 0, 0
+    for here, full in parts:
+        if here * degree != full:
+            raise Unmerged(f"{full} elements along dim {dim} for {degree} ranks of {here}")
+        at = tuple(local if d == dim else 0 for d in range(len(shape)))
+        size = tuple(here if d == dim else n for d, n in enumerate(shape))
+        offset = tuple(whole + rank * here if d == dim else 0 for d in range(len(shape)))
+        made.append(Piece(Box(at, size), offset))
+        local, whole = local + here, whole + full
+    if local != shape[dim]:
+        raise Unmerged(f"its parts have {local} elements along dim {dim}, the shard has {shape[dim]}")
+    return Placement(tuple(whole if d == dim else n for d, n in enumerate(shape)), tuple(made))
+
+
+def _stripped(shape: Shape, rank: int, kept: int) -> Placement:
+    """Rows of a vocabulary, without those that fill it up to a multiple of the ranks."""
+    rows = min(max(kept - rank * shape[0], 0), shape[0])
+    piece = Piece(Box((0,) * len(shape), (rows, *shape[1:])), (rank * shape[0], *(0,) * (len(shape) - 1)))
+    return Placement((kept, *shape[1:]), (piece,) if rows else ())
+
+
+def _by_sub_params(
+    fields: Mapping[str, Any], shapes: Mapping[int, Shape], degree: int
+) -> dict[int, Placement]:
+    """`SubparamShape`: sizes along ``partition_dim`` of parameters that were fused before they were cut."""
+    dim, sizes = fields.get("partition_dim"), fields.get("shape")
+    sizes = sizes.value if isinstance(sizes, Named) else sizes
+    distinct = set(shapes.values())
+    shape = distinct.pop() if len(distinct) == 1 else None
+    if (
+        shape is None
+        or type(dim) is not int
+        or not isinstance(sizes, (tuple, list))
+        or len(sizes) != len(shape)
+    ):
+        raise Unmerged(f"its {_SUB_PARAMS} ({shown(dict(fields), 80)}) do not fit its shards")
+    if not 0 <= dim < len(shape):
+        raise Unmerged(f"it is cut along dim {dim}, and has {len(shape)}")
+    parts = sizes[dim] if isinstance(sizes[dim], (tuple, list)) else (sizes[dim],)
+    if any(type(n) is not int or n <= 0 or n % degree for n in parts):
+        raise Unmerged(f"parts of {shown(parts, 40)} elements for {degree} tensor-parallel ranks")
+    rows = [(n // degree, n) for n in parts]
+    return {rank: _pieces(shape, dim, rows, degree, rank) for rank in shapes}
+
+
+# --- affine maps ----------------------------------------------------------------------------------
+
+
+def _by_map(entry: Any, shapes: Mapping[int, Shape]) -> dict[int, Placement]:
+    full = _dims(entry.get("logical_shape") if isinstance(entry, dict) else None)
+    ranks = entry.get("ranks") if isinstance(entry, dict) else None
+    if full is None or not isinstance(ranks, dict):
+        raise Unmerged("its affine map is malformed")
+    made = {}
+    for rank, shape in shapes.items():
+        own = ranks.get(rank, ranks.get(str(rank)))
+        held = _dims(own.get("shard_shape")) if isinstance(own, dict) else None
+        if held is None or prod(held) != prod(shape):
+            raise Unmerged(f"its affine map gives rank {rank} a shard {held}, it has {list(shape)}")
+        pieces: list[Piece] = []
+        for piece in own.get("pieces") or () if isinstance(own, dict) else ():
+            if not isinstance(piece, dict) or piece.get("scale", 1) not in (1, 1.0, None):
+                raise Unmerged("its affine map scales values, which is not undone here")
+            pieces += _affine(piece, full, shape)
+            if len(pieces) > _MAX_PIECES:
+                raise Unmerged(f"its affine map has more than {_MAX_PIECES} pieces")
+        made[rank] = Placement(full, tuple(pieces))
+    return made
+
+
+def _affine(piece: Mapping[str, Any], full: Shape, local: Shape) -> Iterator[Piece]:
+    """The boxes of a strided piece: leading dims that are no box of both tensors are taken one by one."""
+    shape = _dims(piece.get("shape"))
+    source, dest = (_strided(piece.get(key), shape) for key in ("source", "dest"))
+    if shape is None or source is None or dest is None:
+        raise Unmerged("a piece of its affine map is malformed")
+    if 0 in shape:
+        return
+    lead = 0
+    while lead <= len(shape):
+        below = shape[lead:]
+        one, two = _box_of(below, source[1][lead:], full), _box_of(below, dest[1][lead:], local)
+        if one is not None and one == two:
+            break
+        lead += 1
+    if prod(shape[:lead]) > _MAX_PIECES:
+        raise Unmerged(f"its affine map has more than {_MAX_PIECES} pieces")
+    size = one if lead <= len(shape) and one is not None else None
+    for index in product(*(range(n) for n in shape[:lead])):
+        here = source[0] + sum(i * s for i, s in zip(index, source[1], strict=False))
+        there = dest[0] + sum(i * s for i, s in zip(index, dest[1], strict=False))
+        a, b = _index(here, full), _index(there, local)
+        extent = size if size is not None else None
+        if a is None or b is None or extent is None:
+            raise Unmerged("a piece of its affine map reaches outside")
+        wide, narrow = _extents(extent, len(full)), _extents(extent, len(local))
+        if len(full) != len(local) or wide != narrow:
+            raise Unmerged("a piece of its affine map is no box of its shard")
+        if any(o + n > d for o, n, d in zip(a, wide, full, strict=True)) or any(
+            o + n > d for o, n, d in zip(b, narrow, local, strict=True)
+        ):
+            raise Unmerged("a piece of its affine map reaches outside")
+        yield Piece(Box(b, narrow), a)
+
+
+def _box_of(shape: Shape, strides: Shape, tensor: Shape) -> dict[int, int] | None:
+    """Dim of ``tensor`` -> extent, where strides of its own row-major layout make a box of it; else None."""
+    steps = row_major(tensor)
+    found: dict[int, int] = {}
+    for n, stride in zip(shape, strides, strict=True):
+        if n == 1:
+            continue
+        dims = [d for d, s in enumerate(steps) if s == stride and tensor[d] >= n and d not in found]
+        if not dims or (found and max(found) >= dims[-1]):
+            return None
+        found[dims[-1]] = n
+    return found
+
+
+def _extents(extent: Mapping[int, int], rank: int) -> Shape:
+    return tuple(extent.get(d, 1) for d in range(rank))
+
+
+def _index(at: int, shape: Shape) -> Shape | None:
+    if not 0 <= at < max(prod(shape), 1):
+        return None
+    out = []
+    for step in row_major(shape):
+        out.append(at // step)
+        at %= step
+    return tuple(out)
+
+
+def _strided(value: Any, shape: Shape | None) -> tuple[int, Shape] | None:
+    if not isinstance(value, (list, tuple)) or len(value) != 2 or shape is None:
+        return None
+    strides = _dims(value[1])
+    if type(value[0]) is not int or value[0] < 0 or strides is None or len(strides) != len(shape):
+        return None
+    return value[0], strides
+
+
+def _dims(value: Any) -> Shape | None:
+    value = value.value if isinstance(value, Named) else value
+    if not isinstance(value, (list, tuple)) or len(value) > _MAX_RANK:
+        return None
+    if any(type(n) is not int or not 0 <= n < 1 << 50 for n in value):
+        return None
+    return tuple(value)

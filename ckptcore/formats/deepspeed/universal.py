@@ -1,0 +1,100 @@
+"""Read the parameters of a universal checkpoint folder.
+
+``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`` (deepspeed/checkpoint/ds_to_universal.py). Of stages
+up to 2 each file is a dict with the logical tensor as ``param``. Of stage 3 it is a flat tensor, and only
+``param_shapes`` of the model-state files gives its shape. Parameters without moments (frozen and tied ones,
+buffers) are copies of the module's, cast to float32: they are taken only where the module has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from ckptcore.core.manifest import row_major
+from ckptcore.core.object_tree import Refused
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.torchzip.reader import read_objects
+from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.deepspeed.assembly import Assembly, Stored
+from ckptcore.formats.deepspeed.file_names import CheckpointFiles
+from ckptcore.formats.deepspeed.optimizer_states import MASTER, STATE
+from ckptcore.formats.deepspeed.pickle_globals import TABLE, RankFile
+from ckptcore.formats.deepspeed.tensor_parallel import same
+
+Shape = tuple[int, ...]
+_OPTIMIZER = "zero/optimizer_state.pt"
+_STEP = "step"
+
+
+def add_universal(
+    source: Source,
+    files: CheckpointFiles,
+    assembly: Assembly,
+    shapes: Mapping[str, Shape],
+    master: Mapping[str, str],
+) -> None:
+    """Add every parameter's files.
+
+    Args:
+        source: The folder.
+        files: Its files.
+        assembly: Where tensors are added.
+        shapes: Parameter -> shape, by the model-state files.
+        master: Parameter -> name that its master weight gets.
+    """
+    for name, states in files.universal.items():
+        trained = any(key not in (MASTER, _STEP) for key in states)
+        for key, path in states.items():
+            target = f"{STATE}.{name}.{key}"
+            if key == MASTER:
+                if not trained and name in shapes and name not in master:
+                    continue
+                target = master.get(name, target)
+            file, value = _read(source, path)
+            if isinstance(value, dict):
+                value = value.get("param")
+            if not isinstance(value, StoredView):
+                if not isinstance(value, Refused):
+                    raise MalformedCheckpoint(f"{path} holds no tensor", file=path)
+                assembly.odd(target, value, path)
+                continue
+            _add(assembly, target, name, key, Stored(file, value), shapes)
+    if _OPTIMIZER in source.listing:
+        _add_optimizer(source, assembly)
+
+
+def _add(
+    assembly: Assembly, target: str, name: str, key: str, stored: Stored, shapes: Mapping[str, Shape]
+) -> None:
+    value, shape = stored.value, shapes.get(name)
+    if shape is None or key == _STEP or value.shape == shape:
+        assembly.tensor(target, stored)
+    elif len(value.shape) == 1 and value.shape[0] == prod(shape) and value.strides == row_major(value.shape):
+        assembly.run(target, stored, 0, shape, 0, prod(shape), same(shape))
+    else:
+        message = f"{stored.file.path} has shape {list(value.shape)}, {name} has {list(shape)}"
+        assembly.builder.findings.append(
+            finding("item-mismatch", "files", message, fqn=target, file=stored.file.path)
+        )
+        assembly.unread(target, "its shape is not that of the model-state files", stored.file.path)
+
+
+def _read(source: Source, path: str) -> tuple[RankFile, Any]:
+    size = source.listing[path]
+    objects = read_objects(lambda start, n: source.store.read(path, start, n), size, path, TABLE)
+    return RankFile(path, size, objects), objects.tree
+
+
+def _add_optimizer(source: Source, assembly: Assembly) -> None:
+    """Parameter groups and scalars of rank 0; its buffers (stage 3) are those of the parameters' files."""
+    file, tree = _read(source, _OPTIMIZER)
+    assembly.builder.file(file.path, file.size)
+    inner: Any = tree
+    while isinstance(inner, dict) and isinstance(inner.get("optimizer_state_dict"), dict):
+        inner = inner["optimizer_state_dict"]
+    for key, value in (inner if isinstance(inner, dict) else {}).items():
+        if key == "param_groups":
+            assembly.object("optimizer.param_groups", value, file.path)

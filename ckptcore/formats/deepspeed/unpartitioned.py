@@ -1,0 +1,151 @@
+"""Read the optimizer of a checkpoint without ZeRO, which numbers its states.
+
+``optimizer`` of ``mp_rank_NN_model_states.pt`` is a torch optimizer's state dict, or that of DeepSpeed's BF16
+and FP16 wrappers, with fp32 copies of the parameters in ``fp32_groups`` (deepspeed/runtime/
+bf16_optimizer.py, fp16/unfused_optimizer.py). Numbers follow the parameter groups, each in the model's order.
+Names are given only where shapes, and the first values of weights and masters, leave one way to read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import row_major
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.errors import finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.common.optimizer_numbers import Numbered, numbered, prove
+from ckptcore.formats.common.shape_matching import Row, forced_places
+from ckptcore.formats.deepspeed.assembly import Assembly, Stored
+from ckptcore.formats.deepspeed.pickle_globals import RankFile
+
+_STATE = "optimizer.state"
+_COMPARED = 256  # elements of a tensor whose values are compared
+
+
+def add_unpartitioned(
+    assembly: Assembly, source: Source, file: RankFile, weights: Mapping[str, StoredView], own: bool
+) -> None:
+    """Add the optimizer of one model-parallel rank.
+
+    Args:
+        assembly: Where tensors are added.
+        source: The folder; the first elements of masters and weights are read where shapes do not decide.
+        file: The model-state file.
+        weights: FQN -> stored weight, in the module's order; buffers are left out.
+        own: Whether masters are the model, and stored weights the low-precision copies.
+    """
+    state = file.tree["optimizer"]
+    inner = state.get("optimizer_state_dict", state)
+    masters = state.get("fp32_groups")
+    found = numbered(inner)
+    flat = [v for group in masters for v in group] if _is_groups(masters) else []
+    names = None if found is None else _names(source, file, found, weights, flat)
+    tree = assembly.tree(file)
+    if found is None or names is None:
+        assembly.builder.findings.append(
+            finding(
+                "unnamed-states",
+                "files",
+                f"nothing proves which parameters the optimizer of {file.path} numbers",
+                file=file.path,
+            )
+        )
+        tree.add("optimizer", state)
+        return
+    for number, values in found.state.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            name = f"{_STATE}.{names[number]}.{key}"
+            if isinstance(value, StoredView):
+                assembly.tensor(name, Stored(file, value))
+            else:
+                assembly.object(name, value, file.path)
+    for number, value in zip(found.ids, flat, strict=bool(flat)):
+        target = f"module.{names[number]}" if own else f"{_STATE}.{names[number]}.fp32"
+        assembly.tensor(target, Stored(file, value))
+    groups = [{**g, "params": [names[i] for i in g["params"]]} for g in found.groups]
+    assembly.object("optimizer.param_groups", groups, file.path)
+    for key, value in state.items():
+        if key not in ("optimizer_state_dict", "fp32_groups", "state", "param_groups"):
+            tree.add(f"optimizer.{key}", value)
+
+
+def has_masters(file: RankFile) -> bool:
+    """Whether a model-state file keeps fp32 copies of its parameters."""
+    state = file.tree.get("optimizer")
+    return isinstance(state, dict) and _is_groups(state.get("fp32_groups"))
+
+
+def _is_groups(masters: Any) -> bool:
+    return (
+        isinstance(masters, list)
+        and bool(masters)
+        and all(isinstance(g, (list, tuple)) and all(isinstance(v, StoredView) for v in g) for g in masters)
+    )
+
+
+def _names(
+    source: Source,
+    file: RankFile,
+    optimizer: Numbered,
+    weights: Mapping[str, StoredView],
+    masters: Sequence[StoredView],
+) -> dict[int, str] | None:
+    params = [(name, value.shape) for name, value in _once(weights).items()]
+    proof = prove(params, [optimizer], lambda v: v.shape if isinstance(v, StoredView) else None)[0]
+    if proof.names is not None and len(proof.names) == len(optimizer.ids):
+        return proof.names
+    if len(masters) != len(optimizer.ids):
+        return None
+    # A weight is its master, rounded: values tell apart what has one shape.
+    own = [(value.shape, _start(source, file, value, value.dtype)) for _, value in _once(weights).items()]
+    dtype = {value.shape: value.dtype for value in weights.values()}
+    by_number = dict(zip(optimizer.ids, masters, strict=True))
+    chains = [
+        [
+            (v.shape, _start(source, file, v, dtype.get(v.shape, "")))
+            for v in (by_number[i] for i in g["params"])
+        ]
+        for g in optimizer.groups
+    ]
+    found = forced_places(Row(own), chains)  # type: ignore[arg-type]  # any hashable key serves
+    if found is None:
+        return None
+    names: dict[int, str] = {}
+    for group, places in zip(optimizer.groups, found, strict=True):
+        for number, place in zip(group["params"], places, strict=True):
+            if place is None:
+                return None
+            names[number] = params[place][0]
+    return names
+
+
+def _once(weights: Mapping[str, StoredView]) -> dict[str, StoredView]:
+    """Weights without tied copies: of several names of one view the first."""
+    seen: dict[Any, str] = {}
+    for name, value in weights.items():
+        seen.setdefault((value.key, value.offset, value.shape), name)
+    return {name: weights[name] for name in seen.values()}
+
+
+def _start(source: Source, file: RankFile, value: StoredView, dtype: str) -> bytes:
+    """The first elements of a tensor as ``dtype`` has them; b"" where that is not comparable."""
+    count = min(_COMPARED, int(np.prod(value.shape, dtype=np.int64)))
+    if value.strides != row_major(value.shape) or value.flags or value.key not in file.objects.storages:
+        return b""
+    width = BY_NAME[value.dtype].itemsize
+    start = file.objects.storages[value.key][0] + value.offset * width
+    raw = source.store.read(file.path, start, count * width)
+    if value.dtype == dtype:
+        return raw
+    if value.dtype != "float32" or dtype not in ("bfloat16", "float16"):
+        return b""
+    numbers = np.frombuffer(raw, "<f4")
+    if dtype == "float16":
+        return numbers.astype("<f2").tobytes()
+    bits = numbers.view("<u4").astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()  # to nearest even
