@@ -139,8 +139,8 @@ def _deepspeed(source: Source) -> tuple[str, str] | None:
     """DeepSpeed: ``latest`` holds the tag of the newest save, and is written when all ranks have saved.
 
     deepspeed/runtime/engine.py, `save_checkpoint`. Tags are any text (``global_step10``, ``checkpoint`` of
-    Lightning, ``pytorch_model`` of Accelerate). ``latest_universal`` names a folder made of another save: it is
-    followed only where ``latest`` is missing.
+    Lightning, ``pytorch_model`` of Accelerate). ``latest_universal`` names a folder made of another save,
+    and is followed only where ``latest`` is missing.
     """
     tops = dict.fromkeys(p.split("/", 1)[0] for p in source.listing if "/" in p)
     tags = [t for t in tops if is_checkpoint(source.below(t).listing)]

@@ -55,7 +55,9 @@ RECOVERABLE: dict[str, bool] = {"dcp_aborted_metadata_tmp": True}
 
 # Samples without a DCP folder. Refused by the name of what they are.
 REFUSED_OTHER: dict[str, Refusal] = {
-    "fsdp1_local_pt_*": _refusal(5, "unsupported-format", "FSDP1 LOCAL: names and shapes absent")
+    "fsdp1_local_pt_*": _refusal(5, "unsupported-format", "FSDP1 LOCAL: names and shapes absent"),
+    "z2_fp32_rr_ws4_universal": _refusal(1, "damaged", "DeepSpeed's converter mixed up its parameters"),
+    "moe_ep2_z2_ws2_universal": _refusal(3, "not-complete", "DeepSpeed's converter ended with an error"),
 }
 
 # The official loader of torch.distributed.checkpoint is no oracle here.

@@ -142,7 +142,7 @@ class Assembly:
         return True
 
     def alias_all(self, alias: str, owner: str, prefixes: Sequence[str]) -> None:
-        """Add every tensor of an owner under the name of its alias: the model's, and the optimizer's states."""
+        """Add every tensor of an owner, its optimizer states too, under the name of its alias."""
         for prefix in prefixes:
             for name in [n for n in self._tensors if n.startswith(prefix + owner)]:
                 rest = name[len(prefix) + len(owner) :]

@@ -64,12 +64,15 @@ class Group:
 def read_partitions(
     source: Source, files: CheckpointFiles, states: ModelStates
 ) -> dict[tuple[int, int], RankFile]:
-    """Read every optimizer file: (data-parallel rank, model-parallel rank) -> file."""
-    world = states.world
+    """Read the optimizer files: (data-parallel rank, model-parallel rank) -> file.
+
+    Those of a model-parallel rank whose model-state file is missing are left out: nothing names what they hold.
+    """
+    world, named = states.world, {mp for _, mp in states.files}
     return {
         (dp, mp): read_file(source, path)
         for (dp, mp), path in files.optim.items()
-        if dp < world.dp and mp < world.mp
+        if dp < world.dp and mp < world.mp and mp in named
     }
 
 

@@ -79,8 +79,8 @@ def read_model_states(source: Source, files: CheckpointFiles) -> ModelStates:
     """
     if not files.model and files.universal:
         raise NotComplete(
-            "the folder has zero/<parameter>/ of a universal checkpoint, but no *_model_states.pt: its conversion "
-            "did not finish",
+            "the folder has zero/<parameter>/ of a universal checkpoint, but no *_model_states.pt: its "
+            "conversion did not finish",
             hint="read the checkpoint that it was made of",
         )
     if not files.model:

@@ -3,29 +3,31 @@
 Names: ``module.<fqn>`` is the model, ``optimizer.state.<fqn>.<key>`` its optimizer state, and everything
 else that a rank saved is an object of its own name. Trained parameters are stored twice, as low-precision
 weights and as fp32 masters. With ``weights="master"`` the model has the masters, and the weights as stored
-are ``lp.<fqn>`` (DeepSpeed's word for low precision). With ``weights="module"`` the model is as stored, and
+are ``lp/<fqn>`` (DeepSpeed's word for low precision). With ``weights="module"`` the model is as stored, and
 masters are ``optimizer.state.<fqn>.fp32``. Where both have one dtype they are copies of each other, and are
 compared.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Refused, RefusedTensor
+from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.torch_globals import StoredView
-from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.deepspeed.assembly import Assembly, Stored
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles, files_of
 from ckptcore.formats.deepspeed.optimizer_states import (
-    MASTER,
     STATE,
     Partitions,
     group_shapes,
@@ -41,8 +43,9 @@ from ckptcore.utils.text import shown
 
 NAME = "deepspeed"
 MODEL = "module."
-LOW_PRECISION = "lp."
+LOW_PRECISION = "lp/"  # no dot: it is no part that could be the model
 Shape = tuple[int, ...]
+_LAYER = re.compile(r"^\d{1,7}\.")
 # What says where values are, and is said by the manifest.
 _LAYOUT = frozenset(
     {
@@ -63,11 +66,12 @@ _LAYOUT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A state dict of weights: whose file, which tensor-parallel rank, FQN -> value."""
+    """A state dict of weights: whose file, which tensor-parallel rank, FQN -> value, whether ZeRO-3's."""
 
     file: RankFile
     tp: int
     values: Mapping[str, Any]
+    partitioned: bool = False
 
 
 def read(source: Source) -> Manifest:
@@ -94,10 +98,11 @@ class _Reader:
         self._buffers = {n for f in self._ranks.values() for n in _names(f, "buffer_names")}
         self._opened: list[RankFile] = [*states.files.values()]
         self._copies: list[tuple[str, Stored]] = []
+        self._placeholders: dict[str, str] = {}
 
     def read(self) -> Manifest:
         builder, states = self._builder, self._states
-        builder.findings += states.findings
+        builder.findings += [*states.findings, *self._missing_layers(), *self._missing_experts()]
         parts = list(self._parts())
         placements = self._placements(parts)
         files = self._files
@@ -124,7 +129,7 @@ class _Reader:
                 builder.findings.append(
                     finding("rank-object", "files", message, fqn=name, file=stored.file.path)
                 )
-        self._require_values(placements)
+        self._require_values()
         for file in states.files.values():
             self._add_objects(file)
         self._assembly.add_unused(self._opened)
@@ -140,7 +145,7 @@ class _Reader:
             if isinstance(module, dict) and dp > 0:
                 self._compare_buffers(file, module)
             elif isinstance(module, dict):
-                yield _Part(file, mp % world.tp, module)
+                yield _Part(file, mp % world.tp, module, dp >= 0)
             elif module is not None and not isinstance(module, dict):
                 raise MalformedCheckpoint(
                     f"module of {file.path} must be a dict (got {type(module).__name__})", file=file.path
@@ -160,6 +165,33 @@ class _Reader:
             if isinstance(value, StoredView) and prod(value.shape)
         ]
 
+    def _missing_layers(self) -> Iterator[Finding]:
+        """Findings for pipeline layers whose parameters are listed, and whose file is missing."""
+        if not self._files.layers:
+            return
+        found = {int(n.partition(".")[0]) for s in self._trained.values() for n in s if _LAYER.match(n)}
+        for layer, tp in product(sorted(found), range(self._states.world.tp)):
+            if (layer, tp) not in self._files.layers:
+                suffix = f"-model_{tp:02d}" if self._states.world.tp > 1 else ""
+                path = f"layer_{layer:02d}{suffix}-model_states.pt"
+                message = f"{path} is missing: parameters of this layer are listed"
+                yield finding("missing-rank", "files", message, file=path)
+
+    def _missing_experts(self) -> Iterator[Finding]:
+        """Findings for experts whose file is missing: ``num_experts`` has how many each MoE layer has."""
+        found: dict[int, set[int]] = {}
+        for layer, expert, _ in self._files.experts:
+            found.setdefault(layer, set()).add(expert)
+        stored = self._states.sample.tree.get("num_experts")
+        counts = stored if isinstance(stored, list) else []
+        for place, layer in enumerate(sorted(found)):
+            known = counts[place] if place < len(counts) else None
+            count = known if type(known) is int else 1 + max(found[layer])
+            for expert in absent(found[layer], count, 20):
+                path = f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+                message = f"{path} is missing: layer {layer} has {count} experts"
+                yield finding("missing-rank", "files", message, file=path)
+
     def _open(self, path: str) -> RankFile:
         file = read_file(self._source, path)
         self._opened.append(file)
@@ -174,7 +206,9 @@ class _Reader:
                 shapes.setdefault(name, {}).setdefault(mp % tp, shape)
         for part in parts:
             for name, value in part.values.items():
-                if isinstance(value, StoredView):
+                if isinstance(value, StoredView) and _is_placeholder(part, value):
+                    self._placeholders.setdefault(str(name), part.file.path)
+                elif isinstance(value, StoredView):
                     shapes.setdefault(str(name), {}).setdefault(part.tp, value.shape)
         rules = TensorParallel(self._states.sample.tree, list(shapes), tp)
         made: dict[str, dict[int, Placement]] = {}
@@ -249,8 +283,8 @@ class _Reader:
                     self._assembly.object(f"{MODEL}{name}", value, part.file.path)
                 continue
             placement = placements.get(name, {}).get(part.tp)
-            if placement is None or (value.shape == (0,) and prod(placement.shape)):
-                continue  # not joined, or a placeholder of ZeRO-3
+            if placement is None or _is_placeholder(part, value):
+                continue
             known = own and self._assembly.has(MODEL + name)
             low = known and not self._assembly.fits(MODEL + name, value.dtype, placement)
             target = f"{LOW_PRECISION if low else MODEL}{name}"
@@ -274,20 +308,18 @@ class _Reader:
                     size = -(-prod(shape) // world.dp)
                     if value.shape != (size,):
                         raise MalformedCheckpoint(
-                            f"{file.path} has {list(value.shape)} elements of {name}, which needs {size} a rank",
+                            f"{file.path} has {list(value.shape)} elements of {name}, a rank has {size}",
                             file=file.path,
                         )
                     start, stop = (min(n * size, prod(shape)) for n in (dp, dp + 1))
                     self._assembly.run(target, Stored(file, value), 0, shape, start, stop, placement)
 
-    def _require_values(self, placements: Mapping[str, dict[int, Placement]]) -> None:
-        """Note weights of which only a placeholder is there."""
-        for name, each in placements.items():
-            if any(self._assembly.has(p + name) for p in (MODEL, LOW_PRECISION)):
-                continue
-            if not self._assembly.has(f"{STATE}.{name}.{MASTER}") and each:
+    def _require_values(self) -> None:
+        """Note weights of which only a placeholder is stored."""
+        for name, path in self._placeholders.items():
+            if not self._assembly.has(MODEL + name):
                 self._assembly.unread(
-                    MODEL + name, "only a placeholder is stored: no file has its values", ""
+                    MODEL + name, "only a placeholder is stored: no file has its values", path
                 )
 
     def _add_objects(self, file: RankFile) -> None:
@@ -322,6 +354,11 @@ class _Reader:
             "masters": masters,
             "model": {"prefix": MODEL, "because": f"DeepSpeed keeps the model under module ({kind})"},
         }
+
+
+def _is_placeholder(part: _Part, value: StoredView) -> bool:
+    """Whether a weight is what ZeRO-3 leaves in place of one that is partitioned."""
+    return value.shape == (0,) and part.partitioned
 
 
 def _merged(groups: list[dict[str, Shape]]) -> dict[str, Shape]:

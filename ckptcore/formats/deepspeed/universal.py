@@ -17,16 +17,18 @@ from ckptcore.core.object_tree import Refused
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import read_objects
 from ckptcore.errors import MalformedCheckpoint, finding
-from ckptcore.formats.base import Source
+from ckptcore.formats.base import Source, natural
 from ckptcore.formats.deepspeed.assembly import Assembly, Stored
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.optimizer_states import MASTER, STATE
-from ckptcore.formats.deepspeed.pickle_globals import TABLE, RankFile
+from ckptcore.formats.deepspeed.pickle_globals import TABLE, RankFile, read_file
+from ckptcore.formats.deepspeed.rank_files import config_value
 from ckptcore.formats.deepspeed.tensor_parallel import same
 
 Shape = tuple[int, ...]
 _OPTIMIZER = "zero/optimizer_state.pt"
 _STEP = "step"
+_READ_THE_OTHER = "read the checkpoint that it was made of: its flat buffers are right"
 
 
 def add_universal(
@@ -45,7 +47,13 @@ def add_universal(
         shapes: Parameter -> shape, by the model-state files.
         master: Parameter -> name that its master weight gets.
     """
-    for name, states in files.universal.items():
+    if _mixed_up(source, files):
+        message = (
+            "zero/ was made from round-robin gradients: DeepSpeed's converter (through 0.19.8) stores "
+            "parameters under the names of others"
+        )
+        assembly.builder.findings.append(finding("lost-at-save", "files", message, hint=_READ_THE_OTHER))
+    for name, states in sorted(files.universal.items(), key=lambda row: natural(row[0])):
         trained = any(key not in (MASTER, _STEP) for key in states)
         for key, path in states.items():
             target = f"{STATE}.{name}.{key}"
@@ -64,6 +72,26 @@ def add_universal(
             _add(assembly, target, name, key, Stored(file, value), shapes)
     if _OPTIMIZER in source.listing:
         _add_optimizer(source, assembly)
+
+
+def _mixed_up(source: Source, files: CheckpointFiles) -> bool:
+    """Whether the converter that made the folder got names wrong, as far as the configuration says.
+
+    `ds_to_universal` follows ``param_slice_mappings``, whose order is not the buffers' under
+    ``round_robin_gradients`` of stages 1 and 2 with several ranks. Weights in float32 prove it either way:
+    they are compared with the masters.
+    """
+    file = read_file(source, next(iter(files.model.values())))
+    zero = config_value(file.tree, "zero_optimization") or {}
+    weights = file.tree.get("module")
+    low = isinstance(weights, dict) and any(
+        isinstance(v, StoredView) and v.dtype in ("bfloat16", "float16") for v in weights.values()
+    )
+    several = file.tree.get("dp_world_size") != 1
+    robin = (
+        isinstance(zero, dict) and zero.get("round_robin_gradients") is True and zero.get("stage") in (1, 2)
+    )
+    return low and robin and several
 
 
 def _add(
