@@ -66,7 +66,7 @@ def read_partitions(
 ) -> dict[tuple[int, int], RankFile]:
     """Read the optimizer files: (data-parallel rank, model-parallel rank) -> file.
 
-    Those of a model-parallel rank whose model-state file is missing are left out: nothing names what they hold.
+    Those of a model-parallel rank without a model-state file are left out: nothing names what they hold.
     """
     world, named = states.world, {mp for _, mp in states.files}
     return {
