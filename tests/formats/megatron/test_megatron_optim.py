@@ -24,7 +24,7 @@ from legacy_ranks import (
 )
 
 import ckptcore
-from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_whole
+from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_buffer
 from ckptcore.formats.megatron.parameter_order import Parameter, Unregistered
 from ckptcore.formats.megatron.partition_rules import Placement
 
@@ -380,11 +380,11 @@ def test_a_bucket_of_its_own() -> None:
 def test_whole_buffers_and_full_buckets() -> None:
     """Without bucket borders on disk, the total tells whether a layout is the right one."""
     three = parameters(10, 70, 100)
-    assert [s[2] for s in starts(lay_out_whole(three, 128 + 128 + 10))] == [0, 128, 256]
+    assert [s[2] for s in starts(lay_out_buffer(three, 128 + 128 + 10))] == [0, 128, 256]
     # A bucket that is full ends unaligned, and the next one starts behind it.
-    assert [s[2] for s in starts(lay_out_whole(three, 100 + 128 + 10, bucket=90))] == [0, 100, 228]
+    assert [s[2] for s in starts(lay_out_buffer(three, 100 + 128 + 10, bucket=90))] == [0, 100, 228]
     with pytest.raises(Unregistered):
-        lay_out_whole(three, 100 + 128 + 10)
+        lay_out_buffer(three, 100 + 128 + 10)
 
 
 def test_helpers_agree() -> None:
