@@ -139,8 +139,10 @@ def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> 
         for rank, tree in trees.items():
             if tree.get(key) != trees[first].get(key):
                 one, other = tree.get(key), trees[first].get(key)
-                message = f"{key} of {files[rank]} is {shown(one, 40)}, "
+                message = (
+                    f"{key} of {files[rank]} is {shown(one, 40)}, "
                     f"that of {files[first]} is {shown(other, 40)}"
+                )
                 yield finding("mixed-saves", "files", message, file=files[rank])
     world = trees[first].get("world_size")
     if type(world) is not int or not 0 < world < 1 << 20:
