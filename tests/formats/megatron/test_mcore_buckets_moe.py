@@ -64,7 +64,7 @@ def is_expert(name: str) -> bool:
 
 
 def registered(name: str) -> tuple[int, int]:
-    """Return the sort key of a chunk's names, the order of its modules; sorting keeps the order of experts."""
+    """Return the sort key of a name in a chunk: its module's position; sorting keeps the order of experts."""
     if name.startswith("embedding."):
         return -1, 0
     if not name.startswith("decoder.layers."):

@@ -50,7 +50,7 @@ def test_layers_of_different_widths_are_separate_tensors(tmp_path: Path) -> None
 
 
 def test_state_of_fp8_layers_is_kept_by_rank(tmp_path: Path) -> None:
-    """With delayed scaling it is not empty; it differs by rank, under its layer's number in the full model."""
+    """With delayed scaling it is not empty; it differs by rank, under its layer's global number."""
     name = "decoder.layers.1.mlp.linear_fc1._extra_state"
     case = Case(tp=2, pp=2, layers=4)
 
