@@ -85,7 +85,7 @@ def test_arguments_and_what_they_hold(module: Module, tmp_path: Path) -> None:
             "lr": 1e-4,
             "kind": Named("enum", ["megatron.core.enums.ModelType", 1]),
             "config": record,
-            "again": record,
+            "repeated": record,
             "deep": Named("namespace", {"a": (1, [2])}),
         },
     )
