@@ -1,4 +1,4 @@
-"""Read changed checkpoints, and report every forbidden behavior of a reader.
+"""Read changed checkpoints, and report every forbidden behaviour of a reader.
 
     python tests/fuzz/fuzz.py [--inputs 1000000] [--jobs 2] [--seed 7] [--samples DIR] [--only REGEX]
     python tests/fuzz/fuzz.py --replay FILE

@@ -47,7 +47,7 @@ FORBIDDEN = frozenset(
 
 
 class Defect(Exception):
-    """Forbidden behavior of a reader."""
+    """Forbidden behaviour of a reader."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from ckptcore.core.manifest import Chunks, Manifest, TensorSpec, row_major
 from ckptcore.core.object_tree import references
 from ckptcore.errors import UnsupportedFormat, finding
 from ckptcore.formats.megatron.partition_rules import Placement
+from ckptcore.utils.text import count
 
 _Row = tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], int]
 
@@ -66,7 +67,10 @@ def recut(manifest: Manifest, flat: set[int], pieces: Sequence[FlatRange]) -> Ma
     gaps = sum(manifest.tensors[n].shape[0] - used.get(n, 0) for n in flat)
     findings = list(manifest.findings)
     if gaps:
-        message = f"left out {gaps} elements between the parameters of {len(flat)} flat optimizer buffers"
+        message = (
+            f"left out {count(gaps, 'element')} between the parameters of "
+            f"{count(len(flat), 'flat optimizer buffer')}"
+        )
         findings.append(finding("alignment-gap", "cover", message))
     kept = [n for n in range(manifest.num_tensors) if n not in flat]
     tensors = tuple(manifest.tensors[n] for n in kept) + tuple(specs.values())

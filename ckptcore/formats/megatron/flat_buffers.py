@@ -21,6 +21,7 @@ from ckptcore.core.object_tree import Named, decode
 from ckptcore.errors import CkptError, finding
 from ckptcore.formats.megatron.flat_boxes import FlatRange, recut
 from ckptcore.formats.megatron.parameter_order import Parameter, ParameterOrder, Unregistered
+from ckptcore.utils.text import count
 
 ALIGN = 64  # elements (param_and_grad_buffer.py, _pad_start_of_param_if_needed)
 _FLAT = re.compile(
@@ -77,7 +78,7 @@ def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
         return recut(manifest, flat, pieces)
     except (Unregistered, CkptError) as error:
         reason = getattr(error, "message", None) or str(error)
-        message = f"{len(flat)} flat optimizer buffers stay as they are: {reason}"
+        message = f"cannot split {count(len(flat), 'flat optimizer buffer')} by parameter: {reason}"
         return replace(manifest, findings=(*manifest.findings, finding("flat-buffers", "cover", message)))
 
 
@@ -128,7 +129,7 @@ def lay_out(
             raise Unregistered(f"a bucket of {size} elements does not end where a parameter does ({end})")
     if queue:
         raise Unregistered(
-            f"{len(queue)} parameters do not fit into the buckets, {queue[-1][0].name} is the first"
+            f"the buckets have no room for {count(len(queue), 'parameter')}, {queue[-1][0].name} is the first"
         )
     return out
 
@@ -223,7 +224,9 @@ def _laid_out(
     done: set[tuple[bool, tuple[int, int, int], int]] = set()
     for (_, chain, group, number), buckets in sorted(buffers.items()):
         if number >= chunks:
-            raise Unregistered(f"buffer {number} of {chunks} model chunk(s): parameters of several dtypes")
+            raise Unregistered(
+                f"buffer {number} of {count(chunks, 'model chunk')}: parameters of several dtypes"
+            )
         rank = _rank_of(group, known, chain == expert)
         registered = known.of(rank, number)
         parameters = (

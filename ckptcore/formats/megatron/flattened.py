@@ -22,6 +22,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, Ints, Manifest, TensorSpec, row_major
 from ckptcore.errors import Finding, MalformedCheckpoint, finding
 from ckptcore.formats.dcp.metadata import dims
+from ckptcore.utils.text import count
 
 ORIGINAL = "nd_reformulated_orig_global_shape"
 _STATE = re.compile(r"(?:^|\.)state\.[^.]+\.(?P<key>.+)$")
@@ -71,8 +72,8 @@ def left_flat(manifest: Manifest, mcore_data: Any) -> Iterator[Finding]:
         yield finding(
             "shape-lost",
             "cover",
-            f"{len(odd)} optimizer tensors are stored flattened, and "
-            f"neither mcore_data nor their weights give their shapes: {names}",
+            f"cannot reshape {count(len(odd), 'flattened optimizer tensor')}: "
+            f"neither mcore_data nor the weights give the shapes: {names}",
         )
 
 

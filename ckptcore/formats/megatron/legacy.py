@@ -26,6 +26,7 @@ from ckptcore.formats.megatron.legacy_ranks import FILE, RankFile, read_ranks
 from ckptcore.formats.megatron.parameter_order import Unregistered
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, note_hidden
+from ckptcore.utils.text import count
 
 NAME = "megatron_legacy"
 FLAT = "distrib_optim.pt"
@@ -35,9 +36,9 @@ _PER_RANK = frozenset({"rank", "local_rank"})  # arguments that differ by rank
 
 
 def detect(source: Source) -> Evidence | None:
-    """Recognize rank folders by their names."""
+    """Recognise rank folders by their names."""
     found = 0 if source.name is not None else sum(1 for p in source.listing if FILE.match(p))
-    return Evidence(NAME, (f"{found} mp_rank_* folder(s) with model_optim_rng.pt",)) if found else None
+    return Evidence(NAME, (f"{count(found, 'mp_rank_* folder')} with model_optim_rng.pt",)) if found else None
 
 
 def read(source: Source) -> Manifest:
@@ -198,7 +199,7 @@ def _note_hidden(
     )
     if not refused and path not in merger.lost:
         classes = ", ".join(objects.refused) or "an unknown class"
-        message = f"cannot read {hidden} bytes of tensors in {path}: they are inside {classes}"
+        message = f"cannot read {count(hidden, 'byte')} of tensors in {path}: they are inside {classes}"
         builder.findings.append(finding("refused-tensors", "cover", message, file=path))
 
 

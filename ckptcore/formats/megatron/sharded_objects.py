@@ -26,6 +26,7 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.dcp.objects import ObjectRules, adopt, kept
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.utils.crc32 import crc32
+from ckptcore.utils.text import count
 
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
@@ -93,7 +94,7 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
         hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in reachable)
         if hidden:
             message = (
-                f"cannot read {hidden} bytes of tensors in {path}: they are inside "
+                f"cannot read {count(hidden, 'byte')} of tensors in {path}: they are inside "
                 f"{', '.join(objects.refused)}"
             )
             builder.findings.append(finding("refused-tensors", "cover", message, fqn=key, file=path))
@@ -168,7 +169,7 @@ def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> It
     yield finding(
         "hole",
         "cover",
-        f"object {key}: {total - len(inside)} of {total} shards are missing"
+        f"object {key} lacks {total - len(inside)} of {count(total, 'shard')}"
         f"{': ' + ', '.join(first) if first else ''}",
         fqn=key,
     )

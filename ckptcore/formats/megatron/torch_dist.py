@@ -37,12 +37,13 @@ from ckptcore.formats.megatron.sharded_objects import (
     spread_common,
 )
 from ckptcore.formats.megatron.writer import arrange_torch_dist
+from ckptcore.utils.text import count
 
 NAME = "torch_dist"
 
 
 def detect(source: Source) -> Evidence | None:
-    """Recognize by `metadata.json`; without it, by entries of `.metadata` that only Megatron-Core writes."""
+    """Recognise by `metadata.json`; without it, by entries of `.metadata` that only Megatron-Core writes."""
     if source.name is not None:
         return None
     config = read_config(source)
@@ -55,7 +56,7 @@ def detect(source: Source) -> Evidence | None:
         because = (f"no {CONFIG}, but .metadata is Megatron-Core's",)
     else:
         return None
-    return Evidence(NAME, (*because, f"{len(data)} *.distcp file(s)"), refines=("dcp",))
+    return Evidence(NAME, (*because, count(len(data), "*.distcp file")), refines=("dcp",))
 
 
 def read(source: Source) -> Manifest:

@@ -25,7 +25,7 @@ from ckptcore.formats.dcp.writer import METADATA, Files
 from ckptcore.formats.megatron.config import CONFIG
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, COMMON_KEY, SHARD
 from ckptcore.formats.torch_save.layout import Inline, torch_file
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import count, shown
 
 _RANDOM = "rng_state"
 _MAX_NAME = 255  # bytes of a file name, on every common file system
@@ -94,7 +94,9 @@ def arrange_zarr(request: Arrangement) -> tuple[FileLayout, ...]:
     odd = {t.fqn: t.dtype for i in parts.weights if not BY_NAME[(t := request.tensors[i]).dtype].zarr}
     if odd:
         first = ", ".join(f"{n} ({d})" for n, d in list(odd.items())[:4])
-        raise UnsupportedDtype(f"zarr has no dtype for {len(odd)} tensors: {first}", tensors=sorted(odd))
+        raise UnsupportedDtype(
+            f"cannot write {count(len(odd), 'tensor')}: zarr has no such dtype: {first}", tensors=sorted(odd)
+        )
     arrays = (layout for i in parts.weights for layout in _array_files(request, i))
     objects = (_torch_file(f"{k}.pt", v, request, parts) for k, v in parts.shards.items())
     common = _torch_file(COMMON_FILE, parts.common, request, parts)

@@ -21,6 +21,7 @@ from ckptcore.formats.megatron.config import CONFIG, finished_config, read_confi
 from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, add_file, grids
 from ckptcore.formats.megatron.writer import arrange_zarr
+from ckptcore.utils.text import count
 
 NAME = "zarr"
 _LOCKS = ".sync"
@@ -32,18 +33,18 @@ _MAX_FINDINGS = 100
 
 
 def detect(source: Source) -> Evidence | None:
-    """Recognize by `metadata.json`; without it, by arrays beside Megatron's `common.pt`."""
+    """Recognise by `metadata.json`; without it, by arrays beside Megatron's `common.pt`."""
     if source.name is not None:
         return None
     config = read_config(source)
     arrays = len(_arrays(source))
     if config is not None and config.backend != NAME:
-        because = (f"{arrays} zarr arrays", f"although {CONFIG} says {config.backend}")
+        because = (count(arrays, "zarr array"), f"although {CONFIG} says {config.backend}")
         return Evidence(NAME, because) if arrays else None
     if config is not None:
-        because = (f"{CONFIG} says sharded_backend zarr, version {config.version}", f"{arrays} arrays")
+        because = (f"{CONFIG} says sharded_backend zarr, version {config.version}", count(arrays, "array"))
     elif arrays and COMMON_FILE in source.listing:
-        because = (f"{arrays} zarr arrays beside {COMMON_FILE}", f"but no {CONFIG}")
+        because = (f"{count(arrays, 'zarr array')} beside {COMMON_FILE}", f"but no {CONFIG}")
     else:
         return None
     return Evidence(NAME, because, refines=("torch_save",))  # which sees common.pt
@@ -124,7 +125,8 @@ def _of_another_writer(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
     counts = Counter(kinds.values()).most_common()
     for path, kind in kinds.items() if counts[1:] else ():
         if kind != counts[0][0]:
-            message = f"{path} says {', '.join(kind)}; {counts[0][1]} arrays say {', '.join(counts[0][0])}"
+            most = f"{count(counts[0][1], 'other array')} {', '.join(counts[0][0])}"
+            message = f"{path} has {', '.join(kind)}, and {most}"
             yield finding("unusual-layout", "files", message, file=path)
 
 

@@ -19,7 +19,7 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import count, shown
 
 DCP = "model_and_optim"
 WRAPPED = "_fsdp_wrapped_module."  # torch FSDP1 puts it into names
@@ -149,9 +149,9 @@ def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> 
         world = 1 + min(max(files), 1 << 20)  # as many ranks as the highest number implies
     lost = sorted(set(range(world)) - set(files))
     if lost:
-        more = f" (nor of {len(lost) - 1} more)" if lost[1:] else ""
+        more = f" (nor of {count(len(lost) - 1, 'other rank')})" if lost[1:] else ""
         yield missing_part(f"train/rank{lost[0]}.pt", f"trainer state of rank {lost[0]} of {world}{more}")
     beyond = sorted(r for r in files if r >= world)
     if beyond:
-        message = f"{files[beyond[0]]} is from rank {beyond[0]}, but {world} ranks saved"
+        message = f"{files[beyond[0]]} is from rank {beyond[0]}, but only {count(world, 'rank')} saved"
         yield finding("mixed-saves", "files", message, file=files[beyond[0]])

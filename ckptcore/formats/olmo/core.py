@@ -47,6 +47,7 @@ from ckptcore.formats.olmo.common import (
     train_part,
 )
 from ckptcore.formats.olmo.writer import arrange_step
+from ckptcore.utils.text import count
 
 NAME = "olmo_core"
 MARKER = ".metadata.json"
@@ -59,14 +60,14 @@ _CONFIGS = ("config.json", "config.yaml")
 
 
 def detect(source: Source) -> Evidence | None:
-    """Recognize a step folder, or a DCP folder that OLMo-core's storage layer wrote."""
+    """Recognise a step folder, or a DCP folder that OLMo-core's storage layer wrote."""
     if source.name is not None:
         return None
     because: list[str] = []
     inside = [p for p in source.listing if p.startswith(f"{DCP}/")]
     train = sum(bool(TRAIN_FILE.match(p)) for p in source.listing)
     if inside:
-        because.append(f"{len(inside)} file(s) in {DCP}/")
+        because.append(f"{count(len(inside), 'file')} in {DCP}/")
     elif MARKER in source.listing and train:
         because.append(f"no {DCP}/")
     elif ".metadata" in source.listing and _written_by_olmo_core(source):

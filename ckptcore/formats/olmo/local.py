@@ -28,7 +28,7 @@ from ckptcore.formats.olmo.common import missing_part, model_origin, require_ren
 from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
 from ckptcore.formats.olmo.param_groups import numbered, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import count, shown
 
 NAME = "olmo_local"
 METADATA = "metadata.yaml"
@@ -38,16 +38,16 @@ Slices = dict[str, Slice]  # a rank's part of each parameter
 
 
 def detect(source: Source) -> Evidence | None:
-    """Recognize ``model/rankR.pt`` beside ``metadata.yaml`` or ``optim/rankR.pt``."""
+    """Recognise ``model/rankR.pt`` beside ``metadata.yaml`` or ``optim/rankR.pt``."""
     if source.name is not None:
         return None
-    count = {"model": 0, "optim": 0}
+    counts = {"model": 0, "optim": 0}
     for path in source.listing:
         if m := _FILE.match(path):
-            count[m[1]] += 1
-    if not sum(count.values()) or (METADATA not in source.listing and not all(count.values())):
+            counts[m[1]] += 1
+    if not sum(counts.values()) or (METADATA not in source.listing and not all(counts.values())):
         return None
-    because = [f"{n} {part}/rankR.pt" for part, n in count.items() if n]
+    because = [f"{n} {part}/rankR.pt" for part, n in counts.items() if n]
     return Evidence(NAME, (*because, *([f"found {METADATA}"] if METADATA in source.listing else [])))
 
 
@@ -96,10 +96,10 @@ class _RankStates:
         """Add findings for missing ranks, and for ranks of another save."""
         for rank in absent(ranks, world, 100):
             path = f"{part}/rank{rank}.pt"
-            message = f"{path} is missing: {world} ranks saved"
+            message = f"{path} is missing: {count(world, 'rank')} saved"
             self.builder.findings.append(finding("missing-rank", "files", message, file=path))
         for rank in sorted(r for r in ranks if r >= world):
-            message = f"{ranks[rank]} is not part of this save: {world} ranks saved"
+            message = f"{ranks[rank]} is not part of this save: {count(world, 'rank')} saved"
             self.builder.findings.append(finding("stray-file", "files", message, file=ranks[rank]))
 
     def model(self, path: str) -> Slices:
@@ -152,10 +152,11 @@ class _RankStates:
 
     def _add(self, tree: TorchTree, name: str, seen: Slice, data: StoredView, at: int, path: str) -> None:
         """Add one rank's elements of a tensor; ``at`` is the position of the first in ``data``."""
-        count = seen.stop - seen.start
-        if data is not seen.data and data.shape != (count,):
+        numel = seen.stop - seen.start
+        if data is not seen.data and data.shape != (numel,):
             raise MalformedCheckpoint(
-                f"{path}: {name} must have the {count} elements of its parameter (got {list(data.shape)})",
+                f"{path}: {name} must have {count(numel, 'element')} like its parameter "
+                f"(got {list(data.shape)})",
                 file=path,
             )
         spec = TensorSpec(name, data.dtype, seen.shape)
@@ -170,7 +171,7 @@ class _RankStates:
             )
             self.builder.findings.append(finding("mixed-saves", "cover", message, fqn=name, file=path))
             return
-        if not count:
+        if not numel:
             return
         item, view = tree.place(data, name)
         if view.strides is not None:

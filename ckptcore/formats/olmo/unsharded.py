@@ -37,7 +37,7 @@ Entry = tuple[tuple[Any, ...], bool]  # path in the state dict, whether the valu
 
 
 def detect(source: Source) -> Evidence | None:
-    """Recognize pickled names in safetensors, or ``model.pt`` with two of optim, train and config."""
+    """Recognise pickled names in safetensors, or ``model.pt`` with two of optim, train and config."""
     if source.name is not None:
         if source.name.endswith(".safetensors") and _names_are_pickles(source, source.name):
             return Evidence(NAME, (f"the names in {source.name} are pickles",), refines=("safetensors",))

@@ -42,7 +42,7 @@ _MAX_PICKLE = 64 << 20
 
 
 def detect(source: Source) -> Evidence | None:
-    """Recognize `rank_R.safetensors` in the folder itself, or in its model/ and optim/."""
+    """Recognise `rank_R.safetensors` in the folder itself, or in its model/ and optim/."""
     if source.name is not None:
         return None
     found: dict[str, int] = {}

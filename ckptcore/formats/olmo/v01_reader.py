@@ -26,7 +26,7 @@ from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS
 from ckptcore.store import inner_path
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import count, shown
 
 METADATA = "metadata.json"
 _MAX_METADATA = 1 << 30
@@ -117,7 +117,7 @@ class RankFolder:
             return 0
         entry = header[0].get(name)
         if entry is None:
-            message = f"{shard.file} lacks its {shard.numel} elements of {name}"
+            message = f"{shard.file} lacks its {count(shard.numel, 'element')} of {name}"
             builder.findings.append(finding("hole", "cover", message, fqn=name, file=shard.file))
             return None
         seen, shape, start, _ = entry
@@ -155,12 +155,12 @@ class RankFolder:
             if self.headers[path][0]:
                 message = f"{path} is not part of this save: {METADATA} does not list it"
                 builder.findings.append(finding("stray-file", "files", message, file=path))
-        count = 0
+        unlisted = 0
         for path in self.listed:
             for name, entry in self.headers[path][0].items() if path in self.headers else ():
                 # A model stores empty shards as tensors of shape [0], an optimizer does not store them.
-                if 0 not in entry[1] and (path, name) not in listed and count < _MAX_FINDINGS:
-                    count += 1
+                if 0 not in entry[1] and (path, name) not in listed and unlisted < _MAX_FINDINGS:
+                    unlisted += 1
                     message = f"{path} has {name}, which {METADATA} does not list there"
                     builder.findings.append(finding("unlisted-item", "cover", message, fqn=name, file=path))
 

@@ -148,7 +148,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a state that is none": (lambda t: t["state"].update({0: 5}), "no parameter group names 0"),
     "a state of another length": (
         lambda t: t["state"][0].update(exp_avg=torch.zeros(5)),
-        r"the 6 elements of its parameter \(got \[5\]\)",
+        r"must have 6 elements like its parameter \(got \[5\]\)",
     ),
     "a state of what is not here": (
         lambda t: [
