@@ -279,14 +279,14 @@ class _Emitter:
         self._flush()
 
     def write(self, data: bytes, memoized: int = 0) -> None:
-        """Write opcodes that memoize so many values; a frame may end before them."""
+        """Write opcodes that memoize ``memoized`` values; a frame may end before them."""
         if data[0] not in _GOES_ON:
             self.value()
         self._frame += data
         self._count += memoized
 
     def spelled(self, data: bytes, memoized: int) -> None:
-        """Write complete values that memoize so many values."""
+        """Write complete values that memoize ``memoized`` values."""
         self._count += memoized
         if len(self._frame) + len(data) < _FRAME:
             self._frame += data

@@ -201,7 +201,7 @@ def program(bench: Bench, line: Program, source: Path) -> Iterator[Outcome]:
             try:
                 stdout, stderr = process.communicate()
             except BaseException:
-                process.terminate()  # it has processes of its own to end
+                process.terminate()  # it has its own processes to stop
                 process.wait(PATIENCE)
                 raise
         try:

@@ -30,7 +30,7 @@ _MODULE = "module."
 _Row = tuple[tuple[int, ...], tuple[int, ...], int, int]  # offset, shape, item, first byte in the item
 
 
-def restored(manifest: Manifest, mcore_data: Any) -> Manifest:
+def restore_shapes(manifest: Manifest, mcore_data: Any) -> Manifest:
     """Return the manifest with every flattened tensor in its parameter's shape.
 
     Args:
@@ -59,7 +59,7 @@ def restored(manifest: Manifest, mcore_data: Any) -> Manifest:
     return _recut(manifest, wanted) if wanted else manifest
 
 
-def left_flat(manifest: Manifest, mcore_data: Any) -> Iterator[Finding]:
+def shape_findings(manifest: Manifest, mcore_data: Any) -> Iterator[Finding]:
     """Yield a finding when optimizer state is flattened and the parameters' shapes are unknown."""
     if isinstance(mcore_data, dict):
         return
@@ -148,7 +148,7 @@ def _boxes(manifest: Manifest, tensor: int, row: int, shape: tuple[int, ...]) ->
     rank = len(stored.shape)
     cell, extent = c.lo[row, :rank].tolist(), c.shape[row, :rank].tolist()
     local = _local_shape(stored.shape, shape)
-    assert local is not None  # `restored` checked it
+    assert local is not None  # `restore_shapes` checked it
     if 0 in extent:
         return
     start, stop = cell[-1], cell[-1] + extent[-1]

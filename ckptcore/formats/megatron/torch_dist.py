@@ -26,7 +26,7 @@ from ckptcore.formats.megatron.config import (
     read_config,
 )
 from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
-from ckptcore.formats.megatron.flattened import left_flat, restored
+from ckptcore.formats.megatron.flattened import restore_shapes, shape_findings
 from ckptcore.formats.megatron.sharded_objects import (
     COMMON_FILE,
     COMMON_KEY,
@@ -69,8 +69,8 @@ def read(source: Source) -> Manifest:
     parsed = parse_folder(source)
     extra = parsed[0].extra.get("mcore_data")
     folder = read_folder(source, NAME, LISTED, parsed)
-    folder = restored(folder, extra)
-    findings = [*left_flat(folder, extra)]
+    folder = restore_shapes(folder, extra)
+    findings = [*shape_findings(folder, extra)]
     parts = [Part(folder, rename=common_name)]
     inside = any(b.key == COMMON_KEY for b in folder.blobs)
     if COMMON_FILE in source.listing and inside:

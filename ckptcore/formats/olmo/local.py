@@ -26,7 +26,7 @@ from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.olmo.common import missing_part, model_origin, require_renamed, train_part
 from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
-from ckptcore.formats.olmo.param_groups import numbered, plain_groups
+from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
 from ckptcore.utils.text import count, shown
 
@@ -122,7 +122,7 @@ class _RankStates:
         state = objects.tree.get("state") if isinstance(objects.tree, dict) else None
         if not isinstance(state, dict) or "param_groups" not in objects.tree:
             raise MalformedCheckpoint(f"{path} must hold an optimizer's state dict", file=path)
-        names = numbered(objects.tree["param_groups"])
+        names = names_by_number(objects.tree["param_groups"])
         for key, group in plain_groups(objects.tree["param_groups"]).items():
             self._object(key, group, path)
         if names is None:

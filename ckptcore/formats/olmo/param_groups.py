@@ -92,7 +92,7 @@ def _opaque(value: Any) -> bool:
     return isinstance(value, (TensorRef, Refused))
 
 
-def numbered(groups: Any) -> dict[int, str] | None:
+def names_by_number(groups: Any) -> dict[int, str] | None:
     """Return number of a parameter -> its plain FQN; None where the groups have no names."""
     found: dict[int, str] = {}
     if type(groups) is not list:

@@ -23,7 +23,7 @@ from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.olmo.common import missing_part, model_origin, plain_name
-from ckptcore.formats.olmo.param_groups import numbered, plain_groups
+from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
 
 NAME = "olmo_unsharded"
@@ -93,7 +93,7 @@ def _torch(source: Source, file: str, part: str) -> Manifest:
     _require_part(part, "param_groups" in values, file)
     if part == "optim":
         groups, state = values.pop("param_groups", None), values.pop("state", None)
-        names = numbered(groups) or {}
+        names = names_by_number(groups) or {}
         for name, group in plain_groups(groups).items() if groups is not None else ():
             tree.add(name, group)
         if not isinstance(state, dict):
@@ -123,7 +123,7 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
             raw = source.store.read(file, begin + start, stop - start)
             values[key] = _unpickled(raw, what, refused=[])
     groups = next((v for k, v in values.items() if keys[k][0] == ("param_groups",)), None)
-    names = (numbered(groups) if part == "optim" else None) or {}
+    names = (names_by_number(groups) if part == "optim" else None) or {}
     seen: set[str] = set()
     for key, (path, pickled) in keys.items():
         if part == "optim" and path == ("param_groups",) and pickled:

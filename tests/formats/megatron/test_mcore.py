@@ -119,7 +119,7 @@ def test_flattened_shapes_lost(copy: Copy, tmp_path: Path) -> None:
 
 
 def test_classes_of_0_15(copy: Copy, truth: Callable[[str, str], Any], monkeypatch: Any) -> None:
-    """0.15 pickles its metadata as a class of its own; it is read without that class."""
+    """0.15 pickles its metadata as its own class; it is read without that class."""
     import pickle
 
     from torch.distributed.checkpoint.metadata import Metadata

@@ -165,7 +165,7 @@ ODD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "masters of another group": (lambda o: o["fp32_from_fp16_params"].pop(), "different groups"),
     "a master is missing": (lambda o: o["fp32_from_fp16_params"][0].pop(), "different parameters"),
-    "a master that is no tensor": (
+    "a master that is not a tensor": (
         lambda o: o["fp32_from_fp16_params"][0].__setitem__(0, 5),
         "is not a tensor",
     ),

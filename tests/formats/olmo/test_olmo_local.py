@@ -46,7 +46,7 @@ ODD: dict[str, tuple[Callable[[Handle], object], str]] = {
         "elements 0 to 4 are not 6",
     ),
     "neither in nor out": (lambda h: h.update({INFOS: (Info(None, 0, 6, 0, 5), OUT)}), "is not a position"),
-    "places that are no numbers": (
+    "positions that are not integers": (
         lambda h: h.update({INFOS: (Info(True, 0.0, 6, 0, 5), OUT)}),
         "are not integers",
     ),
@@ -60,7 +60,7 @@ ODD: dict[str, tuple[Callable[[Handle], object], str]] = {
         "6 elements at 1 of a flat",
     ),
     "a shape that is none": (lambda h: h.update({SHAPES: [(3, -4), (5,)]}), "is not a shape"),
-    "dims that are no numbers": (lambda h: h.update({SHAPES: [("3", 4), (5,)]}), "is not a shape"),
+    "dims that are not numbers": (lambda h: h.update({SHAPES: [("3", 4), (5,)]}), "is not a shape"),
     "a name that is none": (lambda h: h.update({NAMES: ["w.a", 7]}), "is not a name"),
     "one name twice": (lambda h: h.update({NAMES: ["w.a", "w.a"], SHAPES: [(3, 4), (3, 4)]}), "w.a twice"),
     "nothing": (lambda h: h.clear(), "must hold flat parameters"),

@@ -187,6 +187,6 @@ def test_saved_as_dcp(cli: Cli, root: Path, step: Path, tmp_path: Path) -> None:
     options = ("--include", "model.*", "--include", "optim.*", "--output", "json")
     done = cli("consolidate", step, tmp_path / "dcp", "--to", "dcp", *options)
     assert done.code == 0, done
-    dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "whole.pt"))
-    assert tensors_of(read_torch(tmp_path / "whole.pt", trusted=True)) == truth(root)
+    dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "full.pt"))
+    assert tensors_of(read_torch(tmp_path / "full.pt", trusted=True)) == truth(root)
     assert json.loads(done.stdout)
