@@ -61,7 +61,6 @@ class RankFolder:
 
     Raises:
         MalformedCheckpoint: The metadata or a header is not what OLMo-core writes.
-        UnsupportedDtype: A header has an unknown dtype.
         UnsafeContent: The metadata names a file outside the folder.
     """
 
