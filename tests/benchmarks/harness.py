@@ -1,4 +1,4 @@
-"""Harness: where do sources and outputs lie, and how is one command run and cleaned up after?
+"""Run benchmarked commands on temporary sources and outputs, and remove these.
 
 Memory: a RAM-disk line needs about three times its source (source, peer, output).
 """
@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING
 from make_ckpt import SOURCES
 from memory import started
 
+from ckptcore.utils.units import show_size
+
 if TYPE_CHECKING:
     from lines import Contender
 
 HERE = Path(__file__).parent
-# Peers that cannot live in this project's environment: word of a command -> the environment variable
-# that names the Python interpreter they are installed for.
+# Peers that need their own environment: placeholder in a command -> the environment variable with the path
+# of their Python interpreter.
 INTERPRETERS = {
     "LIGHTNING": "CKPTCORE_PEER_LIGHTNING",
     "OLMO": "CKPTCORE_PEER_OLMO",
@@ -41,9 +43,14 @@ class CommandError(Exception):
 class Bench:
     """Where and how to run.
 
-    places: place -> folder that this run may fill.
-    scale: divisor of the sources' widths.
-    judged: whether bounds count.
+    Attributes:
+        ckptcore: Path of the command.
+        places: Place -> folder that this run may fill.
+        runs: Rounds of a race.
+        scale: Divisor of the sources' widths.
+        judged: Whether bounds count.
+        keep: Whether sources stay after the run.
+        env: Environment of the commands.
     """
 
     ckptcore: Path
@@ -55,7 +62,7 @@ class Bench:
     env: dict[str, str]
 
     def argv(self, contender: Contender, source: Path, out: Path) -> list[str]:
-        """The command with its paths filled in."""
+        """Return the command with its paths filled in."""
         paths = {
             "SRC": source,
             "OUT": out,
@@ -67,17 +74,17 @@ class Bench:
         return [str(paths.get(word, word.replace("SRC/", f"{source}/"))) for word in contender.argv]
 
     def nbytes(self, source: str) -> int:
-        """Bytes of a source's tensors."""
+        """Return the bytes of a source's tensors."""
         return SOURCES[source](self.scale).nbytes
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def call(argv: Sequence[str], env: dict[str, str] | None = None) -> tuple[float, str]:
-    """Run one command to its end: wall seconds and its stderr; CommandError when it fails."""
+    """Run one command; return wall seconds and its stderr. Raise CommandError when it fails."""
     begin = time.perf_counter()
     with started(argv, env, stderr=subprocess.PIPE) as process:
         _, stderr = process.communicate()
@@ -88,7 +95,7 @@ def call(argv: Sequence[str], env: dict[str, str] | None = None) -> tuple[float,
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder and its staging folder, where they are."""
+    """Remove a file or folder and its staging folder, where they exist."""
     for each in (path, path.with_name(f".{path.name}.ckptcore")):
         if each.is_dir():
             shutil.rmtree(each)
@@ -98,20 +105,20 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def checkpoint(bench: Bench, place: str, source: str) -> Iterator[Path]:
-    """The source as a folder, made if it is not there, removed unless it is to be kept."""
+    """Yield the source's folder; write it if it is missing, and remove it unless the run keeps sources."""
     folder = bench.places[place] / source
     need, free = 2.2 * bench.nbytes(source), shutil.disk_usage(folder.parent).free
     memory_need = (3 if place == "ram" else 1) * bench.nbytes(source) + 1e9
     memory_free = int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[0])
-    made = folder.with_name(f"{source}.made")  # a folder without it was left half-made
+    made = folder.with_name(f"{source}.made")  # a folder without it is incomplete
     if not made.exists() and (free < need or memory_free * 1024 < memory_need):
         raise CommandError(
-            f"{source} needs {need / 1e9:.1f} GB of {place} and {memory_need / 1e9:.1f} GB of"
-            f" memory; free are {free / 1e9:.1f} GB and {memory_free * 1024 / 1e9:.1f} GB"
+            f"cannot make {source}: it needs {show_size(need)} of {place} and {show_size(memory_need)} of "
+            f"memory (got {show_size(free)} and {show_size(memory_free * 1024)})"
         )
     try:
         if not made.exists():
-            say(f"making {source} ({bench.nbytes(source) / 1e9:.3f} GB) on {place}")
+            say(f"making {source} ({show_size(bench.nbytes(source))}) on {place}")
             script = str(HERE / "make_ckpt.py")
             call([sys.executable, script, source, str(folder), "--scale", str(bench.scale)])
             made.touch()
@@ -123,7 +130,7 @@ def checkpoint(bench: Bench, place: str, source: str) -> Iterator[Path]:
 
 
 def verify(bench: Bench, source: str, out: Path, contender: Contender) -> None:
-    """CommandError unless ``out`` holds the source's tensors, bit by bit."""
+    """Raise CommandError unless ``out`` has the source's tensors, bit by bit."""
     cast = ["--dtype", contender.dtype] if contender.dtype else []
     script = str(HERE / "verify.py")
     call([sys.executable, script, source, str(out), "--scale", str(bench.scale), *cast])
@@ -131,9 +138,9 @@ def verify(bench: Bench, source: str, out: Path, contender: Contender) -> None:
 
 @contextmanager
 def folders(roots: dict[str, Path], scale: int, keep: bool) -> Iterator[dict[str, Path]]:
-    """One folder per place, below its root; removed in the end, however the run ends."""
+    """Yield one folder per place, below its root; remove them at the end, also after an error."""
     name = f"ckptcore-bench-{scale}"
-    if not keep:  # two runs at a time must not share one
+    if not keep:  # concurrent runs must not share one
         name += f"-{os.getpid()}"
     places = {place: root / name for place, root in roots.items()}
     try:

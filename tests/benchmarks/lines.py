@@ -1,9 +1,9 @@
-"""Lines: what must `ckptcore` show, on which checkpoint, against whom?
+"""Define the benchmark lines: checkpoint, contenders and bounds.
 
-A table, no code that runs anything (run.py does, or a program of its own). Each line names its source
-(make_ckpt.SOURCES) and its place: "disk", where Y is a plain copy of the source, flushed, or "ram", a RAM
-disk that keeps the disk from hiding the converter. There the peers do not sync. Sources are read as warm or
-cold as the contender before left them: who goes first changes from round to round.
+This is only a table; run.py or a separate program runs the lines. Each line has a source
+(make_ckpt.SOURCES) and a place. On "disk" the base is a plain copy of the source, flushed. "ram" is a RAM
+disk, so that the disk does not hide the converter; there the peers do not sync. Sources are as warm or cold
+as the previous contender left them, so the first contender changes from round to round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 BUDGET = "256MiB"
 BUDGET_BYTES = 256 << 20
 BASE_BYTES = 450 << 20  # interpreter and torch
-SPREAD = 0.10  # of the middle of the peaks, up and down
+SPREAD = 0.10  # of the mid-range of the peaks, up and down
 INSPECT_SECONDS = 0.7
 COVER_SECONDS = 20.0
 COVER_BYTES = 2 << 30
@@ -26,10 +26,11 @@ PLAN_BYTES = 4 << 30
 class Contender:
     """One way to convert.
 
-    argv: the command; SRC, OUT, PYTHON, PEERS and CKPTCORE stand for their paths.
-    suffix: of the output's name; "" for a folder.
-    dtype: the cast that it makes, or None.
-    verified: whether the output is compared with the source (a plain copy needs no proof).
+    Attributes:
+        argv: The command; SRC, OUT, PYTHON, PEERS and CKPTCORE are replaced by their paths.
+        suffix: Of the output's name; "" for a folder.
+        dtype: The cast that it makes, or None.
+        verified: Whether the output is compared with the source (a plain copy needs no proof).
     """
 
     argv: tuple[str, ...]
@@ -92,15 +93,15 @@ class AtMost:
     plus: float
 
     def figure(self, medians: Mapping[str, float]) -> float:
-        """The factor that was reached, ``plus`` taken off."""
+        """Return the measured factor, without ``plus``."""
         return (medians[self.subject] - self.plus) / medians[self.base]
 
     def holds(self, medians: Mapping[str, float]) -> bool:
-        """Whether the medians, in seconds, keep the bound."""
+        """Return whether the medians, in seconds, keep the bound."""
         return self.figure(medians) <= self.factor
 
-    def words(self) -> str:
-        """The bound for a reader."""
+    def text(self) -> str:
+        """Return the bound as text."""
         return f"≤ {self.factor:g} x {self.base} + {self.plus:g} s"
 
 
@@ -113,21 +114,21 @@ class Faster:
     times: float
 
     def figure(self, medians: Mapping[str, float]) -> float:
-        """How many times as fast it was."""
+        """Return how many times as fast it was."""
         return medians[self.base] / medians[self.subject]
 
     def holds(self, medians: Mapping[str, float]) -> bool:
-        """Whether the medians, in seconds, keep the bound."""
+        """Return whether the medians, in seconds, keep the bound."""
         return self.figure(medians) >= self.times
 
-    def words(self) -> str:
-        """The bound for a reader."""
+    def text(self) -> str:
+        """Return the bound as text."""
         return f"≥ {self.times:g} x {self.base}"
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Contenders in turn on one source, each a whole process; bounds on the medians."""
+    """Contenders in turn on one source, each in its own process; bounds on the medians."""
 
     name: str
     place: str
@@ -136,7 +137,7 @@ class Race:
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """All that the bounds speak of, each once."""
+        """The contenders of all bounds, each once."""
         return tuple(dict.fromkeys(n for b in self.bounds for n in (b.base, b.subject)))
 
 
@@ -144,8 +145,7 @@ class Race:
 class Peak:
     """Peak memory of one conversion under `BUDGET`.
 
-    group: the writer whose peaks must be equal (within `SPREAD`), or None where only the bound
-        counts.
+    group: the writer whose peaks must be equal within `SPREAD`, or None where only the bound counts.
     """
 
     name: str
@@ -178,10 +178,14 @@ class Cover:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A neighbour of this file that measures by itself and judges its own bound.
+    """A program beside this file that measures and judges its own bound.
 
-    source: None where it needs none.
-    argv: the program's name, and its arguments. quick: more of them where bounds are not judged.
+    Attributes:
+        name: Of the line.
+        place: Where it runs.
+        source: None where it needs none.
+        argv: The program's name, and its arguments.
+        quick: More arguments where bounds are not judged.
     """
 
     name: str
@@ -237,7 +241,7 @@ WRITERS = {
 
 
 def _peaks(source: str, place: str, writers: tuple[str, ...], equal: bool) -> tuple[Peak, ...]:
-    """One line per writer with 1 and with 4 workers."""
+    """Return one line per writer with 1 and with 4 workers."""
     return tuple(
         Peak(
             f"memory/{source}/{writer}/workers-{workers}",

@@ -1,12 +1,12 @@
-"""Sources for the benchmarks: which checkpoints does a converter meet, and how are they made?
+"""Write the checkpoints that the benchmarks convert.
 
-1. `SOURCES` names them: Llama-shaped models of several sizes, and the shapes that hurt.
-2. `shard` gives the bits of one shard from the tensor's place in the list, so that every element
-   of a checkpoint can be made again later and compared (see verify.py).
+1. `SOURCES` lists them: Llama-shaped models of several sizes, and the shapes that are slow.
+2. `shard` returns the bits of one shard from the tensor's position in the list, so that every element
+   of a checkpoint can be recomputed later and compared (see verify.py).
 3. `write` saves one with `torch.distributed.checkpoint.save` in a real gloo job, one process per
-   rank. Where that many processes do not fit on a machine, one process takes the place of each
-   rank in turn; torch's own planner and writer make the files either way, and the smoke test holds
-   the two ways against each other byte by byte.
+   rank. Where that many processes do not fit on a machine, one process acts as each rank in turn.
+   torch's own planner and writer make the files either way, and the smoke test compares the two
+   ways byte by byte.
 
     python make_ckpt.py row-2gb FOLDER [--scale 16]
 """
@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckptcore.utils.units import show_size
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,12 +42,13 @@ _MOST_PROCESSES = 16
 class Source:
     """One checkpoint.
 
-    tensors: (name, shape) in the order of the state dict.
-    dtype: "bf16" or "fp32".
-    ranks: number of processes that save it.
-    dim: the dim that is sharded (the last one where a tensor has fewer); None = replicated.
-    layout: a key of `LAYOUTS`: whose folder it is.
-    moments: whether AdamW's float32 state stands behind the model.
+    Attributes:
+        tensors: (name, shape) in the order of the state dict.
+        dtype: "bf16" or "fp32".
+        ranks: Number of processes that save it.
+        dim: The sharded dim (the last one where a tensor has fewer); None = replicated.
+        layout: A key of `LAYOUTS`: the trainer whose folder it is.
+        moments: Whether AdamW's float32 state follows the model.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -57,7 +60,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, each counted once; of a paper-size job, of what is told of them, about."""
+        """Bytes of all tensors, each counted once; for a paper-size job, about the bytes of its metadata."""
         if self.layout == "paper":
             return 200 * len(self.tensors) * self.ranks
         return sum(
@@ -65,29 +68,29 @@ class Source:
         )
 
     def dtype_of(self, index: int) -> str:
-        """The dtype of tensor ``index``."""
+        """Return the dtype of tensor ``index``."""
         return "fp32" if self.moments and self.tensors[index][0].startswith("optim.") else self.dtype
 
     def sharded_dim(self, index: int) -> int | None:
-        """The sharded dim of tensor ``index``, or None where each rank holds all of it."""
+        """Return the sharded dim of tensor ``index``, or None where it is replicated."""
         if self.dim is None:
             return None
         return min(self.dim, len(self.tensors[index][1]) - 1)
 
     def shard_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of one rank's part of tensor ``index``; all parts are equal."""
+        """Return the shape of one rank's shard of tensor ``index``; all shards are equal."""
         shape, dim = self.tensors[index][1], self.sharded_dim(index)
         if dim is None:
             return shape
         if shape[dim] % self.ranks:
-            raise ValueError(f"{shape} cannot be cut into {self.ranks} equal parts on dim {dim}")
+            raise ValueError(f"cannot shard {shape} into {self.ranks} equal parts on dim {dim}")
         return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
 
 
 def llama(
     hidden: int, intermediate: int, kv: int, vocab: int, layers: int
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Names and shapes of a `LlamaForCausalLM`, as in its state dict."""
+    """Return names and shapes of a `LlamaForCausalLM`, as in its state dict."""
 
     def names() -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "model.embed_tokens.weight", (vocab, hidden)
@@ -109,28 +112,28 @@ def llama(
 
 
 def _llama_1b(layers: int, dtype: str, dim: int, layout: str = "dcp") -> Callable[[int], Source]:
-    """Widths of Llama 3.2 1B, a vocabulary of 32,000, as many layers as the size asks for."""
+    """Return a source with widths of Llama 3.2 1B, a vocabulary of 32,000, and layers for its size."""
     return lambda s: Source(
         llama(2048 // s, 8192 // s, 512 // s, 32000 // s, layers), dtype, ranks=8, dim=dim, layout=layout
     )
 
 
 def _llama_3b(layers: int, dtype: str, dim: int) -> Callable[[int], Source]:
-    """Widths of Llama 3.2 3B."""
+    """Return a source with widths of Llama 3.2 3B."""
     return lambda s: Source(
         llama(3072 // s, 8192 // s, 1024 // s, 32000 // s, layers), dtype, ranks=8, dim=dim
     )
 
 
 def _llama_8b(layers: int, dtype: str, dim: int) -> Callable[[int], Source]:
-    """Widths of Llama 3.1 8B."""
+    """Return a source with widths of Llama 3.1 8B."""
     return lambda s: Source(
         llama(4096 // s, 14336 // s, 1024 // s, 32000 // s, layers), dtype, ranks=8, dim=dim
     )
 
 
 def _training(hidden: int, kv: int, vocab: int, layers: int) -> Callable[[int], Source]:
-    """What a run is resumed from: bf16 weights, and float32 moments of each."""
+    """Return a source for resuming a run: bf16 weights, and float32 moments of each."""
 
     def made(s: int) -> Source:
         weights = llama(hidden // s, 4 * hidden // s, kv // s, vocab // s, layers)
@@ -174,11 +177,11 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "fp32-2gb": _llama_1b(6, "fp32", 0),
     "fp32-3gb": _llama_1b(10, "fp32", 0),
     "fp32-4gb": _llama_1b(14, "fp32", 0),
-    # A MiB each at any scale: next to nothing to do, 20 times.
+    # 1 MiB each at any scale: almost no work, 20 times.
     "files-20": lambda s: Source(
         tuple((f"model.part.{n}.weight", (1024, 512)) for n in range(20)), "bf16", 4, 0
     ),
-    # 4 kB each; whole in one item, spread over 8 files as torch deduplicates replicas ...
+    # 4 KiB each; complete in one item, spread over 8 files as torch deduplicates replicas ...
     "many-small": lambda s: Source(
         tuple((f"model.small.{n}.weight", (2048,)) for n in range(20_000 // s)), "bf16", 8, None
     ),
@@ -206,23 +209,27 @@ SOURCES: dict[str, Callable[[int], Source]] = {
 
 
 def shard(source: Source, index: int, rank: int) -> torch.Tensor:
-    """The bits of ``rank``'s part of tensor ``index``; the same for ever, and for every rank where
-    the tensor is replicated."""
+    """Return the bits of ``rank``'s shard of tensor ``index``.
+
+    They are always the same, and equal on all ranks where the tensor is replicated.
+    """
     import torch
 
     shape = source.shard_shape(index)
     width = source.dtype_of(index)
     nbytes = math.prod(shape) * _WIDTHS[width]
     stream = np.random.SFC64([index, 0 if source.sharded_dim(index) is None else rank])
-    words = stream.random_raw(-(-nbytes // 8))
-    words &= np.uint64(_MASKS[width])
+    raw = stream.random_raw(-(-nbytes // 8))
+    raw &= np.uint64(_MASKS[width])
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[width]
-    return torch.from_numpy(words.view(np.uint8)[:nbytes]).view(dtype).view(shape)
+    return torch.from_numpy(raw.view(np.uint8)[:nbytes]).view(dtype).view(shape)
 
 
 def _state_dict(source: Source, rank: int, mesh: Any) -> dict[str, Any]:
-    """What a training job on ``mesh`` hands to DCP on ``rank``: the model under the key "model", the
-    optimizer's state below "optim"."""
+    """Return the state dict that a training job on ``mesh`` passes to DCP on ``rank``.
+
+    It has the model under the key "model", the optimizer's state below "optim".
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     model = {}
@@ -235,9 +242,9 @@ def _state_dict(source: Source, rank: int, mesh: Any) -> dict[str, Any]:
 
 
 def write(source: Source, folder: Path) -> None:
-    """Save ``source`` as the folder of its layout, made anew.
+    """Save ``source`` as a new folder of its layout.
 
-    Peak memory: the checkpoint's bytes (as many processes as it has ranks hold one shard each).
+    Peak memory: the checkpoint's bytes (one process per rank holds one shard each).
     """
     if folder.exists():
         shutil.rmtree(folder)
@@ -246,7 +253,7 @@ def write(source: Source, folder: Path) -> None:
 
 
 def write_dcp(source: Source, folder: Path) -> None:
-    """What `torch.distributed.checkpoint.save` leaves."""
+    """Write the folder of `torch.distributed.checkpoint.save`."""
     if source.ranks <= _MOST_PROCESSES:
         write_in_job(source, folder)
     else:
@@ -254,7 +261,7 @@ def write_dcp(source: Source, folder: Path) -> None:
 
 
 def write_lightning(source: Source, folder: Path) -> None:
-    """What Lightning's Trainer leaves with FSDPStrategy: DCP, and meta.pt with the rest."""
+    """Write the folder of Lightning's Trainer with FSDPStrategy: DCP, and meta.pt with the rest."""
     import torch
 
     write_dcp(source, folder)
@@ -272,13 +279,13 @@ def write_lightning(source: Source, folder: Path) -> None:
 
 
 def write_olmo(source: Source, folder: Path) -> None:
-    """What OLMo-core's trainer leaves: a step folder around DCP."""
+    """Write the folder of OLMo-core's trainer: a step folder around DCP."""
     write_dcp(source, folder / "model_and_optim")
     (folder / ".metadata.json").write_text('{"ephemeral": false, "version": "3.0.0"}')
 
 
 def write_verl(source: Source, folder: Path) -> None:
-    """What verl's FSDP workers leave: one pickle of DTensors a rank, and the Hugging Face config."""
+    """Write the folder of verl's FSDP workers: one pickle of DTensors a rank, and the Hugging Face config."""
     import json
 
     from transformers import LlamaConfig
@@ -301,8 +308,8 @@ def write_verl(source: Source, folder: Path) -> None:
     )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "huggingface")
-    told = {"FSDP_version": 2, "world_size": source.ranks}
-    (folder / "fsdp_config.json").write_text(json.dumps(told))
+    fsdp = {"FSDP_version": 2, "world_size": source.ranks}
+    (folder / "fsdp_config.json").write_text(json.dumps(fsdp))
 
 
 def write_in_job(source: Source, folder: Path) -> None:
@@ -314,7 +321,7 @@ Save = Callable[[Source, Path, int, Any], None]
 
 
 def _in_job(source: Source, folder: Path, save: Save) -> None:
-    import torch.distributed.checkpoint  # imported before the fork: once, not once per rank
+    import torch.distributed.checkpoint  # before the fork: imported once, not once per rank
     import torch.distributed.tensor  # noqa: F401
     import torch.multiprocessing as mp
 
@@ -336,8 +343,8 @@ def _rank_main(rank: int, source: Source, folder: Path, meeting: str, save: Save
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=source.ranks, init_method=meeting)
     save(source, folder, rank, init_device_mesh("cpu", (source.ranks,), mesh_dim_names=("fsdp",)))
-    dist.barrier()  # gloo aborts a rank whose peer has gone
-    os._exit(0)  # and its threads can abort an interpreter that is taken down
+    dist.barrier()  # gloo aborts a rank whose peer has exited
+    os._exit(0)  # its threads can abort the interpreter at shutdown
 
 
 def _save_dcp(source: Source, folder: Path, rank: int, mesh: Any) -> None:
@@ -354,7 +361,7 @@ def _save_pickle(source: Source, folder: Path, rank: int, mesh: Any) -> None:
 
 
 def write_in_turn(source: Source, folder: Path) -> None:
-    """Save from one process that is each rank in turn: the steps of `dcp.save`, in their order."""
+    """Save from one process that acts as each rank in turn: the steps of `dcp.save`, in their order."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
@@ -383,7 +390,7 @@ def write_in_turn(source: Source, folder: Path) -> None:
 
 
 def write_hollow(source: Source, folder: Path) -> None:
-    """Write what a job of that many ranks tells of its items; the items themselves are holes."""
+    """Write the metadata of a job of that many ranks; the items themselves are holes in sparse files."""
     import pickle
 
     import torch
@@ -396,7 +403,7 @@ def write_hollow(source: Source, folder: Path) -> None:
     end = [0] * source.ranks
     for index, (name, shape) in enumerate(source.tensors):
         part, dim = source.shard_shape(index), source.sharded_dim(index)
-        length = math.prod(part) * _WIDTHS[source.dtype] + 1400  # what a torch zip adds, about
+        length = math.prod(part) * _WIDTHS[source.dtype] + 1400  # about what a torch zip adds
         chunks = []
         for rank in range(source.ranks):
             offset = torch.Size(rank * n if d == dim else 0 for d, n in enumerate(part))
@@ -414,14 +421,14 @@ def write_hollow(source: Source, folder: Path) -> None:
 
 
 def write_paper(source: Source, folder: Path) -> None:
-    """Write what a job would tell that is larger than this machine; see paper.py."""
+    """Write the metadata of a job that is larger than this machine; see paper.py."""
     import paper
 
     paper.write(as_job(source), folder)
 
 
 def as_job(source: Source) -> Any:
-    """The `paper.Job` of a source: its tensors where a training job's state dict has them."""
+    """Return the `paper.Job` of a source, with its tensors at their paths in a training job's state dict."""
     import paper
 
     names = {"bf16": "bfloat16", "fp32": "float32"}
@@ -455,7 +462,7 @@ def main() -> int:
     args = parser.parse_args()
     source = SOURCES[args.source](args.scale)
     (write_in_turn if args.in_turn else write)(source, args.folder)
-    print(f"{args.folder}: {source.nbytes / 1e9:.3f} GB, {len(source.tensors)} tensors")
+    print(f"{args.folder}: {show_size(source.nbytes)}, {len(source.tensors)} tensors")
     return 0
 
 

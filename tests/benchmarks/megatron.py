@@ -1,12 +1,12 @@
-"""Architecture maps at full size: what does an export from Megatron cost, and the map of a large model?
+"""Measure an export from Megatron at full size, and the architecture map of a large model.
 
     python megatron.py export FOLDER --ckptcore CKPTCORE [--layers 14] [--scale 1] [--runs 3] [--json]
     python megatron.py map FOLDER [--layers 61] [--experts 256] [--runs 3] [--json]
 
-``export``: a Llama of 8B's widths as Megatron-Core saves it, its layers stacked, from TP 2 x PP 2, as
-Hugging Face's folder in bf16, against ``cp -r`` of the same checkpoint, both flushed to the disk.
-``map``: a mixture of experts from names to names, and every name and shape held against transformers' model
-on the meta device; what is imported for it is not counted. Exit status 1 when a bound is not kept.
+``export``: from a Llama with 8B's widths as Megatron-Core saves it, its layers stacked, with TP 2 x PP 2, to
+Hugging Face's folder in bf16; compared with ``cp -r`` of the same checkpoint, both flushed to the disk.
+``map``: map the names of a mixture of experts, and compare every name and shape with transformers' model on
+the meta device; imports do not count. Exit status 1 when a bound is not kept.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from typing import Any
 import memory
 import numpy as np
 
+from ckptcore.utils.units import show_size
+
 TP, PP = 2, 2
 HEADS, GROUPS = 32, 8
 TIMES, PEAK, SECONDS = 3.0, (450 + 256) << 20, 5.0
 _MEMORY = "256MiB"
 Shape = tuple[int, ...]
-Part = tuple[Shape, Shape, int, Callable[[], Any]]  # offset, shape, rank, its values
+Part = tuple[Shape, Shape, int, Callable[[], Any]]  # offset, shape, rank, values
 
 
 def llama(layers: int, scale: int) -> Iterator[tuple[str, Shape, int]]:
-    """(name, shape, dim that tensor parallelism cuts, or -1) of a Llama with 8B's widths."""
+    """Yield (name, shape, dim that tensor parallelism shards, or -1) of a Llama with 8B's widths."""
     hidden, ffn, vocab = 4096 // scale, 14336 // scale, 128256 // scale
     rows = hidden + 2 * GROUPS * (hidden // HEADS)
     stacked = "decoder.layers"
@@ -53,20 +55,20 @@ def llama(layers: int, scale: int) -> Iterator[tuple[str, Shape, int]]:
 
 
 class Values:
-    """The bits of every chunk, again and again: windows of one random buffer."""
+    """The bits of every chunk, reproducible: windows of one random buffer."""
 
     def __init__(self, nbytes: int) -> None:
-        words = np.random.SFC64(7).random_raw(nbytes // 8) & np.uint64(0xBFFF_BFFF_BFFF_BFFF)
-        self._words = words.view(np.uint16)
+        raw = np.random.SFC64(7).random_raw(nbytes // 8) & np.uint64(0xBFFF_BFFF_BFFF_BFFF)
+        self._bits = raw.view(np.uint16)
 
     def chunk(self, tensor: int, layer: int, shard: int, shape: Shape) -> np.ndarray[Any, Any]:
         count = int(np.prod(shape))
-        begin = (tensor * 7919 + layer * 104_729 + shard * 15_485_863) % (len(self._words) - count + 1)
-        return self._words[begin : begin + count].reshape(shape)
+        begin = (tensor * 7919 + layer * 104_729 + shard * 15_485_863) % (len(self._bits) - count + 1)
+        return self._bits[begin : begin + count].reshape(shape)
 
 
 def parts(source: list[tuple[str, Shape, int]], values: Values, number: int) -> Iterator[Part]:
-    """The chunks of a tensor as Megatron-Core cuts it: a layer and a tensor-parallel rank each."""
+    """Yield the chunks of a tensor in Megatron-Core: one for each layer and tensor-parallel rank."""
     name, shape, dim = source[number]
     layered, shards = name.startswith("decoder.layers."), TP if dim >= 0 else 1
     count = shape[0] if layered else 1
@@ -83,7 +85,7 @@ def parts(source: list[tuple[str, Shape, int]], values: Values, number: int) -> 
 
 
 def write(folder: Path, source: list[tuple[str, Shape, int]], values: Values) -> int:
-    """Write the checkpoint's folder, one chunk in memory at a time; returns its bytes."""
+    """Write the checkpoint's folder, one chunk in memory at a time; return its bytes."""
     import torch
     from torch.distributed.checkpoint import metadata as meta
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -108,16 +110,16 @@ def write(folder: Path, source: list[tuple[str, Shape, int]], values: Values) ->
     for file in files:
         file.close()
     (folder / ".metadata").write_bytes(pickle.dumps(meta.Metadata(listed, {}, stored)))
-    told = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(
-        json.dumps(told | {"common_backend": "torch", "common_backend_version": 1})
+        json.dumps(backends | {"common_backend": "torch", "common_backend_version": 1})
     )
     torch.save({"iteration": 1, "checkpoint_version": 3.0}, folder / "common.pt")
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def config(layers: int, scale: int) -> dict[str, Any]:
-    """The config.json of that Llama."""
+    """Return the config.json of that Llama."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -134,47 +136,47 @@ def config(layers: int, scale: int) -> dict[str, Any]:
 
 
 def wrong(out: Path, source: list[tuple[str, Shape, int]], values: Values) -> Iterator[str]:
-    """Tensors of the first and last layer, and the vocabulary's, that are not what was saved."""
+    """Yield tensors of the first and last layer, and the vocabulary's, that differ from the saved ones."""
     import torch
     from safetensors import safe_open
 
-    held = {}
+    files = {}
     for file in out.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            held |= dict.fromkeys(opened.keys(), file)
+            files |= dict.fromkeys(opened.keys(), file)
 
-    def whole(suffix: str, layer: int) -> np.ndarray[Any, Any]:
+    def full(suffix: str, layer: int) -> np.ndarray[Any, Any]:
         number = next(n for n, (name, _, _) in enumerate(source) if name.endswith(suffix))
         dim = source[number][2]
         found = [p for p in parts(source, values, number) if len(p[0]) < 3 or p[0][0] == layer]
         return np.concatenate([p[3]() for p in found], axis=max(dim, 0))
 
     def check(name: str, right: np.ndarray[Any, Any]) -> Iterator[str]:
-        with safe_open(held[name], "pt") as opened:
+        with safe_open(files[name], "pt") as opened:
             got = opened.get_tensor(name)
         if got.dtype != torch.bfloat16 or not np.array_equal(
             got.view(torch.int16).numpy().view(np.uint16), right
         ):
             yield name
 
-    yield from check("model.embed_tokens.weight", whole("word_embeddings.weight", 0))
-    yield from check("lm_head.weight", whole("output_layer.weight", 0))
+    yield from check("model.embed_tokens.weight", full("word_embeddings.weight", 0))
+    yield from check("lm_head.weight", full("output_layer.weight", 0))
     layers = source[1][1][0]
     for layer in {0, layers - 1}:
         root = f"model.layers.{layer}."
-        qkv = whole("linear_qkv.weight", layer)[0]
+        qkv = full("linear_qkv.weight", layer)[0]
         grouped = qkv.reshape(GROUPS, HEADS // GROUPS + 2, -1, qkv.shape[1])
         cuts = {"q": grouped[:, :-2], "k": grouped[:, -2], "v": grouped[:, -1]}
         for kind, rows in cuts.items():
             yield from check(f"{root}self_attn.{kind}_proj.weight", rows.reshape(-1, qkv.shape[1]))
-        gate, up = np.split(whole("linear_fc1.weight", layer)[0], 2)
+        gate, up = np.split(full("linear_fc1.weight", layer)[0], 2)
         yield from check(f"{root}mlp.gate_proj.weight", gate)
         yield from check(f"{root}mlp.up_proj.weight", up)
-        yield from check(f"{root}mlp.down_proj.weight", whole("linear_fc2.weight", layer)[0])
+        yield from check(f"{root}mlp.down_proj.weight", full("linear_fc2.weight", layer)[0])
 
 
 def export(given: argparse.Namespace) -> dict[str, Any]:
-    """Both ways in turn, and the peak of ours."""
+    """Measure both ways in turn, and the peak memory of ckptcore."""
     folder = given.folder / "megatron"
     source = list(llama(given.layers, given.scale))
     largest = max(int(np.prod(s)) // (s[0] if n.startswith("decoder.layers.") else 1) for n, s, _ in source)
@@ -207,7 +209,7 @@ def export(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "figure": ratio,
         "measured": f"{ratio:.2f} x cp -r ({medians['ckptcore']:.1f} s, {medians['cp']:.1f} s) of "
-        f"{nbytes / 1e9:.1f} GB, {peak / (1 << 20):.0f} MiB" + (f"; wrong: {', '.join(bad)}" if bad else ""),
+        f"{show_size(nbytes)}, {peak / (1 << 20):.0f} MiB" + (f"; wrong: {', '.join(bad)}" if bad else ""),
         "bound": f"<= {TIMES:g} x cp -r, <= {PEAK / (1 << 20):.0f} MiB (budget {_MEMORY})",
         "ok": ratio <= TIMES and peak <= PEAK and not bad,
         "seconds": times,
@@ -216,7 +218,7 @@ def export(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def experts(layers: int, count: int) -> Iterator[tuple[str, Shape]]:
-    """A mixture of experts with narrow widths, in the names of Transformer Engine's grouped layers."""
+    """Yield a mixture of experts with narrow widths, in the names of Transformer Engine's grouped layers."""
     hidden, ffn, head, vocab = 64, 32, 16, 1024
     yield "embedding.word_embeddings.weight", (vocab, hidden)
     for n in range(layers):
@@ -236,7 +238,7 @@ def experts(layers: int, count: int) -> Iterator[tuple[str, Shape]]:
 
 
 def mapped(given: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the map, and of the check by transformers' own loader."""
+    """Measure seconds of the map, and of the check by transformers' own loader."""
     import make_ckpt
     import transformers
 
@@ -260,7 +262,7 @@ def mapped(given: argparse.Namespace) -> dict[str, Any]:
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     }
-    # Everything is imported, and every table read, for a model of one layer first.
+    # A model of one layer goes first, so that imports and reading the tables do not count.
     sizes = ((1, 2), *((given.layers, given.experts),) * given.runs)
     times: dict[str, list[float]] = {"map": [], "check": []}
     made = 0
@@ -272,16 +274,16 @@ def mapped(given: argparse.Namespace) -> dict[str, Any]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         bare = remap(manifest)
-        told = form | {"num_hidden_layers": layers, "num_experts": count}
+        settings = form | {"num_hidden_layers": layers, "num_experts": count}
         begin = time.perf_counter()
         found = map_names(
-            bare, "megatron", arch="auto", to="hf-hub", source=manifest, config=told, url="config"
+            bare, "megatron", arch="auto", to="hf-hub", source=manifest, config=settings, url="config"
         )
         half = time.perf_counter()
-        answer = describe(told, {t.fqn: list(t.shape) for t in found.mapped.manifest.tensors})
+        answer = describe(settings, {t.fqn: list(t.shape) for t in found.mapped.manifest.tensors})
         end = time.perf_counter()
         if any(answer.get(kind, True) for kind in ("missing", "unexpected", "shapes", "broken")):
-            raise RuntimeError(f"the names do not fit: {str(answer)[:600]}")
+            raise RuntimeError(f"the mapped names do not fit transformers' model: {str(answer)[:600]}")
         if turn:
             made = len(found.mapped.manifest.tensors)
             times["map"].append(half - begin)
@@ -299,7 +301,7 @@ def mapped(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run one of them; the exit status."""
+    """Run one of them; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("export", "map"))
     parser.add_argument("folder", type=Path)
@@ -312,12 +314,13 @@ def main() -> int:
     given = parser.parse_args()
     given.layers = given.layers or (14 if given.what == "export" else 61)
     load = os.getloadavg()[0]
-    told = (export if given.what == "export" else mapped)(given)
+    result = (export if given.what == "export" else mapped)(given)
     if given.json:
-        print(json.dumps(told | {"load": load}))
+        print(json.dumps(result | {"load": load}))
     else:
-        print(f"{told['measured']}; load {load:.1f}; {told['bound']}: {'ok' if told['ok'] else 'MISSED'}")
-    return 0 if told["ok"] else 1
+        ok = "ok" if result["ok"] else "MISSED"
+        print(f"{result['measured']}; load {load:.1f}; {result['bound']}: {ok}")
+    return 0 if result["ok"] else 1
 
 
 if __name__ == "__main__":

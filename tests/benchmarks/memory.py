@@ -1,7 +1,7 @@
-"""Memory: how much does a command and all of its children hold at its worst moment?
+"""Measure the peak memory of a command and all of its children.
 
-The proportional set size (PSS) counts a page that n processes share as 1/n in each, so its sum over
-the process tree is the memory that the tree really takes, mapped file pages included.
+The proportional set size (PSS) counts a page that n processes share as 1/n in each. So its sum over
+the process tree is the memory that the tree uses, mapped file pages included.
 
     python memory.py -- COMMAND ARG...      prints one line of JSON
 """
@@ -26,15 +26,15 @@ INTERVAL_SECONDS = 0.020
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One command, run to its end.
+    """What one command used.
 
-    seconds: wall time, sampling included.
-    peak_bytes: the largest sum of PSS over the tree that a sample saw.
-    samples: number of samples.
-    longest_gap_seconds: the longest time between the starts of two samples; a peak shorter than
-        this may have been missed.
-    returncode: exit status of the command.
-    stderr: the end of what it wrote there.
+    Attributes:
+        seconds: Wall time, sampling included.
+        peak_bytes: The largest sum of PSS over the tree in a sample.
+        samples: Number of samples.
+        longest_gap_seconds: The longest time between the starts of two samples; shorter peaks may be missed.
+        returncode: Exit status of the command.
+        stderr: The last 4000 bytes of its stderr.
     """
 
     seconds: float
@@ -68,8 +68,10 @@ def measure(command: Sequence[str], env: Mapping[str, str] | None = None) -> Usa
 def started(
     command: Sequence[str], env: Mapping[str, str] | None, stderr: Any, stdout: Any = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process group of its own that does not outlive the block: a run that is interrupted must not
-    leave children behind that go on writing. Stdout is thrown away unless it is asked for."""
+    """Start a command in its own process group, which ends with the block.
+
+    An interrupted run must not leave children that go on writing. Stdout is discarded by default.
+    """
     with subprocess.Popen(
         command, env=env, stdout=stdout, stderr=stderr, text=True, start_new_session=True
     ) as process:
@@ -81,7 +83,7 @@ def started(
 
 
 def tree(pid: int) -> Iterator[int]:
-    """``pid`` and all of its descendants that are alive."""
+    """Yield ``pid`` and all of its live descendants."""
     yield pid
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -97,7 +99,7 @@ def tree(pid: int) -> Iterator[int]:
 
 
 def _pss(pid: int) -> int:
-    """Bytes; 0 for a process that has just ended."""
+    """Return bytes; 0 for a process that has just ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -106,7 +108,7 @@ def _pss(pid: int) -> int:
 
 
 def main() -> int:
-    """Measure the command behind "--"."""
+    """Measure the command after "--"."""
     if len(sys.argv) < 3 or sys.argv[1] != "--":
         print("usage: memory.py -- COMMAND ARG...", file=sys.stderr)
         return 2

@@ -1,11 +1,11 @@
-"""Overhead: how much longer does a conversion take as a flow than by the command line?
+"""Measure how much longer a conversion takes as a flow than by the command line.
 
     python overhead.py SRC OUT --server none|running [--runs 5] [--json]
 
-Whole processes in turn, a different one first in each round, with a Prefect home of their own whose database
-is there already; the median of the flow's wall time minus that of the command line's. ``none``: the flow
-starts a server and ends it, as it does where nobody has one. Each file is a task of its own, which is the
-most that Prefect can be asked. Exit status 1 when it is more than the bound.
+Processes run in turn, a different one first in each round, with their own Prefect home whose database exists
+already. The result is the median of the flow's wall time minus that of the command line's. ``none``: the
+flow starts and stops a server, as it does where none is configured. Each file is its own task, the worst
+case for Prefect. Exit status 1 when the result is above the bound.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ from typing import Any
 import services
 
 FILES = 20
-SIZE = "1MiB"  # a tensor of the source, and so a file
-BOUNDS = {"none": (10.0, 0.1), "running": (3.5, 0.05)}  # seconds: at all, and for each file
+SIZE = "1MiB"  # of a tensor of the source, and so of a file
+BOUNDS = {"none": (10.0, 0.1), "running": (3.5, 0.05)}  # seconds: fixed, and for each file
 
 
 def timed(argv: Sequence[str], env: Mapping[str, str], out: Path) -> float:
-    """Wall seconds of one conversion, its output removed; raises `RuntimeError` when it is not whole."""
+    """Return wall seconds of one conversion, and remove its output.
+
+    Raises:
+        RuntimeError: The output is incomplete.
+    """
     begin = time.perf_counter()
     done = subprocess.run(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     seconds = time.perf_counter() - begin
@@ -44,7 +48,7 @@ def timed(argv: Sequence[str], env: Mapping[str, str], out: Path) -> float:
 
 
 def measure(source: Path, out: Path, server: str, runs: int, ckptcore: Path) -> dict[str, list[float]]:
-    """Seconds of each run, by contender."""
+    """Return seconds of each run, by contender."""
     common = [str(source), str(out), "--max-file-size", SIZE]
     commands = {
         "cli": [str(ckptcore), "consolidate", *common],
@@ -58,7 +62,7 @@ def measure(source: Path, out: Path, server: str, runs: int, ckptcore: Path) -> 
         with services.prefect_server(home, env) if server == "running" else nullcontext() as url:
             if url is not None:
                 env["PREFECT_API_URL"] = url
-            for command in commands.values():  # the first run makes the database, and is not counted
+            for command in commands.values():  # the first run creates the database, and does not count
                 timed(command, env, out)
             for turn in range(runs):
                 for name in sorted(commands, reverse=bool(turn % 2)):
@@ -67,20 +71,20 @@ def measure(source: Path, out: Path, server: str, runs: int, ckptcore: Path) -> 
 
 
 def verdict(times: Mapping[str, Sequence[float]], server: str) -> dict[str, Any]:
-    """Whether the medians keep the bound, with words for the table."""
+    """Judge the medians; return the figures and the texts for the table."""
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     figure, (fixed, each) = medians["flow"] - medians["cli"], BOUNDS[server]
-    words = ", ".join(f"{n} {medians[n]:.2f} s ({min(t):.2f}-{max(t):.2f})" for n, t in times.items())
+    each_time = ", ".join(f"{n} {medians[n]:.2f} s ({min(t):.2f}-{max(t):.2f})" for n, t in times.items())
     return {
         "figure": figure,
-        "measured": f"{figure:.2f} s more: {words}",
+        "measured": f"{figure:.2f} s more: {each_time}",
         "bound": f"≤ {fixed:g} s + {FILES} x {each:g} s more than cli",
         "ok": figure <= fixed + each * FILES,
     }
 
 
 def main() -> int:
-    """Run it; the exit status."""
+    """Run it; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
@@ -92,12 +96,13 @@ def main() -> int:
     services.end_in_order()
     load = os.getloadavg()[0]
     times = measure(given.source, given.out, given.server, given.runs, given.ckptcore)
-    told = verdict(times, given.server)
+    result = verdict(times, given.server)
     if given.json:
-        print(json.dumps(told | {"seconds": times, "load": load}))
+        print(json.dumps(result | {"seconds": times, "load": load}))
     else:
-        print(f"{told['measured']}; load {load:.1f}; {told['bound']}: {'ok' if told['ok'] else 'MISSED'}")
-    return 0 if told["ok"] else 1
+        ok = "ok" if result["ok"] else "MISSED"
+        print(f"{result['measured']}; load {load:.1f}; {result['bound']}: {ok}")
+    return 0 if result["ok"] else 1
 
 
 if __name__ == "__main__":

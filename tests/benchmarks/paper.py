@@ -1,11 +1,11 @@
-"""Paper size: what would torch's `.metadata` say of a job that fits on no machine here?
+"""Write torch's `.metadata` for a job that is too large for this machine.
 
-1. `Job` lists the tensors of a model in training and how many ranks cut them along dim 0 (FSDP2).
-2. `as_torch` builds torch's own plans, results and metadata for it, sent from rank to rank as a job
-   sends them (torch/distributed/checkpoint/default_planner.py, filesystem.py), and pickles them.
+1. `Job` lists the tensors of a model in training, and the number of ranks that shard dim 0 (FSDP2).
+2. `as_torch` builds torch's own plans, results and metadata for it, sent between ranks as in a job
+   (torch/distributed/checkpoint/default_planner.py, filesystem.py), and pickles them.
 3. `emit` writes the same bytes from templates: millions of chunks in seconds, and in little memory.
-   The smoke test holds the two against each other.
-4. `write` adds data files of the right sizes that are holes.
+   The smoke test compares the two.
+4. `write` adds sparse data files of the right sizes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_ZIP = 1400  # bytes that a torch zip adds to its tensor, about
-_FRAME = 64 * 1024  # CPython's pickler ends a frame at the first value behind so many bytes
+_ZIP = 1400  # about the bytes that a torch zip adds to its tensor
+_FRAME = 64 * 1024  # CPython's pickler ends a frame at the first value after this many bytes
 _META = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _WIDTHS = {"bfloat16": 2, "float32": 4}
@@ -30,7 +30,7 @@ _BATCH = 1000  # items that CPython's pickler puts between two marks
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """path: where it stands in the saved tree. dtype: torch's name. shape: global."""
+    """One tensor. path: in the saved tree. dtype: torch's name. shape: global."""
 
     path: tuple[str, ...]
     dtype: str
@@ -44,15 +44,15 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Tensors in the order of the state dict, cut along dim 0; those without dims lie on one rank each."""
+    """Tensors in the order of the state dict, sharded on dim 0; each scalar is on one rank."""
 
     tensors: tuple[Tensor, ...]
     ranks: int
 
     def parts(self, rank: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """(tensor, offset, sizes) of what a rank saves: torch.chunk's rule, replicas in turn.
+        """Yield (tensor, offset, sizes) of a rank's chunks: torch.chunk's rule, replicas in turn.
 
-        Of the ranks whose part is empty the first saves it: to torch, these are replicas, too.
+        Of the ranks with an empty chunk the first saves it: to torch, these are replicas, too.
         """
         single = 0
         for n, tensor in enumerate(self.tensors):
@@ -70,12 +70,12 @@ class Job:
             yield n, (begin, *(0 for _ in rest)), (end - begin, *rest)
 
     def nbytes(self, tensor: int, sizes: tuple[int, ...]) -> int:
-        """Bytes of an item."""
+        """Return the bytes of an item."""
         return math.prod(sizes) * _WIDTHS[self.tensors[tensor].dtype] + _ZIP
 
 
 def as_torch(job: Job) -> bytes:
-    """What torch pickles: an object for everything, so for small jobs."""
+    """Return what torch pickles; it makes an object for everything, so this is for small jobs."""
     import torch
     from torch.distributed.checkpoint import metadata as meta
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -113,7 +113,7 @@ def as_torch(job: Job) -> bytes:
 
 
 def write(job: Job, folder: Path) -> None:
-    """The folder of a job: `.metadata`, and data files that are holes."""
+    """Write the folder of a job: `.metadata`, and sparse data files."""
     folder.mkdir(parents=True)
     for rank in range(job.ranks):
         size = sum(job.nbytes(n, sizes) for n, _, sizes in job.parts(rank))
@@ -124,7 +124,7 @@ def write(job: Job, folder: Path) -> None:
 
 
 def emit(job: Job, out: BinaryIO) -> None:
-    """The bytes of `as_torch`, piece by piece."""
+    """Write the bytes of `as_torch`, piece by piece."""
     p = _Emitter(out)
     p.begin(_META, "Metadata")
     p.text("state_dict_metadata")
@@ -168,7 +168,7 @@ def _entry(p: _Emitter, tensor: Tensor, chunks: list[tuple[tuple[int, ...], tupl
     p.write(b"]\x94", 1)
 
     def chunk(i: int) -> None:
-        if i:  # all but the numbers has been written
+        if i:  # only the numbers are new
             head = p.known[_META, "ChunkStorageMetadata"] + _BEGIN + p.known["offsets"]
             offset, sizes = p.sized(chunks[i][0]), p.sized(chunks[i][1])
             p.spelled(
@@ -248,7 +248,7 @@ def _storage(p: _Emitter, job: Job) -> None:
 
 
 def _stored(job: Job) -> Iterator[tuple[int, tuple[int, ...], int, int, int, int]]:
-    """(tensor, offset, chunk of that tensor, rank, first byte, bytes) of each item."""
+    """Yield (tensor, offset, chunk of that tensor, rank, first byte, bytes) of each item."""
     count = [0] * len(job.tensors)
     for rank in range(job.ranks):
         end = 0
@@ -260,33 +260,33 @@ def _stored(job: Job) -> Iterator[tuple[int, tuple[int, ...], int, int, int, int
 
 
 class _Emitter:
-    """Protocol 4 as CPython's pickler spells it: memo numbers, batches, frames.
+    """Write protocol 4 like CPython's pickler: memo numbers, batches, frames.
 
-    A frame ends before a value, so `write` takes what one value pushes, and what follows it.
+    A frame ends before a value, so each `write` gets the opcodes of one value, and those after it.
     """
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
         self._frame = bytearray()
-        self.known: dict[Any, bytes] = {}  # value -> how it is fetched from the memo
+        self.known: dict[Any, bytes] = {}  # value -> the opcodes that get it from the memo
         self._sizes: dict[tuple[int, ...], bytes] = {}
         self._count = 0
         out.write(b"\x80\x04")
 
     def finish(self) -> None:
-        """Ends the pickle."""
+        """End the pickle."""
         self._frame += b"."
         self._flush()
 
     def write(self, data: bytes, memoized: int = 0) -> None:
-        """Opcodes, the number of values that they memoize; a frame may end before them."""
+        """Write opcodes that memoize ``memoized`` values; a frame may end before them."""
         if data[0] not in _GOES_ON:
             self.value()
         self._frame += data
         self._count += memoized
 
     def spelled(self, data: bytes, memoized: int) -> None:
-        """Whole values, the number of values that they memoize."""
+        """Write complete values that memoize ``memoized`` values."""
         self._count += memoized
         if len(self._frame) + len(data) < _FRAME:
             self._frame += data
@@ -301,7 +301,7 @@ class _Emitter:
             at = end
 
     def sized(self, dims: tuple[int, ...]) -> bytes:
-        """A torch.Size, once the class is known."""
+        """Return the opcodes of a torch.Size, once the class is known."""
         found = self._sizes.get(dims)
         if found is None:
             end = bytes([0x84 + len(dims)]) + b"\x94" if dims else b")"
@@ -310,7 +310,7 @@ class _Emitter:
         return found
 
     def value(self) -> None:
-        """A value begins here."""
+        """Begin a value: end the frame if it is full."""
         if len(self._frame) >= _FRAME:
             self._flush()
 
@@ -320,7 +320,7 @@ class _Emitter:
         self._frame.clear()
 
     def remember(self, key: Any) -> None:
-        """The last value has a number of its own."""
+        """Memoize the last value under its own number."""
         self._frame += b"\x94"
         if key is not None:
             at = self._count
@@ -328,34 +328,34 @@ class _Emitter:
         self._count += 1
 
     def seen(self, key: Any) -> bool:
-        """Whether a value was written before; then its number is written."""
+        """Return whether a value was written before; if so, write its number."""
         ref = self.known.get(key)
         if ref is not None:
             self.write(ref)
         return ref is not None
 
     def text(self, value: str, key: Any = "") -> None:
-        """A text; ``key`` tells objects apart that spell the same, None is one of its own."""
+        """Write a text; ``key`` distinguishes equal texts that are different objects, None is always new."""
         key = value if key == "" else key
         if key is None or not self.seen(key):
             self.write(_text(value))
             self.remember(key)
 
     def integer(self, value: int) -> None:
-        """A number, in the fewest bytes."""
+        """Write a number, in the fewest bytes."""
         self.write(number(value))
 
     def glob(self, module: str, name: str) -> None:
-        """A class or function."""
+        """Write a class or function."""
         if not self.seen((module, name)):
-            # torch's extension types carry a module name of their own.
+            # torch's extension types have their own module-name object.
             self.text(module, None if module == "torch" and name == "Size" else module)
             self.text(name)
             self._frame += b"\x93"
             self.remember((module, name))
 
     def call(self, module: str, name: str, argument: str | int) -> None:
-        """The value of a call; equal calls are one object."""
+        """Write the value of a call; equal calls are one object."""
         key = module, name, argument
         if not self.seen(key):
             self.glob(module, name)
@@ -364,7 +364,7 @@ class _Emitter:
             self.remember(key)
 
     def size(self, dims: tuple[int, ...]) -> None:
-        """A torch.Size."""
+        """Write a torch.Size."""
         self.glob("torch", "Size")
         if not dims:
             self.write(b")")
@@ -375,23 +375,23 @@ class _Emitter:
         self.write(bytes([0x84 + len(dims)]) + b"\x94\x85\x94R\x94", 3)
 
     def new(self, module: str, name: str) -> None:
-        """An instance."""
+        """Write an instance."""
         self.glob(module, name)
         self.write(b")")
         self.write(b"\x81\x94", 1)
 
     def begin(self, module: str, name: str) -> None:
-        """An instance whose attributes follow."""
+        """Write an instance whose attributes follow."""
         self.new(module, name)
         self.begin_dict()
         self.write(b"(")
 
     def begin_dict(self) -> None:
-        """A dict."""
+        """Write an empty dict."""
         self.write(b"}\x94", 1)
 
     def batched(self, count: int, item: Callable[[int], None], one: bytes = b"s", many: bytes = b"u") -> None:
-        """Items between marks; a batch of one has none."""
+        """Write items between marks; a batch of one has none."""
         for begin in range(0, count, _BATCH):
             size = min(_BATCH, count - begin)
             self.write(b"(") if size > 1 else None
@@ -401,7 +401,7 @@ class _Emitter:
 
 
 def number(value: int) -> bytes:
-    """A number as CPython's pickler spells it."""
+    """Return the opcodes of a number, like CPython's pickler."""
     if value < 256:
         return b"K" + bytes((value,))
     if value < 65536:

@@ -1,6 +1,6 @@
-"""The peers: how else does a DCP folder become one file?
+"""Run the peers: other tools that convert a DCP folder to one file.
 
-Each is what a person would run today, in a process of its own:
+Each is what a user would run today, in its own process:
 
 - `dcp_to_torch_save`: torch's own utility; with a cast, its own steps with the cast in between.
 - `load_and_save_file`: fill tensors with `torch.distributed.checkpoint.load` in a single process,
@@ -23,7 +23,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def dcp_to_torch_save(source: Path, out: Path, dtype: str | None) -> None:
-    """`torch.distributed.checkpoint.format_utils.dcp_to_torch_save`.
+    """Run `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`.
 
     Peak memory: the model, twice while it casts.
     """
@@ -35,7 +35,7 @@ def dcp_to_torch_save(source: Path, out: Path, dtype: str | None) -> None:
 
     import torch
 
-    # The body of dcp_to_torch_save has no place for a cast: these are its two calls around one.
+    # dcp_to_torch_save cannot cast: these are its two calls, with a cast between them.
     state_dict: dict[str, dict[str, torch.Tensor]] = {}
     format_utils._load_state_dict(
         state_dict,
@@ -51,7 +51,7 @@ def dcp_to_torch_save(source: Path, out: Path, dtype: str | None) -> None:
 
 
 def load_and_save_file(source: Path, out: Path, dtype: str | None) -> None:
-    """`dcp.load` of the part "model" without a process group, then `save_file`.
+    """Run `dcp.load` of the part "model" without a process group, then `save_file`.
 
     Peak memory: the model.
     """
@@ -72,14 +72,14 @@ def load_and_save_file(source: Path, out: Path, dtype: str | None) -> None:
 
 
 def unshard_checkpoint(source: Path, out: Path, dtype: str | None) -> None:
-    """OLMo-core's `unshard_checkpoint`, one file. Peak memory: the model."""
+    """Run OLMo-core's `unshard_checkpoint`, to one file. Peak memory: the model."""
     from olmo_core.distributed.checkpoint import unshard_checkpoint as unshard
 
     unshard(source / "model_and_optim", out, optim=False)
 
 
 def verl_merge(source: Path, out: Path, dtype: str | None) -> None:
-    """verl's model merger for FSDP checkpoints, to a Hugging Face folder. Peak memory: twice the model."""
+    """Run verl's model merger for FSDP, to a Hugging Face folder. Peak memory: twice the model."""
     from verl.model_merger import base_model_merger as base
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
@@ -102,11 +102,13 @@ _ROWWISE = ("o_proj.weight", "down_proj.weight")
 
 
 def reshard_job(source: Path, out: Path, dtype: str | None) -> None:
-    """A gloo job of 8 processes on fsdp=4,tp=2 that loads with DCP and saves again: what a team without
-    the trainer would write. Peak memory: the checkpoint, and torch 8 times."""
+    """Run a gloo job of 8 processes on fsdp=4,tp=2 that loads and saves with DCP.
+
+    A team without the trainer would write this. Peak memory: the checkpoint, and torch 8 times.
+    """
     import tempfile
 
-    import torch.distributed.checkpoint  # imported before the fork: once, not once per rank
+    import torch.distributed.checkpoint  # before the fork: imported once, not once per rank
     import torch.distributed.tensor  # noqa: F401
     import torch.multiprocessing as mp
 
@@ -146,8 +148,8 @@ def _reshard_rank(rank: int, source: Path, out: Path, meeting: str) -> None:
         )
     dcp.load(state, checkpoint_id=source)
     dcp.save(state, checkpoint_id=out)
-    dist.barrier()  # gloo aborts a rank whose peer has gone
-    os._exit(0)  # and its threads can abort an interpreter that is taken down
+    dist.barrier()  # gloo aborts a rank whose peer has exited
+    os._exit(0)  # its threads can abort the interpreter at shutdown
 
 
 PEERS: dict[str, Callable[[Path, Path, str | None], None]] = {
@@ -167,7 +169,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", choices=_DTYPES, help="cast every tensor")
     args = parser.parse_args()
-    # torch warns that no process group exists: that is the point of a single process.
+    # torch warns that no process group exists, which is intended in a single process.
     warnings.filterwarnings("ignore", message=".*single process.*")
     PEERS[args.peer](args.source, args.out, args.dtype)
     return 0

@@ -1,10 +1,10 @@
-"""Receiver: how long does a sender wait for its 202, at so many requests a second?
+"""Measure how long senders wait for the receiver's 202 at a given rate.
 
     python tests/benchmarks/receiver.py [--rate 200] [--seconds 20] [--catalog URL] [--json]
 
-Signed requests over loopback, each with an id of its own, at fixed times: a request that had to wait for its
-turn has waited since its time, so that a receiver which stalls is not asked less. Exit status 1 when the 99th
-percentile is over 50 ms, or an answer is not 202.
+Signed requests go over loopback at fixed times, each with its own id. A wait counts from a request's fixed
+time, so a receiver that stalls does not get fewer requests. Exit status 1 when the 99th percentile is over
+50 ms, or an answer is not 202.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONNECTIONS = 32
 
 
 def request(number: int) -> bytes:
-    """A signed request as it goes over the wire."""
+    """Return the bytes of a signed request."""
     hook = webhooks.HOOKS["standard-webhooks"]
     id, now = f"msg_{number}_{time.time_ns()}", datetime.now(UTC)
     signature = Webhook(webhooks.WHSEC).sign(id, now, hook.body.decode())
@@ -50,7 +50,7 @@ def request(number: int) -> bytes:
 
 
 async def answer(reader: asyncio.StreamReader) -> int:
-    """The status of one response, its body read to the end."""
+    """Return the status of one response; read its body to the end."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     length = int(head.split("content-length:")[1].split()[0])
     await reader.readexactly(length)
@@ -58,7 +58,7 @@ async def answer(reader: asyncio.StreamReader) -> int:
 
 
 async def load(url: str, rate: float, seconds: float) -> tuple[list[float], Counter[int]]:
-    """Milliseconds from a request's time to its answer, and how many answers of each status."""
+    """Return milliseconds from each request's time to its answer, and counts of answers by status."""
     host, port = url.removeprefix("http://").split(":")
     count = int(rate * seconds)
     requests = [request(number) for number in range(count)]
@@ -90,9 +90,16 @@ async def load(url: str, rate: float, seconds: float) -> tuple[list[float], Coun
 
 
 def verdict(waits: Sequence[float], statuses: Mapping[int, int], rate: float, cpu: float) -> dict[str, Any]:
-    """Whether the answers were fast enough, and all 202; with words for the table.
+    """Judge the answers: fast enough, and all 202.
 
-    waits: ms. cpu: seconds of processor that the receiver used for them.
+    Args:
+        waits: Milliseconds.
+        statuses: Counts of answers by status.
+        rate: Requests a second.
+        cpu: Processor seconds of the receiver for them.
+
+    Returns:
+        The figures and the texts for the table.
     """
     ordered = sorted(waits)
     p50, p95, p99 = (ordered[min(int(len(ordered) * q / 100), len(ordered) - 1)] for q in (50, 95, 99))
@@ -114,7 +121,7 @@ def verdict(waits: Sequence[float], statuses: Mapping[int, int], rate: float, cp
 
 
 def main() -> int:
-    """Run it; the exit status."""
+    """Run it; return the exit status."""
     parser = argparse.ArgumentParser(description="Measure the receiver's answers.")
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--seconds", type=float, default=20.0)
@@ -124,16 +131,16 @@ def main() -> int:
     end_in_order()
     config = webhooks.CONFIG if given.catalog is None else f'catalog = "{given.catalog}"\n{webhooks.CONFIG}'
     with tempfile.TemporaryDirectory() as folder, live.receiver(Path(folder), config=config) as running:
-        asyncio.run(load(running.url, 50, 1))  # what is imported late, is now
+        asyncio.run(load(running.url, 50, 1))  # the first requests pay for late imports
         before = cpu_seconds(running.process.pid)
         waits, statuses = asyncio.run(load(running.url, given.rate, given.seconds))
         used = cpu_seconds(running.process.pid) - before
-    told = verdict(waits, statuses, given.rate, used)
+    result = verdict(waits, statuses, given.rate, used)
     if given.json:
-        print(json.dumps(told))
+        print(json.dumps(result))
     else:
-        print(f"{told['measured']}; {told['bound']}: {'ok' if told['ok'] else 'MISSED'}")
-    return 0 if told["ok"] else 1
+        print(f"{result['measured']}; {result['bound']}: {'ok' if result['ok'] else 'MISSED'}")
+    return 0 if result["ok"] else 1
 
 
 if __name__ == "__main__":

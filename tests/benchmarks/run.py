@@ -1,10 +1,10 @@
-"""Benchmarks: does `ckptcore` keep what lines.py says it must show, on this machine?
+"""Run the benchmarks of lines.py on this machine, and judge their bounds.
 
 1. Lines are grouped by source, so that each checkpoint is made once and removed after its lines.
-2. A race runs its contenders in turn, a different one first in each round, each a whole process,
+2. A race runs its contenders in turn, a different one first in each round, each in its own process,
    outputs removed in between; in the first round every output is verified bit by bit.
-3. What is measured otherwise is a program of its own, which can be run alone, too: overhead.py (a flow
-   against the command line), workers.py (two worker processes against one), receiver.py (senders' waits).
+3. Other measurements are separate programs, which can also run alone: overhead.py (a flow compared with
+   the command line), workers.py (two worker processes compared with one), receiver.py (senders' waits).
 4. One table, one verdict per bound; exit status 1 where a bound or a command failed.
 
     python run.py [--only REGEX] [--runs 5] [--quick] [--json FILE]
@@ -51,15 +51,19 @@ from rich.table import Table
 
 MIB = 1 << 20
 QUICK_SCALE = 16
-PATIENCE = 60.0  # seconds for a program that is told to end
+PATIENCE = 60.0  # seconds for a program to end after SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One row of the table.
 
-    ok: None where the bound is not judged (quick mode: fixed costs are all there is).
-    data: the raw figures, for --json.
+    Attributes:
+        line: Name of the line.
+        measured: The figures, as text.
+        bound: The bound, as text.
+        ok: None where the bound is not judged (in quick mode fixed costs dominate).
+        data: The raw figures, for --json.
     """
 
     line: str
@@ -74,7 +78,7 @@ def race(bench: Bench, line: Race, source: Path) -> Iterator[Outcome]:
     for name in line.contenders:
         variable = INTERPRETERS.get(CONTENDERS[name].argv[0])
         if variable is not None and variable not in os.environ:
-            yield Outcome(f"{line.name}: {name}", f"not run: {variable} names no interpreter", "runs", None)
+            yield Outcome(f"{line.name}: {name}", f"not run: {variable} is not set", "runs", None)
             return
     times: dict[str, list[float]] = {name: [] for name in line.contenders}
     for turn in range(bench.runs):
@@ -83,7 +87,7 @@ def race(bench: Bench, line: Race, source: Path) -> Iterator[Outcome]:
             contender = CONTENDERS[name]
             out = source.parent / f"out{contender.suffix}"
             try:
-                if line.place == "disk":  # nobody pays for what another one left unwritten
+                if line.place == "disk":  # no contender pays for unwritten data of another
                     call(["sync", "-f", str(source)])
                 seconds, _ = call(bench.argv(contender, source, out), bench.env)
                 if turn == 0 and contender.verified:
@@ -98,14 +102,14 @@ def race(bench: Bench, line: Race, source: Path) -> Iterator[Outcome]:
             f"{line.name}: {bound.subject}",
             f"{bound.figure(medians):.2f} x: {_times(times[bound.subject])}"
             f" against {_times(times[bound.base])}",
-            bound.words(),
+            bound.text(),
             bound.holds(medians) if bench.judged else None,
             {"seconds": times, "figure": bound.figure(medians)},
         )
 
 
 def _times(seconds: Sequence[float]) -> str:
-    """Median and spread."""
+    """Return median and spread as text."""
     return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f})"
 
 
@@ -131,7 +135,7 @@ def peak(bench: Bench, line: Peak, source: Path) -> Iterator[Outcome]:
 
 
 def spreads(bench: Bench, outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
-    """How far the peaks of one writer lie apart, whatever the checkpoint and the workers."""
+    """Compare the peaks of one writer, over checkpoints and numbers of workers."""
     groups: dict[str, list[int]] = {}
     for outcome in outcomes:
         if group := outcome.data.get("group"):
@@ -149,7 +153,7 @@ def spreads(bench: Bench, outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
 
 
 def look(bench: Bench, line: Look, source: Path) -> Iterator[Outcome]:
-    """Time `inspect`, then ask the interpreter what it imported."""
+    """Time `inspect`, then list what the interpreter imported."""
     argv = [str(bench.ckptcore), "inspect", str(source)]
     seconds = [call(argv, bench.env)[0] for _ in range(bench.runs)]
     _, imports = call(argv, bench.env | {"PYTHONPROFILEIMPORTTIME": "1"})
@@ -187,7 +191,7 @@ def cover(bench: Bench, line: Cover, source: Path) -> Iterator[Outcome]:
 
 
 def program(bench: Bench, line: Program, source: Path) -> Iterator[Outcome]:
-    """Run a program that judges itself, and verify what it leaves behind."""
+    """Run a program that judges itself, and verify its output."""
     name, *arguments = bench.argv(Contender(line.argv), source, source.parent / "out")
     argv = [sys.executable, str(HERE / name), *arguments, *(() if bench.judged else line.quick), "--json"]
     out = source.parent / "out"
@@ -197,23 +201,24 @@ def program(bench: Bench, line: Program, source: Path) -> Iterator[Outcome]:
             try:
                 stdout, stderr = process.communicate()
             except BaseException:
-                process.terminate()  # it has processes of its own to end
+                process.terminate()  # it has its own processes to stop
                 process.wait(PATIENCE)
                 raise
         try:
-            told = json.loads(stdout)
+            result = json.loads(stdout)
         except ValueError:
             raise CommandError(f"{name}: exit {process.returncode}: {stderr[-600:]}") from None
         if line.source is not None and out.exists():
-            verify(bench, line.source, out, Contender((), dtype=told.get("dtype")))
+            verify(bench, line.source, out, Contender((), dtype=result.get("dtype")))
     finally:
         remove(out)
-    say(f"{line.name}: {told['measured']}")
-    yield Outcome(line.name, told["measured"], told["bound"], told["ok"] if bench.judged else None, told)
+    say(f"{line.name}: {result['measured']}")
+    ok = result["ok"] if bench.judged else None
+    yield Outcome(line.name, result["measured"], result["bound"], ok, result)
 
 
 def outcomes(bench: Bench, lines: Sequence[Line]) -> Iterator[Outcome]:
-    """All lines, source by source; a command that fails costs its own lines only."""
+    """Run all lines, source by source; a command that fails fails only its own lines."""
     groups: dict[tuple[str, str | None], list[Line]] = {}
     for line in lines:
         groups.setdefault((line.place, line.source), []).append(line)
@@ -249,16 +254,16 @@ def _outcomes(bench: Bench, line: Line, source: Path) -> Iterator[Outcome]:
 
 
 def show(rows: Sequence[Outcome]) -> None:
-    """The table, as wide as its words where stdout is a file."""
+    """Print the table, 160 columns wide where stdout is a file."""
     table = Table("line", "measured", "bound", "verdict", title="ckptcore benchmarks")
-    words = {True: "ok", False: "[red]FAIL[/red]", None: "not judged"}
+    verdicts = {True: "ok", False: "[red]FAIL[/red]", None: "not judged"}
     for row in rows:
-        table.add_row(row.line, row.measured, row.bound, words[row.ok])
+        table.add_row(row.line, row.measured, row.bound, verdicts[row.ok])
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="REGEX", help="lines whose name it matches")
     parser.add_argument("--list", action="store_true", help="print the names of the lines")
@@ -275,7 +280,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the chosen lines; 1 where one of them fails."""
+    """Run the chosen lines; return 1 where one of them fails."""
     args = arguments()
     lines = [line for line in LINES if re.search(args.only, line.name)]
     if args.list:
@@ -284,7 +289,7 @@ def main() -> int:
     if not lines:
         say(f"no line matches {args.only!r}")
         return 2
-    # A terminated run must clean up as an interrupted one does.
+    # A terminated run must clean up like an interrupted one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     scale = QUICK_SCALE if args.quick else 1
     with folders({"disk": args.disk, "ram": args.ram}, scale, args.keep) as places:
@@ -297,7 +302,7 @@ def main() -> int:
             keep=args.keep,
             env=os.environ | {"CKPTCORE_CATALOG_URL": f"sqlite:///{places['disk']}/catalog.db"},
         )
-        # The catalog's tables are made once, not inside the first timed run.
+        # Create the catalog's tables once, not inside the first timed run.
         try:
             call([str(bench.ckptcore), "catalog", "upgrade"], bench.env)
         except CommandError as error:

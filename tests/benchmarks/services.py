@@ -1,4 +1,4 @@
-"""Services: a Prefect server and a Dask cluster for a benchmark, none of which outlives its block."""
+"""Start a Prefect server and a Dask cluster for a benchmark; both end with their block."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ import memory
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0  # seconds until a service must work
-GRACE = 20.0  # seconds in which one that is told to end must do so
-# Neither somebody's own server and catalog nor a thread for each core.
+GRACE = 20.0  # seconds from SIGTERM to SIGKILL
+# Keep torch and numpy from starting a thread for each core.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class NotStarted(Exception):
-    """A service did not come up in time."""
+    """A service did not start in time."""
 
 
 def own(home: Path, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a flow with a Prefect home of its own; it starts a server where it needs one."""
+    """Return the environment of a flow with its own Prefect home; it starts a server where it needs one."""
     kept = {name: value for name, value in env.items() if not name.startswith("PREFECT_")}
-    kept.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have compiled modules, and so have we
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled modules, like those of installed packages
     quiet = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
     return kept | quiet | {"PREFECT_HOME": str(home), "PYTHONPATH": str(ROOT)}
 
 
 @contextmanager
 def prefect_server(home: Path, env: Mapping[str, str]) -> Iterator[str]:
-    """A server on SQLite; its API's URL."""
+    """Start a server on SQLite; yield its API's URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     url = f"http://127.0.0.1:{port}/api"
@@ -51,7 +51,7 @@ def prefect_server(home: Path, env: Mapping[str, str]) -> Iterator[str]:
 
 @contextmanager
 def dask_workers(count: int, folder: Path, env: Mapping[str, str]) -> Iterator[tuple[str, list[int]]]:
-    """A scheduler and as many workers, of one thread each; its address, and the workers' processes."""
+    """Start a scheduler and ``count`` workers of one thread; yield its address and the workers' processes."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
 
@@ -70,13 +70,13 @@ def dask_workers(count: int, folder: Path, env: Mapping[str, str]) -> Iterator[t
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used, that of its threads included."""
+    """Return the processor time of a process and its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def end_in_order() -> None:
-    """Told to end, a program leaves its blocks, and so ends what it has started."""
+    """Turn SIGTERM into SystemExit, so that blocks stop the services that they started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
@@ -96,7 +96,7 @@ def _service(command: Sequence[str], env: Mapping[str, str], log: Path) -> Itera
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        for pid in family[1:]:  # what it has started, where it did not live to end it
+        for pid in family[1:]:  # children that a killed service left
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

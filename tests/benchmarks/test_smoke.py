@@ -1,7 +1,7 @@
-"""Do the benchmarks measure what they say? Small sources, one run; times are not judged here.
+"""Run the benchmarks with small sources, once; times are not judged here.
 
-`make test` runs the programs once, for one line, and what needs no run; the other lines, peers and servers
-are a soak.
+`make test` runs the programs once, for one line, and the parts that need no run; the other lines, peers and
+servers are a soak.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ SOURCE, SCALE = "col-2gb", "64"
 
 
 def program(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run one of the programs here to its end."""
+    """Run one of the programs in this folder."""
     argv = [sys.executable, str(HERE / name), *map(str, args)]
-    # The table wraps at the width it believes to have.
+    # The table wraps at the width of the terminal.
     wide = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300, env=wide)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that 8 gloo processes saved."""
+    """Return a checkpoint that 8 gloo processes saved."""
     folder = tmp_path_factory.mktemp("saved") / "ckpt"
     made = program("make_ckpt.py", SOURCE, folder, "--scale", SCALE)
     assert made.returncode == 0, made.stderr
@@ -44,8 +44,8 @@ def test_one_process_in_turn_writes_the_bytes_of_a_real_job(saved: Path, tmp_pat
     assert made.returncode == 0, made.stderr
     names = sorted(path.name for path in saved.iterdir())
     assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(8))]
-    # .metadata holds the folder's path and a random id; the rest of it is what torch's loader
-    # needs to find these bytes, which the peers of the next tests do.
+    # .metadata holds the folder's path and a random id. torch's loader needs the rest of it to find
+    # these bytes, which the peers of the next tests do.
     _, different, missing = filecmp.cmpfiles(saved, tmp_path / "turn", names[1:], shallow=False)
     assert (different, missing) == ([], [])
 
@@ -71,16 +71,16 @@ def test_peers_convert_and_verify_sees_one_flipped_bit(
     assert "bits differ" in bad.stderr
 
 
-def test_memory_counts_what_a_grandchild_holds() -> None:
-    hold = "import time; held = b'x' * (200 << 20); time.sleep(0.5)"
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+def test_memory_counts_a_grandchild() -> None:
+    allocate = "import time; data = b'x' * (200 << 20); time.sleep(0.5)"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {allocate!r}])"
     measured = program("memory.py", "--", sys.executable, "-c", child)
     peak_mib = json.loads(measured.stdout)["peak_bytes"] / (1 << 20)
     assert 200 < peak_mib < 260
 
 
-def test_a_job_on_paper_tells_what_torch_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uneven cuts, empty parts, batches and frames among them."""
+def test_a_job_on_paper_writes_the_metadata_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases include uneven shards, empty chunks, batches and frames."""
     monkeypatch.syspath_prepend(HERE)
     import paper
 
@@ -116,7 +116,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quick_run(folder: Path, only: str) -> list[dict[str, Any]]:
-    """The lines of a quick run, which left nothing in its folders."""
+    """Return the lines of a quick run, which left nothing in its folders."""
     ran = program(
         "run.py",
         *("--quick", "--ram", folder / "ram", "--disk", folder / "disk"),
@@ -158,7 +158,7 @@ def test_programs_judge_by_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None
     import receiver
     import workers
 
-    # The median counts: 3.5 s and 20 times 0.05 s with a server that runs, 10 s and 20 times 0.1 s without.
+    # The median counts: 3.5 s and 20 times 0.05 s with a running server, 10 s and 20 times 0.1 s without.
     for server, most in (("running", 4.5), ("none", 12.0)):
         for more, ok in ((most, True), (most + 0.1, False)):
             times = {"cli": [9.0, 1.0, 0.5], "flow": [0.1, 1.0 + more, 99.0]}
@@ -197,6 +197,6 @@ def test_a_command_that_fails_fails_its_line_and_the_run(tmp_path: Path) -> None
         *("--ckptcore", broken, "--only", "^inspect/"),
     )
     assert ran.returncode == 1
-    # Wherever the table wraps: without its borders and white space.
+    # The table may wrap anywhere, so compare without its borders and white space.
     assert "nosuchverb" in "".join(c for c in ran.stdout if c.isalnum()), ran.stdout
     assert not any((tmp_path / "ram").iterdir())

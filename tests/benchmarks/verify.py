@@ -1,8 +1,8 @@
-"""Verification: does a converted checkpoint hold the bits that were saved?
+"""Compare a converted checkpoint with the bits that were saved.
 
-The truth is made again from the source's name (make_ckpt.shard), so neither torch's loader nor the
-converter is trusted; each tensor is read by the loader of the output's own format (safetensors or
-`torch.load`). Every name, shape, dtype and bit is compared, one tensor at a time.
+The expected tensors are recomputed from the source's name (make_ckpt.shard), so neither torch's loader nor
+the converter is trusted. The loader of the output's own format (safetensors or `torch.load`) reads each
+tensor. Every name, shape, dtype and bit is compared, one tensor at a time.
 
     python verify.py row-2gb OUT [--scale 16] [--dtype bf16]
 
@@ -27,7 +27,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def truth(source: Source, index: int) -> torch.Tensor:
-    """Tensor ``index`` as it was before it was sharded."""
+    """Return tensor ``index`` before sharding."""
     dim = source.sharded_dim(index)
     if dim is None:
         return shard(source, index, 0)
@@ -36,30 +36,31 @@ def truth(source: Source, index: int) -> torch.Tensor:
 
 @contextmanager
 def opened(output: Path) -> Iterator[dict[str, Callable[[], torch.Tensor]]]:
-    """The tensors of a safetensors file or Hugging Face folder, or of a torch.save file, by name.
+    """Yield loaders of the tensors of a safetensors file, Hugging Face folder, DCP folder or torch.save file.
 
-    Raises ValueError for a file that the index names but that lacks the tensor.
+    Raises:
+        ValueError: A file and the index have different names.
     """
     if (output / ".metadata").is_file():
         yield _dcp(output)
         return
-    whole = output / "model.pt" if output.is_dir() else output
-    if whole.suffix in {".pt", ".ckpt"} and whole.exists():
-        yield dict(_flat(torch.load(whole, mmap=True, weights_only=True)))
+    single = output / "model.pt" if output.is_dir() else output
+    if single.suffix in {".pt", ".ckpt"} and single.exists():
+        yield dict(_flat(torch.load(single, mmap=True, weights_only=True)))
         return
     with ExitStack() as stack:
         tensors: dict[str, Callable[[], torch.Tensor]] = {}
         for path, names in _safetensors_files(output).items():
             file = stack.enter_context(safe_open(path, framework="pt"))
-            held = set(file.keys())
-            if names is not None and names != held:
-                raise ValueError(f"{path} and the index differ in {sorted(names ^ held)[:3]}")
-            tensors |= {name: lambda f=file, n=name: f.get_tensor(n) for name in held}
+            stored = set(file.keys())
+            if names is not None and names != stored:
+                raise ValueError(f"{path} and the index differ in {sorted(names ^ stored)[:3]}")
+            tensors |= {name: lambda f=file, n=name: f.get_tensor(n) for name in stored}
         yield tensors
 
 
 def _safetensors_files(output: Path) -> dict[Path, set[str] | None]:
-    """Each file and the names that an index gives it; None where there is no index."""
+    """Return each file and its names in the index; None where there is no index."""
     if output.is_file():
         return {output: None}
     index = output / "model.safetensors.index.json"
@@ -72,13 +73,13 @@ def _safetensors_files(output: Path) -> dict[Path, set[str] | None]:
 
 
 def _dcp(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
-    """The tensors of a DCP folder, each read alone by torch's own loader."""
+    """Return loaders of the tensors of a DCP folder; torch's own loader reads each alone."""
     import torch.distributed.checkpoint as dcp
 
     def load(name: str, stored: Any) -> torch.Tensor:
-        held = {name: torch.empty(stored.size, dtype=stored.properties.dtype)}
-        dcp.load(held, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(), no_dist=True)
-        return held[name]
+        state = {name: torch.empty(stored.size, dtype=stored.properties.dtype)}
+        dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+        return state[name]
 
     metadata = dcp.FileSystemReader(folder).read_metadata()
     return {
@@ -97,16 +98,18 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Callabl
 
 
 def differences(source: Source, output: Path, dtype: str | None) -> Iterator[str]:
-    """One line for each tensor that is missing, unexpected or unequal."""
+    """Yield one line for each tensor that is missing, unexpected or unequal."""
     names = [name for name, _ in source.tensors]
     with opened(output) as tensors:
-        # A whole state dict has its model under a name, a model's file has not.
+        # A training state dict has its model under a name, a model's file does not.
         parts = (p for p in ("model.", "state_dict.") if any(p + name in tensors for name in names))
         prefix = next(parts, "")
         known = {name if name.startswith("optim.") else prefix + name for name in names}
         yield from (f"{n}: unexpected" for n in sorted(set(tensors) - known))
         for index, name in enumerate(names):
-            stored = name if name.startswith("optim.") else prefix + name  # it stands beside the model
+            stored = (
+                name if name.startswith("optim.") else prefix + name
+            )  # optimizer state is beside the model
             if stored not in tensors:
                 yield f"{name}: missing"
                 continue
@@ -126,7 +129,7 @@ def main() -> int:
     parser.add_argument("source", choices=SOURCES)
     parser.add_argument("output", type=Path)
     parser.add_argument("--scale", type=int, default=1)
-    parser.add_argument("--dtype", choices=_DTYPES, help="the cast that was asked for")
+    parser.add_argument("--dtype", choices=_DTYPES, help="the requested cast")
     args = parser.parse_args()
     found = list(differences(SOURCES[args.source](args.scale), args.output, args.dtype))
     for line in found[:20]:

@@ -1,11 +1,11 @@
-"""Workers: how much faster do two worker processes write than one?
+"""Measure how much faster two worker processes write than one.
 
     python workers.py SRC OUT [--seconds 60] [--json]
 
 Casts to bf16 with a digest, in one flow run on a Dask cluster of one worker and then of two, one thread each,
-against a running Prefect server. A run writes the source as often as it takes for so many seconds of
-processor time on the one worker; what is published is removed, so that it fits a RAM disk. Wall time of the
-whole process that runs the flow. Exit status 1 when two are not 1.5 times as fast.
+against a running Prefect server. A run writes the source often enough for SECONDS of processor time on the
+one worker; published outputs are removed, so that they fit a RAM disk. The wall time is that of the process
+that runs the flow. Exit status 1 when two are not 1.5 times as fast.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from typing import Any
 import services
 
 BOUND = 1.5
-TRIED = 2  # outputs that tell how many it takes
-MARGIN = 1.6  # more than they say: the first ones are slower, they pay for imports and for fresh memory
+TRIED = 2  # outputs of the trial that estimates how many are needed
+MARGIN = 1.6  # of that estimate: the first outputs are slower, they pay for imports and for fresh memory
 BATCH = "400MB"  # of output in a file, and in a task
 
 
 @contextmanager
 def collecting(out: Path, last: int) -> Iterator[None]:
-    """Remove outputs as they are published, but for the last one."""
+    """Remove outputs as they are published, except the last one."""
     end = threading.Event()
 
     def collect() -> None:
@@ -58,7 +58,7 @@ def collecting(out: Path, last: int) -> Iterator[None]:
 
 
 def children_seconds() -> float:
-    """Processor time of children that have ended."""
+    """Return the processor time of children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -70,8 +70,11 @@ def _place(out: Path, number: int) -> Path:
 def run(
     source: Path, out: Path, times: int, workers: int, env: Mapping[str, str], folder: Path
 ) -> dict[str, Any]:
-    """One flow run; wall seconds, processor seconds of each worker and of the flow's own process, and what
-    the flow tells."""
+    """Measure one flow run.
+
+    Returns:
+        Wall seconds, processor seconds of each worker and of the flow's process, and the flow's own figures.
+    """
     with services.dask_workers(workers, folder / f"dask-{workers}", env) as (address, pids):
         before = [services.cpu_seconds(pid) for pid in pids]
         job = [sys.executable, __file__, str(source), str(out), "--job", str(times), "--address", address]
@@ -88,7 +91,7 @@ def run(
 
 
 def job(source: Path, out: Path, times: int, address: str) -> None:
-    """The flow itself, in a process of its own; tells what its steps took."""
+    """Run the flow, in its own process; print the seconds of its steps."""
     from prefect import flow
 
     from ckptcore.planning.request import Request, Settings
@@ -124,7 +127,7 @@ def job(source: Path, out: Path, times: int, address: str) -> None:
 
 
 def measure(source: Path, out: Path, seconds: float) -> list[dict[str, Any]]:
-    """The runs with one worker and with two; the last output stays."""
+    """Measure one worker and two; the last output stays."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         home = folder / "prefect"
@@ -150,7 +153,7 @@ def measure(source: Path, out: Path, seconds: float) -> list[dict[str, Any]]:
 
 
 def verdict(one: Mapping[str, Any], two: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Whether two workers are fast enough, at enough of work; with words for the table."""
+    """Judge whether two workers are fast enough, with enough work; return figures and texts for the table."""
     figure, work = one["wall"] / two["wall"], sum(one["cpu"])
     return {
         "figure": figure,
@@ -163,7 +166,7 @@ def verdict(one: Mapping[str, Any], two: Mapping[str, Any], seconds: float) -> d
 
 
 def main() -> int:
-    """Run it; the exit status."""
+    """Run it; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
@@ -178,12 +181,13 @@ def main() -> int:
     services.end_in_order()
     load = os.getloadavg()[0]
     one, two = measure(given.source, given.out, given.seconds)
-    told = verdict(one, two, given.seconds)
+    result = verdict(one, two, given.seconds)
     if given.json:
-        print(json.dumps(told | {"runs": [one, two], "load": load}))
+        print(json.dumps(result | {"runs": [one, two], "load": load}))
     else:
-        print(f"{told['measured']}; load {load:.1f}; {told['bound']}: {'ok' if told['ok'] else 'MISSED'}")
-    return 0 if told["ok"] else 1
+        ok = "ok" if result["ok"] else "MISSED"
+        print(f"{result['measured']}; load {load:.1f}; {result['bound']}: {ok}")
+    return 0 if result["ok"] else 1
 
 
 if __name__ == "__main__":

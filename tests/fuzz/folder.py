@@ -1,4 +1,4 @@
-"""A checkpoint folder in memory: what a reader sees of a folder, without a file system."""
+"""Hold a checkpoint folder in memory, with the interface that readers use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptcore.errors import SourceUnreadable
 
 
 class Folder:
-    """Files by relative path. Reads are exact, as a store's are."""
+    """Files by relative path. Reads are exact, like a store's."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = dict(files)
@@ -32,7 +32,7 @@ class Folder:
     def read(self, path: str, start: int, length: int) -> bytes:
         data = self.files.get(path)
         if data is None or start < 0 or length < 0 or start + length > len(data):
-            raise SourceUnreadable(f"{path}: bytes [{start}, {start + length}) are not there", file=path)
+            raise SourceUnreadable(f"{path} has no bytes [{start}, {start + length})", file=path)
         return data[start : start + length]
 
     def read_into(self, path: str, start: int, into: memoryview) -> None:
@@ -43,7 +43,7 @@ class Folder:
 
 
 def load(root: Path, limit: int = 400_000) -> dict[str, bytes] | None:
-    """A folder's (or one file's) content, or None where it is larger than ``limit`` bytes."""
+    """Return the content of a folder or of one file, or None above ``limit`` bytes."""
     paths = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
     if sum(p.stat().st_size for p in paths) > limit:
         return None

@@ -1,10 +1,10 @@
-"""Fuzzing: does any changed checkpoint make a reader do what it must not?
+"""Read changed checkpoints, and report every forbidden behaviour of a reader.
 
     python tests/fuzz/fuzz.py [--inputs 1000000] [--jobs 2] [--seed 7] [--samples DIR] [--only REGEX]
     python tests/fuzz/fuzz.py --replay FILE
 
-Prints inputs, rate and outcomes per sample; a defect is saved as a file that `--replay` runs again.
-Exit status 1 where there was one.
+Prints inputs, rate and outcomes per sample. A defect is saved to a file for `--replay`, and makes the exit
+status 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,19 @@ DEEP = 8  # every n-th input is read to its last byte
 def hunt(
     samples: str, only: str, seed: int, inputs: int, found: str, seconds: float
 ) -> tuple[Counter[str], int]:
-    """Changes and reads samples in turn; gives the outcomes by "sample outcome", and the defects."""
+    """Change and read samples in turn.
+
+    Args:
+        samples: Folder of the samples.
+        only: Regular expression for the names of targets.
+        seed: Of the random changes.
+        inputs: How many to read at most.
+        found: Folder for defects.
+        seconds: Stop after these.
+
+    Returns:
+        Counts by "sample outcome", and the number of defects.
+    """
     chosen = [t for t in targets(Path(samples)) if re.search(only, t.name)]
     rng = random.Random(seed)
     outcomes: Counter[str] = Counter()
@@ -57,14 +69,14 @@ def hunt(
 
 
 def change(target: Target, state: int) -> dict[str, bytes]:
-    """The input that a number stands for; some are changed twice."""
+    """Return the input of a random state; some are changed twice."""
     rng = random.Random(state)
     files = mutated(target.files, rng)
     return mutated(files, rng) if rng.random() < 0.3 else files
 
 
 def keep(folder: Path, target: Target, state: int, deep: bool, what: str) -> None:
-    """Saves what is needed to see a defect again."""
+    """Save what reproduces a defect."""
     folder.mkdir(parents=True, exist_ok=True)
     form = {"target": target.name, "state": state, "deep": deep, "defect": what}
     (folder / f"{zlib.crc32(f'{target.name}{state}'.encode()):08x}.json").write_text(
@@ -74,7 +86,7 @@ def keep(folder: Path, target: Target, state: int, deep: bool, what: str) -> Non
 
 
 def replay(path: Path, samples: str) -> None:
-    """Runs a saved input again, with the traceback of what it does."""
+    """Run a saved input; its traceback is not caught."""
     form = json.loads(path.read_text())
     (target,) = [t for t in targets(Path(samples)) if t.name == form["target"]]
     print(run(target, change(target, form["state"]), deep=form["deep"]))
@@ -113,8 +125,8 @@ def main() -> int:
         name, _, outcome = key.rpartition(" ")
         by_name.setdefault(name, Counter())[outcome] += count
     for name, outcomes in sorted(by_name.items()):
-        told = ", ".join(f"{o} {c}" for o, c in outcomes.most_common(6))
-        print(f"{name}: {sum(outcomes.values())}: {told}")
+        counts = ", ".join(f"{o} {c}" for o, c in outcomes.most_common(6))
+        print(f"{name}: {sum(outcomes.values())}: {counts}")
     seconds = time.monotonic() - began
     count = sum(total.values())
     print(f"{count} inputs in {seconds:.0f} s ({count / seconds:.0f}/s), {defects} defects, seed {args.seed}")

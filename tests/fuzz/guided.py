@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing: which changed file takes a reader where none has been?
+"""Fuzz readers, guided by coverage.
 
     pip install atheris
     python tests/fuzz/guided.py CORPUS -atheris_runs=100000 [-seed=7 and other options of libFuzzer]
@@ -28,18 +28,18 @@ TARGETS = [t for t in targets(HERE.parent / "fixtures", 60_000) if len(t.files) 
 
 
 def one_input(data: bytes) -> None:
-    """Reads the sample with one file replaced; a defect is an exception that libFuzzer reports."""
+    """Read the sample with one file replaced; a defect is an exception that libFuzzer reports."""
     if len(data) < 6:
         return
     target = TARGETS[data[0] % len(TARGETS)]
     names = sorted(target.files)
     name = names[data[1] % len(names)]
-    content = target.files[name][:4] + data[6:]  # its first bytes stay: they say what it is
+    content = target.files[name][:4] + data[6:]  # its first bytes stay: they identify its format
     run(target, {**target.files, name: content}, deep=data[0] & 7 == 0)
 
 
 def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """Half of the changes keep the file's structure, half are libFuzzer's own."""
+    """Change an input: half of the changes keep the file's structure, half are libFuzzer's."""
     rng = random.Random(seed)
     if len(data) < 6 or rng.random() < 0.5:
         mutated: bytes = atheris.Mutate(data, max_size)
@@ -50,7 +50,7 @@ def mutate(data: bytes, max_size: int, seed: int) -> bytes:
 
 
 def fill(corpus: Path) -> None:
-    """Every file of every sample, as it is."""
+    """Write every file of every sample, unchanged, to the corpus."""
     corpus.mkdir(parents=True, exist_ok=True)
     for t, target in enumerate(TARGETS):
         for n, name in enumerate(sorted(target.files)):

@@ -1,9 +1,9 @@
-"""Mutations that keep the structure: what could stand in such a file, and does not?
+"""Mutate files and keep their structure.
 
-A torch zip is taken apart, one record is changed, and it is put together again with right CRCs and
-offsets, so that readers get past them. A pickle is changed opcode by opcode, JSON value by value, a
-safetensors header as JSON with its length set right. Everything else, and sometimes these too, is
-changed byte by byte. All randomness comes from the `random.Random` that is passed in.
+A torch zip is unpacked, one record is changed, and it is packed with correct CRCs and offsets, so that
+readers get past them. A pickle is changed opcode by opcode, JSON value by value, a safetensors header as
+JSON with its correct length. Everything else, and sometimes these too, is changed byte by byte. All
+randomness comes from the `random.Random` that is passed in.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ OPS = tuple(bytes([b]) for b in b"(012N]})eut\x85\x86\x87R\x81bQas\x94\x93\x8f\x
 
 
 def mutated(files: Mapping[str, bytes], rng: random.Random) -> dict[str, bytes]:
-    """The files with one to three of them changed; now and then one is lost, swapped or doubled."""
+    """Return the files with one to three of them changed; sometimes one is removed or replaced by another."""
     out = dict(files)
     names = sorted(out)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -98,7 +98,7 @@ def mutated(files: Mapping[str, bytes], rng: random.Random) -> dict[str, bytes]:
 
 
 def changed(name: str, data: bytes, rng: random.Random) -> bytes:
-    """One file, changed as its kind allows; never its first bytes, which say what it is."""
+    """Change one file by its kind; never its first bytes, which identify its format."""
     for test, change in KINDS:
         if test(name, data) and rng.random() < 0.85:
             try:
@@ -113,12 +113,12 @@ def changed(name: str, data: bytes, rng: random.Random) -> bytes:
                 zipfile.BadZipFile,
                 zlib.error,
             ):
-                break  # an earlier mutation broke it for us too: bytes will do
+                break  # an earlier mutation broke its structure: change bytes
     return bytes_changed(data, rng, keep=4)
 
 
 def bytes_changed(data: bytes, rng: random.Random, keep: int = 0) -> bytes:
-    """Flips, numbers, cuts, copies."""
+    """Flip bits, write numbers, cut and copy bytes."""
     raw = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
         if len(raw) <= keep:
@@ -144,7 +144,7 @@ def bytes_changed(data: bytes, rng: random.Random, keep: int = 0) -> bytes:
 
 
 def zip_changed(data: bytes, rng: random.Random) -> bytes:
-    """A torch zip with one record changed, dropped or doubled, CRCs and offsets right again."""
+    """Change, drop or duplicate one record of a torch zip; CRCs and offsets are correct."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         records = [(info.filename, archive.read(info)) for info in archive.infolist()]
     at = next((i for i, (n, _) in enumerate(records) if n.endswith("data.pkl")), 0)
@@ -165,19 +165,19 @@ def zip_changed(data: bytes, rng: random.Random) -> bytes:
 
 
 def zip_of(records: list[tuple[str, bytes]]) -> bytes:
-    """Stored records as a zip, payloads aligned as torch aligns them."""
+    """Return stored records as a zip."""
     import warnings
 
     out = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        warnings.simplefilter("ignore")  # a name twice, on purpose
+        warnings.simplefilter("ignore")  # duplicate names are intended
         for name, content in records:
             archive.writestr(zipfile.ZipInfo(name), content)
     return out.getvalue()
 
 
 def items_changed(data: bytes, rng: random.Random) -> bytes:
-    """A `.distcp`: torch zips back to back; one of them is changed in place, or as a zip of equal length."""
+    """Change one of the torch zips of a `.distcp`, which are back to back; its length stays."""
     # Each item begins with the local header of its data.pkl.
     starts = [m.start() for m in re.finditer(rb"PK\x03\x04.{26}[^/]{1,80}/data\.pkl", data, re.DOTALL)]
     if not starts:
@@ -192,7 +192,7 @@ def items_changed(data: bytes, rng: random.Random) -> bytes:
 
 
 def pickle_changed(data: bytes, rng: random.Random) -> bytes:
-    """A pickle with some opcodes changed, dropped, doubled, moved or put in."""
+    """Change, drop, duplicate, move or insert some opcodes of a pickle."""
     ops = [(op, arg, pos) for op, arg, pos in pickletools.genops(data)]
     ends = [pos for _, _, pos in ops[1:]] + [len(data)]
     parts = [data[pos:end] for (_, _, pos), end in zip(ops, ends, strict=True)]
@@ -246,7 +246,7 @@ def _text(value: str) -> bytes:
 
 
 def _deep(rng: random.Random) -> bytes:
-    """Nesting, sharing through the memo, and keys that would be slow to hash."""
+    """Return nesting, sharing through the memo, or keys that are slow to hash."""
     depth = rng.choice((3, 50, 400))
     return rng.choice(
         (
@@ -260,7 +260,7 @@ def _deep(rng: random.Random) -> bytes:
 
 
 def json_changed(data: bytes, rng: random.Random) -> bytes:
-    """JSON with some values changed."""
+    """Change some values of JSON."""
     top = json.loads(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
         top = _tree_changed(top, rng)
@@ -313,7 +313,7 @@ def _any(rng: random.Random) -> Any:
 
 
 def safetensors_changed(data: bytes, rng: random.Random) -> bytes:
-    """A safetensors file whose header is changed, its length set right."""
+    """Change the header of a safetensors file, with its correct length, or its data."""
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise ValueError("no header")
@@ -325,19 +325,19 @@ def safetensors_changed(data: bytes, rng: random.Random) -> bytes:
         header = bytes_changed(header, rng)
     else:
         body = bytes_changed(body, rng)
-    said = rng.choice(NUMBERS) & ((1 << 64) - 1) if rng.random() < 0.03 else len(header)
-    return said.to_bytes(8, "little") + header + body
+    stated = rng.choice(NUMBERS) & ((1 << 64) - 1) if rng.random() < 0.03 else len(header)
+    return stated.to_bytes(8, "little") + header + body
 
 
 def text_changed(data: bytes, rng: random.Random) -> bytes:
-    """A small text file."""
+    """Change a small text file."""
     return rng.choice(
         (bytes_changed(data, rng), rng.choice(TEXTS).encode("utf-8", "surrogatepass"), data * 3, b"9" * 40)
     )
 
 
 Change = Callable[[bytes, random.Random], bytes]
-# What a file is, told by its content more than by its name.
+# A file's kind, by its content rather than by its name.
 KINDS: tuple[tuple[Callable[[str, bytes], bool], Change], ...] = (
     (lambda n, d: n.endswith(".distcp"), items_changed),
     (lambda n, d: d[:4] == b"PK\x03\x04", zip_changed),

@@ -1,8 +1,8 @@
-"""Targets: which folders are fuzzed, and what may happen to a changed one?
+"""Find the folders to fuzz, and read a changed one within bounds.
 
-A reader may give a manifest, which is then checked, or raise one of the documented errors. Anything
+A reader may return a manifest, which is then checked, or raise one of the documented errors. Anything
 else is a defect: another exception, more than 5 s, more than 512 MiB for less than 1 MB of input, or
-any event by which a pickle, a process or code would run.
+any audit event of a pickle, a process or code that would run.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ FORBIDDEN = frozenset(
 
 
 class Defect(Exception):
-    """What a reader did that it must not do."""
+    """Forbidden behaviour of a reader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One checkpoint to change. name: of the sample. file: the one that is named, or None for the folder."""
+    """One checkpoint to change. name: of the sample. file: the file to open, or None for the folder."""
 
     name: str
     files: Mapping[str, bytes]
@@ -60,7 +60,7 @@ class Target:
 
 
 def targets(root: Path, limit: int = 1_000_000) -> Iterator[Target]:
-    """Every checkpoint below a folder of samples (and of archives of them) that is small enough."""
+    """Yield every small enough checkpoint below a folder of samples and archives of samples."""
     yield from _folders(root, limit)
     for archive in sorted(root.glob("*.tar.zst")):
         with tempfile.TemporaryDirectory() as scratch:
@@ -85,14 +85,23 @@ def _folders(root: Path, limit: int) -> Iterator[Target]:
             if files:
                 name = f"{sample.parent.name}/{sample.name}/{inner.name}"
                 target = Target(name, files, inner.name if inner.is_file() else None)
-                run(target, files, deep=True)  # as it is: imports what it needs
+                run(target, files, deep=True)  # unchanged: imports what it needs
                 yield target
 
 
 def run(target: Target, files: Mapping[str, bytes], *, deep: bool) -> str:
-    """Reads a changed checkpoint; gives what came of it ("read", or an error's code), raises `Defect`.
+    """Read a changed checkpoint.
 
-    deep: also check its bytes, as `validate --level bytes` does.
+    Args:
+        target: The checkpoint.
+        files: Its changed files.
+        deep: Whether to check its bytes, too, as `validate --level bytes` does.
+
+    Returns:
+        "sound", "findings", "gone", or an error's code.
+
+    Raises:
+        Defect: The reader did something forbidden.
     """
     folder = Folder(files)
     if target.file is not None and target.file not in files:

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer: it works, and finds nothing in so many inputs. `make fuzz` runs for long."""
+"""Run the fuzzer briefly: it works, and finds nothing. `make fuzz` runs for a long time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def fuzz(*args: object) -> subprocess.CompletedProcess[str]:
     [(1500, 20), pytest.param(200_000, random.SystemRandom().randrange(1 << 30), marks=pytest.mark.soak)],
     ids=["short", "long"],
 )
-def test_no_changed_checkpoint_makes_a_reader_misbehave(inputs: int, seed: int, tmp_path: Path) -> None:
+def test_changed_checkpoints_cause_no_defect(inputs: int, seed: int, tmp_path: Path) -> None:
     done = fuzz("--inputs", inputs, "--jobs", 2, "--seed", seed, "--found", tmp_path / "found")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert ", 0 defects" in done.stdout
 
 
-def test_a_defect_is_seen_kept_and_shown_again(tmp_path: Path) -> None:
-    """A reader that raises what is no documented error does not get past."""
+def test_a_defect_is_reported_and_saved(tmp_path: Path) -> None:
+    """A reader that raises an undocumented error is a defect."""
     broken = tmp_path / "sitecustomize.py"
     broken.write_text(
         "import dataclasses, ckptcore.formats as f\n"

@@ -3,6 +3,6 @@
 `torch_dist.FORMAT`, `zarr.FORMAT`, `dcp.FSDP_DTENSOR`, `dcp.TORCH_DCP` and `legacy.FORMAT`. Megatron-Core:
 `config`, `sharded_objects`, `flattened`, `flat_buffers`, `flat_boxes` and `parameter_order` (the
 distributed optimizer), `writer`. Legacy: `legacy_ranks`, `legacy_names`, `legacy_merge`,
-`legacy_optimizer`. `pipeline` and `partition_rules` tell sizes and cuts from the arguments, for both.
-`pickle_globals` is the allow-list.
+`legacy_optimizer`. `pipeline` and `partition_rules` derive sizes and partitioning from the arguments,
+for both. `pickle_globals` is the allow-list.
 """

@@ -1,8 +1,8 @@
-"""What Megatron-Core says of a checkpoint as a whole: backend, version, digests of its files.
+"""Read what Megatron-Core records about a checkpoint: backend, version, digests of its files.
 
 ``metadata.json`` is a `CheckpointingConfig` (megatron/core/dist_checkpointing/core.py): backend and
 version of the sharded part and, until 0.18, of the common part. ``integrity.json`` (0.17 and
-later, on request) holds a SHA-256 per file.
+later, optional) has a SHA-256 per file.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ckptcore.formats.base import Source
 from ckptcore.utils.text import shown
 
 CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"
-# The last two never write one; tools that rewrite such folders may.
+# Megatron-LM writes no metadata.json for the last two; tools that rewrite such folders may.
 BACKENDS = {"torch_dist": (1,), "zarr": (1,), "fsdp_dtensor": (1,), "torch_dcp": (1,)}
 _MAX_JSON, _MAX_INTEGRITY = 1 << 20, 64 << 20
 _SCAN, _WINDOW = 64 << 20, 4 << 20
 # Keys of sharded objects, and attributes that only Megatron-Core adds.
 _SHARD = re.compile(rb"/shard_\d+(\.\d+)*_\d")
 _ATTRIBUTES = re.compile(rb"mcore_data|all_local_plans")
-# A dict of paths, and no note of a save (opcodes: name, memo, dict or None): the plain DCP folder that a
-# Megatron-Core checkpoint is converted to. torch < 2.4 knows no ``storage_meta``, later ones fill it.
+# A dict of paths and no ``storage_meta`` (opcodes: name, memo, dict or None) mark the plain DCP folder that
+# a Megatron-Core checkpoint is converted to. torch < 2.4 has no ``storage_meta``, later versions fill it.
 _PATHS = re.compile(rb"planner_data\x94\}")
 _NO_META = re.compile(rb"storage_meta\x94N")
 _HEX = re.compile(r"^[0-9a-f]{64}$")
@@ -33,7 +33,7 @@ _HEX = re.compile(r"^[0-9a-f]{64}$")
 
 @dataclass(frozen=True, slots=True)
 class MegatronConfig:
-    """The sharded part's backend and version; whether the common state lies in a file of its own."""
+    """The sharded part's backend and version, and whether the common state has its own file."""
 
     backend: str
     version: int
@@ -41,59 +41,64 @@ class MegatronConfig:
 
 
 def read_config(source: Source) -> MegatronConfig | None:
-    """What `metadata.json` says; None when there is none, or it is another tool's.
+    """Read `metadata.json`; return None when it is missing or another tool's.
 
-    Raises `UnsupportedFormat` for a backend or version that is not known, `MalformedCheckpoint`.
+    Raises:
+        UnsupportedFormat: The backend or version is unknown.
+        MalformedCheckpoint: The file is not JSON, or its fields have wrong types.
     """
-    if source.listing.get(CONFIG, _MAX_JSON + 1) > _MAX_JSON:  # a few words; a longer one is another tool's
+    if source.listing.get(CONFIG, _MAX_JSON + 1) > _MAX_JSON:  # Megatron-Core's has about 100 bytes
         return None
     try:
         form = _json(source, CONFIG, _MAX_JSON)
     except MalformedCheckpoint:
         if {METADATA, "common.pt"} & source.listing.keys():
             raise
-        return None  # many tools have a file of that name
+        return None  # many tools write a file of that name
     if not isinstance(form, dict) or "sharded_backend" not in form:
         return None
     backend, version = form["sharded_backend"], form.get("sharded_backend_version", 1)
     if not isinstance(backend, str) or not isinstance(version, int):
         raise MalformedCheckpoint(
-            f"{CONFIG} says backend {shown(backend, 40)}, version {shown(version, 40)}", file=CONFIG
+            f"{CONFIG} must have a text backend and an integer version (got {shown(backend, 40)}, "
+            f"{shown(version, 40)})",
+            file=CONFIG,
         )
     known = BACKENDS.get(backend)
     if known is None or version not in known:
         raise UnsupportedFormat(
-            f"{source.store.url} is a Megatron-Core checkpoint of backend {shown(backend, 40)}, "
+            f"cannot read {source.store.url}: unknown Megatron-Core backend {shown(backend, 40)}, "
             f"version {version}",
             hint=f"known: {', '.join(f'{b} {v}' for b, vs in BACKENDS.items() for v in vs)}",
         )
     common = form.get("common_backend", "torch"), form.get("common_backend_version", 1)
     if common != ("torch", 1):
         raise UnsupportedFormat(
-            f"{source.store.url} keeps its common state by backend {shown(common[0], 40)}, "
-            f"version {shown(common[1], 40)}",
+            f"cannot read the common state of {source.store.url}: unknown backend "
+            f"{shown(common[0], 40)}, version {shown(common[1], 40)}",
             hint="known: torch 1",
         )
     return MegatronConfig(backend, version, "common_backend" in form)
 
 
 def finished_config(source: Source) -> MegatronConfig | None:
-    """`read_config` of a save that has finished; None only for one taken unfinished, on request.
+    """Read the config of a finished save; return None only for an unfinished one that the user allowed.
 
-    Raises `NotComplete`.
+    Raises:
+        NotComplete: `metadata.json` is missing, and `Source.recover` is false.
     """
-    told = read_config(source)
-    if told is None and not source.recover:
+    config = read_config(source)
+    if config is None and not source.recover:
         raise NotComplete(
             f"{source.store.url} has no {CONFIG}, which Megatron-Core writes last: the save is running, "
             "was aborted, or rank 0 wrote it to another node",
-            hint="wait if it is running; take it as it is with --recover if everything else is there",
+            hint="wait if it is running; read it with --recover if every other file is there",
         )
-    return told
+    return config
 
 
 def digests(source: Source) -> dict[str, str]:
-    """File -> SHA-256 in hex, as `integrity.json` tells them; {} when there is none."""
+    """Read file -> SHA-256 in hex from `integrity.json`; return {} when there is none."""
     if INTEGRITY not in source.listing:
         return {}
     form = _json(source, INTEGRITY, _MAX_INTEGRITY)
@@ -101,29 +106,33 @@ def digests(source: Source) -> dict[str, str]:
     if not isinstance(form, dict) or not isinstance(files, dict):
         raise MalformedCheckpoint(f"{INTEGRITY} has no table of files", file=INTEGRITY)
     if form.get("algorithm") != "sha256":
-        raise UnsupportedFormat(f"{INTEGRITY} uses {shown(form.get('algorithm'), 40)}", hint="known: sha256")
+        raise UnsupportedFormat(
+            f"algorithm of {INTEGRITY} must be sha256 (got {shown(form.get('algorithm'), 40)})",
+            hint="known: sha256",
+        )
     for name, value in files.items():
         if "/" in name or name in ("", ".", "..") or not isinstance(value, str) or not _HEX.match(value):
             raise MalformedCheckpoint(
-                f"{INTEGRITY} has an entry {shown(name)}: {shown(value)}", file=INTEGRITY
+                f"{INTEGRITY} must map file names to SHA-256 in hex (got {shown(name)}: {shown(value)})",
+                file=INTEGRITY,
             )
     return files
 
 
 def marked(source: Source) -> bool:
-    """Whether `.metadata` holds what only Megatron-Core puts there."""
+    """Return whether `.metadata` has entries that only Megatron-Core writes."""
     if scan(source, _ATTRIBUTES):
         return True
     return shard_keys(source) and not (scan(source, _PATHS) and scan(source, _NO_META))
 
 
 def shard_keys(source: Source) -> bool:
-    """Whether `.metadata` has keys of sharded objects, whoever wrote it."""
+    """Return whether `.metadata` has keys of sharded objects, whichever tool wrote it."""
     return scan(source, _SHARD)
 
 
 def scan(source: Source, pattern: re.Pattern[bytes]) -> bool:
-    """Whether the bytes of `.metadata` match a short pattern; reads at most its first 64 MiB."""
+    """Return whether the first 64 MiB of `.metadata` match a pattern of at most 256 bytes."""
     size = min(source.listing[METADATA], _SCAN)
     tail = b""
     for at in range(0, size, _WINDOW):
@@ -137,7 +146,7 @@ def scan(source: Source, pattern: re.Pattern[bytes]) -> bool:
 def _json(source: Source, name: str, limit: int) -> Any:
     size = source.listing[name]
     if size > limit:
-        raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
+        raise MalformedCheckpoint(f"{name} must have at most {limit} bytes (got {size})", file=name)
     try:
         return parse(source.store.read(name, 0, size), name)
     except (ValueError, RecursionError) as error:

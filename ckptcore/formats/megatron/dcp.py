@@ -1,8 +1,8 @@
-"""Plain DCP folders that Megatron-LM saves: `fsdp_dtensor` (Megatron-FSDP) and `torch_dcp` (FSDP2).
+"""Read the plain DCP folders of Megatron-LM: `fsdp_dtensor` (Megatron-FSDP) and `torch_dcp` (FSDP2).
 
-Both go through `torch.distributed.checkpoint` without Megatron's own layer, so there is neither
-``metadata.json`` nor ``common.pt``: arguments and iteration are byte items, and only key names tell
-the two apart (megatron/training/checkpointing.py). Megatron-FSDP stores fp32 main parameters.
+Megatron-LM saves both with `torch.distributed.checkpoint`, without its own layer. So there is neither
+``metadata.json`` nor ``common.pt``: arguments and iteration are byte items, and only key names
+distinguish the two (megatron/training/checkpointing.py). Megatron-FSDP stores fp32 main parameters.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def _detect(name: str, wrapped: bool) -> Detect:
             return Evidence(name, because, refines=("dcp",)) if config.backend == name else None
         if not scan(source, _VERSION) or scan(source, _WRAPPED) != wrapped:
             return None
-        if shard_keys(source):  # what was a torch_dist or zarr checkpoint, copied into a plain DCP folder
+        if shard_keys(source):  # a torch_dist or zarr checkpoint that was copied into a plain DCP folder
             return None
         keys = "model.module.*" if wrapped else "no model.module.*"
-        told = (
+        reasons = (
             f"found {METADATA}, and no {CONFIG} of Megatron-Core",
             f"its keys: checkpoint_version, {keys}",
         )
-        return Evidence(name, told, refines=("dcp",))
+        return Evidence(name, reasons, refines=("dcp",))
 
     return detect
 

@@ -1,4 +1,4 @@
-"""Recutting: chunks of flat tensors as boxes of the parameters whose elements they hold."""
+"""Recut chunks of flat tensors into boxes of the parameters whose elements they hold."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ckptcore.core.manifest import Chunks, Manifest, TensorSpec, row_major
 from ckptcore.core.object_tree import references
 from ckptcore.errors import UnsupportedFormat, finding
 from ckptcore.formats.megatron.partition_rules import Placement
+from ckptcore.utils.text import count
 
 _Row = tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], int]
 
@@ -22,8 +23,12 @@ _Row = tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], int]
 class FlatRange:
     """A parameter's elements in a flat tensor of a manifest.
 
-    tensor: position of the flat one. fqn: name to give it. start, count: elements. placement: where
-    the parameter, in row-major order, belongs in the whole.
+    Attributes:
+        tensor: Position of the flat tensor in the manifest.
+        fqn: Name for the tensor that the elements become.
+        start: First element.
+        count: Number of elements.
+        placement: Where the parameter, in row-major order, belongs in the global tensor.
     """
 
     tensor: int
@@ -34,10 +39,18 @@ class FlatRange:
 
 
 def recut(manifest: Manifest, flat: set[int], pieces: Sequence[FlatRange]) -> Manifest:
-    """The manifest with the ``flat`` tensors replaced by what their pieces make up.
+    """Return the manifest with the flat tensors replaced by the parameters in them.
 
-    Elements that no piece holds are left out, and counted in a finding. Objects that only stood
-    around flat tensors go with them. Raises `UnsupportedFormat` for flat tensors with strides.
+    Elements outside all pieces are left out, and counted in a finding. Objects that refer to flat
+    tensors are left out, too.
+
+    Args:
+        manifest: The manifest to change.
+        flat: Positions of the flat tensors.
+        pieces: Every parameter's range of a flat tensor.
+
+    Raises:
+        UnsupportedFormat: A flat tensor is stored with strides.
     """
     specs: dict[str, TensorSpec] = {}
     rows: dict[str, list[_Row]] = {}
@@ -54,7 +67,10 @@ def recut(manifest: Manifest, flat: set[int], pieces: Sequence[FlatRange]) -> Ma
     gaps = sum(manifest.tensors[n].shape[0] - used.get(n, 0) for n in flat)
     findings = list(manifest.findings)
     if gaps:
-        message = f"{gaps} elements between the parameters of {len(flat)} flat optimizer buffers are left out"
+        message = (
+            f"left out {count(gaps, 'element')} between the parameters of "
+            f"{count(len(flat), 'flat optimizer buffer')}"
+        )
         findings.append(finding("alignment-gap", "cover", message))
     kept = [n for n in range(manifest.num_tensors) if n not in flat]
     tensors = tuple(manifest.tensors[n] for n in kept) + tuple(specs.values())
@@ -73,9 +89,15 @@ def recut(manifest: Manifest, flat: set[int], pieces: Sequence[FlatRange]) -> Ma
 def flat_boxes(
     placement: Placement, low: int, high: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]]:
-    """Boxes of the whole that elements ``[low, high)`` of a rank's flattened tensor are.
+    """Yield the boxes of the global tensor that a range of a rank's flattened tensor covers.
 
-    Gives (offset, shape, first element counted from ``low``, element strides).
+    Args:
+        placement: Where the rank's tensor belongs.
+        low: First element of the range.
+        high: Last element of the range + 1.
+
+    Yields:
+        (offset and shape in the global tensor, first element counted from ``low``, element strides).
     """
     steps = row_major(placement.source)
     for run in from_flat_range(placement.source, low, high):
@@ -95,7 +117,11 @@ def flat_boxes(
 def _stored_runs(
     manifest: Manifest, tensor: int, start: int, count: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """(first and last + 1 element counted from ``start``, item, first byte in it, flags) of a flat range."""
+    """Yield the stored runs of a flat range of a tensor.
+
+    Yields:
+        (first element and last + 1 counted from ``start``, item, first byte in the item, flags).
+    """
     c = manifest.chunks
     first, last = int(c.first[tensor]), int(c.first[tensor + 1])
     order = first + np.argsort(c.lo[first:last, 0], kind="stable")
@@ -112,7 +138,9 @@ def _stored_runs(
         byte, flags = (low - begin) * itemsize, 0
         if c.view is not None and c.view[row, 0] >= 0:
             if end - begin > 1 and c.view[row, 2] != 1:
-                raise UnsupportedFormat(f"{manifest.tensors[tensor].fqn} is stored with strides")
+                raise UnsupportedFormat(
+                    f"cannot split flat buffer {manifest.tensors[tensor].fqn}: it is stored with strides"
+                )
             byte, flags = byte + int(c.view[row, 0]), int(c.view[row, 1])
         yield low - start, high - start, int(c.item[row]), byte, flags
 

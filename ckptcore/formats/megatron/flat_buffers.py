@@ -1,11 +1,11 @@
-"""Flat buffers of Megatron's distributed optimizer, back in their parameters.
+"""Map flat buffers of Megatron's distributed optimizer to parameters.
 
-`DistributedOptimizer` keeps its state in one flat buffer per rank of the model-parallel groups, cut
+`DistributedOptimizer` keeps its state in one flat buffer per rank of the model-parallel groups, split
 into buckets (megatron/core/optimizer/distrib_optimizer.py, distributed/param_and_grad_buffer.py).
-Three layouts are stored so: `dp_reshardable` and `fully_sharded_bucket_space` (a tensor per bucket),
-and `dp_zero_gather_scatter` (a tensor per buffer, inside an object). Parameters stand in reverse order
-of their registration, each from a multiple of 64 elements on; gaps hold whatever was in memory and are
-left out. Where anything does not add up exactly, the buffers stay as they are: never a guess.
+Three layouts store such buffers: `dp_reshardable` and `fully_sharded_bucket_space` (a tensor per
+bucket), and `dp_zero_gather_scatter` (a tensor per buffer, inside an object). Parameters are in reverse
+registration order; each starts at a multiple of 64 elements. Gaps hold whatever was in memory, and are
+left out. Where sizes do not add up exactly, the buffers stay as they are: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ckptcore.core.object_tree import Named, decode
 from ckptcore.errors import CkptError, finding
 from ckptcore.formats.megatron.flat_boxes import FlatRange, recut
 from ckptcore.formats.megatron.parameter_order import Parameter, ParameterOrder, Unregistered
+from ckptcore.utils.text import count
 
 ALIGN = 64  # elements (param_and_grad_buffer.py, _pad_start_of_param_if_needed)
 _FLAT = re.compile(
@@ -33,7 +34,7 @@ _DTYPE = re.compile(r"(?:torch\.|value=')(\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where a parameter lies in a bucket: its first element there."""
+    """The place of a parameter in a bucket; ``start`` is its first element there."""
 
     parameter: Parameter
     bucket: int
@@ -42,18 +43,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One stored bucket of a buffer. starts: first elements of its chunks, ascending; numel: as stored."""
+    """One stored bucket of a buffer."""
 
     tensors: Mapping[str, int]  # kind of state -> position in the manifest
-    numel: int
-    starts: tuple[int, ...]
+    numel: int  # as stored
+    starts: tuple[int, ...]  # first elements of its chunks, ascending
 
 
 def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
-    """The manifest with flat optimizer buffers as parameters: ``optimizer.state.<kind>.<parameter>``.
+    """Return the manifest with flat optimizer buffers split into ``optimizer.state.<kind>.<parameter>``.
 
-    args: the training arguments stored in the checkpoint. A manifest without such buffers is given
-    back as it is.
+    Args:
+        manifest: The manifest to change; one without such buffers is returned as it is.
+        args: The training arguments stored in the checkpoint.
     """
     buffers, zero = _buffers(manifest)
     if not buffers:
@@ -76,12 +78,12 @@ def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
         return recut(manifest, flat, pieces)
     except (Unregistered, CkptError) as error:
         reason = getattr(error, "message", None) or str(error)
-        message = f"{len(flat)} flat optimizer buffers stay as they are: {reason}"
+        message = f"cannot split {count(len(flat), 'flat optimizer buffer')} by parameter: {reason}"
         return replace(manifest, findings=(*manifest.findings, finding("flat-buffers", "cover", message)))
 
 
 def stored_args(manifest: Manifest) -> Mapping[str, Any]:
-    """The training arguments that a checkpoint keeps as its object ``args``; {} when there are none."""
+    """Return the training arguments in a checkpoint's object ``args``; {} when there are none."""
     tree = next((b.tree for b in manifest.blobs if b.key == "args" and b.known), None)
     value = decode(tree) if tree is not None else None
     value = value.value if isinstance(value, Named) and value.kind == "namespace" else value
@@ -91,10 +93,19 @@ def stored_args(manifest: Manifest) -> Mapping[str, Any]:
 def lay_out(
     parameters: Sequence[Parameter], sizes: Sequence[int], *, padded: bool = False, own: Sequence[bool] = ()
 ) -> list[Segment]:
-    """Where each parameter lies in buckets of these sizes, or raises `Unregistered` when they do not add up.
+    """Place parameters in buckets of given sizes.
 
-    parameters: in order of registration. sizes: elements per bucket; padded: with what fills it up
-    for the data-parallel ranks. own: parameters that have a bucket of their own.
+    Args:
+        parameters: In registration order.
+        sizes: Elements per bucket.
+        padded: Whether sizes include the padding for the data-parallel ranks.
+        own: For each parameter, whether it has its own bucket.
+
+    Returns:
+        The segments, bucket by bucket.
+
+    Raises:
+        Unregistered: Sizes and parameters do not add up.
     """
     queue = list(zip(parameters, own or [False] * len(parameters), strict=True))
     out: list[Segment] = []
@@ -112,25 +123,35 @@ def lay_out(
             end = at + parameter.numel
             if alone:
                 break
-        # A bucket before one of its own ends where that one would have started.
+        # A bucket before a parameter with its own bucket ends where that parameter would have started.
         ends = {end, -(-end // ALIGN) * ALIGN} if queue and queue[-1][1] else {end}
         if size not in ends and not (padded and end <= size and not queue):
             raise Unregistered(f"a bucket of {size} elements does not end where a parameter does ({end})")
     if queue:
         raise Unregistered(
-            f"{len(queue)} parameters, {queue[-1][0].name} first, have no place in the buckets"
+            f"the buckets have no room for {count(len(queue), 'parameter')}, {queue[-1][0].name} is the first"
         )
     return out
 
 
-def lay_out_whole(
+def lay_out_buffer(
     parameters: Sequence[Parameter], size: int, own: Sequence[bool] = (), bucket: int | None = None
 ) -> list[Segment]:
-    """Where each parameter lies in a whole buffer: its buckets back to back, without what filled them up.
+    """Place parameters in a buffer whose buckets are back to back, without their padding.
 
-    bucket: elements from which on a bucket is full, when gradients were reduced bucket by bucket.
-    Gaps are those inside buckets, so a buffer of the right size has the right borders. Raises
-    `Unregistered` as `lay_out` does.
+    Gaps are those inside buckets, so a buffer of the right size has the right borders.
+
+    Args:
+        parameters: In registration order.
+        size: Elements of the buffer.
+        own: For each parameter, whether it has its own bucket.
+        bucket: Elements of a full bucket, when gradients were reduced bucket by bucket.
+
+    Returns:
+        The segments, counted from the start of the buffer.
+
+    Raises:
+        Unregistered: Size and parameters do not add up.
     """
     alone = own or [False] * len(parameters)
     for limit in dict.fromkeys((None, bucket)):
@@ -138,7 +159,7 @@ def lay_out_whole(
         base = end = 0  # of this bucket; elements
         for parameter, single in zip(reversed(parameters), reversed(alone), strict=True):
             at = -(-end // ALIGN) * ALIGN
-            if single and end:  # the bucket before ends where this one would have started
+            if single and end:  # the previous bucket ends where this one would have started
                 base, at = base + at, 0
             out.append(Segment(parameter, 0, base + at))
             end = at + parameter.numel
@@ -146,16 +167,16 @@ def lay_out_whole(
                 base, end = base + end, 0
         if base + end == size:
             return out
-    raise Unregistered(f"a buffer of {size} elements, the parameters take {base + end}")
+    raise Unregistered(f"a buffer has {size} elements, its parameters need {base + end}")
 
 
 # --- what is stored -------------------------------------------------------------------------------
 
-_Key = tuple[str, int, int, int]  # what stands before, chain (-1: none), group, buffer
+_Key = tuple[str, int, int, int]  # name before the buffer's, chain (-1: none), group, buffer
 
 
 def _buffers(manifest: Manifest) -> tuple[dict[_Key, dict[int, Bucket]], bool]:
-    """Buffer -> bucket number -> bucket; and whether buffers are stored as a whole (dp_zero)."""
+    """Return buffer -> bucket number -> bucket, and whether each buffer is one tensor (dp_zero)."""
     found: dict[_Key, dict[int, dict[str, int]]] = {}
     zero = False
     for n, spec in enumerate(manifest.tensors):
@@ -188,10 +209,10 @@ def _is_weight(fqn: str) -> bool:
 def _laid_out(
     manifest: Manifest, known: ParameterOrder, buffers: Mapping[_Key, Mapping[int, Bucket]], zero: bool
 ) -> Iterator[tuple[Bucket, Segment]]:
-    """Every parameter's segment and the bucket it lies in."""
+    """Yield every parameter's bucket and segment."""
     world = known.world
     chains = {key[1] for key in buffers}
-    # Experts have an optimizer of their own as soon as they are spread over ranks.
+    # Experts have their own optimizer as soon as they are spread over ranks.
     if (
         len(chains) > 2
         or (len(chains) == 2 and not world.experts)
@@ -203,12 +224,16 @@ def _laid_out(
     done: set[tuple[bool, tuple[int, int, int], int]] = set()
     for (_, chain, group, number), buckets in sorted(buffers.items()):
         if number >= chunks:
-            raise Unregistered(f"buffer {number} of {chunks} model chunk(s): more than one dtype")
+            raise Unregistered(
+                f"buffer {number} of {count(chunks, 'model chunk')}: parameters of several dtypes"
+            )
         rank = _rank_of(group, known, chain == expert)
-        held = known.of(rank, number)
-        parameters = held if expert is None else [p for p in held if p.expert == (chain == expert)]
+        registered = known.of(rank, number)
+        parameters = (
+            registered if expert is None else [p for p in registered if p.expert == (chain == expert)]
+        )
         if sorted(buckets) != list(range(len(buckets))):
-            raise Unregistered(f"buckets {sorted(buckets)} of buffer {number}, group {group}")
+            raise Unregistered(f"buffer {number} of group {group} has only buckets {sorted(buckets)}")
         _one_dtype(manifest, parameters, buckets)
         ordered = [buckets[j] for j in range(len(buckets))]
         yield from ((ordered[s.bucket], s) for s in _segments(known, parameters, ordered, zero))
@@ -217,29 +242,29 @@ def _laid_out(
         world.etp * world.ep * world.pp * chunks if expert is not None else 0
     )
     if len(done) != missing:
-        raise Unregistered(f"{len(done)} of {missing} buffers are there")
+        raise Unregistered(f"found {len(done)} of {missing} buffers")
 
 
 def _rank_of(group: int, known: ParameterOrder, expert: bool) -> tuple[int, int, int]:
-    """Tensor, pipeline and expert-parallel rank: tensor ranks count fastest, stages slowest."""
+    """Return tensor, pipeline and expert-parallel rank; tensor ranks count fastest, stages slowest."""
     world = known.world
     tp, group = group % (world.etp if expert else world.tp), group // (world.etp if expert else world.tp)
     ep, pp = (group % world.ep, group // world.ep) if expert else (0, group)
     if pp >= world.pp:
-        raise Unregistered(f"a model-parallel group behind stage {world.pp - 1}")
+        raise Unregistered(f"a model-parallel group after the last stage, {world.pp - 1}")
     return tp, pp, ep
 
 
 def _one_dtype(manifest: Manifest, parameters: Sequence[Parameter], buckets: Mapping[int, Bucket]) -> None:
-    """Parameters of several dtypes have a buffer each, and nothing tells which is which."""
+    """Require one dtype: of several, nothing records which buffer has which parameters."""
     dtypes = {p.dtype for p in parameters}
     for bucket in buckets.values():
         for n in bucket.tensors.values():
             m = _FLAT.match(manifest.tensors[n].fqn)
-            told = _DTYPE.findall(m["dtypes"] or m["zero_dtypes"])[:1] if m else []
-            if dtypes != set(told):
+            stored = _DTYPE.findall(m["dtypes"] or m["zero_dtypes"])[:1] if m else []
+            if dtypes != set(stored):
                 raise Unregistered(
-                    f"a buffer of {' '.join(told)} for parameters of {', '.join(sorted(dtypes))}"
+                    f"a buffer of {' '.join(stored)} for parameters of {', '.join(sorted(dtypes))}"
                 )
 
 
@@ -251,12 +276,12 @@ def _segments(
     if zero:
         if len(sizes) != 1:
             raise Unregistered(f"{len(sizes)} buckets in one buffer")
-        return lay_out_whole(parameters, sizes[0], own)
+        return lay_out_buffer(parameters, sizes[0], own)
     ranks = max(len(b.starts) for b in buckets)
     try:
         found = lay_out(parameters, sizes, own=own)
     except Unregistered:
-        # Bucket space: filled up to a multiple that suits the data-parallel ranks.
+        # Bucket space: padded to a multiple that suits the data-parallel ranks.
         if any(n % lcm(ranks, 128) for n in sizes) or len(sizes) != 1:
             raise
         found = lay_out(parameters, sizes, padded=True, own=own)
@@ -264,8 +289,8 @@ def _segments(
         if sizes[0] - end >= lcm(ranks, 128, 1 << 16):
             raise
         return found
-    # Each parameter was written on its own, so where it begins a chunk begins.
+    # Each parameter was written on its own, so a chunk begins where it begins.
     for s in found:
         if s.start not in buckets[s.bucket].starts:
-            raise Unregistered(f"{s.parameter.name} would begin at {s.start}, where no stored piece does")
+            raise Unregistered(f"{s.parameter.name} would begin at {s.start}, where no chunk begins")
     return found

@@ -1,10 +1,10 @@
-"""Flattened shards of Megatron-Core's distributed optimizer, back in their parameters' shapes.
+"""Reshape flattened shards of Megatron-Core's distributed optimizer to their parameters' shapes.
 
 Until 0.15 `fully_sharded_model_space` stored each data-parallel rank's slice of a flattened local
-shard. A tensor of global shape [X, Y], cut into local shards [x, y], is stored as [X/x, Y/y, x*y],
-and chunks cut its last dim (megatron/core/dist_checkpointing/strategies/resharding.py). The shape
-itself stands in `.metadata` under ``mcore_data``, which torch 2.9 dropped while it saved
-(Megatron-LM issue 2345); then the weight that the state belongs to tells it.
+shard. A tensor of global shape [X, Y], split into local shards [x, y], is stored as [X/x, Y/y, x*y],
+and chunks split its last dim (megatron/core/dist_checkpointing/strategies/resharding.py). `.metadata`
+records the shape under ``mcore_data``, which torch 2.9 dropped while it saved (Megatron-LM issue
+2345). Without it, the shape is that of the weight which the state belongs to.
 """
 
 from __future__ import annotations
@@ -22,58 +22,63 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, Ints, Manifest, TensorSpec, row_major
 from ckptcore.errors import Finding, MalformedCheckpoint, finding
 from ckptcore.formats.dcp.metadata import dims
+from ckptcore.utils.text import count
 
 ORIGINAL = "nd_reformulated_orig_global_shape"
 _STATE = re.compile(r"(?:^|\.)state\.[^.]+\.(?P<key>.+)$")
 _MODULE = "module."
-_Row = tuple[tuple[int, ...], tuple[int, ...], int, int]  # offset, shape, item, first byte; item's view
+_Row = tuple[tuple[int, ...], tuple[int, ...], int, int]  # offset, shape, item, first byte in the item
 
 
-def restored(manifest: Manifest, mcore_data: Any) -> Manifest:
-    """The manifest with every flattened tensor cut as its parameter is.
+def restore_shapes(manifest: Manifest, mcore_data: Any) -> Manifest:
+    """Return the manifest with every flattened tensor in its parameter's shape.
 
-    mcore_data: what `.metadata` keeps of each key, or None. Raises `MalformedCheckpoint` when that
-    contradicts what is stored.
+    Args:
+        manifest: The manifest to change.
+        mcore_data: Key -> Megatron-Core's entry in `.metadata`, or None.
+
+    Raises:
+        MalformedCheckpoint: ``mcore_data`` contradicts the stored shapes.
     """
-    told = _original_shapes(mcore_data)
+    original = _original_shapes(mcore_data)
     specs = {t.fqn: t for t in manifest.tensors}
     wanted: dict[int, tuple[int, ...]] = {}
     for n, spec in enumerate(manifest.tensors):
-        shape = told.get(spec.fqn)
+        shape = original.get(spec.fqn)
         if shape is not None:
             if _local_shape(spec.shape, shape) is None:
                 raise MalformedCheckpoint(
-                    f"{spec.fqn} is stored as {list(spec.shape)}, which is no flattened {list(shape)}",
+                    f"{spec.fqn} must be {list(shape)} with flattened shards (got {list(spec.shape)})",
                     file=".metadata",
                 )
             wanted[n] = shape
-        elif spec.fqn not in told:
+        elif spec.fqn not in original:
             owner = _owner(spec.fqn, specs)
             if owner is not None and spec.shape != owner.shape and _local_shape(spec.shape, owner.shape):
                 wanted[n] = owner.shape
     return _recut(manifest, wanted) if wanted else manifest
 
 
-def left_flat(manifest: Manifest, mcore_data: Any) -> Iterator[Finding]:
-    """A finding when optimizer state is flattened and nothing tells the parameters' shapes."""
+def shape_findings(manifest: Manifest, mcore_data: Any) -> Iterator[Finding]:
+    """Yield a finding when optimizer state is flattened and the parameters' shapes are unknown."""
     if isinstance(mcore_data, dict):
         return
     specs = {t.fqn: t for t in manifest.tensors}
     states = [t for t in manifest.tensors if _STATE.search(t.fqn) and _owner(t.fqn, specs) is None]
-    # A state of a weight that is not here: [1, ..., n] with several chunks along the last dim only.
+    # State of a weight that is missing: [1, ..., n] with several chunks along the last dim only.
     odd = [t for t in states if len(t.shape) > 1 and _cut_in_cells(manifest, manifest.index[t.fqn])]
     if odd and len(odd) == len(states):
         names = ", ".join(t.fqn for t in odd[:4])
         yield finding(
             "shape-lost",
             "cover",
-            f"{len(odd)} optimizer tensors are stored flattened, and "
-            f"neither mcore_data nor their weights tell their shapes: {names}",
+            f"cannot reshape {count(len(odd), 'flattened optimizer tensor')}: "
+            f"neither mcore_data nor the weights give the shapes: {names}",
         )
 
 
 def _original_shapes(mcore_data: Any) -> dict[str, tuple[int, ...] | None]:
-    """Key -> original shape, or None where the tensor is stored in its own."""
+    """Return key -> original shape, or None where the tensor is stored in its own shape."""
     if not isinstance(mcore_data, Mapping):
         return {}
     found: dict[str, tuple[int, ...] | None] = {}
@@ -84,7 +89,7 @@ def _original_shapes(mcore_data: Any) -> dict[str, tuple[int, ...] | None]:
 
 
 def _owner(fqn: str, specs: Mapping[str, TensorSpec]) -> TensorSpec | None:
-    """The weight that an optimizer state is of."""
+    """Return the weight that an optimizer state belongs to."""
     m = _STATE.search(fqn)
     if m is None:
         return None
@@ -96,7 +101,7 @@ def _owner(fqn: str, specs: Mapping[str, TensorSpec]) -> TensorSpec | None:
 
 
 def _local_shape(stored: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The local shard's shape when ``stored`` is ``shape`` with its shards flattened, else None."""
+    """Return the local shard's shape when ``stored`` is ``shape`` with flattened shards, else None."""
     grid = stored[:-1]
     if len(grid) != len(shape) or any(g < 1 or n % g for g, n in zip(grid, shape, strict=True)):
         return None
@@ -105,7 +110,7 @@ def _local_shape(stored: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, 
 
 
 def _cut_in_cells(manifest: Manifest, tensor: int) -> bool:
-    """Whether every chunk is one cell in all dims but the last, and there are several along it."""
+    """Return whether every chunk is one cell in all dims but the last, and several share that dim."""
     c = manifest.chunks
     a, b = int(c.first[tensor]), int(c.first[tensor + 1])
     rank = len(manifest.tensors[tensor].shape)
@@ -126,7 +131,7 @@ def _recut(manifest: Manifest, wanted: Mapping[int, tuple[int, ...]]) -> Manifes
             pieces.append((chunks.lo[a:b], chunks.shape[a:b], chunks.item[a:b], view))
             continue
         if chunks.view is not None and bool((chunks.view[a:b, 0] >= 0).any()):
-            raise MalformedCheckpoint(f"{spec.fqn}: a flattened tensor is itself a view")
+            raise MalformedCheckpoint(f"cannot reshape {spec.fqn}: a flattened tensor is itself a view")
         rows = [row for c in range(a, b) for row in _boxes(manifest, n, c, shape)]
         pieces.append(_columns(rows, old_rank))
         tensors[n] = replace(spec, shape=shape)
@@ -138,19 +143,20 @@ def _recut(manifest: Manifest, wanted: Mapping[int, tuple[int, ...]]) -> Manifes
 
 
 def _boxes(manifest: Manifest, tensor: int, row: int, shape: tuple[int, ...]) -> Iterator[_Row]:
-    """The boxes of one stored chunk: a slice of one flattened local shard."""
+    """Yield the boxes of one stored chunk, which is a slice of one flattened local shard."""
     stored, c = manifest.tensors[tensor], manifest.chunks
     rank = len(stored.shape)
     cell, extent = c.lo[row, :rank].tolist(), c.shape[row, :rank].tolist()
     local = _local_shape(stored.shape, shape)
-    assert local is not None  # it is wanted because of that
+    assert local is not None  # `restore_shapes` checked it
     if 0 in extent:
         return
     start, stop = cell[-1], cell[-1] + extent[-1]
     inside = all(i < g for i, g in zip(cell[:-1], stored.shape[:-1], strict=True))
     if any(n != 1 for n in extent[:-1]) or stop > stored.shape[-1] or not inside:
         raise MalformedCheckpoint(
-            f"{stored.fqn}: the chunk at {cell} of {extent} is no slice of one local shard", file=".metadata"
+            f"the chunk of {stored.fqn} at {cell} must be a slice of one local shard (got shape {extent})",
+            file=".metadata",
         )
     base = tuple(i * n for i, n in zip(cell[:-1], local, strict=True))
     at = 0

@@ -1,9 +1,9 @@
-"""Legacy Megatron-LM checkpoints (`--ckpt-format torch`): one torch file per model-parallel rank.
+"""Read legacy Megatron-LM checkpoints (`--ckpt-format torch`): one torch file per model-parallel rank.
 
-In an iteration's folder lies ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` for each tensor, pipeline
+An iteration's folder has ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` for each tensor, pipeline
 and expert-parallel rank (megatron/training/checkpointing.py). The ranks' slices are merged into the
-tensors of Megatron-Core's distributed checkpoints. What several ranks have is a replica, and compared
-while it is moved: norms, routers, and in the last stage the copy of tied embeddings.
+tensors of Megatron-Core's distributed checkpoints. Tensors of several ranks are replicas, compared
+while they are moved: norms, routers, and in the last stage the copy of tied embeddings.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ from ckptcore.formats.megatron.legacy_ranks import FILE, RankFile, read_ranks
 from ckptcore.formats.megatron.parameter_order import Unregistered
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, note_hidden
+from ckptcore.utils.text import count
 
 NAME = "megatron_legacy"
 FLAT = "distrib_optim.pt"
 _MODEL = re.compile(r"model\d*")
-_OWN = frozenset({"rng_state", "optimizer"})  # objects that each rank has of its own
-_PER_RANK = frozenset({"rank", "local_rank"})  # arguments that are each rank's own
+_OWN = frozenset({"rng_state", "optimizer"})  # objects that differ by rank
+_PER_RANK = frozenset({"rank", "local_rank"})  # arguments that differ by rank
 
 
 def detect(source: Source) -> Evidence | None:
-    """Folders of ranks."""
+    """Recognise rank folders by their names."""
     found = 0 if source.name is not None else sum(1 for p in source.listing if FILE.match(p))
-    return Evidence(NAME, (f"{found} mp_rank_* folder(s) with model_optim_rng.pt",)) if found else None
+    return Evidence(NAME, (f"{count(found, 'mp_rank_* folder')} with model_optim_rng.pt",)) if found else None
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of all ranks together.
+    """Read all ranks into one manifest.
 
-    Raises `MalformedCheckpoint`, and `UnsupportedFormat` for cuts that the folders do not describe.
+    Raises:
+        MalformedCheckpoint: A file is not a rank's, or arguments and tensors contradict each other.
+        UnsupportedFormat: The folders do not describe how the model is partitioned.
     """
     ranks = read_ranks(source)
     model = model_of(ranks)
@@ -90,7 +93,7 @@ def _numbered(
     optimizer: Any,
     file: RankFile,
 ) -> Any:
-    """Adds optimizer states under their parameters; gives what is left of the optimizer's tree."""
+    """Add optimizer states under their parameters; return the rest of the optimizer's tree."""
     try:
         return add_numbered(optimizer, chunks, merger, tree)
     except Unregistered as error:
@@ -98,7 +101,7 @@ def _numbered(
             finding(
                 "flat-buffers",
                 "cover",
-                f"optimizer states of {file.path} stay numbered: {error}",
+                f"cannot name the optimizer states of {file.path}, they stay numbered: {error}",
                 file=file.path,
             )
         )
@@ -108,7 +111,7 @@ def _numbered(
 def _add_flat(
     builder: Builder, merger: Merger, chunks: list[ModelChunk], source: Source, file: RankFile
 ) -> None:
-    """Adds the distributed optimizer's file that lies beside a rank's, if there is one."""
+    """Add the distributed optimizer's file beside a rank's file, if there is one."""
     path = f"{file.folder}/{FLAT}"
     if path not in source.listing:
         return
@@ -119,7 +122,7 @@ def _add_flat(
         add_buffers(objects.tree, chunks, merger, tree)
     except Unregistered as error:
         builder.findings.append(
-            finding("flat-buffers", "cover", f"{path} stays as it is: {error}", file=path)
+            finding("flat-buffers", "cover", f"cannot split {path} by parameter: {error}", file=path)
         )
         tree.add(f"distrib_optim/{file.folder}", objects.tree)
     _note_hidden(builder, objects, path, tree.refused, merger)
@@ -133,7 +136,7 @@ def _holds_tensor(value: Any) -> bool:
 def _add_common(
     builder: Builder, common: dict[str, tuple[RankFile, Any]], key: str, value: Any, file: RankFile
 ) -> None:
-    """Adds an object that all ranks have, once; a finding where they do not agree."""
+    """Add an object that all ranks have, once; add a finding where they differ."""
     if isinstance(value, Named) and value.kind == "namespace":
         value = Named("namespace", _without_refused(builder, key, value.value, file, key not in common))
     if key not in common:
@@ -146,7 +149,7 @@ def _add_common(
             finding(
                 "rank-object",
                 "files",
-                f"{key} of {file.path} is not that of {common[key][0].path}",
+                f"{key} differs between {file.path} and {common[key][0].path}",
                 fqn=key,
                 file=file.path,
             )
@@ -154,10 +157,10 @@ def _add_common(
 
 
 def _without_refused(
-    builder: Builder, key: str, values: Mapping[str, Any], file: RankFile, tell: bool
+    builder: Builder, key: str, values: Mapping[str, Any], file: RankFile, report: bool
 ) -> dict[str, Any]:
     lost = {name: refused for name, value in values.items() if (refused := refused_in(value))}
-    if lost and tell:
+    if lost and report:
         names = ", ".join(f"{key}.{n} ({', '.join(r)})" for n, r in lost.items())
         builder.findings.append(
             finding("refused-global", "files", f"left out of {file.path}: {names}", fqn=key, file=file.path)
@@ -166,7 +169,7 @@ def _without_refused(
 
 
 def _shared(value: Any) -> Any:
-    """A value without what is each rank's own, in a form that compares."""
+    """Return a value without its per-rank parts, in a comparable form."""
     if isinstance(value, Named) and value.kind == "namespace":
         value = {k: v for k, v in value.value.items() if k not in _PER_RANK}
     try:
@@ -178,9 +181,14 @@ def _shared(value: Any) -> Any:
 def _note_hidden(
     builder: Builder, objects: Objects, path: str, refused: Mapping[str, Any], merger: Merger
 ) -> None:
-    """Findings for tensors inside classes that were not built: on each value that may hold them.
+    """Add findings for tensors inside refused classes, one for each value that may hold them.
 
-    refused: name -> value, of those that became objects.
+    Args:
+        builder: Gets the findings.
+        objects: What was read from the file.
+        path: The file.
+        refused: Name -> value, of those that became objects.
+        merger: Knows the files with refused weights.
     """
     used = storages_in(objects.tree, refused=True)
     hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in used)
@@ -190,8 +198,8 @@ def _note_hidden(
         builder, {n: (isinstance(v, Refused), refused_in(v), path) for n, v in refused.items()}, hidden
     )
     if not refused and path not in merger.lost:
-        told = ", ".join(objects.refused) or "a class that is not known here"
-        message = f"{path} holds {hidden} bytes of tensors inside {told}: they cannot be taken out"
+        classes = ", ".join(objects.refused) or "an unknown class"
+        message = f"cannot read {count(hidden, 'byte')} of tensors in {path}: they are inside {classes}"
         builder.findings.append(finding("refused-tensors", "cover", message, file=path))
 
 

@@ -1,6 +1,6 @@
-"""Merging the models of a legacy checkpoint's ranks: every rank's tensor into its box of the whole.
+"""Merge the models of a legacy checkpoint's ranks: place each rank's tensor in its box of the global one.
 
-No byte is read: a rank's tensor is a raw range of its file, and a box of the whole is a view into it.
+No byte is read: a rank's tensor is a raw range of its file, and a box of the global tensor is a view into it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.megatron.legacy_names import current_names
 from ckptcore.formats.megatron.legacy_ranks import RankFile, Ranks
-from ckptcore.formats.megatron.partition_rules import Placement, Rank, World, parse_name, place, whole_name
+from ckptcore.formats.megatron.partition_rules import Placement, Rank, World, global_name, parse_name, place
 from ckptcore.formats.megatron.pipeline import Counts, first_layers, known_rows, layers_per_chunk
 from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
 from ckptcore.utils.text import shown
 
 EXTRA_STATE = "_extra_state"
-_MAX_TOLD = 20
+_MAX_FINDINGS = 20
 EMBEDDING = "embedding.word_embeddings.weight"
 _CHUNK = re.compile(r"^model(\d{0,6})$")
 _EXPERT = re.compile(r"local_experts\.\d+\.|(?<=linear_fc[12]\.weight)\d+$|(?<=linear_fc[12]\.bias)\d+$")
-# Arguments that make layers differ from each other; distributed checkpoints then keep them one by one.
+# Arguments that make layers differ from each other; distributed checkpoints then store them one by one.
 _BY_LAYER = (
     "moe_layer_freq",
     "linear_attention_freq",
@@ -43,7 +43,11 @@ _BY_LAYER = (
 class ModelChunk:
     """The part of the model that one rank holds as one module.
 
-    number: in the rank. state: its state dict. old: whether its names were those of before Megatron-Core.
+    Attributes:
+        file: The rank's file.
+        number: Number of the chunk in the rank.
+        state: Its state dict.
+        old: Whether its names were those from before Megatron-Core.
     """
 
     file: RankFile
@@ -54,10 +58,14 @@ class ModelChunk:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The whole model's facts.
+    """Facts about the full model.
 
-    first: [chunk of a stage][stage] -> number of its first layer. tied: whether the last stage keeps a
-    copy of the embeddings. bucket_size: elements of a full gradient bucket, or None.
+    Attributes:
+        world: Parallel sizes, and what the partition rules need.
+        chunks: Every rank's chunks.
+        first: [chunk of a stage][stage] -> number of its first layer.
+        tied: Whether the last stage keeps a copy of the embeddings.
+        bucket_size: Elements of a full gradient bucket, or None.
     """
 
     world: World
@@ -67,24 +75,28 @@ class Model:
     bucket_size: int | None
 
     def rank(self, chunk: ModelChunk) -> Rank:
+        """Return the rank of a chunk, with the chunk's first layer."""
         return Rank(chunk.file.tp, chunk.file.ep, self.first[chunk.number][chunk.file.pp])
 
 
 def model_of(ranks: Ranks) -> Model:
-    """What the ranks' models are parts of.
+    """Derive the full model from the ranks' arguments and tensors.
 
-    Raises `MalformedCheckpoint` where arguments and tensors contradict each other, and
-    `UnsupportedFormat` for cuts that are not expressed here.
+    Raises:
+        MalformedCheckpoint: Arguments and tensors contradict each other.
+        UnsupportedFormat: The rules here do not cover the model's partitioning.
     """
     chunks = tuple(c for file in ranks.files for c in _model_chunks(file))
     numbers = {c.number for c in chunks}
     if numbers != set(range(len(numbers))):
-        raise MalformedCheckpoint(f"model chunks {sorted(numbers)} are no whole series")
+        raise MalformedCheckpoint(
+            f"model chunks must be numbered from 0 without gaps (got {sorted(numbers)})"
+        )
     args = ranks.args
     names = {(parse_name(n).block) for c in chunks for n in c.state}
     if {"encoder", "decoder"} <= names:
         raise UnsupportedFormat(
-            "an encoder-decoder model: its stages are numbered by other rules",
+            "cannot merge an encoder-decoder model: its stages are numbered by other rules",
             hint="save it as torch_dist with Megatron-LM",
         )
     layers, first = _layers(ranks, chunks, len(numbers))
@@ -104,31 +116,31 @@ def model_of(ranks: Ranks) -> Model:
     )
     if args.get("moe_mlp_glu_interleave_size") is not None and world.experts:
         raise UnsupportedFormat(
-            "gate and up rows of the experts are interleaved (moe_mlp_glu_interleave_size)"
+            "cannot merge experts: their gate and up rows are interleaved (moe_mlp_glu_interleave_size)"
         )
-    # Without the argument: models of before it had one matrix for both.
+    # Models from before the argument had one matrix for both.
     tied = args.get("untie_embeddings_and_output_weights", not any(c.old for c in chunks)) is False
     return Model(world, chunks, first, tied, _bucket_size(args))
 
 
 def unequal(chunks: Sequence[ModelChunk]) -> Iterator[Finding]:
-    """A finding for each parameter that one rank has and another of its stage has not."""
+    """Yield a finding for each parameter that some but not all ranks of a stage have."""
     stages: dict[tuple[int, int], list[ModelChunk]] = {}
     for c in chunks:
         stages.setdefault((c.file.pp, c.number), []).append(c)
-    for held in stages.values():
+    for members in stages.values():
         names = [
             {
                 name
                 for name, value in c.state.items()
                 if isinstance(value, (StoredView, Refused)) and not name.endswith(EXTRA_STATE)
             }
-            for c in held
+            for c in members
         ]
         everywhere = set[str]().union(*names)
-        for c, mine in zip(held, names, strict=True):
-            for name in sorted(everywhere - mine)[:_MAX_TOLD]:
-                other = next(o.file.path for o, theirs in zip(held, names, strict=True) if name in theirs)
+        for c, mine in zip(members, names, strict=True):
+            for name in sorted(everywhere - mine)[:_MAX_FINDINGS]:
+                other = next(o.file.path for o, theirs in zip(members, names, strict=True) if name in theirs)
                 yield finding(
                     "hole",
                     "cover",
@@ -139,44 +151,54 @@ def unequal(chunks: Sequence[ModelChunk]) -> Iterator[Finding]:
 
 
 class Merger:
-    """Adds rank tensors to a builder, each into its box of the whole."""
+    """Add rank tensors to a builder, each in its box of the global tensor."""
 
     def __init__(self, builder: Builder, model: Model) -> None:
         self._builder, self.model = builder, model
         self._tensors: dict[str, int] = {}
         self.dropped = 0  # empty `_extra_state` entries
-        self.lost: set[str] = set()  # files in which refused classes stand where tensors belong
+        self.lost: set[str] = set()  # files with refused classes in place of tensors
 
     def add(self, chunk: ModelChunk, tree: TorchTree) -> None:
-        """Adds every tensor of a rank's state dict."""
+        """Add every tensor of a rank's state dict."""
         for name, value in chunk.state.items():
             if name.endswith(EXTRA_STATE):
                 self._extra(chunk, tree, name, value)
             elif isinstance(value, StoredView):
                 self._parameter(chunk, tree, name, value)
-            elif isinstance(value, Refused) and (fqn := self.whole_name(chunk, name)) is not None:
+            elif isinstance(value, Refused) and (fqn := self.global_name(chunk, name)) is not None:
                 self.lose(fqn, value, chunk.file.path)
             else:
                 tree.add(f"{name}/{chunk.file.folder}", value)
 
-    def whole_name(self, chunk: ModelChunk, name: str) -> str | None:
-        """The name in the whole of what a rank calls ``name``; None where no rule tells."""
-        return whole_name(self._known(name), self.model.rank(chunk), self.model.world)
+    def global_name(self, chunk: ModelChunk, name: str) -> str | None:
+        """Return the global name of a rank's ``name``; None where no rule knows it."""
+        return global_name(self._known(name), self.model.rank(chunk), self.model.world)
 
     def lose(self, fqn: str, value: Refused, path: str) -> None:
-        """Notes that a part of a whole tensor cannot be read, and so the tensor cannot."""
+        """Record that a part of a tensor cannot be read, and so neither can the tensor."""
         add_odd_piece(self._builder, fqn, value, path)
-        if not isinstance(value, RefusedTensor):  # nothing tells which storages are inside
+        if not isinstance(value, RefusedTensor):  # its storages are unknown
             self.lost.add(path)
 
     def put(self, placement: Placement, value: StoredView, tree: TorchTree, prefix: str = "") -> None:
-        """Adds one tensor where it belongs, under ``prefix`` and its name in the whole."""
+        """Add one tensor where it belongs, under ``prefix`` and its global name.
+
+        Args:
+            placement: Where the tensor belongs.
+            value: The rank's tensor.
+            tree: The file that it is in.
+            prefix: Put before the global name.
+
+        Raises:
+            UnsupportedFormat: The tensor must be split, and is not contiguous.
+        """
         fqn = prefix + placement.fqn
         item, view = tree.place(value, fqn)
         strides = view.strides or row_major(value.shape)
         if placement.source != value.shape:
             if view.strides is not None:
-                raise UnsupportedFormat(f"{fqn}: a tensor that must be taken apart is not contiguous")
+                raise UnsupportedFormat(f"cannot split {fqn}: the tensor is not contiguous")
             strides = row_major(placement.source)
         for offset, shape, start, steps in boxes(placement, strides):
             at = view.start + start * BY_NAME[value.dtype].itemsize
@@ -186,18 +208,28 @@ class Merger:
         self,
         fqn: str,
         dtype: str,
-        whole: tuple[int, ...],
+        global_shape: tuple[int, ...],
         offset: tuple[int, ...],
         shape: tuple[int, ...],
         item: int,
         view: View,
     ) -> None:
-        """Adds one box of a tensor; a finding where another rank says it has another shape or dtype."""
+        """Add one box of a tensor; add a finding where another rank gives another shape or dtype.
+
+        Args:
+            fqn: Global name of the tensor.
+            dtype: Its dtype.
+            global_shape: Its shape.
+            offset: Where the box begins in it.
+            shape: Extents of the box.
+            item: The item with the box's bytes.
+            view: Where in the item the box's elements are.
+        """
         at = self._tensors.get(fqn)
         if at is None:
-            at = self._tensors[fqn] = self._builder.tensor(TensorSpec(fqn, dtype, whole))
+            at = self._tensors[fqn] = self._builder.tensor(TensorSpec(fqn, dtype, global_shape))
         spec = self._builder.tensors[at]
-        if (spec.dtype, spec.shape) == (dtype, whole):
+        if (spec.dtype, spec.shape) == (dtype, global_shape):
             self._builder.chunk(at, offset, shape, item, view)
             return
         path = self._builder.file_names()[-1]
@@ -205,7 +237,8 @@ class Merger:
             finding(
                 "item-mismatch",
                 "cover",
-                f"{path} makes {fqn} {dtype} {list(whole)}, another rank {spec.dtype} {list(spec.shape)}",
+                f"{fqn} is {dtype} {list(global_shape)} by {path}, and "
+                f"{spec.dtype} {list(spec.shape)} by another rank",
                 fqn=fqn,
                 file=path,
             )
@@ -222,7 +255,7 @@ class Merger:
             finding(
                 "unmerged-tensor",
                 "cover",
-                f"{fqn} {list(value.shape)}: no rule tells how {name} is cut "
+                f"cannot merge {fqn} {list(value.shape)}: no rule for how {name} is split "
                 f"over {model.world.tp} tensor ranks",
                 fqn=fqn,
                 file=chunk.file.path,
@@ -231,11 +264,11 @@ class Merger:
         tree.add(fqn, value)
 
     def _known(self, name: str) -> str:
-        # The last stage keeps a copy of tied embeddings for the loss: the same rows once more.
+        # The last stage keeps a copy of tied embeddings for the loss: the same rows.
         return EMBEDDING if self.model.tied and name == "output_layer.weight" else name
 
     def _extra(self, chunk: ModelChunk, tree: TorchTree, name: str, value: Any) -> None:
-        """State of fp8 layers (Transformer Engine): each rank's own, never merged."""
+        """Add the state of fp8 layers (Transformer Engine), which differs by rank and is never merged."""
         if value is None or value == b"" or (isinstance(value, StoredView) and 0 in value.shape):
             self.dropped += 1
             return
@@ -249,9 +282,14 @@ class Merger:
 def boxes(
     placement: Placement, strides: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]]:
-    """(offset and shape in the whole, first element, element strides) of each part of a rank's tensor.
+    """Yield the boxes that a rank's tensor fills.
 
-    strides: of the tensor taken as ``placement.source``, elements.
+    Args:
+        placement: Where the rank's tensor belongs.
+        strides: Element strides of the tensor with shape ``placement.source``.
+
+    Yields:
+        (offset and shape in the global tensor, first element, element strides) of each part.
     """
     for part in placement.parts:
         shape = tuple(1 if d is None else part.inner.shape[d] for d in part.dims)
@@ -260,56 +298,56 @@ def boxes(
         yield part.at, shape, start, steps
 
 
-# --- facts that arguments and tensors tell together -----------------------------------------------
+# --- facts from arguments and tensors together ----------------------------------------------------
 
 
 def _model_chunks(file: RankFile) -> Iterator[ModelChunk]:
     found = sorted((int(m[1] or 0), k) for k in file.tree if (m := _CHUNK.match(k)))
     if not found:
-        raise MalformedCheckpoint(f"{file.path} holds no model", file=file.path)
+        raise MalformedCheckpoint(f"{file.path} has no model", file=file.path)
     for number, key in found:
         state = file.tree[key]
         if not isinstance(state, dict) or any(type(k) is not str for k in state):
-            raise MalformedCheckpoint(f"{file.path}: {key} is no state dict", file=file.path)
+            raise MalformedCheckpoint(f"{key} of {file.path} must be a state dict", file=file.path)
         named, old = current_names(state, f"{key} of {file.path}")
         yield ModelChunk(file, number, named, old)
 
 
 def _layers(ranks: Ranks, chunks: Sequence[ModelChunk], vpp: int) -> tuple[int, Counts]:
-    """(layers of the model, number of the first layer of each chunk).
+    """Return the number of layers of the model, and the first layer of each chunk.
 
-    What the ranks hold decides when it adds up to the arguments' count; with ranks missing, the arguments do.
+    The ranks' tensors decide when they add up to the arguments' count; with ranks missing, the arguments do.
     """
     seen: dict[tuple[int, int], int] = {}
     for c in chunks:
-        held = [p.layer + 1 for n in c.state if (p := parse_name(n)).block in ("decoder", "encoder")]
+        numbers = [p.layer + 1 for n in c.state if (p := parse_name(n)).block in ("decoder", "encoder")]
         key = c.number, c.file.pp
-        seen[key] = max([seen.get(key, 0), *held])
+        seen[key] = max([seen.get(key, 0), *numbers])
     want = ranks.args.get("num_layers")
     counts = None
     if len(seen) == vpp * ranks.pp:
         counts = [[seen[v, p] for p in range(ranks.pp)] for v in range(vpp)]
         if want is None or sum(map(sum, counts)) == want:
             return sum(map(sum, counts)), first_layers(counts)
-    told = layers_per_chunk(ranks.args, ranks.pp, vpp)
-    if told is None or sum(map(sum, told)) != want:
+    counts = layers_per_chunk(ranks.args, ranks.pp, vpp)
+    if counts is None or sum(map(sum, counts)) != want:
         raise MalformedCheckpoint(
-            f"the arguments say {shown(want, 20)} layers on {ranks.pp} stages of {vpp} chunks, "
-            f"the ranks that are here hold {sum(seen.values())}: which layer is which cannot be told",
+            f"cannot number the layers: the arguments give {shown(want, 20)} layers on {ranks.pp} stages "
+            f"of {vpp} chunks, the ranks present have {sum(seen.values())}",
             hint="copy the files of every rank of the save",
         )
-    return sum(map(sum, told)), first_layers(told)
+    return sum(map(sum, counts)), first_layers(counts)
 
 
 def _experts(args: Mapping[str, Any], ranks: Ranks, chunks: Sequence[ModelChunk]) -> int:
     count = args.get("num_experts", args.get("num_moe_experts"))
     if count is not None and (type(count) is not int or count < 0):
-        raise MalformedCheckpoint(f"the arguments say {shown(count, 40)} experts")
+        raise MalformedCheckpoint(f"num_experts must be a count (got {shown(count, 40)})")
     return count or 0
 
 
 def _gated(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
-    """Whether fc1 is gate and up projection: twice as many rows as fc2 has columns."""
+    """Return whether fc1 is gate and up projection: twice as many rows as fc2 has columns."""
     found: set[bool] = set()
     for chunk in chunks:
         for name, value in chunk.state.items():
@@ -322,17 +360,21 @@ def _gated(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
             grouped = name.endswith("experts.weight1")
             rows, columns = prod(value.shape), prod(other.shape)
             if value.shape[0 if grouped else 1] != other.shape[1 if grouped else 0]:
-                raise MalformedCheckpoint(f"{name} {list(value.shape)} and {second} {list(other.shape)}")
+                raise MalformedCheckpoint(
+                    f"{name} {list(value.shape)} does not fit {second} {list(other.shape)}"
+                )
             if rows not in (columns, 2 * columns):
-                raise MalformedCheckpoint(f"{name} {list(value.shape)} and {second} {list(other.shape)}")
+                raise MalformedCheckpoint(
+                    f"{name} {list(value.shape)} does not fit {second} {list(other.shape)}"
+                )
             found.add(rows == 2 * columns)
     if len(found) > 1:
-        raise UnsupportedFormat("some layers have gated projections and some have not")
+        raise UnsupportedFormat("cannot merge the ranks: only some layers have gated projections")
     return found.pop() if found else bool(args.get("swiglu"))
 
 
 def _layers_are_alike(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
-    """Whether all layers have the same parameters, which are then stacked into one tensor each."""
+    """Return whether all layers have the same parameters, which are then stacked into one tensor each."""
     for key in _BY_LAYER:
         if args.get(key) not in (None, False, 1, ""):
             return False
@@ -344,24 +386,26 @@ def _layers_are_alike(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> 
             if local.block not in ("decoder", "encoder") or not isinstance(value, (StoredView, Refused)):
                 continue
             rest = _EXPERT.sub("", local.rest)
-            if isinstance(value, StoredView):  # of what is refused only the name counts
+            if isinstance(value, StoredView):  # of a refused value only the name counts
                 seen = value.dtype, value.shape
                 if kinds.setdefault(rest, seen) != seen:
                     return False
             per_layer.setdefault((c.number, c.file.pp, local.layer), set()).add(rest)
     sets = [set(s) for s in {frozenset(s) for s in per_layer.values()}]
-    # A layer that only lacks something is damaged; two that each have what the other lacks are of two kinds.
+    # A layer that only lacks parameters is damaged; two that each have some the other lacks are of two kinds.
     return not any(a - b and b - a for a in sets for b in sets)
 
 
 def _bucket_size(args: Mapping[str, Any]) -> int | None:
-    """Elements of a full bucket when gradients are reduced while they are computed
-    (megatron/core/distributed/distributed_data_parallel.py)."""
+    """Return the elements of a full bucket when gradients are reduced while they are computed.
+
+    The rule is that of megatron/core/distributed/distributed_data_parallel.py.
+    """
     if not args.get("overlap_grad_reduce"):
         return None
-    told, ranks = args.get("ddp_bucket_size"), args.get("data_parallel_size")
-    if type(told) is int:
-        return told
+    size, ranks = args.get("ddp_bucket_size"), args.get("data_parallel_size")
+    if type(size) is int:
+        return size
     return max(40_000_000, 1_000_000 * ranks) if type(ranks) is int else None
 
 
@@ -371,18 +415,18 @@ def _heads(args: Mapping[str, Any]) -> int:
 
 
 def _qkv_order(ranks: Ranks, chunks: Sequence[ModelChunk]) -> str:
-    """How QKV rows are ordered. Megatron-LM asks for the version where modules have their old names."""
+    """Return the order of QKV rows. Megatron-LM reads the version where modules have their old names."""
     if not any(c.old for c in chunks):
         return "by group"
     version = ranks.files[0].tree.get("checkpoint_version", 0)
     if version in (0, 1.0):
         return "version 0" if version == 0 else "version 1.0"
     if not isinstance(version, (int, float)) or version < 2:
-        raise UnsupportedFormat(f"checkpoint_version {version!r:.20}: known are 0, 1.0, 2.0 and 3.0")
+        raise UnsupportedFormat(f"checkpoint_version must be 0, 1.0, 2.0 or 3.0 (got {version!r:.20})")
     return "by group"
 
 
 def _own_norms(chunks: Sequence[ModelChunk]) -> bool:
-    """Whether norms are modules of their own before a joint QKV projection: Megatron's own layers."""
+    """Return whether norms are separate modules before a joint QKV projection, as in Megatron's layers."""
     names = {parse_name(n).rest for c in chunks for n in c.state}
     return "input_layernorm.weight" in names and "self_attention.linear_qkv.weight" in names

@@ -1,8 +1,8 @@
-"""Names of Megatron-LM before Megatron-Core, as Megatron-Core spells them.
+"""Translate names from before Megatron-Core to those of Megatron-Core.
 
-Until 2024 models were kept as nested dicts, ``language_model.encoder`` ("transformer" until 2021) holding
-the layers (megatron/model/{language_model,transformer}.py, later megatron/legacy/model). The last stage's
-copy of tied embeddings is ``word_embeddings_for_head``.
+Until 2024 Megatron-LM kept models as nested dicts; ``language_model.encoder`` ("transformer" until 2021)
+held the layers (megatron/model/{language_model,transformer}.py, later megatron/legacy/model). The last
+stage's copy of tied embeddings is ``word_embeddings_for_head``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 
 _MAX_DEPTH = 16
 _LAYERS = r"^language_model\.(?:encoder|transformer)\."
-# Before Megatron-Core -> since; applied one after the other.
+# Before Megatron-Core -> since; applied in this order.
 RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(old), new)
     for old, new in (
@@ -36,9 +36,15 @@ _OLD = ("language_model", "word_embeddings_for_head")
 
 
 def current_names(state: Mapping[str, Any], what: str) -> tuple[dict[str, Any], bool]:
-    """A model's state dict with names as of Megatron-Core, and whether they were older.
+    """Return a model's state dict with Megatron-Core's names, and whether its names were older.
 
-    Raises `UnsupportedFormat` for models whose stages hold an encoder and a decoder.
+    Args:
+        state: The state dict, flat or nested.
+        what: What it is, for messages.
+
+    Raises:
+        MalformedCheckpoint: The dict nests too deeply, or two tensors get one name.
+        UnsupportedFormat: The model has an encoder and a decoder.
     """
     if not any(key.split(".", 1)[0] in _OLD for key in state):
         return dict(state), False
@@ -46,13 +52,13 @@ def current_names(state: Mapping[str, Any], what: str) -> tuple[dict[str, Any], 
     for name, value in _flat_names(state, "", 0, what):
         if name.startswith("language_model.decoder."):
             raise UnsupportedFormat(
-                f"{what} is an encoder-decoder model of before Megatron-Core",
+                f"cannot read {what}: it is an encoder-decoder model from before Megatron-Core",
                 hint="convert it with the Megatron-LM that wrote it",
             )
         for old, new in RENAMES:
             name = old.sub(new, name)
         if name in out:
-            raise MalformedCheckpoint(f"{what}: two tensors are called {name}")
+            raise MalformedCheckpoint(f"{what} has two tensors with the name {name}")
         out[name] = value
     return out, True
 
@@ -62,6 +68,6 @@ def _flat_names(tree: Any, name: str, depth: int, what: str) -> Iterator[tuple[s
         yield name, tree
         return
     if depth > _MAX_DEPTH or any(type(k) is not str for k in tree):
-        raise MalformedCheckpoint(f"{what} is no nested state dict")
+        raise MalformedCheckpoint(f"{what} must be a nested state dict")
     for key, value in tree.items():
         yield from _flat_names(value, f"{name}.{key}" if name else key, depth + 1, what)

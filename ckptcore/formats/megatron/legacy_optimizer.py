@@ -1,11 +1,10 @@
-"""Optimizer state of a legacy Megatron-LM checkpoint: which parameter is each number, each range?
+"""Name the optimizer state of a legacy Megatron-LM checkpoint by parameter.
 
 A plain optimizer numbers its states by parameter group (megatron/core/optimizer/__init__.py,
-_get_param_groups: weight decay or none, expert or not), in the order in which the model holds its
-parameters; master copies stand in ``fp32_from_fp16_params``. The distributed optimizer keeps flat buffers
-in ``distrib_optim.pt`` (distrib_optimizer.py, get_parameter_state_dp_zero). A rank's state dict has the
-parameters in just that order, so names are told by position, and every size must fit. What does not add
-up stays as it is.
+_get_param_groups: weight decay or none, expert or not), in the model's parameter order; master copies
+are in ``fp32_from_fp16_params``. The distributed optimizer keeps flat buffers in ``distrib_optim.pt``
+(distrib_optimizer.py, get_parameter_state_dp_zero). A rank's state dict has the parameters in the same
+order, so positions give the names, and every size must fit. What does not add up stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ckptcore.core.manifest import View
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.formats.megatron.flat_boxes import flat_boxes
-from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_whole
+from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_buffer
 from ckptcore.formats.megatron.legacy_merge import EMBEDDING, EXTRA_STATE, Merger, Model, ModelChunk
 from ckptcore.formats.megatron.parameter_order import Parameter, Unregistered
 from ckptcore.formats.megatron.partition_rules import place
@@ -33,7 +32,11 @@ _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")
 
 
 def parameters_of(chunk: ModelChunk, model: Model) -> list[Parameter]:
-    """A state dict's parameters, in order. Raises `Unregistered` for one that no rule places."""
+    """Return a state dict's parameters, in order.
+
+    Raises:
+        Unregistered: The shape of a parameter is unknown, or no rule places it.
+    """
     out = []
     for name, value in chunk.state.items():
         if not isinstance(value, (StoredView, Refused)) or name.endswith((EXTRA_STATE, *_BUFFERS)):
@@ -44,15 +47,22 @@ def parameters_of(chunk: ModelChunk, model: Model) -> list[Parameter]:
         known = EMBEDDING if model.tied and name == "output_layer.weight" else name
         placement = place(known, shape, model.rank(chunk), model.world)
         if placement is None:
-            raise Unregistered(f"no rule tells how {name} is cut")
+            raise Unregistered(f"no rule for how {name} is split")
         out.append(Parameter(name, shape, value.dtype, placement, ".mlp.experts." in name))
     return out
 
 
 def add_numbered(optimizer: Any, chunks: Sequence[ModelChunk], merger: Merger, tree: TorchTree) -> Any:
-    """Adds the states of a plain optimizer under their parameters; gives the rest of its tree.
+    """Add the states of a plain optimizer under their parameters; return the rest of its tree.
 
-    Raises `Unregistered`, before anything is added, where groups and parameters do not fit.
+    Args:
+        optimizer: The value of ``optimizer`` in a rank's file.
+        chunks: The rank's model chunks.
+        merger: Gets the states.
+        tree: The rank's file.
+
+    Raises:
+        Unregistered: Groups and parameters do not fit. Nothing has been added then.
     """
     if isinstance(optimizer, dict) and optimizer and all(type(k) is int for k in optimizer):
         optimizer = [optimizer[k] for k in sorted(optimizer)]
@@ -89,9 +99,16 @@ def add_numbered(optimizer: Any, chunks: Sequence[ModelChunk], merger: Merger, t
 
 
 def add_buffers(state: Any, chunks: Sequence[ModelChunk], merger: Merger, tree: TorchTree) -> None:
-    """Adds the flat buffers of ``distrib_optim.pt`` under their parameters.
+    """Add the flat buffers of ``distrib_optim.pt`` under their parameters.
 
-    Raises `Unregistered`, before anything is added, where they do not add up.
+    Args:
+        state: The value of the file.
+        chunks: The rank's model chunks.
+        merger: Gets the states.
+        tree: The file.
+
+    Raises:
+        Unregistered: Sizes do not add up. Nothing has been added then.
     """
     parts = state if isinstance(state, list) else [state]
     if len(parts) > 2:
@@ -110,8 +127,8 @@ def add_buffers(state: Any, chunks: Sequence[ModelChunk], merger: Merger, tree: 
                 merger.model.tied and merger.model.world.pp > 1 and p.placement.fqn == EMBEDDING
                 for p in parameters
             ]
-            for kind, held in tensors.items():
-                rows += _ranges(kind, held, parameters, own, merger.model.bucket_size)
+            for kind, stored in tensors.items():
+                rows += _ranges(kind, stored, parameters, own, merger.model.bucket_size)
     for kind, parameter, value, start in rows:
         _put_range(kind, parameter, value, start, merger, tree)
 
@@ -133,9 +150,15 @@ def _of_experts(group: Any) -> bool:
 def _groups(
     groups: Sequence[Any], parameters: Sequence[Parameter], apart: bool
 ) -> Iterator[list[tuple[int, Parameter]]]:
-    """(number, parameter) of each group; the group's own fields say which parameters are in it.
+    """Yield (number, parameter) pairs of each group; the group's fields select its parameters.
 
-    apart: whether experts have groups of their own, as they do when they are spread over ranks.
+    Args:
+        groups: The optimizer's parameter groups.
+        parameters: In the model's order.
+        apart: Whether experts have their own groups, as they do when they are spread over ranks.
+
+    Raises:
+        Unregistered: Groups and parameters do not fit.
     """
     keyed: dict[tuple[bool, bool], list[Parameter]] = {}
     for p in parameters:
@@ -149,15 +172,15 @@ def _groups(
             yield []
             continue
         if group.get("lr_mult", 1.0) != 1.0 or group.get("is_decoupled_lr") or "wd_mult" not in group:
-            raise Unregistered("parameter groups with learning rates of their own")
+            raise Unregistered("parameter groups have different learning rates")
         members = keyed.pop((group["wd_mult"] == 0.0, _of_experts(group)), [])
         if len(members) != len(numbers):
-            raise Unregistered(f"a group of {len(numbers)} for {len(members)} parameters")
+            raise Unregistered(f"a group has {len(numbers)} numbers for {len(members)} parameters")
         yield list(zip(numbers, members, strict=True))
 
 
 def _fits(value: Any, parameter: Parameter) -> bool:
-    if isinstance(value, Refused):  # its elements cannot be read, but it is that parameter's
+    if isinstance(value, Refused):  # unreadable, but it belongs to that parameter
         return True
     if not isinstance(value, StoredView) or value.shape == ():
         return False
@@ -167,18 +190,18 @@ def _fits(value: Any, parameter: Parameter) -> bool:
 
 
 def _masters(
-    held: Any, groups: Sequence[Sequence[tuple[int, Parameter]]]
+    masters: Any, groups: Sequence[Sequence[tuple[int, Parameter]]]
 ) -> Iterator[tuple[str, Parameter, StoredView | Refused]]:
-    """Master copies: a list per group, of those parameters that are kept in half precision."""
-    if not isinstance(held, list) or len(held) != len(groups):
-        raise Unregistered("master copies of other groups than the states")
-    for values, members in zip(held, groups, strict=True):
+    """Yield master copies: a list per group, of its parameters in half precision."""
+    if not isinstance(masters, list) or len(masters) != len(groups):
+        raise Unregistered("master copies and states have different groups")
+    for values, members in zip(masters, groups, strict=True):
         half = [p for _, p in members if p.dtype in _HALF]
         if not isinstance(values, list) or len(values) != len(half):
-            raise Unregistered("master copies of other parameters than the states")
+            raise Unregistered("master copies and states have different parameters")
         for value, parameter in zip(values, half, strict=True):
             if not _fits(value, parameter):
-                raise Unregistered(f"a master copy of {parameter.name} that is no tensor")
+                raise Unregistered(f"the master copy of {parameter.name} is not a tensor")
             yield "fp32_param", parameter, value
 
 
@@ -188,52 +211,52 @@ def _masters(
 def _buffers(
     chunks: Sequence[ModelChunk], model: Model, expert: bool | None
 ) -> Iterator[tuple[str, list[Parameter]]]:
-    """(dtype, parameters) of each buffer: one per model chunk and dtype, in order of first sight."""
+    """Yield (dtype, parameters) of each buffer: one per model chunk and dtype, in order of first use."""
     for chunk in chunks:
-        held: dict[str, list[Parameter]] = {}
+        by_dtype: dict[str, list[Parameter]] = {}
         for p in parameters_of(chunk, model):
             if expert is None or p.expert == expert:
-                held.setdefault(p.dtype, []).append(p)
-        yield from held.items()
+                by_dtype.setdefault(p.dtype, []).append(p)
+        yield from by_dtype.items()
 
 
 def _stored_buffers(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[str, Any]]]:
-    """(number, dtypes, kind -> tensor or its buckets) of every buffer in a part."""
+    """Yield (number, dtypes, kind -> tensor or its buckets) of every buffer in a part."""
     if not isinstance(part, dict):
-        raise Unregistered(f"distributed optimizer state that is a {type(part).__name__}")
+        raise Unregistered(f"distributed optimizer state is a {type(part).__name__}, not a dict")
     for number, by_dtype in part.items():
         if type(number) is not int:
             continue  # buckets_coalesced
         if not isinstance(by_dtype, dict):
-            raise Unregistered(f"buffer {number} is a {type(by_dtype).__name__}")
-        for dtypes, held in by_dtype.items():
+            raise Unregistered(f"buffer {number} is a {type(by_dtype).__name__}, not a dict")
+        for dtypes, kinds in by_dtype.items():
             names = (
                 tuple(d.value for d in dtypes if isinstance(d, Named)) if isinstance(dtypes, tuple) else ()
             )
-            if len(names) != 2 or not isinstance(held, dict):
-                raise Unregistered(f"buffer {number} of {shown(dtypes, 60)}")
-            if any(isinstance(v, Refused) for v in held.values()):
-                raise Unregistered(f"a tensor of buffer {number} that cannot be read")
-            yield number, names, {k: v for k, v in held.items() if isinstance(v, (StoredView, list))}
+            if len(names) != 2 or not isinstance(kinds, dict):
+                raise Unregistered(f"buffer {number} has unknown dtypes {shown(dtypes, 60)}")
+            if any(isinstance(v, Refused) for v in kinds.values()):
+                raise Unregistered(f"a tensor of buffer {number} cannot be read")
+            yield number, names, {k: v for k, v in kinds.items() if isinstance(v, (StoredView, list))}
 
 
 def _ranges(
-    kind: str, held: Any, parameters: Sequence[Parameter], own: Sequence[bool], bucket: int | None
+    kind: str, stored: Any, parameters: Sequence[Parameter], own: Sequence[bool], bucket: int | None
 ) -> Iterator[tuple[str, Parameter, StoredView, int]]:
-    """(kind, parameter, flat tensor, first element in it)."""
-    if isinstance(held, StoredView):
-        _require_flat([held])
-        for s in lay_out_whole(parameters, held.shape[0], own, bucket):
-            yield kind, s.parameter, held, s.start
+    """Yield (kind, parameter, flat tensor, first element in it)."""
+    if isinstance(stored, StoredView):
+        _require_flat([stored])
+        for s in lay_out_buffer(parameters, stored.shape[0], own, bucket):
+            yield kind, s.parameter, stored, s.start
         return
-    _require_flat(held)  # before buckets were coalesced: one tensor each, filled up
-    for s in lay_out(parameters, [v.shape[0] for v in held], padded=True, own=own):
-        yield kind, s.parameter, held[s.bucket], s.start
+    _require_flat(stored)  # before buckets were coalesced: one padded tensor each
+    for s in lay_out(parameters, [v.shape[0] for v in stored], padded=True, own=own):
+        yield kind, s.parameter, stored[s.bucket], s.start
 
 
-def _require_flat(held: Sequence[Any]) -> None:
-    if any(not isinstance(v, StoredView) or len(v.shape) != 1 or v.strides != (1,) for v in held):
-        raise Unregistered("a buffer that is no flat tensor")
+def _require_flat(tensors: Sequence[Any]) -> None:
+    if any(not isinstance(v, StoredView) or len(v.shape) != 1 or v.strides != (1,) for v in tensors):
+        raise Unregistered("a buffer is not a flat tensor")
 
 
 def _put_range(

@@ -1,10 +1,10 @@
-"""Registration order: in which order does a rank's GPT model hold its parameters, and in which shapes?
+"""List the parameters of a rank's GPT model in registration order, with their local shapes.
 
-Flat buffers of Megatron's distributed optimizer name nothing; their order is that in which modules
+Flat buffers of Megatron's distributed optimizer have no names. Their order is that in which modules
 and parameters were made (megatron/core/models/gpt/gpt_model.py, transformer/{transformer_layer,
 attention,multi_latent_attention,mlp}.py, transformer/moe/{moe_layer,experts,shared_experts}.py; of fused
-layers, Transformer Engine's pytorch/module/layernorm_linear.py). What is in the model is taken from the
-names and shapes of its weights in the checkpoint, so only the order is written down here.
+layers, Transformer Engine's pytorch/module/layernorm_linear.py). Names and shapes of the weights in the
+checkpoint say what is in the model, so this module only defines the order.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ckptcore.utils.text import shown
 
 
 class Unregistered(Exception):
-    """The order of the parameters is not known; the message says why."""
+    """The order of the parameters is unknown; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a rank. expert: whether it is an expert's."""
+    """One parameter of a rank. expert: whether it belongs to an expert."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,6 +35,7 @@ class Parameter:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         count = 1
         for n in self.shape:
             count *= n
@@ -46,13 +47,13 @@ def _pair(*names: str) -> tuple[str, ...]:
 
 
 def _fused(name: str) -> tuple[str, ...]:
-    """A layer that may have a norm inside: Transformer Engine registers the norm first."""
+    """Return the names of a layer that may contain a norm: Transformer Engine registers the norm first."""
     return f"{name}.layer_norm_weight", f"{name}.layer_norm_bias", *_pair(name)
 
 
 _ATTENTION = "self_attention."
-_EXPERTS = "mlp.experts."  # stands for all of a rank's experts
-# Names below a layer, in the order in which its parameters are registered.
+_EXPERTS = "mlp.experts."  # all of a rank's experts
+# Names below a layer, in registration order.
 _LAYER = (
     *_pair("input_layernorm"),
     f"{_ATTENTION}core_attention.softmax_offset",
@@ -76,8 +77,8 @@ _FIRST = (
     "embedding.tokentype_embeddings.weight",
 )
 _LAST = (*_pair("decoder.final_layernorm"), *_pair("output_layer"))
-_BUFFERS = ("mlp.router.expert_bias",)  # stored with the weights, but no parameters
-_WHOLE_EXPERTS = "mlp.experts.experts."
+_BUFFERS = ("mlp.router.expert_bias",)  # stored with the weights, but not parameters
+_STACKED_EXPERTS = "mlp.experts.experts."
 _OWN_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -85,16 +86,21 @@ _OWN_NORMS = {
 
 
 class ParameterOrder:
-    """The parameters of every rank's model, as told by the arguments and the weights stored.
+    """The parameters of every rank's model, derived from the arguments and the stored weights.
 
-    weights: name in the whole -> spec. Raises `Unregistered` where the model is not one whose order is known.
+    Args:
+        args: The training arguments.
+        weights: Global name -> spec.
+
+    Raises:
+        Unregistered: The order of the model's parameters is unknown.
     """
 
     def __init__(self, args: Mapping[str, Any], weights: Mapping[str, TensorSpec]) -> None:
         self._weights = weights
         self._impl = args.get("transformer_impl")
         if self._impl not in ("local", "transformer_engine"):
-            raise Unregistered(f"the arguments say transformer_impl {shown(self._impl, 40)}")
+            raise Unregistered(f"unknown transformer_impl {shown(self._impl, 40)}")
         self.grouped = bool(args.get("moe_grouped_gemm"))
         self._legacy_grouped = self.grouped and (
             self._impl == "local" or bool(args.get("moe_use_legacy_grouped_gemm"))
@@ -107,7 +113,7 @@ class ParameterOrder:
         def size(key: str) -> int:
             value = args.get(key)
             if value is not None and (type(value) is not int or not 0 < value < 1 << 20):
-                raise Unregistered(f"the arguments say {key} {shown(value, 40)}")
+                raise Unregistered(f"{key} is {shown(value, 40)}")
             return value or 1
 
         tp, pp, ep = (size(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert"))
@@ -115,37 +121,42 @@ class ParameterOrder:
         vpp = size("virtual_pipeline_model_parallel_size")
         counts = layers_per_chunk(args, pp, vpp)
         if counts is None:
-            raise Unregistered("the arguments do not tell which layers are on which stage")
+            raise Unregistered("the arguments do not say which layers are on which stage")
         if any(name.startswith("mtp.") for name in self._weights):
             raise Unregistered("a model with multi-token prediction")
         if args.get("moe_extended_tp") or args.get("moe_mlp_glu_interleave_size") is not None:
-            raise Unregistered("experts are cut by another rule")
+            raise Unregistered("experts are split by another rule")
         layers = args.get("num_layers")
-        assert type(layers) is int  # layers_per_chunk asked for it
+        assert type(layers) is int  # layers_per_chunk checked it
         names = list(self._weights)
         stacked = not any(n.startswith(f"{LAYERS}0.") for n in names)
         own = self._impl == "local" and any("linear_qkv.layer_norm_weight" in n for n in names)
         experts = args.get("num_experts", args.get("num_moe_experts")) or 0
         if type(experts) is not int or experts >= 1 << 20:
-            raise Unregistered(f"the arguments say {shown(experts, 40)} experts")
+            raise Unregistered(f"num_experts is {shown(experts, 40)}")
         world = World(tp, pp, ep, etp, layers, experts, self._gated(), stacked, own, known_rows(args))
         return world, counts
 
     def _gated(self) -> bool:
-        """Whether fc1 is a gate and an up projection: twice as many rows as fc2 has columns."""
+        """Return whether fc1 is a gate and an up projection: twice as many rows as fc2 has columns."""
         found = set()
         for name, spec in self._weights.items():
             second = self._weights.get(name.replace("linear_fc1", "linear_fc2"))
             if name.endswith("linear_fc1.weight") and second is not None:
                 found.add(spec.shape[-2] == 2 * second.shape[-1])
         if len(found) != 1:
-            raise Unregistered("layers with and without gated projections, or none")
+            raise Unregistered("no layer has projections, or only some are gated")
         return found.pop()
 
     def of(self, rank: tuple[int, int, int], chunk: int) -> list[Parameter]:
-        """A model chunk's parameters in the order of their registration.
+        """Return a model chunk's parameters in registration order.
 
-        rank: tensor, pipeline and expert-parallel rank. Raises `Unregistered` for what is not known.
+        Args:
+            rank: Tensor, pipeline and expert-parallel rank.
+            chunk: Number of the chunk in the rank.
+
+        Raises:
+            Unregistered: The order of a layer's parameters is unknown.
         """
         tp, pp, ep = rank
         layers = self.counts[chunk][pp]
@@ -157,13 +168,13 @@ class ParameterOrder:
             out += self._layer(layer, where)
         if pp == self.world.pp - 1 and chunk == len(self.counts) - 1:
             out += self._listed(_LAST, where)
-            if self.tied and self.world.pp > 1:  # a copy of its own: the embedding is on another rank
+            if self.tied and self.world.pp > 1:  # its own copy: the embedding is on another rank
                 copied = self._listed(_FIRST[:1], where)
                 out += [Parameter("output_layer.weight", *_rest(p)) for p in copied]
         return out
 
     def shares_embedding(self, parameter: Parameter) -> bool:
-        """Whether it is one of the two copies of tied embeddings, which have buckets of their own."""
+        """Return whether it is one of the two copies of tied embeddings, which have their own buckets."""
         return self.tied and self.world.pp > 1 and parameter.placement.fqn == _FIRST[0]
 
     def _listed(self, names: tuple[str, ...], where: Rank) -> Iterator[Parameter]:
@@ -172,7 +183,7 @@ class ParameterOrder:
                 yield self._parameter(name, self._weights[name], self._weights[name].shape, where)
 
     def _layer(self, layer: int, where: Rank) -> Iterator[Parameter]:
-        """The parameters of one layer, by their names below it in the checkpoint."""
+        """Yield the parameters of one layer, from the names below it in the checkpoint."""
         number = where.first_layer + layer
         found: dict[str, tuple[TensorSpec, tuple[int, ...]]] = {}
         lead = LAYERS if self.world.stacked else f"{LAYERS}{number}."
@@ -183,9 +194,9 @@ class ParameterOrder:
             if rest not in _BUFFERS:
                 found[self._local(rest)] = spec, spec.shape[1:] if self.world.stacked else spec.shape
         order = {name: n for n, name in enumerate(_LAYER)}
-        strange = [r for r in found if r not in order and not r.startswith(_WHOLE_EXPERTS)]
+        strange = [r for r in found if r not in order and not r.startswith(_STACKED_EXPERTS)]
         if strange:
-            raise Unregistered(f"a layer with {strange[0]}")
+            raise Unregistered(f"a layer has {strange[0]}, which has no known position")
         for name in _LAYER:
             if name == _EXPERTS:
                 for rest, shape in self._experts(found):
@@ -203,22 +214,24 @@ class ParameterOrder:
         )
 
     def _experts(self, found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of a rank's experts: one by one, or in the order of the grouped layers."""
-        held = {
-            r.removeprefix(_WHOLE_EXPERTS): shape
+        """Yield (name, shape) of a rank's experts: one by one, or in the order of the grouped layers."""
+        shapes = {
+            r.removeprefix(_STACKED_EXPERTS): shape
             for r, (_, shape) in found.items()
-            if r.startswith(_WHOLE_EXPERTS)
+            if r.startswith(_STACKED_EXPERTS)
         }
-        if not held:
+        if not shapes:
             return
         if self.world.experts % self.world.ep:
-            raise Unregistered(f"{self.world.experts} experts on {self.world.ep} ranks")
+            raise Unregistered(f"{self.world.experts} experts do not divide into {self.world.ep} ranks")
         count = self.world.experts // self.world.ep
         known = _pair("linear_fc1", "linear_fc2")
-        if any(k not in known for k in held):
-            raise Unregistered(f"experts with {', '.join(held)}")
+        if any(k not in known for k in shapes):
+            raise Unregistered(f"experts have {', '.join(shapes)}")
         local = {
-            k: self._cut(f"{_WHOLE_EXPERTS}{k}", held[k][1:], self.world.etp) for k in known if k in held
+            k: self._cut(f"{_STACKED_EXPERTS}{k}", shapes[k][1:], self.world.etp)
+            for k in known
+            if k in shapes
         }
         if self._legacy_grouped:
             (rows, hidden), (_, inner) = local["linear_fc1.weight"], local["linear_fc2.weight"]
@@ -244,7 +257,7 @@ class ParameterOrder:
     def _cut(self, name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         local = cut_shape(name, shape, ranks, copied=self._impl != "local")
         if local is None:
-            raise Unregistered(f"{name} {list(shape)} on {ranks} tensor ranks")
+            raise Unregistered(f"cannot split {name} {list(shape)} over {ranks} tensor ranks")
         return local
 
 
@@ -253,8 +266,8 @@ def _rest(p: Parameter) -> tuple[tuple[int, ...], str, Placement, bool]:
 
 
 def _expert_key(rest: str) -> str:
-    """The name in the whole of what an expert's parameter is a part of."""
+    """Return the global name of an expert's parameter."""
     if rest.startswith(f"{_EXPERTS}weight"):
-        return f"{_WHOLE_EXPERTS}linear_fc{rest[-1]}.weight"
+        return f"{_STACKED_EXPERTS}linear_fc{rest[-1]}.weight"
     layer, _, kind = rest.rpartition(".")
-    return f"{_WHOLE_EXPERTS}{layer.rsplit('.', 1)[-1]}.{kind.rstrip('0123456789')}"
+    return f"{_STACKED_EXPERTS}{layer.rsplit('.', 1)[-1]}.{kind.rstrip('0123456789')}"

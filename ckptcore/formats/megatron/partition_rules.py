@@ -1,10 +1,10 @@
-"""Megatron's rules: which part of which whole parameter is one rank's tensor?
+"""Place a rank's tensor in the global parameter, by Megatron's partition rules.
 
 A rank of Megatron-LM holds a slice of each parameter (tensor parallel, expert parallel) for some of
-the layers (pipeline parallel), under a name local to the rank. `place` says under which name and in
-which box it belongs in the whole model, as a table of name patterns. Names of the whole are those
-of Megatron-Core's distributed checkpoints: layers (and experts) stacked into one tensor, gate rows of all
-ranks before up rows of all ranks, norms under the names that Transformer Engine's fused layers give them
+the layers (pipeline parallel), under a local name. `place` returns its global name and box, by a table
+of name patterns. Global names are those of Megatron-Core's distributed checkpoints: layers (and experts)
+are stacked into one tensor, gate rows of all ranks precede up rows of all ranks, and norms have the names
+of Transformer Engine's fused layers
 (megatron/core/{tensor_parallel/layers,transformer/mlp,transformer/moe/experts,models/gpt/gpt_layer_specs}.py).
 """
 
@@ -21,13 +21,21 @@ from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Parallel sizes and the facts of a model that its rules need.
+    """Parallel sizes, and the facts about a model that the rules need.
 
-    tp, pp, ep, etp: ranks per tensor, pipeline, expert and expert-tensor group. layers, experts: counts
-    of the whole model. gated: whether fc1 holds a gate and an up projection. stacked: whether the layers
-    of a block are one tensor. norms_fused: whether norms that have modules of their own are named as the
-    fused layers name theirs. rows: name pattern -> extent of the first dim in the whole model, where the
-    arguments tell it. heads: attention heads. qkv: how rows of QKV are ordered, a key of `QKV_ORDERS`.
+    Attributes:
+        tp: Ranks of a tensor-parallel group.
+        pp: Pipeline stages.
+        ep: Ranks of an expert-parallel group.
+        etp: Ranks of an expert-tensor-parallel group.
+        layers: Layers of the full model.
+        experts: Experts of the full model.
+        gated: Whether fc1 holds a gate and an up projection.
+        stacked: Whether the layers of a block are one tensor.
+        norms_fused: Whether norms with their own modules get the names of those in fused layers.
+        rows: Name pattern -> extent of the first dim of the global tensor, where the arguments give it.
+        heads: Attention heads.
+        qkv: Order of the QKV rows, a key of `QKV_ORDERS`.
     """
 
     tp: int
@@ -46,7 +54,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Whose tensor it is. first_layer: number in the whole model of the chunk's first layer."""
+    """The rank that has a tensor. first_layer: number of its chunk's first layer in the full model."""
 
     tp: int = 0
     ep: int = 0
@@ -55,10 +63,12 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class PartitionedBox:
-    """A box of the rank's tensor that is a box of the whole one.
+    """A box of the rank's tensor that is a box of the global tensor.
 
-    inner: in the rank's tensor, taken as `Placement.source`. dims: for each dim of the whole, the
-    rank's dim it is, or None for one of extent 1. at: where the box begins in the whole.
+    Attributes:
+        inner: The box in the rank's tensor with shape `Placement.source`.
+        dims: For each dim of the global tensor, the rank's dim, or None for one of extent 1.
+        at: Where the box begins in the global tensor.
     """
 
     inner: Box
@@ -68,8 +78,14 @@ class PartitionedBox:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a rank's tensor belongs: name and shape of the whole; source: the shape its row-major elements
-    are taken as; parts: disjoint, all elements of it."""
+    """Where a rank's tensor belongs.
+
+    Attributes:
+        fqn: Name of the global tensor.
+        shape: Shape of the global tensor.
+        source: Shape in which the rank's row-major elements are read.
+        parts: Disjoint boxes that cover the rank's tensor.
+    """
 
     fqn: str
     shape: tuple[int, ...]
@@ -77,21 +93,22 @@ class Placement:
     parts: tuple[PartitionedBox, ...]
 
 
-# Local name below its layer -> how it is cut over the ranks; the first match counts.
-ROWS, COLS, GATED, WHOLE, BY_ROWS = "rows", "columns", "gate and up rows", "whole", "rows or whole"
+# Local name below its layer -> how it is split over the ranks; the first match counts.
+ROWS, COLS, GATED, REPLICATED = "rows", "columns", "gate and up rows", "replicated"
+BY_ROWS = "rows or replicated"
 RULES: tuple[tuple[str, str], ...] = (
     ("embedding.word_embeddings.weight", ROWS),
-    ("embedding.position_embeddings.weight", WHOLE),
-    ("embedding.tokentype_embeddings.weight", WHOLE),
-    ("rotary_pos_emb.inv_freq", WHOLE),
+    ("embedding.position_embeddings.weight", REPLICATED),
+    ("embedding.tokentype_embeddings.weight", REPLICATED),
+    ("rotary_pos_emb.inv_freq", REPLICATED),
     ("output_layer.weight", ROWS),
     ("output_layer.bias", ROWS),
-    ("*.layer_norm_weight", WHOLE),  # fused into the linear layer behind it
-    ("*.layer_norm_bias", WHOLE),
-    ("*layernorm.weight", WHOLE),
-    ("*layernorm.bias", WHOLE),
-    ("*norm.weight", WHOLE),  # final_norm; enorm and hnorm of multi-token prediction
-    ("*norm.bias", WHOLE),
+    ("*.layer_norm_weight", REPLICATED),  # fused into the linear layer behind it
+    ("*.layer_norm_bias", REPLICATED),
+    ("*layernorm.weight", REPLICATED),
+    ("*layernorm.bias", REPLICATED),
+    ("*norm.weight", REPLICATED),  # final_norm; enorm and hnorm of multi-token prediction
+    ("*norm.bias", REPLICATED),
     ("*.linear_qkv.weight", ROWS),
     ("*.linear_qkv.bias", ROWS),
     ("*.linear_q.weight", ROWS),  # cross attention
@@ -101,25 +118,25 @@ RULES: tuple[tuple[str, str], ...] = (
     ("*.linear_q_proj.weight", ROWS),  # multi-latent attention
     ("*.linear_q_up_proj.weight", ROWS),
     ("*.linear_kv_up_proj.weight", ROWS),
-    # Column parallel with Megatron's own layers, one copy a rank with Transformer Engine's.
+    # Column parallel with Megatron's own layers, replicated with Transformer Engine's.
     ("*.linear_q_down_proj.weight", BY_ROWS),
     ("*.linear_kv_down_proj.weight", BY_ROWS),
     ("*.linear_qkv_down_proj.weight", BY_ROWS),
     ("*.core_attention.softmax_offset", ROWS),
     ("*.linear_proj.weight", COLS),
-    ("*.linear_proj.bias", WHOLE),
+    ("*.linear_proj.bias", REPLICATED),
     ("*.linear_fc1.weight", GATED),
     ("*.linear_fc1.bias", GATED),
     ("*.linear_fc2.weight", COLS),
-    ("*.linear_fc2.bias", WHOLE),
-    ("mlp.router.weight", WHOLE),
-    ("mlp.router.bias", WHOLE),
-    ("mlp.router.expert_bias", WHOLE),
-    ("mlp.shared_experts.gate_weight", WHOLE),
+    ("*.linear_fc2.bias", REPLICATED),
+    ("mlp.router.weight", REPLICATED),
+    ("mlp.router.bias", REPLICATED),
+    ("mlp.router.expert_bias", REPLICATED),
+    ("mlp.shared_experts.gate_weight", REPLICATED),
     ("*eh_proj.weight", ROWS),
-    ("lm_head.dense.*", WHOLE),  # BERT's heads
-    ("pooler.dense.*", WHOLE),
-    ("binary_head.*", WHOLE),
+    ("lm_head.dense.*", REPLICATED),  # BERT's heads
+    ("pooler.dense.*", REPLICATED),
+    ("binary_head.*", REPLICATED),
 )
 LAYERS = "decoder.layers."
 _LAYER = re.compile(r"^(decoder|encoder)\.layers\.(\d{1,9})\.(.+)$")
@@ -134,7 +151,7 @@ _FUSED = (
 )
 
 
-# Where query, key and value of one head, of which head, and which row of it stand in a rank's QKV rows:
+# Positions of [query or key or value, head, row of the head] among the dims of a rank's QKV rows:
 # checkpoint_version 0, 1.0, and later (megatron/checkpointing.py, fix_query_key_value_ordering).
 QKV_ORDERS: dict[str, tuple[int, int, int] | None] = {
     "version 0": (0, 1, 2),
@@ -145,7 +162,7 @@ QKV_ORDERS: dict[str, tuple[int, int, int] | None] = {
 
 @dataclass(frozen=True, slots=True)
 class LocalName:
-    """A rank's name taken apart: ``block.layers.layer.rest``; block "" outside any layer."""
+    """The parts of a rank's name ``block.layers.layer.rest``; block is "" outside any layer."""
 
     block: str
     layer: int
@@ -153,7 +170,8 @@ class LocalName:
 
 
 def parse_name(name: str) -> LocalName:
-    """
+    """Split a rank's name into its parts.
+
     >>> parse_name("decoder.layers.3.mlp.linear_fc1.weight")
     LocalName(block='decoder', layer=3, rest='mlp.linear_fc1.weight')
     """
@@ -161,16 +179,26 @@ def parse_name(name: str) -> LocalName:
     if found:
         return LocalName(found[1], int(found[2]), found[3])
     found = _MTP.match(name)
-    if found:  # megatron/core/transformer/multi_token_prediction.py keeps the older name on disk
+    if found:  # megatron/core/transformer/multi_token_prediction.py stores the older name
         return LocalName("mtp", int(found[1]), ("transformer_layer." if found[2] else "") + found[3])
     return LocalName("", 0, name)
 
 
 def place(name: str, shape: tuple[int, ...], rank: Rank, world: World) -> Placement | None:
-    """Where a rank's tensor belongs; None for a name that no rule knows, on more than one tensor rank.
+    """Return where a rank's tensor belongs in the full model.
 
-    Raises `MalformedCheckpoint` where its shape is not what the arguments say, and
-    `UnsupportedFormat` where they say too little.
+    Args:
+        name: The rank's name.
+        shape: The rank's shape.
+        rank: The rank.
+        world: Parallel sizes, and facts about the model.
+
+    Returns:
+        The placement; None for a name without a rule, on more than one tensor rank.
+
+    Raises:
+        MalformedCheckpoint: The shape contradicts the arguments.
+        UnsupportedFormat: The arguments do not determine how the tensor is split.
     """
     local = parse_name(name)
     inside = local.rest.removeprefix("transformer_layer.") if local.block == "mtp" else local.rest
@@ -180,24 +208,24 @@ def place(name: str, shape: tuple[int, ...], rank: Rank, world: World) -> Placem
         return _grouped(local, lead, grouped[1], shape, rank, world)
     expert, inside = _expert(inside)
     tp, at = (world.tp, rank.tp) if expert is None else (world.etp, rank.tp % world.etp)
-    rule = WHOLE if tp == 1 and _rule_of(inside) is None else _rule_of(inside)
+    rule = REPLICATED if tp == 1 and _rule_of(inside) is None else _rule_of(inside)
     if rule is None:
         return None
-    rule = _settled(rule, inside, shape, tp, world, name)
+    rule = _resolve_rule(rule, inside, shape, tp, world, name)
     order = QKV_ORDERS[world.qkv] if "self_attention.linear_qkv." in inside and rule == ROWS else None
     if order is not None:
         return _reordered(local, order, shape, rank, world, name)
-    whole, parts = _partitioned(rule, shape, tp, at, name)
+    global_shape, parts = _partitioned(rule, shape, tp, at, name)
     if expert is not None:
         count = _experts_here(world, name)
         if not 0 <= expert < count:
-            raise MalformedCheckpoint(f"{name}: {count} experts are on a rank")
-        whole, parts = _one_of_stack(whole, parts, world.experts, rank.ep * count + expert)
-    return _placement(local, lead + inside, shape, whole, parts, rank, world)
+            raise MalformedCheckpoint(f"the expert of {name} must be below {count}, the experts of a rank")
+        global_shape, parts = _one_of_stack(global_shape, parts, world.experts, rank.ep * count + expert)
+    return _placement(local, lead + inside, shape, global_shape, parts, rank, world)
 
 
-def whole_name(name: str, rank: Rank, world: World) -> str | None:
-    """What `place` calls the tensor that a rank's is a part of, whatever its shape is; None as there."""
+def global_name(name: str, rank: Rank, world: World) -> str | None:
+    """Return the global name that `place` gives a rank's tensor, whatever its shape; None as there."""
     local = parse_name(name)
     inside = local.rest.removeprefix("transformer_layer.") if local.block == "mtp" else local.rest
     lead = local.rest[: len(local.rest) - len(inside)]
@@ -211,15 +239,19 @@ def whole_name(name: str, rank: Rank, world: World) -> str | None:
 
 
 def cut_shape(name: str, shape: tuple[int, ...], ranks: int, *, copied: bool) -> tuple[int, ...] | None:
-    """The shape that a whole parameter has on each of ``ranks`` tensor ranks; None where no rule tells.
+    """Return the local shape of a global parameter; None where no rule gives it.
 
-    copied: whether what may be rows or whole is whole.
+    Args:
+        name: A rank's name of the parameter.
+        shape: The global shape.
+        ranks: Tensor-parallel ranks.
+        copied: Whether parameters that are split by rows or replicated are replicated.
     """
     rest = parse_name(name).rest
     rule = _rule_of(_expert(rest)[1])
     if rule is None:
         return shape if ranks == 1 else None
-    if rule == WHOLE or (rule == BY_ROWS and copied):
+    if rule == REPLICATED or (rule == BY_ROWS and copied):
         return shape
     axis = 1 if rule == COLS else 0
     if len(shape) <= axis or shape[axis] % ranks:
@@ -228,7 +260,7 @@ def cut_shape(name: str, shape: tuple[int, ...], ranks: int, *, copied: bool) ->
 
 
 def _expert(rest: str) -> tuple[int | None, str]:
-    """(local number of the expert or None, name below the layer in the whole model)."""
+    """Return (local number of the expert or None, name below the layer in the full model)."""
     found = _SEQUENTIAL.match(rest)
     if found:
         return int(found[1]), f"mlp.experts.experts.{found[2]}"
@@ -242,48 +274,50 @@ def _rule_of(rest: str) -> str | None:
     return next((rule for pattern, rule in RULES if fnmatchcase(rest, pattern)), None)
 
 
-def _settled(rule: str, rest: str, shape: tuple[int, ...], tp: int, world: World, name: str) -> str:
-    """The rule with what depends on shapes decided, and the extent checked where it is known."""
+def _resolve_rule(rule: str, rest: str, shape: tuple[int, ...], tp: int, world: World, name: str) -> str:
+    """Return the rule that applies to the shape; check the extent where it is known."""
     if rule == GATED and not world.gated:
         rule = ROWS
     want = next((n for p, n in (world.rows or {}).items() if fnmatchcase(rest, p)), None)
     if rule == BY_ROWS:
         if tp == 1:
-            return WHOLE
+            return REPLICATED
         if want is None:
             raise UnsupportedFormat(
-                f"{name} {list(shape)} may be one of {tp} slices or a copy: the arguments do not tell "
-                "the sizes of the latent projections",
+                f"cannot place {name} {list(shape)}, which may be one of {tp} slices or a copy: the "
+                "arguments do not give the sizes of the latent projections",
                 hint="the checkpoint's `args` lack q_lora_rank, kv_lora_rank or qk_pos_emb_head_dim",
             )
-        rule = WHOLE if shape[:1] == (want,) else ROWS
-    if want is not None and shape and rule in (ROWS, GATED, WHOLE):
-        have = shape[0] * (1 if rule == WHOLE else tp)
+        rule = REPLICATED if shape[:1] == (want,) else ROWS
+    if want is not None and shape and rule in (ROWS, GATED, REPLICATED):
+        have = shape[0] * (1 if rule == REPLICATED else tp)
         if have != want:
-            raise MalformedCheckpoint(f"{name}: {have} rows on {tp} ranks, the arguments say {want}")
+            raise MalformedCheckpoint(
+                f"{name} must have {want} rows by the arguments (got {have} on {tp} ranks)"
+            )
     return rule
 
 
 def _partitioned(
     rule: str, shape: tuple[int, ...], tp: int, at: int, name: str
 ) -> tuple[tuple[int, ...], tuple[PartitionedBox, ...]]:
-    """(shape of the whole, parts) of a tensor cut by a rule."""
+    """Return (global shape, parts) of a tensor that a rule splits."""
     dims = tuple(range(len(shape)))
     zero = (0,) * len(shape)
-    if rule == WHOLE:
+    if rule == REPLICATED:
         return shape, (PartitionedBox(Box(zero, shape), dims, zero),)
     axis = 1 if rule == COLS else 0
     if len(shape) <= axis:
-        raise MalformedCheckpoint(f"{name} {list(shape)} cannot be cut along dim {axis}")
+        raise MalformedCheckpoint(f"cannot split {name} {list(shape)} along dim {axis}")
     n = shape[axis]
-    whole = (*shape[:axis], n * tp, *shape[axis + 1 :])
+    global_shape = (*shape[:axis], n * tp, *shape[axis + 1 :])
     if rule != GATED:
         begin = (*zero[:axis], at * n, *zero[axis + 1 :])
-        return whole, (PartitionedBox(Box(zero, shape), dims, begin),)
+        return global_shape, (PartitionedBox(Box(zero, shape), dims, begin),)
     if n % 2:
-        raise MalformedCheckpoint(f"{name}: {n} rows are no gate and up projection")
+        raise MalformedCheckpoint(f"{name} must have an even number of gate and up rows (got {n})")
     half = n // 2
-    return whole, tuple(
+    return global_shape, tuple(
         PartitionedBox(
             Box((k * half, *zero[1:]), (half, *shape[1:])), dims, ((k * tp + at) * half, *zero[1:])
         )
@@ -294,9 +328,11 @@ def _partitioned(
 def _reordered(
     local: LocalName, order: tuple[int, int, int], shape: tuple[int, ...], rank: Rank, world: World, name: str
 ) -> Placement:
-    """QKV rows of an old order, as [head, query or key or value, row]."""
+    """Place QKV rows of an old order, as [head, query or key or value, row]."""
     if not world.heads or world.heads % world.tp or shape[0] % (3 * (world.heads // world.tp)):
-        raise MalformedCheckpoint(f"{name} {list(shape)}: {world.heads} heads on {world.tp} ranks")
+        raise MalformedCheckpoint(
+            f"cannot split {name} {list(shape)}: {world.heads} heads on {world.tp} ranks do not fit"
+        )
     heads = world.heads // world.tp
     size = shape[0] // (3 * heads)
     extent = {order[0]: 3, order[1]: heads, order[2]: size}
@@ -316,21 +352,21 @@ def _reordered(
                     (at, *(0 for _ in tail)),
                 )
             )
-    whole = (shape[0] * world.tp, *shape[1:])
-    return _placement(local, local.rest, source, whole, tuple(parts), rank, world)
+    global_shape = (shape[0] * world.tp, *shape[1:])
+    return _placement(local, local.rest, source, global_shape, tuple(parts), rank, world)
 
 
 def _grouped(
     local: LocalName, lead: str, which: str, shape: tuple[int, ...], rank: Rank, world: World
 ) -> Placement:
-    """GroupedMLP: all experts of a rank in one tensor, each as [in, out] (mcore up to 0.16).
+    """Place a tensor of GroupedMLP: all experts of a rank, each as [in, out] (mcore up to 0.16).
 
     weight1 [H, E_local * rows] holds (E_local, H, rows); weight2 [E_local * F, H] holds (E_local, F, H).
     """
     name = f"{local.block}.layers.{local.layer}.{local.rest}"
     count = _experts_here(world, name)
     if len(shape) != 2 or shape[1 if which == "1" else 0] % count:
-        raise MalformedCheckpoint(f"{name} {list(shape)} is not for {count} experts")
+        raise MalformedCheckpoint(f"cannot split {name} {list(shape)} into {count} experts")
     tp, at = world.etp, rank.tp % world.etp
     first = rank.ep * count
     rest = f"{lead}mlp.experts.experts.linear_fc{which}.weight"
@@ -339,9 +375,9 @@ def _grouped(
         source = (count, hidden, rows)
         halves = 2 if world.gated else 1
         if rows % halves:
-            raise MalformedCheckpoint(f"{name}: {rows} rows are no gate and up projection")
+            raise MalformedCheckpoint(f"{name} must have an even number of gate and up rows (got {rows})")
         n = rows // halves
-        whole = (world.experts, rows * tp, hidden)
+        global_shape = (world.experts, rows * tp, hidden)
         parts = tuple(
             PartitionedBox(Box((0, 0, k * n), (count, hidden, n)), (0, 2, 1), (first, (k * tp + at) * n, 0))
             for k in range(halves)
@@ -349,41 +385,46 @@ def _grouped(
     else:
         inner, hidden = shape[0] // count, shape[1]
         source = (count, inner, hidden)
-        whole = (world.experts, hidden, inner * tp)
+        global_shape = (world.experts, hidden, inner * tp)
         parts = (PartitionedBox(Box((0, 0, 0), source), (0, 2, 1), (first, 0, at * inner)),)
-    return _placement(local, rest, source, whole, parts, rank, world)
+    return _placement(local, rest, source, global_shape, parts, rank, world)
 
 
 def _experts_here(world: World, name: str) -> int:
     if world.experts <= 0 or world.experts % world.ep:
-        raise MalformedCheckpoint(f"{name}: {world.experts} experts on {world.ep} expert-parallel ranks")
+        raise MalformedCheckpoint(
+            f"cannot place {name}: {world.experts} experts do not divide into "
+            f"{world.ep} expert-parallel ranks"
+        )
     return world.experts // world.ep
 
 
 def _one_of_stack(
-    whole: tuple[int, ...], parts: tuple[PartitionedBox, ...], count: int, index: int
+    global_shape: tuple[int, ...], parts: tuple[PartitionedBox, ...], count: int, index: int
 ) -> tuple[tuple[int, ...], tuple[PartitionedBox, ...]]:
-    """One of ``count`` along a new first dim."""
-    return (count, *whole), tuple(PartitionedBox(p.inner, (None, *p.dims), (index, *p.at)) for p in parts)
+    """Return shape and parts of one of ``count`` tensors along a new first dim."""
+    return (count, *global_shape), tuple(
+        PartitionedBox(p.inner, (None, *p.dims), (index, *p.at)) for p in parts
+    )
 
 
 def _placement(
     local: LocalName,
     rest: str,
     source: tuple[int, ...],
-    whole: tuple[int, ...],
+    global_shape: tuple[int, ...],
     parts: tuple[PartitionedBox, ...],
     rank: Rank,
     world: World,
 ) -> Placement:
     fqn = _fqn(local, rest, rank, world)
     if local.block not in ("", "mtp") and world.stacked:
-        whole, parts = _one_of_stack(whole, parts, world.layers, rank.first_layer + local.layer)
-    return Placement(fqn, whole, source, parts)
+        global_shape, parts = _one_of_stack(global_shape, parts, world.layers, rank.first_layer + local.layer)
+    return Placement(fqn, global_shape, source, parts)
 
 
 def _fqn(local: LocalName, rest: str, rank: Rank, world: World) -> str:
-    """The name in the whole model of what is called ``rest`` below its layer."""
+    """Return the global name of ``rest``, a name below its layer."""
     if not local.block:
         return rest
     rest = _fused(rest, world)
@@ -392,7 +433,7 @@ def _fqn(local: LocalName, rest: str, rank: Rank, world: World) -> str:
     layer = rank.first_layer + local.layer
     if layer >= world.layers:
         raise MalformedCheckpoint(
-            f"{local.block}.layers.{local.layer}.{rest} is layer {layer} of {world.layers}"
+            f"{local.block}.layers.{local.layer}.{rest} is in layer {layer}, the model has {world.layers}"
         )
     return f"{local.block}.layers.{rest}" if world.stacked else f"{local.block}.layers.{layer}.{rest}"
 

@@ -1,8 +1,8 @@
-"""Permitted globals of Megatron's torch files, layered over torch's own, and what they become.
+"""Define the permitted pickle globals of Megatron's torch files, on top of torch's, and their plain values.
 
 Beside plain values Megatron-LM pickles its parsed arguments, random states and a few enums and
 dataclasses (megatron/core/safe_globals.py, megatron/training/checkpointing.py). Each becomes a `Named` or
-plain value; nothing of Megatron or the standard library is called. `read_megatron` reads one file.
+plain value; no code of Megatron or the standard library runs. `read_megatron` reads one file.
 
 Named kinds: ``namespace`` {attribute: value}; ``enum`` [class, name or value]; ``record``
 [class, {field: value}].
@@ -23,9 +23,18 @@ _MAX_DEPTH = 150
 
 
 def read_megatron(read: Reader, length: int, what: str) -> Objects:
-    """The whole tree of a torch zip that Megatron wrote, as `read_objects` gives it, in plain values.
+    """Read the complete tree of a torch zip that Megatron wrote, in plain values.
 
-    Raises as `read_objects` does.
+    Args:
+        read: Reads a byte range of the file.
+        length: Bytes of the file.
+        what: What it is, for messages.
+
+    Returns:
+        What `read_objects` returns, with every record as plain value or `Named`.
+
+    Raises:
+        MalformedCheckpoint: As `read_objects` does.
     """
     found = read_objects(read, length, what, MEGATRON_TABLE)
     refused = list(found.refused)
@@ -34,10 +43,16 @@ def read_megatron(read: Reader, length: int, what: str) -> Objects:
 
 
 def plain(tree: Any, nbytes: int, what: str, refused: list[str] | None = None) -> Any:
-    """A tree of `MEGATRON_TABLE` with every record as `Named` or plain value.
+    """Return a tree of `MEGATRON_TABLE` with every record as `Named` or plain value.
 
-    nbytes: length of the file, which bounds the tree. refused: gets the names of values that cannot
-    be built, and stand in the tree as `Refused`. Raises `MalformedCheckpoint`.
+    Args:
+        tree: The tree.
+        nbytes: Length of the file, which bounds the tree.
+        what: What it is, for messages.
+        refused: Gets the names of values that cannot be built; the tree has `Refused` in their place.
+
+    Raises:
+        MalformedCheckpoint: The tree nests too deeply, contains itself, or is too large.
     """
     made: dict[int, Any] = {}
     open_: set[int] = set()
@@ -48,7 +63,7 @@ def plain(tree: Any, nbytes: int, what: str, refused: list[str] | None = None) -
         return value
 
     def visit(value: Any, depth: int) -> Any:
-        if type(value) is Call:  # a class that is named, but not called
+        if type(value) is Call:  # a class that the pickle names, but does not call
             return note(Refused(value.name))
         if type(value) is Named and value.kind == "ndarray" and "refused" in value.value:
             return note(Refused(value.value["refused"]))
@@ -80,7 +95,7 @@ def plain(tree: Any, nbytes: int, what: str, refused: list[str] | None = None) -
 
 
 def _opened(tree: Any) -> Any:
-    """The tree with what `Named` values hold in their place, sharing kept."""
+    """Return the tree with `Named` values replaced by their contents, sharing kept."""
     made: dict[int, Any] = {}
 
     def visit(value: Any) -> Any:

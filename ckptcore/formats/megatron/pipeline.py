@@ -1,9 +1,9 @@
 """Read the sizes of a model from Megatron's arguments: layers of each pipeline stage, rows of parameters.
 
 Layers are numbered through the chunks in the order (chunk of a stage, stage): with two chunks a stage, the
-first chunks of all stages come before the second ones. How many layers a chunk has is told by the arguments
-(megatron/core/transformer/{transformer_block,transformer_layer,pipeline_parallel_layer_layout}.py). The first
-dims of whole parameters are what the ranks' slices are checked against.
+first chunks of all stages come before the second ones. The arguments give the number of layers of a chunk
+(megatron/core/transformer/{transformer_block,transformer_layer,pipeline_parallel_layer_layout}.py). The
+ranks' slices are checked against the first dims of global parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ _DECODER = ("t", "decoder")
 
 
 def layers_per_chunk(args: Mapping[str, Any], pp: int, vpp: int) -> Counts | None:
-    """Layers of every chunk as the arguments tell them, or None where they cannot be made out."""
+    """Return the layers of every chunk by the arguments, or None where these do not determine them.
+
+    Args:
+        args: The training arguments.
+        pp: Pipeline stages.
+        vpp: Model chunks of a stage.
+    """
     layers = args.get("num_layers")
     if type(layers) is not int or not 0 <= layers <= _MAX_LAYERS or not 0 < pp * vpp <= _MAX_LAYOUT:
         return None
@@ -49,7 +55,7 @@ def layers_per_chunk(args: Mapping[str, Any], pp: int, vpp: int) -> Counts | Non
 
 
 def first_layers(counts: Counts) -> Counts:
-    """Number of each chunk's first layer in the whole model.
+    """Return the number of each chunk's first layer in the full model.
 
     >>> first_layers([[1, 2], [3, 1]])
     [[0, 1], [3, 6]]
@@ -81,7 +87,7 @@ def _uneven(layers: int, pp: int, first: Any, last: Any) -> list[int] | None:
 
 
 def _laid_out(layout: Any, pp: int, vpp: int) -> Counts | None:
-    """Counts of ``--pipeline-model-parallel-layout``: "Et*2|(tt|)*2L", or a list of lists of names."""
+    """Count layers of ``--pipeline-model-parallel-layout``: "Et*2|(tt|)*2L", or a list of lists of names."""
     if isinstance(layout, Named) and layout.kind == "record":  # PipelineParallelLayerLayout
         layout = layout.value[1].get("input_data")
     if type(layout) is str:
@@ -112,13 +118,13 @@ def _layer_kind(entry: Any) -> Any:
     if isinstance(entry, Named) and entry.kind == "enum":  # LayerType.decoder, by name or value
         kind = entry.value[1]  # a number or text
         return "decoder" if kind == 4 else kind
-    # Names in a list are read in any case, spaces around them do not count.
+    # Megatron ignores the case of names in a list, and spaces around them.
     return entry.strip().lower() if type(entry) is str else entry
 
 
 def known_rows(args: Mapping[str, Any]) -> dict[str, int]:
-    """First dims of whole parameters, by name pattern, as far as the arguments tell them."""
-    told: dict[str, int] = {}
+    """Return name pattern -> first dim of global parameters, where the arguments determine it."""
+    rows: dict[str, int] = {}
 
     def number(key: str) -> int:
         value = args.get(key)
@@ -128,16 +134,16 @@ def known_rows(args: Mapping[str, Any]) -> dict[str, int]:
     groups = number("num_query_groups") if args.get("group_query_attention", True) else 0
     alike = not any(args.get(f"heterogeneous_layers_config_{k}") for k in ("path", "encoded_json"))
     if heads and head and alike and not args.get("multi_latent_attention"):
-        # num_query_groups of None: every head has its own key and value. Some versions store 1 then.
+        # num_query_groups of None: every head has its own key and value. Some versions then store 1.
         queries = heads * (2 if args.get("attention_output_gate") else 1)
-        told["self_attention.linear_qkv.weight"] = (queries + 2 * (groups or heads)) * head
+        rows["self_attention.linear_qkv.weight"] = (queries + 2 * (groups or heads)) * head
     if number("padded_vocab_size"):
-        told["embedding.word_embeddings.weight"] = number("padded_vocab_size")
+        rows["embedding.word_embeddings.weight"] = number("padded_vocab_size")
     query, pair, position = number("q_lora_rank"), number("kv_lora_rank"), number("qk_pos_emb_head_dim")
     if query:
-        told["self_attention.linear_q_down_proj.weight"] = query
+        rows["self_attention.linear_q_down_proj.weight"] = query
     if pair:
-        told["self_attention.linear_kv_down_proj.weight"] = pair + position
+        rows["self_attention.linear_kv_down_proj.weight"] = pair + position
     if query and pair:
-        told["self_attention.linear_qkv_down_proj.weight"] = query + pair + position
-    return told
+        rows["self_attention.linear_qkv_down_proj.weight"] = query + pair + position
+    return rows

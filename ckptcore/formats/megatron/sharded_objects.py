@@ -1,9 +1,9 @@
-"""Objects of Megatron-Core's checkpoints: which plain values do they stand for?
+"""Read the objects of Megatron-Core's checkpoints as plain values.
 
-What is no tensor is either a ShardedObject, stored on its own under ``<key>/shard_<offset>_<shape>``
+A non-tensor value is either a ShardedObject, stored on its own under ``<key>/shard_<offset>_<shape>``
 (megatron/core/dist_checkpointing/mapping.py), or part of the *common* state: one dict for all
-ranks, in ``common.pt`` until 0.18 and in the object ``common_state/shard_0_1`` since 0.19. In
-torch_dist an object is stored as a list with it alone inside.
+ranks, in ``common.pt`` until 0.18 and in the object ``common_state/shard_0_1`` since 0.19.
+torch_dist stores an object as a list of one element.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.dcp.objects import ObjectRules, adopt, kept
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.utils.crc32 import crc32
+from ckptcore.utils.text import count
 
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
@@ -33,21 +34,21 @@ EXTRA_STATE = "_extra_state"
 SHARD = re.compile(
     r"^(?P<key>.+)/shard_(?P<offset>\d{1,18}(?:\.\d{1,18})*)_(?P<shape>\d{1,18}(?:\.\d{1,18})*)$"
 )
-_MAX_BYTES = 64 << 20  # of an object's tensor that is kept as bytes
+_MAX_BYTES = 64 << 20  # of an object's tensor that becomes bytes
 
 
 def listed(key: str, objects: Objects, read: Reader) -> tuple[Objects, tuple[str, ...]]:
-    """An object of torch_dist: taken out of the list around it where it is alone there."""
+    """Return an object of torch_dist, without the list of one element around it."""
     tree = objects.tree
     inner = tree[0] if SHARD.match(key) and type(tree) is list and len(tree) == 1 else tree
     return plain(key, replace(objects, tree=inner), read)
 
 
 def plain(key: str, objects: Objects, read: Reader) -> tuple[Objects, tuple[str, ...]]:
-    """An object without what was refused in it, and the paths of that.
+    """Return an object without its refused values, and the paths of those.
 
-    Transformer Engine 2.0 and later keeps ``_extra_state`` as a byte tensor that is itself a
-    pickle. It is no weight and is never opened: it becomes ``Named("bytetensor", bytes)``.
+    Transformer Engine 2.0 and later stores ``_extra_state`` as a byte tensor that is itself a
+    pickle. It is not a weight and is never opened: it becomes ``Named("bytetensor", bytes)``.
     """
     tree, lost, names = _pruned(objects.tree)
     if EXTRA_STATE in key and isinstance(tree, StoredView) and tree.dtype == "uint8":
@@ -62,9 +63,15 @@ BARE = ObjectRules(parse=read_megatron, adapt=plain)  # plain DCP folders of Meg
 
 
 def add_file(builder: Builder, source: Source, path: str, key: str | None) -> None:
-    """Adds a torch file as one object, or its top-level dict as an object per key (key None).
+    """Add a torch file as one object, or its top-level dict as an object per key.
 
-    What cannot be parsed becomes a finding, and a blob without a tree.
+    A file that cannot be parsed becomes a finding, and a blob without a tree.
+
+    Args:
+        builder: Gets the objects.
+        source: The folder.
+        path: The file in it.
+        key: Name of the object, or None for an object per key of the file's dict.
     """
     store, size = source.store, source.listing[path]
     item = Item(builder.file(path, size), 0, size)
@@ -76,17 +83,20 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
     try:
         objects = read_megatron(read, size, path)
         parts = {key: objects.tree} if key is not None else _common(objects.tree, path)
-        told = set[str]()
+        reachable = set[str]()
         for name, tree in parts.items():
             used = storages_in(tree)
-            told |= used
+            reachable |= used
             mine = {k: v for k, v in objects.storages.items() if k in used}
             one, lost = plain(name, replace(objects, tree=tree, refused=(), storages=mine), read)
             form = adopt(builder, name, item, one, f"{name} in {path}")
             builder.blobs.append(kept(builder, name, at, form, one, lost, path))
-        hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in told)
+        hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in reachable)
         if hidden:
-            message = f"{path} holds {hidden} bytes of tensors in {', '.join(objects.refused)}: out of reach"
+            message = (
+                f"cannot read {count(hidden, 'byte')} of tensors in {path}: they are inside "
+                f"{', '.join(objects.refused)}"
+            )
             builder.findings.append(finding("refused-tensors", "cover", message, fqn=key, file=path))
     except MalformedCheckpoint as error:
         code = "crc-mismatch" if isinstance(error, ChecksumMismatch) else "malformed-item"
@@ -96,12 +106,12 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
 
 def _common(tree: Any, path: str) -> dict[str, Any]:
     if not isinstance(tree, dict) or any(type(k) is not str for k in tree):
-        raise MalformedCheckpoint(f"{path} holds a {type(tree).__name__}, not a dict of common state")
+        raise MalformedCheckpoint(f"{path} must hold a dict of common state (got {type(tree).__name__})")
     return tree
 
 
 def spread_common(manifest: Manifest) -> Manifest:
-    """The manifest with the object ``common_state`` as one object per key of its dict."""
+    """Return the manifest with the object ``common_state`` split into one object per key."""
     blobs: list[Blob] = []
     for blob in manifest.blobs:
         entries = _entries(blob.tree) if blob.key == COMMON_KEY and blob.known else None
@@ -113,12 +123,12 @@ def spread_common(manifest: Manifest) -> Manifest:
 
 
 def common_name(name: str) -> str:
-    """The name that a tensor of the common state has in the whole."""
+    """Return the name of a tensor without the prefix of the common state."""
     return name.removeprefix(COMMON_KEY + ".")
 
 
 def grids(blobs: Sequence[Blob]) -> Iterator[Finding]:
-    """A finding for every sharded object whose grid of shards is not whole."""
+    """Yield a finding for every sharded object whose grid of shards is incomplete."""
     found: dict[str, dict[tuple[int, ...], set[tuple[int, ...]]]] = {}
     for blob in blobs:
         m = SHARD.match(blob.key)
@@ -135,7 +145,7 @@ def grids(blobs: Sequence[Blob]) -> Iterator[Finding]:
             )
         for shape, offsets in shapes.items():
             if all(len(o) == len(shape) + 1 for o in offsets):
-                # 0.5 cut the last number off a name in two dims: that dim is as long as its cells say.
+                # 0.5 dropped the last number of a name in two dims: the cells give that dim's extent.
                 shape = (*shape, 1 + max(o[-1] for o in offsets))
             yield from _grid(key, shape, offsets)
 
@@ -148,7 +158,7 @@ def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> It
         yield finding(
             "out-of-bounds",
             "cover",
-            f"object {key}: shard {_dotted(offset)} lies outside its grid {_dotted(shape)}",
+            f"object {key}: shard {_dotted(offset)} is outside its grid {_dotted(shape)}",
             fqn=key,
         )
     total = prod(shape)
@@ -159,7 +169,7 @@ def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> It
     yield finding(
         "hole",
         "cover",
-        f"object {key}: {total - len(inside)} of {total} shards are not there"
+        f"object {key} lacks {total - len(inside)} of {count(total, 'shard')}"
         f"{': ' + ', '.join(first) if first else ''}",
         fqn=key,
     )
@@ -170,7 +180,7 @@ def _dotted(dims: tuple[int, ...]) -> str:
 
 
 def _entries(tree: Any) -> list[tuple[str, Any]] | None:
-    """(key, value) of the JSON form of a dict with text keys."""
+    """Return (key, value) pairs of the JSON form of a dict with text keys."""
     if not isinstance(tree, dict):
         return None
     if "$" not in tree:
@@ -181,7 +191,7 @@ def _entries(tree: Any) -> list[tuple[str, Any]] | None:
 
 
 def _pruned(tree: Any) -> tuple[Any, tuple[str, ...], list[str]]:
-    """(the tree without refused values, their paths, their classes); all of it when its top is refused."""
+    """Return (the tree without refused values, their paths, their classes); a refused tree as it is."""
     lost: list[str] = []
     names: list[str] = []
 
@@ -200,7 +210,7 @@ def _pruned(tree: Any) -> tuple[Any, tuple[str, ...], list[str]]:
         if isinstance(value, (list, tuple)):
             inside = [visit(v, f"{path}.{i}") for i, v in enumerate(value)]
             gone = next((v for v in inside if isinstance(v, Refused)), None)
-            return gone if gone is not None else type(value)(inside)  # positions must stay
+            return gone if gone is not None else type(value)(inside)  # positions must not change
         return value
 
     kept_tree = visit(tree, "")
@@ -214,8 +224,8 @@ def _bytes_of(view: StoredView, objects: Objects, read: Reader, what: str) -> by
     place = check_view(view, length, 0, what, objects.swapped)
     count = prod(view.shape)
     if place.strides is not None or len(view.shape) != 1 or length > _MAX_BYTES:
-        raise MalformedCheckpoint(f"{what}: {count} bytes of extra state in a layout that nothing writes")
+        raise MalformedCheckpoint(f"cannot read {what}: {count} bytes of extra state in an unknown layout")
     raw = read(start, length)
     if crc is not None and crc32(raw) != crc:
-        raise ChecksumMismatch(f"{what} has CRC-32 {crc32(raw):08x}, {crc:08x} is stored")
+        raise ChecksumMismatch(f"CRC-32 of {what} must be {crc:08x} (got {crc32(raw):08x})")
     return raw[place.start : place.start + count]

@@ -1,8 +1,8 @@
-"""Megatron-Core `torch_dist` checkpoints: a DCP folder with Megatron's own rules (0.6 to 0.19).
+"""Read Megatron-Core `torch_dist` checkpoints: a DCP folder with Megatron's own rules (0.6 to 0.19).
 
-Beside the DCP files lie ``metadata.json``, written last, and until 0.18 ``common.pt``. Keys are
-those of the ShardedTensors; optimizer state may be flattened (`_mcoreflat`), and everything that
-is no tensor follows `_mcoreobjects` (megatron/core/dist_checkpointing/serialization.py).
+Beside the DCP files are ``metadata.json``, written last, and until 0.18 ``common.pt``. Keys are
+those of the ShardedTensors. Optimizer state may be flattened (`flattened`); `sharded_objects` reads
+the non-tensor values (megatron/core/dist_checkpointing/serialization.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptcore.formats.megatron.config import (
     read_config,
 )
 from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
-from ckptcore.formats.megatron.flattened import left_flat, restored
+from ckptcore.formats.megatron.flattened import restore_shapes, shape_findings
 from ckptcore.formats.megatron.sharded_objects import (
     COMMON_FILE,
     COMMON_KEY,
@@ -37,12 +37,13 @@ from ckptcore.formats.megatron.sharded_objects import (
     spread_common,
 )
 from ckptcore.formats.megatron.writer import arrange_torch_dist
+from ckptcore.utils.text import count
 
 NAME = "torch_dist"
 
 
 def detect(source: Source) -> Evidence | None:
-    """`metadata.json` says so; without it, `.metadata` has what only Megatron-Core leaves there."""
+    """Recognise by `metadata.json`; without it, by entries of `.metadata` that only Megatron-Core writes."""
     if source.name is not None:
         return None
     config = read_config(source)
@@ -55,20 +56,21 @@ def detect(source: Source) -> Evidence | None:
         because = (f"no {CONFIG}, but .metadata is Megatron-Core's",)
     else:
         return None
-    return Evidence(NAME, (*because, f"{len(data)} *.distcp file(s)"), refines=("dcp",))
+    return Evidence(NAME, (*because, count(len(data), "*.distcp file")), refines=("dcp",))
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of a torch_dist folder, names as stored.
+    """Read the manifest of a torch_dist folder, names as stored.
 
-    Raises `NotComplete` when `metadata.json`, which is written last, is not there.
+    Raises:
+        NotComplete: `metadata.json`, which is written last, is missing.
     """
     config = finished_config(source)
     parsed = parse_folder(source)
     extra = parsed[0].extra.get("mcore_data")
     folder = read_folder(source, NAME, LISTED, parsed)
-    folder = restored(folder, extra)
-    findings = [*left_flat(folder, extra)]
+    folder = restore_shapes(folder, extra)
+    findings = [*shape_findings(folder, extra)]
     parts = [Part(folder, rename=common_name)]
     inside = any(b.key == COMMON_KEY for b in folder.blobs)
     if COMMON_FILE in source.listing and inside:
@@ -77,22 +79,22 @@ def read(source: Source) -> Manifest:
         parts.append(Part(_common(source)))
     kept = digests(source)
     findings += [
-        finding("missing-file", "files", f"{INTEGRITY} tells of {path}, which is not there", file=path)
+        finding("missing-file", "files", f"{path} is missing, {INTEGRITY} lists it", file=path)
         for path in kept
         if path not in source.listing
     ]
     if config is not None and config.has_common_file and COMMON_FILE not in source.listing:
-        message = f"{COMMON_FILE} is not there, and {CONFIG} says that the common state was saved in it"
+        message = f"{COMMON_FILE} is missing, and {CONFIG} says that the common state was saved in it"
         findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
-    whole = spread_common(join(NAME, source.store.url, parts, _folder_origin(folder, config, kept)))
-    whole = replace(whole, findings=(*whole.findings, *findings, *grids(whole.blobs)))
-    return map_buckets(whole, stored_args(whole))
+    manifest = spread_common(join(NAME, source.store.url, parts, _folder_origin(folder, config, kept)))
+    manifest = replace(manifest, findings=(*manifest.findings, *findings, *grids(manifest.blobs)))
+    return map_buckets(manifest, stored_args(manifest))
 
 
 def _second(config: MegatronConfig | None) -> Finding:
-    """About `common.pt` beside a common state of 0.19, which that release does not open."""
+    """Return the finding for `common.pt` beside a common state of 0.19, which ignores that file."""
     if config is not None and config.has_common_file:
-        message = f"{CONFIG} says that the common state lies in {COMMON_FILE}, and .metadata has {COMMON_KEY}"
+        message = f"{CONFIG} says that the common state is in {COMMON_FILE}, but .metadata has {COMMON_KEY}"
         return finding("mixed-saves", "files", message, file=COMMON_FILE)
     message = f"{COMMON_FILE} is not read: the common state is the object {COMMON_KEY}"
     return finding("stray-file", "files", message, file=COMMON_FILE)

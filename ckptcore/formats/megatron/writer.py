@@ -1,9 +1,9 @@
-"""Laying out Megatron-Core checkpoints, torch_dist and zarr, as a job of one rank saves them.
+"""Lay out Megatron-Core checkpoints, torch_dist and zarr, as a job of one rank saves them.
 
-What the source holds is told apart by names: a key ``<key>/shard_<offset>_<shape>`` is a sharded
-object, every other object is common state, and a tensor that no object refers to is a sharded
-tensor of one chunk. ``common.pt`` and the four fields of ``metadata.json`` are what releases up to
-0.18 need; 0.19 takes ``common.pt`` where there is one, too. ``metadata.json`` comes last.
+Names decide: a key ``<key>/shard_<offset>_<shape>`` is a sharded object, every other object is common
+state, and a tensor that no object refers to is a sharded tensor of one chunk. Releases up to 0.18 need
+``common.pt`` and the four fields of ``metadata.json``; 0.19 reads ``common.pt``, too, where it exists.
+``metadata.json`` comes last.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from ckptcore.formats.dcp.writer import METADATA, Files
 from ckptcore.formats.megatron.config import CONFIG
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, COMMON_KEY, SHARD
 from ckptcore.formats.torch_save.layout import Inline, torch_file
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import count, shown
 
 _RANDOM = "rng_state"
 _MAX_NAME = 255  # bytes of a file name, on every common file system
 _MAX_PATH = 3500  # bytes of a name below the output: paths end at 4096
-_OWN = re.compile(r"\.z\w+|\d+(\.\d+)*")  # files that a tensor's own folder has: its metadata, its chunks
+_OWN = re.compile(r"\.z\w+|\d+(\.\d+)*")  # files of a tensor's own folder: its metadata, its chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What is written, told apart.
+    """The output, split by kind.
 
-    weights: positions of the sharded tensors, in natural name order. shards: key -> value of each
-    sharded object. common: the common state. position: name -> position of every tensor.
+    Attributes:
+        weights: Positions of the sharded tensors, in natural name order.
+        shards: Key -> value of each sharded object.
+        common: The common state.
+        position: Name -> position of every tensor.
     """
 
     weights: tuple[int, ...]
@@ -48,27 +51,27 @@ class Parts:
 
 
 def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
-    """``common.pt``, the ``__R_I.distcp`` of every rank, ``.metadata``, ``metadata.json``."""
+    """Lay out ``common.pt``, the ``__R_I.distcp`` of every rank, ``.metadata``, ``metadata.json``."""
     parts = _common_and_shards(request)
     files = Files(request, "")
     for key, value in parts.shards.items():
         # megatron/core/dist_checkpointing/strategies/torch.py stores a list around every object
         files.whole(key, _torch_file(key, [value], request, parts))
     layouts = tuple(files.ranks(parts.weights))
-    told = metadata_pickle(files.stored(parts.weights), files.objects, None)
+    metadata = metadata_pickle(files.stored(parts.weights), files.objects, None)
     return (
         _torch_file(COMMON_FILE, _for_ranks(request, parts), request, parts),
         *layouts,
-        _literal(METADATA, told),
+        _literal(METADATA, metadata),
         _config_layout("torch_dist"),
     )
 
 
 def _for_ranks(request: Arrangement, parts: Parts) -> dict[str, Any]:
-    """The common state; for a mesh without random states, that of a job with ``--no-save-rng``.
+    """Return the common state; for a mesh without random states, that of a job with ``--no-save-rng``.
 
-    Megatron-LM asks for them where TP and PP are those of ``args`` (megatron/training/checkpointing.py,
-    load_checkpoint), and fails where they are missing.
+    Megatron-LM loads random states where TP and PP are those of ``args``
+    (megatron/training/checkpointing.py, load_checkpoint), and fails where they are missing.
     """
     args = parts.common.get("args")
     if request.topology is None or not isinstance(args, Named) or args.kind != "namespace":
@@ -79,18 +82,21 @@ def _for_ranks(request: Arrangement, parts: Parts) -> dict[str, Any]:
 
 
 def arrange_zarr(request: Arrangement) -> tuple[FileLayout, ...]:
-    """``common.pt``, an array of one chunk per tensor, a file per sharded object, ``metadata.json``.
+    """Lay out ``common.pt``, an array of one chunk per tensor, a file per sharded object, ``metadata.json``.
 
-    Raises `UnsupportedDtype` for tensors that zarr has no dtype for, `NameMismatch` for names that
-    are no folder's.
+    Raises:
+        UnsupportedDtype: zarr has no dtype for a tensor.
+        NameMismatch: A name cannot be a folder.
     """
     parts = _common_and_shards(request)
     names = [request.tensors[i].fqn for i in parts.weights]
     _require_folders([*names, *(f"{key}.pt" for key in parts.shards)])
     odd = {t.fqn: t.dtype for i in parts.weights if not BY_NAME[(t := request.tensors[i]).dtype].zarr}
     if odd:
-        shown = ", ".join(f"{n} ({d})" for n, d in list(odd.items())[:4])
-        raise UnsupportedDtype(f"zarr has no dtype for {len(odd)} tensors: {shown}", tensors=sorted(odd))
+        first = ", ".join(f"{n} ({d})" for n, d in list(odd.items())[:4])
+        raise UnsupportedDtype(
+            f"cannot write {count(len(odd), 'tensor')}: zarr has no such dtype: {first}", tensors=sorted(odd)
+        )
     arrays = (layout for i in parts.weights for layout in _array_files(request, i))
     objects = (_torch_file(f"{k}.pt", v, request, parts) for k, v in parts.shards.items())
     common = _torch_file(COMMON_FILE, parts.common, request, parts)
@@ -100,14 +106,14 @@ def arrange_zarr(request: Arrangement) -> tuple[FileLayout, ...]:
 def _array_files(request: Arrangement, index: int) -> Iterator[FileLayout]:
     spec = request.tensors[index]
     chunks = tuple(max(n, 1) for n in spec.shape)
-    told = _zarr.dump(BY_NAME[spec.dtype], spec.shape, chunks)
-    head = Literal(0, told)
+    header = _zarr.dump(BY_NAME[spec.dtype], spec.shape, chunks)
+    head = Literal(0, header)
     path = f"{spec.fqn}/{_zarr.ARRAY}"
-    if spec.numel == 0:  # an empty array has no chunk; its header stands for it
-        yield FileLayout(path, len(told), (index,), (Slot(0, len(told)),), (head,))
+    if spec.numel == 0:  # an empty array has no chunk, so its header's file has the slot
+        yield FileLayout(path, len(header), (index,), (Slot(0, len(header)),), (head,))
         return
     chunk = ".".join("0" for _ in spec.shape) or "0"
-    yield FileLayout(path, len(told), (), (), (head,))
+    yield FileLayout(path, len(header), (), (), (head,))
     yield FileLayout(f"{spec.fqn}/{chunk}", spec.nbytes, (index,), (Slot(0, 0),), ())
 
 
@@ -119,7 +125,9 @@ def _common_and_shards(request: Arrangement) -> Parts:
     for key in sorted(request.objects, key=natural):
         value = decode(request.objects[key])
         if key == COMMON_KEY or (key in position and value != TensorRef(key)):
-            raise NameMismatch(f"an object is called {key}, like what Megatron-Core keeps there")
+            raise NameMismatch(
+                f"cannot write object {key}: Megatron-Core reserves the name, or a tensor has it"
+            )
         (shards if SHARD.match(key) else common)[key] = value
         inside |= {*tensors_in(value)}
     free = sorted(position.keys() - inside, key=natural)
@@ -127,7 +135,7 @@ def _common_and_shards(request: Arrangement) -> Parts:
 
 
 def _torch_file(path: str, value: Any, request: Arrangement, parts: Parts) -> FileLayout:
-    """A torch file with the tensors and byte tensors that its value refers to."""
+    """Lay out a torch file with the tensors and byte tensors that its value refers to."""
     inline: dict[str, Inline] = {}
     tree = _with_bytes(value, inline)
     order = [parts.position[n] for n in sorted(tensors_in(value), key=natural)]
@@ -135,10 +143,10 @@ def _torch_file(path: str, value: Any, request: Arrangement, parts: Parts) -> Fi
 
 
 def _with_bytes(value: Any, inline: dict[str, Inline]) -> Any:
-    """The tree with a reference in place of every byte tensor; their bytes go into ``inline``."""
+    """Return the tree with a reference in place of every byte tensor; add their bytes to ``inline``."""
     if isinstance(value, Named):
         if value.kind == "bytetensor":
-            name = f"\0{len(inline)}"  # no tensor is called so
+            name = f"\0{len(inline)}"  # no tensor has such a name
             inline[name] = TensorSpec(name, "uint8", (len(value.value),)), value.value
             return TensorRef(name)
         return Named(value.kind, _with_bytes(value.value, inline))
@@ -150,7 +158,7 @@ def _with_bytes(value: Any, inline: dict[str, Inline]) -> Any:
 
 
 def _require_folders(names: Sequence[str]) -> None:
-    """Every name can be a path below the output, and none is another's file."""
+    """Require that every name can be a path below the output, and none is another's file."""
     taken, folders = {COMMON_FILE, CONFIG}, frozenset(names)
     for name in names:
         steps = name.split("/")
@@ -161,7 +169,7 @@ def _require_folders(names: Sequence[str]) -> None:
             or any(_OWN.fullmatch(s) and "/".join(steps[:n]) in folders for n, s in enumerate(steps) if n)
         ):
             raise NameMismatch(
-                f"{shown(name, 120)} cannot be a folder of a zarr checkpoint",
+                f"cannot write {shown(name, 120)} to a zarr checkpoint: the name cannot be a folder",
                 hint="rename it with --rename, or leave it out with --exclude",
             )
         taken.add(name)
@@ -172,7 +180,7 @@ def _can_be_folder(step: str) -> bool:
         return False
     try:
         return len(step.encode()) <= _MAX_NAME
-    except UnicodeEncodeError:  # no text at all
+    except UnicodeEncodeError:  # lone surrogates
         return False
 
 

@@ -1,6 +1,6 @@
-"""Megatron-Core `zarr` checkpoints (0.5 to 0.15): one uncompressed zarr array per tensor.
+"""Read Megatron-Core `zarr` checkpoints (0.5 to 0.15): one uncompressed zarr array per tensor.
 
-Beside the arrays lie ``metadata.json``, written last, ``common.pt``, an object per
+Beside the arrays are ``metadata.json``, written last, ``common.pt``, an object per
 ``<key>/shard_<offset>_<shape>.pt``, and the zero-length locks of ``<key>.sync/``
 (megatron/core/dist_checkpointing/strategies/zarr.py). Flattened shards are stored in place.
 """
@@ -21,61 +21,64 @@ from ckptcore.formats.megatron.config import CONFIG, finished_config, read_confi
 from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, add_file, grids
 from ckptcore.formats.megatron.writer import arrange_zarr
+from ckptcore.utils.text import count
 
 NAME = "zarr"
 _LOCKS = ".sync"
-# Until 0.5 the last number of a shape of two or more dims was cut off as if it were a suffix.
+# Until 0.5 the last number of a shape of two or more dims was dropped like a suffix.
 _OBJECT = re.compile(r"/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*\.pt$")
 _CHUNK = re.compile(r"/\d+(?:\.\d+)*$")
 _PADDED = re.compile(r"embedding|output_layer|lm_head|bucket_idx|gbuf_idx")
-_MAX_TOLD = 100
+_MAX_FINDINGS = 100
 
 
 def detect(source: Source) -> Evidence | None:
-    """`metadata.json` says so; without it, arrays beside Megatron's `common.pt`."""
+    """Recognise by `metadata.json`; without it, by arrays beside Megatron's `common.pt`."""
     if source.name is not None:
         return None
-    told = read_config(source)
+    config = read_config(source)
     arrays = len(_arrays(source))
-    if told is not None and told.backend != NAME:
-        because = (f"{arrays} zarr arrays", f"although {CONFIG} says {told.backend}")
+    if config is not None and config.backend != NAME:
+        because = (count(arrays, "zarr array"), f"although {CONFIG} says {config.backend}")
         return Evidence(NAME, because) if arrays else None
-    if told is not None:
-        because = (f"{CONFIG} says sharded_backend zarr, version {told.version}", f"{arrays} arrays")
+    if config is not None:
+        because = (f"{CONFIG} says sharded_backend zarr, version {config.version}", count(arrays, "array"))
     elif arrays and COMMON_FILE in source.listing:
-        because = (f"{arrays} zarr arrays beside {COMMON_FILE}", f"but no {CONFIG}")
+        because = (f"{count(arrays, 'zarr array')} beside {COMMON_FILE}", f"but no {CONFIG}")
     else:
         return None
     return Evidence(NAME, because, refines=("torch_save",))  # which sees common.pt
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of a zarr checkpoint, names as stored.
+    """Read the manifest of a zarr checkpoint, names as stored.
 
-    Raises `NotComplete` without `metadata.json`, `UnsupportedFormat` for compressed arrays.
+    Raises:
+        NotComplete: `metadata.json` is missing.
+        UnsupportedFormat: An array is compressed.
     """
-    told = finished_config(source)
+    config = finished_config(source)
     builder = Builder()
     inside = _by_folder(source)
     arrays = _arrays(source)
-    told_by = {path: array for path in arrays if (array := _add_array(builder, source, path, inside))}
-    builder.findings += [*_of_another_writer(told_by), *_uneven(told_by)]
+    readable = {path: array for path in arrays if (array := _add_array(builder, source, path, inside))}
+    builder.findings += [*_of_another_writer(readable), *_uneven(readable)]
     builder.findings += _headless(source, {p.removesuffix("/" + _zarr.ARRAY) for p in arrays})
     for path in sorted(p for p in source.listing if _OBJECT.search(p)):
         add_file(builder, source, path, path.removesuffix(".pt"))
     if COMMON_FILE in source.listing:
         add_file(builder, source, COMMON_FILE, None)
-    elif told is not None and told.has_common_file:
-        message = f"{COMMON_FILE} is not there, and {CONFIG} says that the common state was saved in it"
+    elif config is not None and config.has_common_file:
+        message = f"{COMMON_FILE} is missing, and {CONFIG} says that the common state was saved in it"
         builder.findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
-    origin = {} if told is None else {"backend": told.backend, "backend_version": told.version}
+    origin = {} if config is None else {"backend": config.backend, "backend_version": config.version}
     found = builder.build(NAME, source.store.url, origin)
     found = replace(found, findings=(*found.findings, *grids(found.blobs)))
     return map_buckets(found, stored_args(found))
 
 
 def _arrays(source: Source) -> list[str]:
-    """Every array's `.zarray`; those of lock folders are empty."""
+    """Return every array's `.zarray`, without the empty ones of lock folders."""
     found = {p.removesuffix("/" + _zarr.ARRAY): p for p in source.listing if p.endswith("/" + _zarr.ARRAY)}
     locks = {
         k
@@ -86,24 +89,24 @@ def _arrays(source: Source) -> list[str]:
 
 
 def _headless(source: Source, arrays: set[str]) -> Iterator[Finding]:
-    """Findings about chunks, and locks, without the `.zarray` of their array."""
+    """Yield findings for chunks, and locks, without the `.zarray` of their array."""
     folders = {p.rpartition("/")[0] for p in source.listing if _CHUNK.search(p)}
-    told = {k.removesuffix(_LOCKS) for k in folders}
-    lost = sorted(k for k in told - arrays if not any(above in arrays for above in _above(k)))
-    for key in lost[:_MAX_TOLD]:
-        message = f"{key}/{_zarr.ARRAY} is not there, but chunks or locks of {key} are"
+    names = {k.removesuffix(_LOCKS) for k in folders}
+    lost = sorted(k for k in names - arrays if not any(above in arrays for above in _above(k)))
+    for key in lost[:_MAX_FINDINGS]:
+        message = f"{key}/{_zarr.ARRAY} is missing, but there are chunks or locks of {key}"
         yield finding("missing-file", "files", message, file=f"{key}/{_zarr.ARRAY}")
 
 
 def _above(key: str) -> Iterator[str]:
-    """The folders that a folder lies in; chunks may lie in subfolders."""
+    """Yield the folders above a folder; chunks may be in subfolders."""
     while "/" in key:
         key = key.rpartition("/")[0]
         yield key
 
 
 def _by_folder(source: Source) -> dict[str, list[str]]:
-    """Top folder -> the files below it, relative to it; an array's chunks may lie in subfolders."""
+    """Return top folder -> relative paths below it; an array's chunks may be in subfolders."""
     found: dict[str, list[str]] = {}
     for path in source.listing:
         folder, slash, name = path.partition("/")
@@ -113,7 +116,7 @@ def _by_folder(source: Source) -> dict[str, list[str]]:
 
 
 def _of_another_writer(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
-    """Findings about arrays whose elements are in another order than those of most: a save has one order."""
+    """Yield findings for arrays with another element order than most: a save has one order."""
     kinds = {
         p: (f"order {a.order}", "big-endian" if a.swapped else "little-endian")
         for p, a in arrays.items()
@@ -122,12 +125,13 @@ def _of_another_writer(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
     counts = Counter(kinds.values()).most_common()
     for path, kind in kinds.items() if counts[1:] else ():
         if kind != counts[0][0]:
-            message = f"{path} says {', '.join(kind)}; {counts[0][1]} arrays say {', '.join(counts[0][0])}"
+            most = f"{count(counts[0][1], 'other array')} {', '.join(counts[0][0])}"
+            message = f"{path} has {', '.join(kind)}, and {most}"
             yield finding("unusual-layout", "files", message, file=path)
 
 
 def _uneven(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
-    """Findings about shapes that end inside a chunk: a save cuts into equal chunks, or refuses to.
+    """Yield findings for shapes that end inside a chunk: a save makes equal chunks, or fails.
 
     megatron/core/dist_checkpointing/mapping.py, ShardedTensor.max_allowed_chunks: only where
     ``allow_shape_mismatch`` is set, which padded vocabularies and buckets have.
@@ -136,7 +140,7 @@ def _uneven(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
         if any(n % c for n, c in zip(array.shape, array.chunks, strict=True)) and not _PADDED.search(path):
             message = (
                 f"{path} says shape {list(array.shape)} and chunks of {list(array.chunks)}: "
-                "Megatron-Core cuts into equal parts, the shape may have been another"
+                "Megatron-Core makes equal chunks, so the shape may have been changed"
             )
             yield finding("unusual-layout", "files", message, file=path)
 
@@ -144,7 +148,7 @@ def _uneven(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
 def _add_array(
     builder: Builder, source: Source, path: str, inside: dict[str, list[str]]
 ) -> _zarr.Array | None:
-    """Adds an array with its chunks; gives None for one that cannot be read."""
+    """Add an array with its chunks; return None for one that cannot be read."""
     key = path.removesuffix("/" + _zarr.ARRAY)
     try:
         array = _zarr.parse(source.store.read(path, 0, min(source.listing[path], _zarr.MAX_ARRAY)), path)
@@ -161,18 +165,18 @@ def _add_array(
             continue
         index = array.index(name.removeprefix(prefix))
         if index is None and array.outside(name.removeprefix(prefix)):
-            # Left by a larger save, or the shape was cut: nothing else tells which.
-            message = f"{top}/{name} is a chunk behind the end of {key} {list(array.shape)}"
+            # Left by a larger save, or the shape was reduced: nothing else says which.
+            message = f"{top}/{name} is a chunk beyond the end of {key} {list(array.shape)}"
             builder.findings.append(finding("out-of-bounds", "files", message, fqn=key, file=f"{top}/{name}"))
         elif index is None:
             builder.findings.append(
-                finding("stray-file", "files", f"{top}/{name} is no chunk of {key}", file=f"{top}/{name}")
+                finding("stray-file", "files", f"{top}/{name} is not a chunk of {key}", file=f"{top}/{name}")
             )
         else:
             found[index] = f"{top}/{name}"
     for index in sorted(found):
         _add_chunk(builder, source, tensor, array, index, found[index])
-    for index in array.missing(found, _MAX_TOLD):  # named, and a hole in what the array holds
+    for index in array.missing(found, _MAX_FINDINGS):  # files that are missing, each a hole in the tensor
         box, view = array.place(index)
         file = builder.file(f"{key}/{array.name(index)}", None)
         item = builder.plain_item(file, 0, array.chunk_bytes, Envelope.RAW)
@@ -185,7 +189,7 @@ def _add_chunk(
 ) -> None:
     size = source.listing[path]
     if size > array.chunk_bytes:
-        message = f"{path} has {size} bytes, a chunk {array.chunk_bytes}"
+        message = f"{path} must have {array.chunk_bytes} bytes, like every chunk (got {size})"
         builder.findings.append(finding("oversized-file", "files", message, file=path))
     box, view = array.place(index)
     item = builder.plain_item(builder.file(path, size), 0, array.chunk_bytes, Envelope.RAW)

@@ -1,8 +1,8 @@
-"""What the folders of OLMo-core's and OLMo's trainers have in common, whatever they save tensors in.
+"""Read what the step folders of OLMo-core's and OLMo's trainers share, whatever holds their tensors.
 
 A step folder is ``step{N}``; ``step{N}-tmp`` until it is renamed (olmo_core/train/checkpoint.py
-`_temporary_wd`, olmo/checkpoint.py `Checkpointer._temporary_wd`). Each rank leaves its trainer
-state in ``train/rank{R}.pt``; loaders take ``rank0.pt`` where a rank's own is not there.
+`_temporary_wd`, olmo/checkpoint.py `Checkpointer._temporary_wd`). Each rank saves its trainer
+state in ``train/rank{R}.pt``; loaders read ``rank0.pt`` where a rank's own file is missing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import count, shown
 
 DCP = "model_and_optim"
 WRAPPED = "_fsdp_wrapped_module."  # torch FSDP1 puts it into names
 TRAIN_FILE = re.compile(r"^train/rank(\d+)\.pt$")
 RANK_SAFETENSORS = re.compile(r"^rank_(\d+)\.safetensors$")
-# What only a step folder of these trainers holds; names alone decide.
+# Files that only a step folder of these trainers has; names alone decide.
 _MARKS = (
     (r"^\.metadata\.json$", r"^(model_and_optim|train)/"),
     (r"^model_and_optim/(\.metadata(\.tmp)?|__\d+_\d+\.distcp)$",),
@@ -38,7 +38,7 @@ _MARKS = (
 
 
 def is_step(source: Source) -> bool:
-    """Whether the names in a folder are those of an OLMo-core or OLMo step folder."""
+    """Return whether the names in a folder are those of an OLMo-core or OLMo step folder."""
     if source.name is not None:
         return False
     names = list(source.listing)
@@ -46,31 +46,35 @@ def is_step(source: Source) -> bool:
 
 
 def require_renamed(source: Source) -> None:
-    """Raises `NotComplete` for the folder that a save works in, unless recovery is asked for."""
+    """Require that a step folder has its final name, unless `Source.recover` is true.
+
+    Raises:
+        NotComplete: It is the temporary folder of a save.
+    """
     name = source.store.url.rstrip("/").rsplit("/", 1)[-1]
     if name.endswith("-tmp") and not source.recover:
         raise NotComplete(
-            f"{name} is the folder that a save works in: it is renamed when the save has finished",
-            hint="wait if the save is running; if it was aborted, take it as it is with --recover",
+            f"{name} is the temporary folder of a save, which is renamed when the save has finished",
+            hint="wait if the save is running; if it was aborted, read it with --recover",
         )
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without FSDP1's wrapper."""
+    """Return a parameter's name without FSDP1's wrapper."""
     return name.replace(WRAPPED, "")
 
 
-def model_told(names: Iterable[str]) -> dict[str, Any]:
-    """Where the model is, for the manifest's origin."""
+def model_origin(names: Iterable[str]) -> dict[str, Any]:
+    """Return the model's prefix for the manifest's origin; {} when no name has it."""
     if not any(n.startswith("model.") for n in names):
         return {}
-    return {"model": {"prefix": "model.", "because": "OLMo's trainers keep the model under model."}}
+    return {"model": {"prefix": "model.", "because": "OLMo's trainers save the model under model."}}
 
 
 def train_part(source: Source) -> Part | None:
-    """The trainer's state as a manifest of its own, or None where there is none.
+    """Read the trainer's state into its own manifest; return None where there is none.
 
-    A value that all ranks agree on is ``train.<key>``; others are ``train.rank<R>.<key>``.
+    A value that is equal on all ranks is ``train.<key>``; others are ``train.rank<R>.<key>``.
     """
     files = {int(m[1]): p for p in source.listing if (m := TRAIN_FILE.match(p))}
     if not files:
@@ -88,15 +92,15 @@ def train_part(source: Source) -> Part | None:
         trees[rank] = tree, TorchTree(builder, at, objects, path)
     keys = dict.fromkeys(k for tree, _ in trees.values() for k in tree)
     for key in keys:
-        held = {rank: tree[key] for rank, (tree, _) in trees.items() if key in tree}
-        first = min(held)
-        if len(held) == len(trees) and all(_same_values(held[first], v) for v in held.values()):
-            if _holds_tensor(held[first]):  # one rank: nothing to tell apart
-                trees[first][1].add(f"train.{key}", held[first])
+        by_rank = {rank: tree[key] for rank, (tree, _) in trees.items() if key in tree}
+        first = min(by_rank)
+        if len(by_rank) == len(trees) and all(_same_values(by_rank[first], v) for v in by_rank.values()):
+            if _holds_tensor(by_rank[first]):  # only one rank has it
+                trees[first][1].add(f"train.{key}", by_rank[first])
             else:
-                add_object(builder, f"train.{key}", held[first], files[first])
+                add_object(builder, f"train.{key}", by_rank[first], files[first])
             continue
-        for rank, value in held.items():
+        for rank, value in by_rank.items():
             trees[rank][1].add(f"train.rank{rank}.{key}", value)
     builder.findings += _contradictions({r: t for r, (t, _) in trees.items()}, files)
     return Part(
@@ -105,7 +109,7 @@ def train_part(source: Source) -> Part | None:
 
 
 def missing_part(name: str, what: str) -> Finding:
-    """The warning that a part which such a checkpoint has is not there."""
+    """Return the warning that a part of such a checkpoint is missing."""
     return finding("missing-part", "files", f"there is no {what}", file=name)
 
 
@@ -114,7 +118,7 @@ def _read_file(source: Source, path: str) -> Objects:
 
 
 def _same_values(one: Any, other: Any) -> bool:
-    """Whether two ranks' values are the same without looking at bytes of tensors."""
+    """Return whether two ranks' values are equal, without reading bytes of tensors."""
     return one is other or (type(one) is type(other) and one == other and not _holds_tensor(one))
 
 
@@ -127,7 +131,7 @@ def _run_facts(tree: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> Iterable[Finding]:
-    """Ranks of different saves, and ranks that should be there."""
+    """Yield findings for ranks of different saves, and for missing ranks."""
     if not trees:
         return
     first = min(trees)
@@ -135,16 +139,19 @@ def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> 
         for rank, tree in trees.items():
             if tree.get(key) != trees[first].get(key):
                 one, other = tree.get(key), trees[first].get(key)
-                message = f"{files[rank]} is of {key} {shown(one, 40)}, {files[first]} of {shown(other, 40)}"
+                message = (
+                    f"{key} of {files[rank]} is {shown(one, 40)}, "
+                    f"that of {files[first]} is {shown(other, 40)}"
+                )
                 yield finding("mixed-saves", "files", message, file=files[rank])
     world = trees[first].get("world_size")
     if type(world) is not int or not 0 < world < 1 << 20:
-        world = 1 + min(max(files), 1 << 20)  # as many ranks as the highest tells of
+        world = 1 + min(max(files), 1 << 20)  # as many ranks as the highest number implies
     lost = sorted(set(range(world)) - set(files))
     if lost:
-        more = f" (nor of {len(lost) - 1} more)" if lost[1:] else ""
+        more = f" (nor of {count(len(lost) - 1, 'other rank')})" if lost[1:] else ""
         yield missing_part(f"train/rank{lost[0]}.pt", f"trainer state of rank {lost[0]} of {world}{more}")
     beyond = sorted(r for r in files if r >= world)
     if beyond:
-        message = f"{files[beyond[0]]} is of rank {beyond[0]}, and {world} ranks saved"
+        message = f"{files[beyond[0]]} is from rank {beyond[0]}, but only {count(world, 'rank')} saved"
         yield finding("mixed-saves", "files", message, file=files[beyond[0]])

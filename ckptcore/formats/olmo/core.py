@@ -1,16 +1,16 @@
-"""OLMo-core 1.0 and later, and OLMo's ``torch_new``: a trainer's step around a DCP folder.
+"""Read and write OLMo-core 1.0 and later, and OLMo's ``torch_new``: a trainer's step around a DCP folder.
 
-A step folder holds ``model_and_optim/`` (DCP), ``train/rank{R}.pt``, ``config.json``, and, last of
-all, ``.metadata.json`` (olmo_core/train/checkpoint.py); OLMo's has ``config.yaml`` instead of the
+A step folder has ``model_and_optim/`` (DCP), ``train/rank{R}.pt``, ``config.json``, and, written last,
+``.metadata.json`` (olmo_core/train/checkpoint.py); OLMo's has ``config.yaml`` instead of the
 last two (olmo/checkpoint.py, `TorchNewStyleShardedCheckpointer`). A DCP folder alone is OLMo-core's
 when its `.metadata` names the storage class of OLMo-core, which plain torch cannot load. Names are
-the stored ones: ``model.<fqn>``, ``optim.state.<fqn>.<key>``, ``optim.param_groups...``, and for
-what `save_state_dict_direct` writes ``<fqn>.main`` (flat float32 weights) and ``<fqn>.exp_avg``.
+the stored ones: ``model.<fqn>``, ``optim.state.<fqn>.<key>``, ``optim.param_groups...``, and from
+`save_state_dict_direct` ``<fqn>.main`` (flat float32 weights) and ``<fqn>.exp_avg``.
 The trainer's state is ``train.<key>``, or ``train.rank<R>.<key>`` where ranks differ.
 
-What `olmo_core.distributed.checkpoint` does, and how it is done here:
+Functions of `olmo_core.distributed.checkpoint`, and their counterparts here:
 
-| there | here |
+| OLMo-core | ckptcore |
 |---|---|
 | `get_checkpoint_metadata(dir)` | `ckptcore.open(dir)`: names, shapes, dtypes, places; `ckptcore inspect` |
 | `load_model_and_optim_state(dir, model, optim)` | `load_into(manifest, {"model": ..., "optim": ...})` |
@@ -22,7 +22,7 @@ What `olmo_core.distributed.checkpoint` does, and how it is done here:
 | strategy `one_file` | `target.safetensors` or `target.pt` |
 | strategy `one_file_per_tensor` | `--max-file-size 1` |
 | strategy `chunks(n)` | `--max-file-size n` |
-| `num_threads`, `pre_download`, `work_dir` | `--workers`; URLs are read by ranges, never whole |
+| `num_threads`, `pre_download`, `work_dir` | `--workers`; URLs are read by ranges, never completely |
 | `device` of loaded tensors | `read(..., device="cuda")`; `load_into` fills tensors where they are |
 | `save_state_dict`, `save_model_and_optim_state` | `ckptcore consolidate`, `reshard`: `--to olmo_core` |
 """
@@ -42,15 +42,16 @@ from ckptcore.formats.olmo.common import (
     DCP,
     TRAIN_FILE,
     missing_part,
-    model_told,
+    model_origin,
     require_renamed,
     train_part,
 )
 from ckptcore.formats.olmo.writer import arrange_step
+from ckptcore.utils.text import count
 
 NAME = "olmo_core"
 MARKER = ".metadata.json"
-# The module of `_StorageInfo` stands in `.metadata` in front of the first stored item.
+# `.metadata` has the module of `_StorageInfo` before the first stored item.
 _OURS = b"olmo_core.distributed.checkpoint.filesystem"
 _TORCHS = b"torch.distributed.checkpoint.filesystem"
 _BLOCK = 4 << 20
@@ -59,32 +60,33 @@ _CONFIGS = ("config.json", "config.yaml")
 
 
 def detect(source: Source) -> Evidence | None:
-    """A step folder, or a DCP folder that OLMo-core's storage layer wrote."""
+    """Recognise a step folder, or a DCP folder that OLMo-core's storage layer wrote."""
     if source.name is not None:
         return None
-    told: list[str] = []
+    because: list[str] = []
     inside = [p for p in source.listing if p.startswith(f"{DCP}/")]
     train = sum(bool(TRAIN_FILE.match(p)) for p in source.listing)
     if inside:
-        told.append(f"{len(inside)} file(s) in {DCP}/")
+        because.append(f"{count(len(inside), 'file')} in {DCP}/")
     elif MARKER in source.listing and train:
-        told.append(f"no {DCP}/")
+        because.append(f"no {DCP}/")
     elif ".metadata" in source.listing and _written_by_olmo_core(source):
-        told.append(f".metadata names {_OURS.decode()}")
+        because.append(f".metadata names {_OURS.decode()}")
     elif ".metadata" in source.listing and train:
-        told.append("found .metadata")
-    if not told:
+        because.append("found .metadata")
+    if not because:
         return None
-    told += [f"found {MARKER}"] if MARKER in source.listing else []
-    told += [f"{train} train/rankR.pt"] if train else []
-    return Evidence(NAME, tuple(told), refines=("dcp",))
+    because += [f"found {MARKER}"] if MARKER in source.listing else []
+    because += [f"{train} train/rankR.pt"] if train else []
+    return Evidence(NAME, tuple(because), refines=("dcp",))
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of a step folder, or of a DCP folder alone.
+    """Read the manifest of a step folder, or of a DCP folder alone.
 
-    Raises `NotComplete` when model and optimizer were not saved to the end, and what reading a DCP
-    folder raises.
+    Raises:
+        NotComplete: Model and optimizer were not saved completely.
+        MalformedCheckpoint: As reading a DCP folder does.
     """
     require_renamed(source)
     bare = ".metadata" in source.listing
@@ -102,15 +104,15 @@ def read(source: Source) -> Manifest:
         origin |= {**train.manifest.origin, **_paths(stored, train.manifest)}
     elif not bare:
         findings.append(missing_part("train", "train/rank0.pt: the trainer's own state"))
-    told, found = _marker(source)
+    writer, found = _marker(source)
     findings += found if not bare or MARKER in source.listing else ()
-    told |= model_told(t.fqn for t in stored.tensors)
-    told |= {p.split(".")[0]: p for p in _CONFIGS if p in source.listing}
-    return join(NAME, source.store.url, parts, origin | told, findings)
+    origin |= writer | model_origin(t.fqn for t in stored.tensors)
+    origin |= {p.split(".")[0]: p for p in _CONFIGS if p in source.listing}
+    return join(NAME, source.store.url, parts, origin, findings)
 
 
 def _written_by_olmo_core(source: Source) -> bool:
-    """Whether `.metadata` names OLMo-core's storage class; reads on until one of the two stands there."""
+    """Return whether `.metadata` names OLMo-core's storage class; read until it or torch's is found."""
     size, tail = source.listing[".metadata"], b""
     if not any(DATA.search(p) for p in source.listing):
         return False
@@ -126,7 +128,7 @@ def _written_by_olmo_core(source: Source) -> bool:
 
 
 def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
-    """What `.metadata.json` tells of the writer; OLMo has none, its last file is config.yaml."""
+    """Return what `.metadata.json` records about the writer. OLMo has none, its last file is config.yaml."""
     size = source.listing.get(MARKER)
     if size is None:
         if "config.yaml" in source.listing:
@@ -134,16 +136,16 @@ def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
         return {}, [missing_part(MARKER, f"{MARKER}, the file that a trainer writes last")]
     try:
         raw = source.store.read(MARKER, 0, min(size, _MAX_MARKER))
-        told = loads(raw)
-        known = {k: told[k] for k in ("version", "ephemeral") if type(told.get(k)) in (str, bool)}
+        form = loads(raw)
+        known = {k: form[k] for k in ("version", "ephemeral") if type(form.get(k)) in (str, bool)}
     except (ValueError, AttributeError, RecursionError) as error:
-        message = f"{MARKER} is not what a trainer writes: {error}"
+        message = f"cannot read {MARKER}: it is not what a trainer writes ({error})"
         return {}, [finding("malformed-metadata", "files", message, file=MARKER)]
     return {f"writer_{k}" if k == "version" else k: v for k, v in known.items()}, []
 
 
 def _paths(stored: Manifest, train: Manifest) -> dict[str, Any]:
-    """The recorded paths with the trainer's names behind them, of which none is recorded."""
+    """Return the recorded paths with the trainer's names, which have no recorded path, appended."""
     form = stored.origin.get("paths")
     if not form:
         return {}
@@ -159,7 +161,7 @@ def _paths(stored: Manifest, train: Manifest) -> dict[str, Any]:
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
-    """A step folder as the ranks of a mesh leave it."""
+    """Lay out a step folder as the ranks of a mesh save it."""
     return arrange_step(request, folder=DCP, marker=MARKER)
 
 

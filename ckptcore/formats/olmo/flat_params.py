@@ -1,10 +1,10 @@
-"""One rank's flat parameters: which elements of which parameters lie where in them?
+"""Find the parameters in one rank's flat parameters.
 
 ``{"modules": [{"name": ..., "handles": [{"flat_param.data": ..., "flat_param._fqns": ..., ...}]}]}``
 (olmo/checkpoint.py, `LocalShardedCheckpointer._get_flat_param_state_to_save`); the attributes are
-those of torch's FlatParameter (torch/distributed/fsdp/_flat_param.py). Up to torch 2.0 the places
-are ``_shard_indices`` and ``_shard_param_offsets``, since then ``_shard_param_infos``; both count the
-last element in.
+those of torch's FlatParameter (torch/distributed/fsdp/_flat_param.py). Up to torch 2.0
+``_shard_indices`` and ``_shard_param_offsets`` give the positions, since then ``_shard_param_infos``;
+both include the last element.
 """
 
 from __future__ import annotations
@@ -34,10 +34,15 @@ _MAX_DIM = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What a rank holds of a parameter: elements ``[start, stop)`` of it, row-major.
+    """A rank's elements ``[start, stop)`` of a parameter, row-major; none when the two are equal.
 
-    data: the rank's flat tensor, perhaps one that cannot be read. at: the first of these elements in it.
-    stop == start: nothing.
+    Attributes:
+        fqn: Name of the parameter.
+        shape: Shape of the full parameter.
+        start: First element of the parameter.
+        stop: Last element of the parameter + 1.
+        data: The rank's flat tensor, perhaps one that cannot be read.
+        at: Position of the first element in it.
     """
 
     fqn: str
@@ -49,9 +54,14 @@ class Slice:
 
 
 def slices(tree: Any, what: str) -> Iterator[Slice]:
-    """Every parameter of a rank's file, also those of which it holds nothing.
+    """Yield every parameter of a rank's file, including those without elements in it.
 
-    Raises `MalformedCheckpoint`.
+    Args:
+        tree: The value of the file.
+        what: The file, for messages.
+
+    Raises:
+        MalformedCheckpoint: The file has no flat parameters, or their numbers contradict each other.
     """
     try:
         for module in tree["modules"]:
@@ -61,7 +71,7 @@ def slices(tree: Any, what: str) -> Iterator[Slice]:
                     fqn = plain_name(f"{prefix.rstrip('.')}.{seen.fqn}" if prefix else seen.fqn)
                     yield _checked(Slice(fqn, seen.shape, seen.start, seen.stop, seen.data, seen.at), what)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise MalformedCheckpoint(f"{what} does not hold flat parameters: {shown(error, 160)}") from error
+        raise MalformedCheckpoint(f"{what} must hold flat parameters: {shown(error, 160)}") from error
 
 
 def _of_handle(handle: Any) -> Iterator[Slice]:
@@ -70,16 +80,16 @@ def _of_handle(handle: Any) -> Iterator[Slice]:
         raise TypeError("flat_param.data is not a flat tensor")
     names, shapes = handle["flat_param._fqns"], [_checked_shape(s) for s in handle["flat_param._shapes"]]
     places = _by_indices(handle) if "flat_param._shard_indices" in handle else _by_infos(handle)
-    held = dict(places)
-    if len(names) != len(shapes) or (held and max(held) >= len(names)):
+    by_number = dict(places)
+    if len(names) != len(shapes) or (by_number and max(by_number) >= len(names)):
         raise ValueError("names, shapes and places of a flat parameter differ in number")
     for n, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        start, stop, at = held.get(n, (0, 0, 0))
+        start, stop, at = by_number.get(n, (0, 0, 0))
         yield Slice(_checked_name(name), shape, start, stop, data, at)
 
 
 def _by_indices(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """(parameter, (start, stop, first in the flat tensor)), torch up to 2.0: one behind the other."""
+    """Yield (parameter, (start, stop, first in the flat tensor)) of torch up to 2.0: back to back."""
     first, at = handle["flat_param._shard_indices"][0], 0
     for n, (start, last) in enumerate(handle["flat_param._shard_param_offsets"]):
         yield first + n, (start, last + 1, at)
@@ -87,10 +97,10 @@ def _by_indices(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
 
 
 def _by_infos(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """The same for torch 2.1 and later: each says where it lies."""
+    """Yield the same for torch 2.1 and later, where each parameter has its position."""
     infos = handle["flat_param._shard_param_infos"]
     if len(infos) != len(handle["flat_param._fqns"]):
-        raise ValueError("_shard_param_infos does not speak of every parameter")
+        raise ValueError("_shard_param_infos does not list every parameter")
     for n, info in enumerate(infos):
         fields = info.args if type(info) is Record else info
         inside, at, numel, start, last = fields
@@ -99,13 +109,13 @@ def _by_infos(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
                 raise ValueError(f"elements {start} to {last} are not {numel}")
             yield n, (start, last + 1, at)
         elif inside is not False:
-            raise TypeError(f"{shown(fields)} is no place")
+            raise TypeError(f"{shown(fields)} is not a position")
 
 
 def _checked(found: Slice, what: str) -> Slice:
     numbers = (found.start, found.stop, found.at)
     if any(type(n) is not int for n in numbers):
-        raise TypeError(f"{shown(numbers)} are no places")
+        raise TypeError(f"{shown(numbers)} are not integers")
     if not 0 <= found.start <= found.stop <= prod(found.shape):
         raise MalformedCheckpoint(
             f"{what}: elements [{found.start}, {found.stop}) are outside {found.fqn} {list(found.shape)}"
@@ -114,7 +124,7 @@ def _checked(found: Slice, what: str) -> Slice:
         return found
     if not 0 <= found.at <= found.data.shape[0] - (found.stop - found.start):
         raise MalformedCheckpoint(
-            f"{what}: {found.fqn} should take {found.stop - found.start} elements at {found.at} of a flat "
+            f"{what}: {found.fqn} needs {found.stop - found.start} elements at {found.at} of a flat "
             f"parameter of {found.data.shape[0]}"
         )
     return found
@@ -123,11 +133,11 @@ def _checked(found: Slice, what: str) -> Slice:
 def _checked_shape(value: Any) -> tuple[int, ...]:
     dims = value.value if type(value) is Named and value.kind == "size" else value
     if any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims) or len(dims) > 64:
-        raise ValueError(f"{shown(dims)} is no shape")
+        raise ValueError(f"{shown(dims)} is not a shape")
     return tuple(dims)
 
 
 def _checked_name(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError(f"{shown(value, 40)} is no name")
+        raise TypeError(f"{shown(value, 40)} is not a name")
     return value

@@ -1,10 +1,10 @@
-"""OLMo's ``local`` checkpoints: FSDP's flat parameters as each rank held them.
+"""Read OLMo's ``local`` checkpoints: the flat parameters of each FSDP rank.
 
-``metadata.yaml`` tells the world size; ``model/rank{R}.pt`` holds the rank's flat parameters with the
-places of the real ones in them, ``optim/rank{R}.pt`` the optimizer's state dict, whose tensors are
-cut like the parameters, and ``train/rank{R}.pt`` the trainer's state (olmo/checkpoint.py,
+``metadata.yaml`` records the world size. ``model/rank{R}.pt`` holds the rank's flat parameters and the
+positions of the real ones in them, ``optim/rank{R}.pt`` the optimizer's state dict, whose tensors are
+split like the parameters, and ``train/rank{R}.pt`` the trainer's state (olmo/checkpoint.py,
 `LocalShardedCheckpointer`). Names: ``model.<fqn>``, ``optim.state.<fqn>.<key>``,
-``optim.param_groups.<i>``, ``train.<key>``. What several ranks hold alike is compared.
+``optim.param_groups.<i>``, ``train.<key>``. Values that several ranks have are compared.
 """
 
 from __future__ import annotations
@@ -24,41 +24,43 @@ from ckptcore.encodings.torchzip.reader import Objects, read_objects
 from ckptcore.errors import MalformedCheckpoint, NotComplete, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
-from ckptcore.formats.olmo.common import missing_part, model_told, require_renamed, train_part
+from ckptcore.formats.olmo.common import missing_part, model_origin, require_renamed, train_part
 from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
-from ckptcore.formats.olmo.param_groups import numbered, plain_groups
+from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import count, shown
 
 NAME = "olmo_local"
 METADATA = "metadata.yaml"
 _FILE = re.compile(r"^(model|optim)/rank(\d+)\.pt$")
 _WORLD = re.compile(rb"^world_size:\s*(\d{1,7})\s*$", re.MULTILINE)
-Held = dict[str, Slice]  # what a rank holds, by parameter
+Slices = dict[str, Slice]  # a rank's part of each parameter
 
 
 def detect(source: Source) -> Evidence | None:
-    """``model/rankR.pt`` beside ``metadata.yaml`` or ``optim/rankR.pt``."""
+    """Recognise ``model/rankR.pt`` beside ``metadata.yaml`` or ``optim/rankR.pt``."""
     if source.name is not None:
         return None
-    count = {"model": 0, "optim": 0}
+    counts = {"model": 0, "optim": 0}
     for path in source.listing:
         if m := _FILE.match(path):
-            count[m[1]] += 1
-    if not sum(count.values()) or (METADATA not in source.listing and not all(count.values())):
+            counts[m[1]] += 1
+    if not sum(counts.values()) or (METADATA not in source.listing and not all(counts.values())):
         return None
-    told = [f"{n} {part}/rankR.pt" for part, n in count.items() if n]
-    return Evidence(NAME, (*told, *([f"found {METADATA}"] if METADATA in source.listing else [])))
+    because = [f"{n} {part}/rankR.pt" for part, n in counts.items() if n]
+    return Evidence(NAME, (*because, *([f"found {METADATA}"] if METADATA in source.listing else [])))
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of a step folder.
+    """Read the manifest of a step folder.
 
-    Raises `NotComplete` when the save did not come to its end, `MalformedCheckpoint`.
+    Raises:
+        NotComplete: The save did not finish.
+        MalformedCheckpoint: A file is not what OLMo writes.
     """
     require_renamed(source)
     if not {METADATA, "config.yaml"} & source.listing.keys() and not source.recover:
-        raise NotComplete(f"{source.store.url} has no {METADATA} and no config.yaml: they are written last")
+        raise NotComplete(f"{source.store.url} has no {METADATA} and no config.yaml, which are written last")
     files: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for path in source.listing:
         if m := _FILE.match(path):
@@ -68,22 +70,22 @@ def read(source: Source) -> Manifest:
     for part, ranks in files.items():
         if ranks or part == "model":
             state.require(part, ranks, world)
-    held = {rank: state.model(path) for rank, path in sorted(files["model"].items()) if rank < world}
+    by_rank = {rank: state.model(path) for rank, path in sorted(files["model"].items()) if rank < world}
     for rank, path in sorted(files["optim"].items()):
-        if rank in held:
-            state.optim(path, held[rank])
-    told: dict[str, Any] = {"world_size": world} | model_told(["model."])
-    parts = [Part(state.builder.build(NAME, source.store.url, told))]
+        if rank in by_rank:
+            state.optim(path, by_rank[rank])
+    origin: dict[str, Any] = {"world_size": world} | model_origin(["model."])
+    parts = [Part(state.builder.build(NAME, source.store.url, origin))]
     findings = [] if files["optim"] else [missing_part("optim", "optim/ beside model/")]
     train = train_part(source)
     if train is not None:
         parts.append(train)
-        told = dict(train.manifest.origin) | told
-    return join(NAME, source.store.url, parts, told, findings)
+        origin = dict(train.manifest.origin) | origin
+    return join(NAME, source.store.url, parts, origin, findings)
 
 
 class _RankStates:
-    """Collects what the ranks hold."""
+    """Collect the ranks' tensors and objects."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.builder = source, Builder()
@@ -91,36 +93,36 @@ class _RankStates:
         self._objects: dict[str, Any] = {}
 
     def require(self, part: str, ranks: Mapping[int, str], world: int) -> None:
-        """Findings about ranks that are not there, and about those of another save."""
+        """Add findings for missing ranks, and for ranks of another save."""
         for rank in absent(ranks, world, 100):
             path = f"{part}/rank{rank}.pt"
-            message = f"{path} is not there: {world} ranks saved"
+            message = f"{path} is missing: {count(world, 'rank')} saved"
             self.builder.findings.append(finding("missing-rank", "files", message, file=path))
         for rank in sorted(r for r in ranks if r >= world):
-            message = f"{ranks[rank]} is not part of this save: {world} ranks saved"
+            message = f"{ranks[rank]} is not part of this save: {count(world, 'rank')} saved"
             self.builder.findings.append(finding("stray-file", "files", message, file=ranks[rank]))
 
-    def model(self, path: str) -> Held:
-        """Adds a rank's parameters."""
+    def model(self, path: str) -> Slices:
+        """Add a rank's parameters."""
         objects, tree = self._open(path, TABLE)
-        held: Held = {}
+        by_name: Slices = {}
         for seen in slices(objects.tree, path):
-            if seen.fqn in held:
-                raise MalformedCheckpoint(f"{path} holds {seen.fqn} twice", file=path)
-            held[seen.fqn] = seen
+            if seen.fqn in by_name:
+                raise MalformedCheckpoint(f"{path} has {seen.fqn} twice", file=path)
+            by_name[seen.fqn] = seen
             if isinstance(seen.data, StoredView):
                 self._add(tree, f"model.{seen.fqn}", seen, seen.data, seen.at, path)
             elif seen.stop > seen.start or 0 in seen.shape:
                 add_odd_piece(self.builder, f"model.{seen.fqn}", seen.data, path)
-        return held
+        return by_name
 
-    def optim(self, path: str, held: Held) -> None:
-        """Adds a rank's optimizer state; its tensors are cut like the parameters in ``held``."""
+    def optim(self, path: str, parameters: Slices) -> None:
+        """Add a rank's optimizer state; its tensors are split like ``parameters``."""
         objects, tree = self._open(path, TABLE)
         state = objects.tree.get("state") if isinstance(objects.tree, dict) else None
         if not isinstance(state, dict) or "param_groups" not in objects.tree:
-            raise MalformedCheckpoint(f"{path} does not hold an optimizer's state dict", file=path)
-        names = numbered(objects.tree["param_groups"])
+            raise MalformedCheckpoint(f"{path} must hold an optimizer's state dict", file=path)
+        names = names_by_number(objects.tree["param_groups"])
         for key, group in plain_groups(objects.tree["param_groups"]).items():
             self._object(key, group, path)
         if names is None:
@@ -138,10 +140,10 @@ class _RankStates:
                     self._object(name, value, path)
                 elif value.shape == ():
                     self._add(tree, name, Slice(fqn, (), 0, 1, value, 0), value, 0, path)
-                elif fqn not in held:
+                elif fqn not in parameters:
                     raise MalformedCheckpoint(f"{path}: {name} belongs to no flat parameter", file=path)
                 else:
-                    self._add(tree, name, held[fqn], value, 0, path)
+                    self._add(tree, name, parameters[fqn], value, 0, path)
 
     def _open(self, path: str, table: Mapping[str, Any]) -> tuple[Objects, TorchTree]:
         size, store = self.source.listing[path], self.source.store
@@ -149,11 +151,12 @@ class _RankStates:
         return objects, TorchTree(self.builder, self.builder.file(path, size), objects, path)
 
     def _add(self, tree: TorchTree, name: str, seen: Slice, data: StoredView, at: int, path: str) -> None:
-        """Adds one rank's elements of a tensor; ``at``: the first of them in ``data``."""
-        count = seen.stop - seen.start
-        if data is not seen.data and data.shape != (count,):
+        """Add one rank's elements of a tensor; ``at`` is the position of the first in ``data``."""
+        numel = seen.stop - seen.start
+        if data is not seen.data and data.shape != (numel,):
             raise MalformedCheckpoint(
-                f"{path}: {name} has shape {list(data.shape)}, {count} elements of its parameter are here",
+                f"{path}: {name} must have {count(numel, 'element')} like its parameter "
+                f"(got {list(data.shape)})",
                 file=path,
             )
         spec = TensorSpec(name, data.dtype, seen.shape)
@@ -163,16 +166,16 @@ class _RankStates:
         elif self.builder.tensors[tensor] != spec:
             first = self.builder.tensors[tensor]
             message = (
-                f"{path}: {name} is {spec.dtype} {list(spec.shape)}, in another rank's file it is "
-                f"{first.dtype} {list(first.shape)}"
+                f"{name} is {spec.dtype} {list(spec.shape)} in {path}, and "
+                f"{first.dtype} {list(first.shape)} in another rank's file"
             )
             self.builder.findings.append(finding("mixed-saves", "cover", message, fqn=name, file=path))
             return
-        if not count:
+        if not numel:
             return
         item, view = tree.place(data, name)
         if view.strides is not None:
-            raise MalformedCheckpoint(f"{path}: {name} is not contiguous", file=path)
+            raise MalformedCheckpoint(f"{path}: {name} must be contiguous", file=path)
         width = BY_NAME[data.dtype].itemsize
         for box in from_flat_range(seen.shape, seen.start, seen.stop):
             first_element = at + flat_start(seen.shape, box.offset) - seen.start
@@ -191,7 +194,7 @@ class _RankStates:
     def _unnamed(self, path: str) -> None:
         if "optim.state" not in self._objects:
             self._objects["optim.state"] = None
-            message = f"{path}: parameter groups number their parameters, and nothing names them"
+            message = f"cannot name the optimizer state of {path}: parameter groups have numbers, no names"
             self.builder.findings.append(finding("refused-tensors", "cover", message, fqn="optim.state"))
             self.builder.blobs.append(Blob("optim.state", -1, known=False))
 
@@ -202,7 +205,7 @@ def _world_size(source: Source) -> int | None:
         return None
     m = _WORLD.search(source.store.read(METADATA, 0, min(size, 1 << 16)))
     if m is None or not int(m[1]):
-        raise MalformedCheckpoint(f"{METADATA} tells no world_size", file=METADATA)
+        raise MalformedCheckpoint(f"{METADATA} must have a world_size above 0", file=METADATA)
     return int(m[1])
 
 

@@ -1,6 +1,6 @@
-"""Parameter groups: one list of groups, however a generation spelled them.
+"""Read parameter groups of every generation into one list of groups.
 
-| objects | who writes them |
+| objects | writer |
 |---|---|
 | ``optim.param_groups.<i>`` | OLMo-core 0.1, as read here |
 | ``optim.param_groups`` | OLMo's local and unsharded checkpoints, `torch.save` |
@@ -22,14 +22,15 @@ _NAMES = ("_param_names", "param_names")
 
 
 def groups_of(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups as 0.1 pickles them: options, ``params`` as numbers, ``_param_names`` as FQNs.
+    """Return the groups as 0.1 pickles them: options, ``params`` as numbers, ``_param_names`` as FQNs.
 
-    Raises `UnsupportedFormat` when nothing tells the groups, or which parameter is which.
+    Raises:
+        UnsupportedFormat: There are no groups, or their parameters have no names.
     """
     found = _collected(objects)
     if not found:
         raise UnsupportedFormat(
-            "the optimizer has no parameter groups: nothing says which state belongs to which parameter",
+            "cannot name the optimizer's state: it has no parameter groups",
             hint="leave the optimizer out with --exclude 'optim.*'",
         )
     groups: list[dict[str, Any]] = []
@@ -39,14 +40,14 @@ def groups_of(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
         params = group.get("params")
         if type(params) is not list or _opaque(group):
             raise UnsupportedFormat(
-                f"parameter group {n} of the optimizer does not list its parameters as plain values",
+                f"cannot read parameter group {n} of the optimizer: its parameters are not plain values",
                 hint="leave the optimizer out with --exclude 'optim.*'",
             )
         if names is None and all(type(p) is str for p in params):
             names, params = params, list(range(count, count + len(params)))
         if type(names) is not list or len(names) != len(params):
             raise UnsupportedFormat(
-                f"parameter group {n} of the optimizer numbers its parameters, and nothing names them",
+                f"cannot name the parameters of group {n} of the optimizer: it has numbers, no names",
                 hint="leave the optimizer out with --exclude 'optim.*'",
             )
         count += len(params)
@@ -55,9 +56,9 @@ def groups_of(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _collected(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
-    whole = objects.get(_PREFIX)
-    if type(whole) is list and all(isinstance(g, dict) for g in whole):
-        return [dict(g) for g in whole]
+    groups = objects.get(_PREFIX)
+    if type(groups) is list and all(isinstance(g, dict) for g in groups):
+        return [dict(g) for g in groups]
     below = {k[len(_PREFIX) + 1 :]: v for k, v in objects.items() if k.startswith(_PREFIX + ".")}
     if below and all(k.isdigit() for k in below):
         return [dict(below[k]) for k in sorted(below, key=int) if isinstance(below[k], dict)]
@@ -71,14 +72,14 @@ def _collected(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped(below: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Groups of parameters with equal options, in the order of each group's first parameter."""
+    """Group parameters with equal options, in the order of each group's first parameter."""
     options: dict[str, dict[str, Any]] = {}
     for key, value in below.items():
         fqn, _, option = key.rpartition(".")
         options.setdefault(fqn, {})[option] = value
     groups: dict[str, dict[str, Any]] = {}
-    for fqn, told in options.items():
-        group = groups.setdefault(repr(sorted(told.items())), {**told, "params": []})
+    for fqn, values in options.items():
+        group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
         group["params"].append(fqn)
     return list(groups.values())
 
@@ -91,8 +92,8 @@ def _opaque(value: Any) -> bool:
     return isinstance(value, (TensorRef, Refused))
 
 
-def numbered(groups: Any) -> dict[int, str] | None:
-    """Number of a parameter -> its plain FQN; None where the groups do not name their parameters."""
+def names_by_number(groups: Any) -> dict[int, str] | None:
+    """Return number of a parameter -> its plain FQN; None where the groups have no names."""
     found: dict[int, str] = {}
     if type(groups) is not list:
         return None
@@ -109,7 +110,7 @@ def numbered(groups: Any) -> dict[int, str] | None:
 
 
 def plain_groups(groups: Any) -> dict[str, Any]:
-    """Object name -> group, with plain FQNs; the whole under one name when it is no list of groups."""
+    """Return object name -> group, with plain FQNs; a value that is not a list of groups gets one name."""
     if type(groups) is not list or not all(isinstance(g, dict) for g in groups):
         return {_PREFIX: groups}
     return {f"{_PREFIX}.{i}": _renamed_group(g) for i, g in enumerate(groups)}

@@ -1,4 +1,4 @@
-"""Laying out ``train/rank{R}.pt``: the trainer's state, a file a rank, for all of OLMo's trainers."""
+"""Lay out ``train/rank{R}.pt``: the trainer's state, a file a rank, for all of OLMo's trainers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _RANK = re.compile(r"^rank(\d{1,9})\.(.+)$")
 
 
 def train_files(request: Arrangement) -> list[FileLayout]:
-    """A file per rank of the job that saved it, as far as that is told; shared values are in each.
+    """Lay out a file per rank of the job that saved it, as far as recorded; each has the shared values.
 
-    Raises `UnsupportedFormat` for names that do not nest.
+    Raises:
+        UnsupportedFormat: The names do not nest.
     """
     leaves: dict[str, Any] = {t.fqn: TensorRef(t.fqn) for t in request.tensors if t.fqn.startswith(PREFIX)}
     for key in request.objects:
@@ -39,21 +40,21 @@ def train_files(request: Arrangement) -> list[FileLayout]:
         return []
     number = {t.fqn: i for i, t in enumerate(request.tensors)}
     world = shared.get("world_size")
-    # A state that all ranks share is still one file each: a reader counts them.
+    # A state that all ranks share still needs a file per rank: a reader counts them.
     every = range(world) if type(world) is int and 0 < world <= _MOST_RANKS else ()
     files = []
     for rank in sorted({0, *ranks, *every}):
         tree = _nested_tree({**shared, **ranks.get(rank, {})})
         order = [number[ref] for ref in tensors_in(tree)]
-        # The trainers load it with weights_only=False: numpy's random state stays numpy.
+        # The trainers load it with weights_only=False, so numpy's random state stays numpy.
         files.append(torch_file(f"train/rank{rank}.pt", tree, request.tensors, order))
     return files
 
 
 def _nested_tree(leaves: dict[str, Any]) -> Any:
-    """The tree of dotted names. What was stored as one value stays as it is, whatever its keys are."""
+    """Return the tree of dotted names. A value that was stored as one stays as it is, whatever its keys."""
     top: dict[str, Any] = {}
-    made = {id(top)}  # the dicts that names made; values are not added to
+    made = {id(top)}  # dicts made from names; nothing is added to values
     for name, value in leaves.items():
         *parents, last = name.split(".")
         at = top
@@ -66,14 +67,15 @@ def _nested_tree(leaves: dict[str, Any]) -> Any:
                 break
         if id(at) not in made or last in at:
             raise UnsupportedFormat(
-                f"{PREFIX}{name} lies inside another value", hint=f"leave one out: --exclude '{PREFIX}{name}'"
+                f"cannot write {PREFIX}{name}: it is inside another value",
+                hint=f"leave one out: --exclude '{PREFIX}{name}'",
             )
         at[last] = value
     return _lists(top, made)
 
 
 def _lists(tree: Any, made: set[int]) -> Any:
-    """Numbered from 0 without a gap, what names made was a list."""
+    """Return the tree with lists in place of dicts made from names 0, 1, 2, ..."""
     if id(tree) not in made:
         return tree
     if tree and list(tree) == [str(n) for n in range(len(tree))]:

@@ -1,10 +1,10 @@
-"""OLMo's unsharded checkpoints: ``model.pt``, ``optim.pt``, ``train.pt``; or two `.safetensors`.
+"""Read OLMo's unsharded checkpoints: ``model.pt``, ``optim.pt``, ``train.pt``; or two `.safetensors`.
 
 In the latter every name is a pickle, urlsafe base64, of (path in the state dict, whether the value is
-pickled), and a value that is no tensor is the pickle's bytes (olmo/safetensors_util.py). Names are
-read without any global and refused otherwise: nothing needs more. In a folder, names are
-``model.<fqn>``, ``optim.state.<fqn>.<key>``, ``optim.param_groups.<i>`` and ``train.<key>``; a file
-alone keeps the names inside it.
+pickled), and a non-tensor value is the pickle's bytes (olmo/safetensors_util.py). Names may not
+contain any global: none needs one. In a folder, names are ``model.<fqn>``,
+``optim.state.<fqn>.<key>``, ``optim.param_groups.<i>`` and ``train.<key>``; a file alone keeps its
+stored names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ckptcore.encodings.torchzip.reader import bound_tree, read_objects
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
-from ckptcore.formats.olmo.common import missing_part, model_told, plain_name
-from ckptcore.formats.olmo.param_groups import numbered, plain_groups
+from ckptcore.formats.olmo.common import missing_part, model_origin, plain_name
+from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
 
 NAME = "olmo_unsharded"
@@ -37,7 +37,7 @@ Entry = tuple[tuple[Any, ...], bool]  # path in the state dict, whether the valu
 
 
 def detect(source: Source) -> Evidence | None:
-    """Safetensors with pickled names, or ``model.pt`` and two of ``optim.pt``, ``train.pt``, a config."""
+    """Recognise pickled names in safetensors, or ``model.pt`` with two of optim, train and config."""
     if source.name is not None:
         if source.name.endswith(".safetensors") and _names_are_pickles(source, source.name):
             return Evidence(NAME, (f"the names in {source.name} are pickles",), refines=("safetensors",))
@@ -48,15 +48,17 @@ def detect(source: Source) -> Evidence | None:
     beside = [p for p in ("optim.pt", "train.pt") if p in source.listing]
     beside += [_CONFIG] if beside and _CONFIG in source.listing else []
     found = ["model.pt", *beside] if "model.pt" in source.listing else beside
-    if len(found) > 2:  # the config is saved last, and lost when one copies
+    if len(found) > 2:  # the config is saved last, and users often do not copy it
         return Evidence(NAME, tuple(f"found {p}" for p in found), refines=("torch_save",))
     return None
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of a folder, or of one file with pickled names.
+    """Read the manifest of a folder, or of one file with pickled names.
 
-    Raises `UnsafeContent` when a name holds more than plain values, `MalformedCheckpoint`.
+    Raises:
+        UnsafeContent: A name holds more than plain values.
+        MalformedCheckpoint: A file is not what OLMo writes.
     """
     if source.name is not None:
         return _safetensors(source, source.name, "")
@@ -65,7 +67,7 @@ def read(source: Source) -> Manifest:
     for part in _PARTS:
         file = next((part + s for s in _SUFFIXES if part + s in source.listing), None)
         if file is None and part == "model":
-            message = "the model is not there, only what is saved beside it"
+            message = "the model is missing, only the files beside it exist"
             findings.append(finding("missing-file", "files", message, file=part))
             continue
         if file is None:
@@ -73,34 +75,34 @@ def read(source: Source) -> Manifest:
             continue
         reader = _safetensors if file.endswith(".safetensors") else _torch
         parts.append(Part(reader(source, file, part)))
-    told = model_told(["model."])
+    origin = model_origin(["model."])
     if _CONFIG in source.listing:
-        told |= {"config": _CONFIG}
+        origin |= {"config": _CONFIG}
     else:
         findings.append(missing_part(_CONFIG, f"{_CONFIG}, the file that a trainer writes last"))
-    return join(NAME, source.store.url, parts, told, findings)
+    return join(NAME, source.store.url, parts, origin, findings)
 
 
 def _torch(source: Source, file: str, part: str) -> Manifest:
     builder, size = Builder(), source.listing[file]
     objects = read_objects(lambda start, n: source.store.read(file, start, n), size, file)
     if not isinstance(objects.tree, dict):
-        raise MalformedCheckpoint(f"{file} holds a {type(objects.tree).__name__}, not a dict", file=file)
+        raise MalformedCheckpoint(f"{file} must hold a dict (got {type(objects.tree).__name__})", file=file)
     tree = TorchTree(builder, builder.file(file, size), objects, file)
     values = dict(objects.tree)
     _require_part(part, "param_groups" in values, file)
     if part == "optim":
         groups, state = values.pop("param_groups", None), values.pop("state", None)
-        names = numbered(groups) or {}
+        names = names_by_number(groups) or {}
         for name, group in plain_groups(groups).items() if groups is not None else ():
             tree.add(name, group)
         if not isinstance(state, dict):
-            raise MalformedCheckpoint(f"{file} does not hold an optimizer's state dict", file=file)
+            raise MalformedCheckpoint(f"{file} must hold an optimizer's state dict", file=file)
         for key, value in state.items():
             tree.add(f"optim.state.{_parameter(key, names)}", value)
     for key, value in values.items():
         tree.add(f"{part}.{key}", value)
-    if part != "train":  # what the trainer's own values need may be refused
+    if part != "train":  # the trainer's values may need refused classes
         tree.require_all()
     return builder.build(NAME, source.store.url, {})
 
@@ -117,11 +119,11 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
             dtype, shape, start, stop = tensors[key]
             what = f"{'.'.join(map(str, path))} in {file}"
             if dtype != "uint8" or len(shape) != 1 or stop - start > _MAX_PICKLE:
-                raise MalformedCheckpoint(f"{what} is no pickle: {dtype} {list(shape)}", file=file)
+                raise MalformedCheckpoint(f"{what} must be a pickle (got {dtype} {list(shape)})", file=file)
             raw = source.store.read(file, begin + start, stop - start)
             values[key] = _unpickled(raw, what, refused=[])
     groups = next((v for k, v in values.items() if keys[k][0] == ("param_groups",)), None)
-    names = (numbered(groups) if part == "optim" else None) or {}
+    names = (names_by_number(groups) if part == "optim" else None) or {}
     seen: set[str] = set()
     for key, (path, pickled) in keys.items():
         if part == "optim" and path == ("param_groups",) and pickled:
@@ -132,7 +134,7 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
             path = ("state", _parameter(path[1], names), *path[2:])
         name = ".".join(map(str, (part, *path) if part else path))
         if name in seen:
-            raise NameMismatch(f"{file}: two values are called {name}")
+            raise NameMismatch(f"{file} has two values with the name {name}")
         seen.add(name)
         if pickled:
             add_object(builder, name, values[key], file)
@@ -144,11 +146,11 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
 
 
 def _require_part(part: str, groups: bool, file: str) -> None:
-    """Raises `MalformedCheckpoint` for a model where the optimizer belongs, or the other way round."""
+    """Require that the optimizer's file has parameter groups, and the model's has none."""
     if part == "optim" and not groups:
-        raise MalformedCheckpoint(f"{file} does not hold an optimizer's state dict", file=file)
+        raise MalformedCheckpoint(f"{file} must hold an optimizer's state dict", file=file)
     if part == "model" and groups:
-        raise MalformedCheckpoint(f"{file} holds an optimizer's state dict, not a model's", file=file)
+        raise MalformedCheckpoint(f"{file} must hold a model's state dict (got an optimizer's)", file=file)
 
 
 def _names_are_pickles(source: Source, file: str) -> bool:
@@ -163,17 +165,17 @@ def _decoded(key: str, file: str) -> Entry:
     try:
         raw = base64.b64decode(key, altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MalformedCheckpoint(f"{what} is not base64, as the others are", file=file) from error
+        raise MalformedCheckpoint(f"{what} must be base64, like the others", file=file) from error
     value = _unpickled(raw, what)
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is bool:
         path, pickled = value
         if 0 < len(path) <= 64 and all(type(p) in (str, int) for p in path):
             return path, pickled
-    raise MalformedCheckpoint(f"{what} is no path in a state dict", file=file)
+    raise MalformedCheckpoint(f"{what} must be a path in a state dict", file=file)
 
 
 def _unpickled(raw: bytes, what: str, refused: list[str] | None = None) -> Any:
-    """Plain values only; without ``refused`` every global is an error."""
+    """Unpickle plain values; without ``refused`` every global is an error."""
     value = loads(raw, {}, what=what, refused=refused)
     bound_tree(value, len(raw), what)
     return value

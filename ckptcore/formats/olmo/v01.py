@@ -1,7 +1,7 @@
-"""OLMo-core 0.1 (and the revisions before it): safetensors a rank, and one `metadata.json`.
+"""Read and write OLMo-core 0.1 (and the revisions before it): safetensors a rank, and one `metadata.json`.
 
-A single state dict is a folder with both; a model and its optimizer are two of them, ``model/`` and
-``optim/``, beside which OLMo puts ``train/rank{R}.pt`` and, last, ``config.yaml``
+A single state dict is a folder with both. A model and its optimizer are two such folders, ``model/`` and
+``optim/``; beside them OLMo saves ``train/rank{R}.pt`` and, last, ``config.yaml``
 (olmo_core/distributed/checkpoint.py of 0.1.0, `save_model_and_optim_state`).
 
 | stored in ``optim/`` | here |
@@ -11,7 +11,7 @@ A single state dict is a folder with both; a model and its optimizer are two of 
 | ``state_keys``, a pickle of names | object ``optim.state_keys`` |
 | ``num_param_groups`` | object ``optim.num_param_groups`` |
 
-Tensors of ``model/`` are ``model.<fqn>``; a folder that holds one state dict keeps its stored names.
+Tensors of ``model/`` are ``model.<fqn>``; a folder with one state dict keeps its stored names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptcore.encodings.torchzip.reader import bound_tree, refused_in
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsafeContent, finding
 from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
-from ckptcore.formats.olmo.common import missing_part, model_told, require_renamed, train_part
+from ckptcore.formats.olmo.common import missing_part, model_origin, require_renamed, train_part
 from ckptcore.formats.olmo.v01_reader import METADATA, RankFolder, Stored
 from ckptcore.formats.olmo.v01_writer import arrange
 from ckptcore.formats.torch_save.tree import add_object
@@ -42,29 +42,31 @@ _MAX_PICKLE = 64 << 20
 
 
 def detect(source: Source) -> Evidence | None:
-    """`rank_R.safetensors` in the folder itself, or in its model/ and optim/."""
+    """Recognise `rank_R.safetensors` in the folder itself, or in its model/ and optim/."""
     if source.name is not None:
         return None
     found: dict[str, int] = {}
     for path in source.listing:
         if m := _RANKS.match(path):
             found[m[1]] = found.get(m[1], 0) + 1
-    if not found and METADATA in source.listing:  # every data file may be lost
+    if not found and METADATA in source.listing:  # every data file may be missing
         head = source.store.read(METADATA, 0, min(64, source.listing[METADATA]))
         return Evidence("olmo_v01", (f"{METADATA} lists shards per file",)) if _SPEC.match(head) else None
     if "" in found and len(found) > 1:
         found = {k: n for k, n in found.items() if k}  # loose files beside model/ and optim/ are strays
-    told = [f"{n} {f}rank_R.safetensors" for f, n in sorted(found.items())]
-    told += [f"found {f}{METADATA}" for f in sorted(found) if f + METADATA in source.listing]
+    because = [f"{n} {f}rank_R.safetensors" for f, n in sorted(found.items())]
+    because += [f"found {f}{METADATA}" for f in sorted(found) if f + METADATA in source.listing]
     # The only file of one rank looks like a safetensors folder's.
     refines = ("safetensors",) if found == {"": 1} and "model.safetensors" not in source.listing else ()
-    return Evidence("olmo_v01", tuple(told), refines) if told else None
+    return Evidence("olmo_v01", tuple(because), refines) if because else None
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of a state dict's folder, or of a step folder with its parts.
+    """Read the manifest of a state dict's folder, or of a step folder with its parts.
 
-    Raises `NotComplete` when a folder has no `metadata.json`, and what reading a folder raises.
+    Raises:
+        NotComplete: A folder has no `metadata.json`.
+        MalformedCheckpoint: A file is not what OLMo-core writes.
     """
     require_renamed(source)
     folders = [f for f in ("model", "optim") if any(p.startswith(f + "/") for p in source.listing)]
@@ -75,7 +77,7 @@ def read(source: Source) -> Manifest:
         manifest, rename = _folder_manifest(source.below(folder))
         parts.append(Part(manifest, folder, _RENAMES[folder](rename)))
     findings = [missing_part(f, f"{f}/ beside {folders[0]}/") for f in ("model", "optim") if f not in folders]
-    origin: dict[str, Any] = model_told(["model."] if "model" in folders else [])
+    origin: dict[str, Any] = model_origin(["model."] if "model" in folders else [])
     train = train_part(source)
     if train is not None:
         parts.append(train)
@@ -84,7 +86,7 @@ def read(source: Source) -> Manifest:
 
 
 def _folder_manifest(source: Source) -> tuple[Manifest, Callable[[str], str]]:
-    """A folder's manifest under stored names, and how an optimizer's names become plain."""
+    """Read a folder under stored names; also return the function that makes an optimizer's names plain."""
     if METADATA not in source.listing:
         raise NotComplete(
             f"{source.store.url} has rank_R.safetensors but no {METADATA}: rank 0 writes it last",
@@ -92,7 +94,7 @@ def _folder_manifest(source: Source) -> tuple[Manifest, Callable[[str], str]]:
         )
     folder, builder = RankFolder(source), Builder()
     plain: dict[str, Stored] = {}
-    if any(t.name == _COUNT for t in folder.tensors):  # an optimizer: such a name alone is none
+    if any(t.name == _COUNT for t in folder.tensors):  # an optimizer; names like _PICKLED alone are not one
         plain = {t.name: t for t in folder.tensors if t.name == _COUNT or _PICKLED.match(t.name)}
     folder.add_to(builder, frozenset(plain))
     values = {name: _add_value(builder, folder, stored) for name, stored in plain.items()}
@@ -102,12 +104,12 @@ def _folder_manifest(source: Source) -> tuple[Manifest, Callable[[str], str]]:
 
 
 def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
-    """Adds a count, or what a U8 tensor pickles, as an object; gives it, None where it cannot be had."""
+    """Add a count, or the value pickled in a U8 tensor, as an object; return it, or None if unreadable."""
     shard = next((s for s in stored.shards if s.numel), None)
     header = folder.headers.get(shard.file) if shard else None
     entry = header[0].get(stored.name) if header else None
     if shard is None or header is None or entry is None or not _is_plain(stored, entry):
-        message = f"object {stored.name} is not where {METADATA} says"
+        message = f"object {stored.name} is not where {METADATA} records it"
         builder.findings.append(finding("no-place", "cover", message, fqn=stored.name))
         builder.blobs.append(Blob(stored.name, -1, known=False))
         return None
@@ -126,19 +128,19 @@ def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
         builder.blobs.append(Blob(stored.name, at, known=False))
         return None
     add_object(builder, stored.name, value, what)
-    if any(name.startswith("torch.") for name in refused_in(value)):  # a learning rate kept as a tensor, say
-        message = f"object {stored.name} holds tensors that cannot be taken out of it"
+    if any(name.startswith("torch.") for name in refused_in(value)):  # e.g. a learning rate as a tensor
+        message = f"cannot read the tensors inside object {stored.name}"
         builder.findings.append(finding("refused-tensors", "cover", message, fqn=stored.name))
     return value
 
 
 def _is_plain(stored: Stored, entry: tuple[str, tuple[int, ...], int, int]) -> bool:
-    """Whether a file holds the whole of a count or a pickle, as the metadata says."""
+    """Return whether a file holds a complete count or pickle, as the metadata says."""
     wanted = "int64" if stored.name == _COUNT else "uint8"
     numel = 1 if stored.name == _COUNT else prod(stored.shape)
     seen, shape, start, stop = entry
-    told = (stored.dtype or seen, prod(stored.shape), seen, prod(shape))
-    return told == (wanted, numel, wanted, numel) and stop - start <= _MAX_PICKLE
+    recorded = (stored.dtype or seen, prod(stored.shape), seen, prod(shape))
+    return recorded == (wanted, numel, wanted, numel) and stop - start <= _MAX_PICKLE
 
 
 def _unpickled(raw: bytes, what: str) -> Any:
@@ -148,7 +150,7 @@ def _unpickled(raw: bytes, what: str) -> Any:
 
 
 def _plain_names(names: list[str], keys: Any) -> Callable[[str], str]:
-    """How names of an optimizer's folder are spelled in every other generation."""
+    """Return the function that gives names in an optimizer's folder their spelling in other generations."""
     current = any(_STATE.match(n) for n in names)
     known = sorted((k for k in keys if type(k) is str), key=len, reverse=True) if type(keys) is list else []
 
@@ -170,7 +172,7 @@ _RENAMES: dict[str, Callable[[Callable[[str], str]], Callable[[str], str]]] = {
     "optim": lambda rename: lambda name: f"optim.{rename(name)}",
 }
 
-# In the order of saving, flattened parameter groups become groups again: that is why it nests.
+# It nests because the saving order is needed to rebuild groups from flattened parameter groups.
 _LAYOUT = Layout(arrange, nests=True)
 FORMAT = Format(
     name="olmo_v01",

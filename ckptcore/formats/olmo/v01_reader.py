@@ -1,11 +1,11 @@
-"""One folder of OLMo-core 0.1's `Checkpointer`: from `metadata.json` and headers to a manifest.
+"""Read one folder of OLMo-core 0.1's `Checkpointer`: from `metadata.json` and headers to a manifest.
 
 ``metadata.json`` is {"tensors": {name: {shape, dtype, is_sharded, shard_spec_per_file}}}; a file's
 spec is either ``flattened_offsets``, half-open ranges of the row-major tensor, or ``local_shape``
 and ``global_offset``, a box (olmo_core/distributed/checkpoint.py of 0.1.0, `TensorShardSpec`).
 ``rank_{R}.safetensors`` holds each shard as a 1-D tensor. Before 2024-05-13 the specs were
-``flattened_offsets_per_file``, with one range a file or a list of them, and in the first revision
-there was no dtype.
+``flattened_offsets_per_file``, with one range a file or a list of them, and the first revision had
+no dtype.
 """
 
 from __future__ import annotations
@@ -26,37 +26,31 @@ from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS
 from ckptcore.store import inner_path
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import count, shown
 
 METADATA = "metadata.json"
 _MAX_METADATA = 1 << 30
 _MAX_DIM = 1 << 50
-_MAX_TOLD = 100
+_MAX_FINDINGS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """What a file holds of a tensor: (box, first element of it in the file's 1-D tensor) pairs.
-
-    numel: elements that the file must hold, at least one.
-    """
+    """A file's part of a tensor."""
 
     file: str
-    boxes: tuple[tuple[Box, int], ...]
-    numel: int
+    boxes: tuple[tuple[Box, int], ...]  # (box, its first element in the file's 1-D tensor)
+    numel: int  # elements that the file must have, at least one
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of the metadata. dtype: canonical name, None where the first revision told none.
-
-    shards: those that are not empty; nearly all are, because every rank lists every tensor.
-    """
+    """One tensor of the metadata."""
 
     name: str
-    dtype: str | None
+    dtype: str | None  # canonical name; the first revision has none
     shape: tuple[int, ...]
-    shards: tuple[FlatShard, ...]
+    shards: tuple[FlatShard, ...]  # without empty ones, which most are: every rank lists every tensor
 
 
 Header = tuple[dict[str, tuple[str, tuple[int, ...], int, int]], int]  # tensors, first data byte
@@ -65,7 +59,9 @@ Header = tuple[dict[str, tuple[str, tuple[int, ...], int, int]], int]  # tensors
 class RankFolder:
     """One folder: its metadata and the headers of its files.
 
-    Raises `MalformedCheckpoint`, `UnsupportedDtype` and `UnsafeContent`.
+    Raises:
+        MalformedCheckpoint: The metadata or a header is not what OLMo-core writes.
+        UnsafeContent: The metadata names a file outside the folder.
     """
 
     def __init__(self, source: Source) -> None:
@@ -83,12 +79,12 @@ class RankFolder:
                 self.headers[path] = tensors, begin
 
     def add_to(self, builder: Builder, leave: frozenset[str] = frozenset()) -> None:
-        """Adds every tensor but those of ``leave``, every file, and what is wrong with them."""
+        """Add every tensor except those in ``leave``, every file, and findings about them."""
         for path in self.listed:
             size = self.source.listing.get(path)
             builder.file(path, size)
             if size is None:
-                builder.findings.append(finding("missing-file", "files", f"{path} is not there", file=path))
+                builder.findings.append(finding("missing-file", "files", f"{path} is missing", file=path))
         for stored in self.tensors:
             if stored.name not in leave:
                 self._add(builder, stored)
@@ -114,90 +110,96 @@ class RankFolder:
                 builder.chunk(tensor, box.offset, box.shape, item)
 
     def _start(self, builder: Builder, name: str, dtype: str, shard: FlatShard) -> int | None:
-        """The shard's first byte, or None when the file does not hold what the metadata says."""
+        """Return the shard's first byte, or None when the file contradicts the metadata."""
         header = self.headers.get(shard.file)
-        if header is None:  # the file is not there: its range is as good as any
+        if header is None:  # the file is missing: any range will do
             return 0
         entry = header[0].get(name)
         if entry is None:
-            message = f"{shard.file} lacks {name}, of which it should hold {shard.numel} elements"
+            message = f"{shard.file} lacks its {count(shard.numel, 'element')} of {name}"
             builder.findings.append(finding("hole", "cover", message, fqn=name, file=shard.file))
             return None
         seen, shape, start, _ = entry
         if seen != dtype or len(shape) > 1 or prod(shape) != shard.numel:
             message = (
-                f"{METADATA} says {shard.file} holds {shard.numel} {dtype} elements of {name}, it holds "
-                f"{seen} {list(shape)}"
+                f"{shard.file} must have {shard.numel} {dtype} elements of {name} by {METADATA} (got "
+                f"{seen} {list(shape)})"
             )
             builder.findings.append(finding("item-mismatch", "cover", message, fqn=name, file=shard.file))
             return None
         return header[1] + start
 
     def _dtype_of(self, builder: Builder, stored: Stored) -> str | None:
-        """The dtype that the files tell; None, and a part that cannot be read, where they do not."""
+        """Return the dtype in the files; where there is not one, add an unreadable part and return None."""
         files = [s.file for s in stored.shards] or self.listed  # of an empty tensor every shard is empty
-        held = {
+        dtypes = {
             entry[0]: file
             for file in files
             if file in self.headers and (entry := self.headers[file][0].get(stored.name))
         }
-        if len(held) == 1:
-            return next(iter(held))
-        reason = f"it is {' and '.join(sorted(held))} in different files"
-        if not held:
-            reason = "none of its files holds it, and nothing else tells its dtype"
-            message = f"nothing tells the dtype of {stored.name}: none of its files holds it"
+        if len(dtypes) == 1:
+            return next(iter(dtypes))
+        reason = f"it is {' and '.join(sorted(dtypes))} in different files"
+        if not dtypes:
+            reason = "its dtype is unknown: none of its files has it"
+            message = f"the dtype of {stored.name} is unknown: none of its files has it"
             builder.findings.append(finding("hole", "cover", message, fqn=stored.name))
         builder.unread(stored.name, Unread(reason, shape=stored.shape))
         return None
 
     def _unlisted(self, builder: Builder) -> None:
-        """Bytes that the metadata does not speak of. A rank without any shard leaves no tensors."""
+        """Add findings for bytes that the metadata does not list. A rank without shards saves no tensors."""
         listed = {(s.file, t.name) for t in self.tensors for s in t.shards}
         for path in self.strays:
             if self.headers[path][0]:
-                message = f"{path} is not part of this save: {METADATA} does not name it"
+                message = f"{path} is not part of this save: {METADATA} does not list it"
                 builder.findings.append(finding("stray-file", "files", message, file=path))
-        told = 0
+        unlisted = 0
         for path in self.listed:
             for name, entry in self.headers[path][0].items() if path in self.headers else ():
-                # A model has empty shards as tensors of shape [0], an optimizer none at all.
-                if 0 not in entry[1] and (path, name) not in listed and told < _MAX_TOLD:
-                    told += 1
-                    message = f"{path} holds {name}, which {METADATA} does not place there"
+                # A model stores empty shards as tensors of shape [0], an optimizer does not store them.
+                if 0 not in entry[1] and (path, name) not in listed and unlisted < _MAX_FINDINGS:
+                    unlisted += 1
+                    message = f"{path} has {name}, which {METADATA} does not list there"
                     builder.findings.append(finding("unlisted-item", "cover", message, fqn=name, file=path))
 
 
 def read_plain(source: Source, name: str) -> Manifest:
-    """The manifest of a folder's tensors under their stored names."""
+    """Read a folder's tensors under their stored names."""
     builder = Builder()
     RankFolder(source).add_to(builder)
     return builder.build(name, source.store.url, {})
 
 
 def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
-    """Every tensor; adds each file that the metadata names to ``listed``."""
+    """Yield every tensor; add each file of the metadata to ``listed``."""
     size = source.listing[METADATA]
     if not 0 < size <= _MAX_METADATA:
-        raise MalformedCheckpoint(f"{METADATA} has {size} bytes", file=METADATA)
+        raise MalformedCheckpoint(
+            f"{METADATA} must have 1 to {_MAX_METADATA} bytes (got {size})", file=METADATA
+        )
     try:
         meter().require(size, METADATA)
         top = parse(source.store.read(METADATA, 0, size), METADATA)
         tensors = top["tensors"].items()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{METADATA} tells of no tensors: {error}", file=METADATA) from error
+        raise MalformedCheckpoint(f"{METADATA} has no table of tensors: {error}", file=METADATA) from error
     for name, entry in tensors:
         try:
             yield _stored_tensor(name, entry, listed)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MalformedCheckpoint(f"{METADATA}: {shown(name)}: {error}", file=METADATA) from error
+            raise MalformedCheckpoint(
+                f"cannot read the entry {shown(name)} of {METADATA}: {error}", file=METADATA
+            ) from error
 
 
 def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
     shape = _dims(entry["shape"])
     spelled = entry.get("dtype")
     if spelled is not None and (type(spelled) is not str or not 0 < len(spelled) <= 40 or spelled in BY_NAME):
-        raise MalformedCheckpoint(f"{METADATA}: {name} has dtype {shown(spelled, 40)}", fqn=name)
+        raise MalformedCheckpoint(
+            f"{METADATA}: dtype of {name} must be a safetensors dtype (got {shown(spelled, 40)})", fqn=name
+        )
     known = BY_SAFETENSORS.get(spelled) if spelled is not None else None
     dtype = known.name if known is not None else spelled
     if "shard_spec_per_file" in entry:
@@ -220,30 +222,30 @@ def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Sto
 def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> FlatShard:
     flat, local, offset = (spec.get(k) for k in ("flattened_offsets", "local_shape", "global_offset"))
     if (flat is None) == (local is None or offset is None):
-        raise ValueError(f"{file} needs either flat ranges or a box, has {shown(dict(spec), 120)}")
+        raise ValueError(f"{file} must have either flat ranges or a box (got {shown(dict(spec), 120)})")
     if flat is None:
         box = Box(_dims(offset), _dims(local))
         if len(box.shape) != len(shape):
-            raise ValueError(f"{file} holds a box of {len(box.shape)} dims of a tensor of {len(shape)}")
+            raise ValueError(f"the box of {file} must have {len(shape)} dims (got {len(box.shape)})")
         return FlatShard(file, ((box, 0),) if box.numel else (), box.numel)
     boxes: list[tuple[Box, int]] = []
     at = 0
     for start, stop in flat:
         if type(start) is not int or type(stop) is not int:
-            raise TypeError(f"{file} holds the range {shown([start, stop])}")
+            raise TypeError(f"the range of {file} must be two integers (got {shown([start, stop])})")
         boxes += [(b, at + flat_start(shape, b.offset) - start) for b in from_flat_range(shape, start, stop)]
         at += stop - start
     return FlatShard(file, tuple(boxes), at)
 
 
 def _ranges(offsets: Any) -> Any:
-    """Before 2024-05-07 a file had one range, not a list of them."""
+    """Return a list of ranges; before 2024-05-07 a file had a single range."""
     return [offsets] if offsets and type(offsets[0]) is int else offsets
 
 
 def _dims(values: Any) -> tuple[int, ...]:
     if type(values) is not list or len(values) > 64:
-        raise TypeError(f"{shown(values)} is no shape")
+        raise TypeError(f"{shown(values)} is not a shape")
     if any(type(n) is not int or not 0 <= n < _MAX_DIM for n in values):
-        raise ValueError(f"{shown(values)} is no shape")
+        raise ValueError(f"{shown(values)} is not a shape")
     return tuple(values)

@@ -1,9 +1,9 @@
-"""Laying out OLMo-core 0.1 folders: rank files, `metadata.json`, and the pickles of an optimizer.
+"""Lay out OLMo-core 0.1 folders: rank files, `metadata.json`, and the pickles of an optimizer.
 
 A state dict with ``model.`` and ``optim.`` parts becomes ``model/`` and ``optim/`` (and
-``train/rank{R}.pt``), any other a single folder under its own names. For a mesh of one each tensor lies
-whole in one rank file. For more each rank's file has what that rank writes, every element once; 0.1.0's
-loader cuts out what a rank needs at any world size.
+``train/rank{R}.pt``), any other a single folder under its own names. For a mesh of one, one rank file has
+each complete tensor. For a larger mesh each rank's file has what that rank writes, every element once;
+0.1.0's loader reads what a rank needs at any world size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_RANGES = 1 << 16  # of one part of a tensor, in JSON
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of a folder. position: in the request's list, None for known bytes in ``data``."""
+    """A tensor of a folder. position: in the request's list, or None for the literal bytes in ``data``."""
 
     name: str
     dtype: str
@@ -50,13 +50,13 @@ class _Entry:
         return TensorSpec(self.name, self.dtype, self.shape).nbytes
 
     @property
-    def whole(self) -> _Held:
-        return _Held(self, Box.whole(self.shape))
+    def full(self) -> _EntryBox:
+        return _EntryBox(self, Box.whole(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What a rank file holds of a tensor."""
+class _EntryBox:
+    """A box of a tensor, in a rank file."""
 
     entry: _Entry
     box: Box
@@ -67,10 +67,12 @@ class _Held:
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
-    """The files of a step folder, or of a single state dict.
+    """Lay out the files of a step folder, or of a single state dict.
 
-    Raises `UnsupportedFormat` for what the format has no place for, `UnsupportedDtype`, and
-    `NameMismatch` for a name that is no text.
+    Raises:
+        UnsupportedFormat: The format has no place for a tensor or object.
+        UnsupportedDtype: The format has no name for a dtype.
+        NameMismatch: A name is not valid text.
     """
     names = [t.fqn for t in request.tensors]
     parts = {n.split(".", 1)[0] for n in (*names, *request.objects)}
@@ -110,8 +112,8 @@ def _state_name(fqn: str) -> str:
 
 
 def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any], paths: Iterable[str]) -> list[_Entry]:
-    """The tensors that tell of parameter groups: a count, a pickle a group, and the state's keys."""
-    place = {name: n for n, name in enumerate(paths)}  # in the order they were saved, where that is known
+    """Return the tensors that record parameter groups: a count, a pickle a group, and the state's keys."""
+    place = {name: n for n, name in enumerate(paths)}  # in saving order, where that is known
     groups = groups_of(dict(sorted(objects.items(), key=lambda row: place.get(row[0], len(place)))))
     keys = sorted({e.name.rsplit(".__", 1)[1] for e in optim})
     count = len(groups).to_bytes(8, "little")
@@ -131,39 +133,39 @@ def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any], paths: Iterabl
 def _folder_files(request: Arrangement, prefix: str, entries: Sequence[_Entry]) -> list[FileLayout]:
     entries = sorted(entries, key=lambda e: natural(e.name))
     files = _packed(request, entries) if request.topology is None else _by_rank(request, entries)
-    layouts = [_rank_file(f"{prefix}rank_{rank}.safetensors", held) for rank, held in enumerate(files)]
+    layouts = [_rank_file(f"{prefix}rank_{rank}.safetensors", group) for rank, group in enumerate(files)]
     parts: dict[str, list[tuple[str, Box]]] = {e.name: [] for e in entries}
     for rank, group in enumerate(files):
-        for held in group:
-            parts[held.entry.name].append((f"rank_{rank}.safetensors", held.box))
+        for part in group:
+            parts[part.entry.name].append((f"rank_{rank}.safetensors", part.box))
     raw = json.dumps({"tensors": {e.name: _tensor_metadata(e, parts[e.name]) for e in entries}}).encode()
     return [*layouts, FileLayout(f"{prefix}metadata.json", len(raw), (), (), (Literal(0, raw),), commit=True)]
 
 
-def _packed(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_Held]]:
-    """Whole tensors, in files of a size."""
-    files: list[list[_Held]] = [[]]
+def _packed(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_EntryBox]]:
+    """Distribute complete tensors over files of a size."""
+    files: list[list[_EntryBox]] = [[]]
     size = 0
     for entry in entries:
         if files[-1] and size + entry.nbytes > request.max_file_bytes:
             files.append([])
             size = 0
-        files[-1].append(entry.whole)
+        files[-1].append(entry.full)
         size += entry.nbytes
     return files
 
 
-def _by_rank(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_Held]]:
-    """What each rank writes, as the format's own writer does: known bytes by the first rank."""
+def _by_rank(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_EntryBox]]:
+    """Return what each rank writes, as the format's own writer does: the first rank writes literal bytes."""
     at = {e.position: e for e in entries if e.position is not None}
     ranks = by_rank(request.tensors, at, request.topology)
-    files = [[_Held(at[position], box) for position, box in parts] for parts in ranks]
-    files[0] += [e.whole for e in entries if e.position is None]
+    files = [[_EntryBox(at[position], box) for position, box in parts] for parts in ranks]
+    files[0] += [e.full for e in entries if e.position is None]
     return files
 
 
 def _tensor_metadata(entry: _Entry, parts: Sequence[tuple[str, Box]]) -> dict[str, Any]:
-    """A tensor's metadata. parts: (file, what it holds)."""
+    """Return a tensor's metadata. parts: (file, its box)."""
     return {
         "shape": list(entry.shape),
         "is_sharded": [box.shape for _, box in parts] != [entry.shape],
@@ -173,9 +175,9 @@ def _tensor_metadata(entry: _Entry, parts: Sequence[tuple[str, Box]]) -> dict[st
 
 
 def _spec(entry: _Entry, box: Box) -> dict[str, Any]:
-    """As `TensorShardSpec`: ranges where the rows of a box are one run, a box for any other of 2 dims.
+    """Return a `TensorShardSpec`: ranges where the rows of a box are one run, a box for any other of 2 dims.
 
-    The loader takes no boxes of more dims apart: their ranges are written out.
+    The loader does not support boxes of more dims: their ranges are listed.
     """
     shape = entry.shape
     outer = next(d for d in range(len(shape) + 1) if is_run(shape[d:], box.shape[d:]))
@@ -183,9 +185,9 @@ def _spec(entry: _Entry, box: Box) -> dict[str, Any]:
         return {"flattened_offsets": None, "local_shape": list(box.shape), "global_offset": list(box.offset)}
     if prod(box.shape[:outer]) > _MAX_RANGES:
         raise UnsupportedFormat(
-            f"olmo_v01 would need {prod(box.shape[:outer])} ranges for a part {list(box.shape)} of "
-            f"{entry.name} {list(shape)}",
-            hint="cut it along its first dim, or choose another target format",
+            f"cannot write {entry.name} {list(shape)} as olmo_v01: a shard {list(box.shape)} would need "
+            f"{prod(box.shape[:outer])} ranges",
+            hint="shard it along its first dim, or choose another target format",
         )
     length = prod(box.shape[outer:])
     starts = (flat_start(shape, (*at, *box.offset[outer:])) for at in product(*_outer(box, outer)))
@@ -197,12 +199,12 @@ def _outer(box: Box, dims: int) -> list[range]:
     return [range(a, b) for a, b in zip(box.offset[:dims], box.end[:dims], strict=True)]
 
 
-def _rank_file(path: str, group: Sequence[_Held]) -> FileLayout:
-    # Wide elements first: every tensor then starts at a multiple of its element's width.
+def _rank_file(path: str, group: Sequence[_EntryBox]) -> FileLayout:
+    # Wide elements first, so every tensor starts at a multiple of its element's width.
     order = sorted(group, key=lambda h: -BY_NAME[h.entry.dtype].itemsize)
     header: dict[str, Any] = {}
     at = 0
-    for h in order:  # the loader takes 1-D tensors only
+    for h in order:  # the loader supports 1-D tensors only
         header[h.entry.name] = {
             "dtype": BY_NAME[h.entry.dtype].safetensors,
             "shape": [h.box.numel],
@@ -230,16 +232,20 @@ def _rank_file(path: str, group: Sequence[_Held]) -> FileLayout:
 def _tensor_entry(spec: TensorSpec, position: int, name: str) -> _Entry:
     if BY_NAME[spec.dtype].safetensors not in _DTYPES:
         raise UnsupportedDtype(
-            f"OLMo-core 0.1 has no name for {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
+            f"cannot write {spec.fqn}: OLMo-core 0.1 has no name for {spec.dtype}",
+            fqn=spec.fqn,
+            dtype=spec.dtype,
         )
     if any("\ud800" <= c <= "\udfff" for c in name):
-        raise NameMismatch(f"{spec.fqn!r} is no text that a file can hold", hint="rename it with --rename")
+        raise NameMismatch(
+            f"cannot write {spec.fqn!r}: the name is not valid text", hint="rename it with --rename"
+        )
     return _Entry(name, spec.dtype, spec.shape, position)
 
 
 def _no_place(name: str, where: str) -> UnsupportedFormat:
     return UnsupportedFormat(
-        f"olmo_v01 has no place for {name}: it does not fit {where}",
+        f"cannot write {name} as olmo_v01: it does not fit {where}",
         hint=f"leave it out (--exclude '{name}'), rename it, or choose another target format",
         name=name,
     )

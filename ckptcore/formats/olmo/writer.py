@@ -1,8 +1,8 @@
-"""Laying out a step folder of OLMo-core: the DCP folder, the trainer's state, and the marker behind them.
+"""Lay out a step folder of OLMo-core: the DCP folder, the trainer's state, and the marker after them.
 
-`.metadata` names torch's own storage class, which OLMo-core's reader takes as it takes its own
-(olmo_core/distributed/checkpoint/filesystem.py), and plain torch too. For a mesh the DCP folder is every
-rank's; a rank without a `train/rank{R}.pt` of its own takes that of rank 0 (olmo_core/train/checkpoint.py).
+`.metadata` names torch's storage class, which both OLMo-core's reader
+(olmo_core/distributed/checkpoint/filesystem.py) and plain torch accept. For a mesh all ranks share the DCP
+folder; a rank without its own `train/rank{R}.pt` loads that of rank 0 (olmo_core/train/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ _RANDOM = re.compile(rf"{re.escape(PREFIX)}(rank\d+\.)?rng(\.|$)")
 
 
 def arrange_step(request: Arrangement, *, folder: str, marker: str) -> tuple[FileLayout, ...]:
-    """The files of a step. folder: where model and optimizer go. marker: the file written last."""
+    """Lay out the files of a step.
+
+    Args:
+        request: What to write.
+        folder: Where model and optimizer go.
+        marker: The file written last.
+    """
     stored = [i for i, t in enumerate(request.tensors) if not t.fqn.startswith(PREFIX)]
     objects = {k: v for k, v in request.objects.items() if not k.startswith(PREFIX)}
     part = replace(request, tensors=[request.tensors[i] for i in stored], objects=objects)
@@ -28,16 +34,16 @@ def arrange_step(request: Arrangement, *, folder: str, marker: str) -> tuple[Fil
         replace(layout, tensors=tuple(stored[t] for t in layout.tensors))
         for layout in arrange_folder(part, folder=folder, commit=False)
     ]
-    told = json.dumps({"ephemeral": False}).encode()
+    data = json.dumps({"ephemeral": False}).encode()
     return (
         *layouts,
-        *train_files(_of_no_world(request)),
-        FileLayout(marker, len(told), (), (), (Literal(0, told),), commit=True),
+        *train_files(_without_world_size(request)),
+        FileLayout(marker, len(data), (), (), (Literal(0, data),), commit=True),
     )
 
 
-def _of_no_world(request: Arrangement) -> Arrangement:
-    """The trainer's state, of no world size where it has no random states.
+def _without_world_size(request: Arrangement) -> Arrangement:
+    """Set the world size of a mesh to 0 where the trainer's state has no random states.
 
     A trainer restores them when ``world_size`` is its own (olmo_core/train/trainer.py, load_state_dict), and
     fails where they are missing.

@@ -1,4 +1,4 @@
-"""Megatron-Core: is every variant of its folders read, and every missing piece noticed?"""
+"""Read every variant of Megatron-Core folders, and report every missing piece."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_arguments_and_extra_state(copy: Copy) -> None:
     assert trees["args"].value["hidden_size"] == 8
     assert trees["args"].value["params_dtype"] == Named("dtype", "bfloat16")
     kinds = {trees[f"decoder.layers.mlp.linear_fc1._extra_state/shard_{n}_4"].kind for n in range(4)}
-    assert kinds == {"bytesio", "bytetensor"}  # never opened, and no tensors of the model
+    assert kinds == {"bytesio", "bytetensor"}  # never opened, and not tensors of the model
     assert not any("_extra_state" in t.fqn for t in manifest.tensors)
     assert trees["common_tensor"].fqn == "common_tensor"
 
 
 @pytest.mark.parametrize("name", [DIST, OLD, ZARR])
-def test_python_face(name: str, copy: Copy) -> None:
+def test_python_api(name: str, copy: Copy) -> None:
     checkpoint = mcore.open(str(copy(name)))
     assert checkpoint.backend == ("zarr" if name == ZARR else "torch_dist", 1)
     assert checkpoint.tensors_metadata["embedding.word_embeddings.weight"].shape == (12, 8)
@@ -97,7 +97,7 @@ def test_remove(copy: Copy, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_flattened_shapes(kept: bool, copy: Copy, truth: Callable[[str, str], Any]) -> None:
-    """torch 2.9 lost mcore_data; the weights tell the shapes then."""
+    """torch 2.9 lost mcore_data; the weights then give the shapes."""
     folder = copy(MODEL_SPACE)
     metadata = folder / ".metadata"
     if not kept:
@@ -109,17 +109,17 @@ def test_flattened_shapes(kept: bool, copy: Copy, truth: Callable[[str, str], An
 
 
 def test_flattened_shapes_lost(copy: Copy, tmp_path: Path) -> None:
-    folder = copy(OLD)  # optimizer state without the weights it belongs to
+    folder = copy(OLD)  # optimizer state without its weights
     metadata = folder / ".metadata"
     metadata.write_bytes(metadata.read_bytes().replace(b"mcore_data", b"other_data"))
-    told = codes(folder)["shape-lost"]
-    assert told.severity == "warning"
-    assert "flat2d_row" in told.message
+    warning = codes(folder)["shape-lost"]
+    assert warning.severity == "warning"
+    assert "flat2d_row" in warning.message
     assert ckptcore.open(str(folder)).tensors
 
 
 def test_classes_of_0_15(copy: Copy, truth: Callable[[str, str], Any], monkeypatch: Any) -> None:
-    """0.15 pickles its metadata as a class of its own; it is read without that class."""
+    """0.15 pickles its metadata as its own class; it is read without that class."""
     import pickle
 
     from torch.distributed.checkpoint.metadata import Metadata
@@ -145,7 +145,7 @@ def test_classes_of_0_15(copy: Copy, truth: Callable[[str, str], Any], monkeypat
     assert not differences(truth(OLD, "expected.safetensors"), read_all(ckptcore.open(str(folder))))
 
 
-# --- what is missing or wrong ---------------------------------------------------------------------
+# --- missing and wrong parts ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [DIST, OLD, ZARR])
@@ -155,8 +155,8 @@ def test_last_file_missing(name: str, copy: Copy) -> None:
     with pytest.raises(NotComplete) as caught:
         ckptcore.open(str(folder))
     assert "metadata.json" in caught.value.message
-    again = ckptcore.open(str(folder), recover=True)
-    assert again.format == ("zarr" if name == ZARR else "torch_dist")
+    incomplete = ckptcore.open(str(folder), recover=True)
+    assert incomplete.format == ("zarr" if name == ZARR else "torch_dist")
 
 
 @pytest.mark.parametrize("backend", [("torch_dist", 2), ("tensorstore", 1)])
@@ -196,7 +196,7 @@ def test_integrity(copy: Copy) -> None:
 
 
 def test_refused_global_leaves_the_rest(copy: Copy, tmp_path: Path) -> None:
-    """What is on no list is left out of the common state, by its path; the rest is kept."""
+    """A class off the allow-list is left out of the common state, by its path; the rest is kept."""
     import argparse
     import fractions
 
@@ -210,9 +210,9 @@ def test_refused_global_leaves_the_rest(copy: Copy, tmp_path: Path) -> None:
     manifest = ckptcore.open(str(folder))
     blob = next(b for b in manifest.blobs if b.key == "args")
     assert decode(blob.tree).value == {"hidden_size": 8, "deep": {}}
-    told = codes(folder)["refused-global"]
-    assert "fractions.Fraction" in told.message
-    assert "odd" in told.message
+    refused = codes(folder)["refused-global"]
+    assert "fractions.Fraction" in refused.message
+    assert "odd" in refused.message
     assert mcore.open(str(folder)).common_state["iteration"] == 7
 
 
@@ -237,7 +237,7 @@ def test_zarr_chunks_missing_short_long(copy: Copy) -> None:
     (key / "1.0").write_bytes(chunk + b"xx")
     assert "oversized-file" in codes(folder)
     (key / "1.0").write_bytes(chunk)
-    (key / "2.0").write_bytes(chunk)  # of a larger save, or the shape was cut: nothing tells which
+    (key / "2.0").write_bytes(chunk)  # of a larger save, or the shape was reduced: nothing says which
     assert codes(folder)["out-of-bounds"].severity == "error"
     (key / "2.0").rename(key / "note.txt")
     assert codes(folder)["stray-file"].severity == "warning"
@@ -292,20 +292,20 @@ def test_zarr_malformed(change: dict[str, Any], copy: Copy) -> None:
     assert caught.value.code == "malformed"
 
 
-def test_zarr_claims_are_bounded(copy: Copy) -> None:
+def test_zarr_sizes_are_bounded(copy: Copy) -> None:
     folder = copy(ZARR)
     array(folder / "misc.grid_int64", shape=[1 << 30, 1 << 30], chunks=[1, 1])
-    told = codes(folder)
-    assert {"hole", "missing-file"} <= told.keys()
+    reported = codes(folder)
+    assert {"hole", "missing-file"} <= reported.keys()
 
 
 @pytest.mark.parametrize(("order", "kind"), [("C", ">i4"), ("F", "<i4"), ("F", ">i2")])
 def test_zarr_layouts(order: str, kind: str, copy: Copy) -> None:
-    """Edge chunks stick out, columns may come first, and elements may be big-endian."""
+    """Edge chunks are padded, order may be by columns, and elements may be big-endian."""
     import numpy as np
 
     folder = copy(ZARR)
-    whole = np.arange(5 * 7).reshape(5, 7).astype(kind)
+    full = np.arange(5 * 7).reshape(5, 7).astype(kind)
     key = folder / "odd"
     key.mkdir()
     form = {
@@ -322,16 +322,16 @@ def test_zarr_layouts(order: str, kind: str, copy: Copy) -> None:
     for i in range(3):
         for j in range(3):
             padded = np.full((2, 3), -1, kind)
-            part = whole[2 * i : 2 * i + 2, 3 * j : 3 * j + 3]
+            part = full[2 * i : 2 * i + 2, 3 * j : 3 * j + 3]
             padded[: part.shape[0], : part.shape[1]] = part
             (key / f"{i}.{j}").write_bytes(padded.tobytes(order))  # type: ignore[arg-type]
     manifest = ckptcore.open(str(folder))
-    assert (ckptcore.read(manifest, "odd").numpy() == whole.astype(kind[1:])).all()
+    assert (ckptcore.read(manifest, "odd").numpy() == full.astype(kind[1:])).all()
     assert validate(manifest, "bytes").ok
 
 
 def test_zarr_names_of_0_5(copy: Copy) -> None:
-    """0.5 cut the last number off the names of objects in two dims; they are read as they are called."""
+    """0.5 dropped the last number of names of objects in two dims; they are read under these names."""
     folder = copy(ZARR)
     for path in list((folder / "rng_state").iterdir()):
         path.rename(path.with_name(path.name.replace("_2.2.pt", "_2.pt")))
@@ -392,20 +392,20 @@ def test_neighbours(place: str, beside: list[str], ends: str, copy: Copy, tmp_pa
 
 
 def test_fsdp_dtensor(copy: Copy) -> None:
-    """Megatron-FSDP leaves a plain DCP folder; only its keys tell, and its arguments are read."""
+    """Megatron-FSDP saves a plain DCP folder; its keys identify it, and its arguments are read."""
     folder = copy("fsdp_dtensor_llama_dp4_0.19.2")
     manifest = ckptcore.open(str(folder))
     assert manifest.format == "fsdp_dtensor"
     args = next(decode(b.tree) for b in manifest.blobs if b.key == "args")
     assert args.value["num_layers"] == 4
-    told = {"sharded_backend": "fsdp_dtensor", "sharded_backend_version": 1}
-    (folder / "metadata.json").write_text(json.dumps(told))
+    config = {"sharded_backend": "fsdp_dtensor", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(config))
     assert ckptcore.open(str(folder)).format == "fsdp_dtensor"
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", '{"a": 1}', "x" * (2 << 20)])
 def test_metadata_json_of_others(text: str, tmp_path: Path) -> None:
-    """A file of that name says nothing by itself."""
+    """A file of that name alone decides nothing."""
     (tmp_path / "metadata.json").write_text(text)
     with pytest.raises(CkptError) as caught:
         ckptcore.open(str(tmp_path))

@@ -1,7 +1,7 @@
-"""Flat buckets of models with experts, ties and several stages, against states cut by hand.
+"""Compare flat buckets of models with experts, ties and several stages with states split by hand.
 
 Registration orders are those of megatron-core 0.16.1's modules (`GPTModel.named_parameters`), the ranks'
-tensors those of `legacy_ranks`, so the order under test is written down twice.
+tensors those of `legacy_ranks`, so the order under test is defined twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.formats.megatron.flat_buffers import map_buckets
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
-# What megatron-core 0.16.1 makes first in a layer (`GPTModel.named_parameters`); experts stand as one.
+# What megatron-core 0.16.1 makes first in a layer (`GPTModel.named_parameters`); all experts are one entry.
 ORDER = (
     "input_layernorm.weight",
     "self_attention.linear_proj.weight",
@@ -52,10 +52,10 @@ NAME = (
 
 
 def states(case: Case, kind: str) -> tuple[Tensors, list[Tensors]]:
-    """A whole model of an optimizer's values, in the shapes and the order of the weights."""
+    """Return optimizer values for a full model, in the shapes and the order of the weights."""
     torch.manual_seed(len(kind))
     around, layers = whole_model(case)
-    filled = [{k: torch.randn(v.shape) for k, v in held.items()} for held in (around, *layers)]
+    filled = [{k: torch.randn(v.shape) for k, v in group.items()} for group in (around, *layers)]
     return filled[0], filled[1:]
 
 
@@ -64,7 +64,7 @@ def is_expert(name: str) -> bool:
 
 
 def registered(name: str) -> tuple[int, int]:
-    """Sorts a chunk's names as its modules were made; sorting keeps the order of the experts."""
+    """Return the sort key of a name in a chunk: its module's position; sorting keeps the order of experts."""
     if name.startswith("embedding."):
         return -1, 0
     if not name.startswith("decoder.layers."):
@@ -74,9 +74,9 @@ def registered(name: str) -> tuple[int, int]:
 
 
 def buckets(case: Case, chunk: Tensors, experts: bool | None, cut: int | None) -> list[list[tuple[str, int]]]:
-    """Per bucket: (parameter, first element), from the last parameter on; cut: elements that fill a bucket.
+    """Return (parameter, first element) by bucket, last parameter first; cut: elements that fill a bucket.
 
-    Tied embeddings on two stages have buckets of their own (param_and_grad_buffer.py).
+    Tied embeddings on two stages have their own buckets (param_and_grad_buffer.py).
     """
     names = [n for n in sorted(chunk, key=registered) if experts is None or is_expert(n) == experts]
     out: list[list[tuple[str, int]]] = [[]]
@@ -106,7 +106,7 @@ def flat(case: Case, root: Path, cut: int | None = None, *more: TensorSpec) -> M
     for name, value in expected(case).items():
         builder.tensor(TensorSpec(name, "bfloat16", tuple(value.shape)))
     data = bytearray()
-    held = {kind: states(case, kind) for kind in KINDS}
+    by_kind = {kind: states(case, kind) for kind in KINDS}
     etp = case.tp if case.etp is None else case.etp
     jobs: list[tuple[str, bool | None, int, tuple[int, int, int]]] = []
     for pp in range(case.pp):
@@ -119,7 +119,7 @@ def flat(case: Case, root: Path, cut: int | None = None, *more: TensorSpec) -> M
     for lead, experts, group, rank in jobs:
         for v in range(case.vpp):
             for kind in KINDS:
-                chunk = rank_models(case, *held[kind], *rank)[v]
+                chunk = rank_models(case, *by_kind[kind], *rank)[v]
                 for number, rows in enumerate(buckets(case, chunk, experts, cut)):
                     last, start = rows[-1]
                     values = torch.full((start + chunk[last].numel(),), float("nan"))
@@ -128,7 +128,7 @@ def flat(case: Case, root: Path, cut: int | None = None, *more: TensorSpec) -> M
                     at = builder.tensor(
                         TensorSpec(lead + NAME.format(group, v, number, kind), "float32", tuple(values.shape))
                     )
-                    # Each parameter was written on its own; gaps belong to the one before.
+                    # Each parameter was written on its own; gaps belong to the previous one.
                     edges = [s for _, s in rows] + [len(values)]
                     for a, b in pairwise(edges):
                         item = builder.item(Item(0, len(data) + a * 4, (b - a) * 4))
@@ -193,35 +193,39 @@ def test_experts_of_one_rank_share_the_buffers(experts: str, tmp_path: Path) -> 
 
 def test_transformer_engine_with_legacy_grouped_experts(tmp_path: Path) -> None:
     case = Case(ep=2, experts="grouped", norms="fused")
-    told = args(case, moe_use_legacy_grouped_gemm=True)
-    require_states(case, map_buckets(flat(case, tmp_path / "b"), told))
+    arguments = args(case, moe_use_legacy_grouped_gemm=True)
+    require_states(case, map_buckets(flat(case, tmp_path / "b"), arguments))
 
 
 REFUSED = {
     "multi-token prediction": ({}, "mtp.layers.0.enorm.weight", "multi-token"),
     "another rule for experts": ({"moe_extended_tp": True}, None, "another rule"),
     "interleaved": ({"moe_mlp_glu_interleave_size": 32}, None, "another rule"),
-    "a size that is none": ({"pipeline_model_parallel_size": "2"}, None, "pipeline_model_parallel_size '2'"),
-    "no size at all": ({"tensor_model_parallel_size": 0}, None, "tensor_model_parallel_size 0"),
-    "experts that are none": ({"num_experts": "4"}, None, "'4' experts"),
-    "experts that do not divide": ({"num_experts": 3}, None, "3 experts on 2 ranks"),
-    "a layer of another kind": ({}, "decoder.layers.mixer.in_proj.weight", "a layer with mixer.in_proj"),
-    "experts of another kind": ({}, "decoder.layers.mlp.experts.experts.linear_fc3.weight", "experts with"),
-    "tensor ranks that do not divide": ({"expert_tensor_parallel_size": 5}, None, "on 5 tensor ranks"),
+    "a size that is none": (
+        {"pipeline_model_parallel_size": "2"},
+        None,
+        "pipeline_model_parallel_size is '2'",
+    ),
+    "no size at all": ({"tensor_model_parallel_size": 0}, None, "tensor_model_parallel_size is 0"),
+    "experts that are none": ({"num_experts": "4"}, None, "num_experts is '4'"),
+    "experts that do not divide": ({"num_experts": 3}, None, "3 experts do not divide into 2 ranks"),
+    "a layer of another kind": ({}, "decoder.layers.mixer.in_proj.weight", "a layer has mixer.in_proj"),
+    "experts of another kind": ({}, "decoder.layers.mlp.experts.experts.linear_fc3.weight", "experts have"),
+    "tensor ranks that do not divide": ({"expert_tensor_parallel_size": 5}, None, "over 5 tensor ranks"),
     "order": ({"transformer_impl": "inference_optimized"}, None, "inference_optimized"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_whose_order_is_not_known(name: str, tmp_path: Path) -> None:
-    changed, extra, told = REFUSED[name]
+def test_models_of_unknown_order(name: str, tmp_path: Path) -> None:
+    changed, extra, reason = REFUSED[name]
     case = Case(ep=2, experts="sequential")
     shape = (case.layers, 4, 8, 16) if extra and "experts" in extra else (case.layers, 8, 16)
     more = () if extra is None else (TensorSpec(extra, "bfloat16", shape),)
     manifest = flat(case, tmp_path / "b", None, *more)
     mapped = map_buckets(manifest, args(case, **changed))
     assert mapped.findings[-1].code == "flat-buffers"
-    assert told in mapped.findings[-1].message
+    assert reason in mapped.findings[-1].message
     assert (mapped.tensors, mapped.chunks) == (manifest.tensors, manifest.chunks)
 
 
@@ -236,4 +240,4 @@ def test_layers_with_and_without_gates(tmp_path: Path) -> None:
     )
     mapped = map_buckets(replace(manifest, tensors=odd), args(case))
     assert mapped.findings[-1].code == "flat-buffers"
-    assert "with and without gated" in mapped.findings[-1].message
+    assert "only some are gated" in mapped.findings[-1].message

@@ -1,4 +1,4 @@
-"""torch_dist for a mesh: does Megatron-Core load at any TP x PP what was written for another?"""
+"""Write torch_dist for a mesh; Megatron-Core loads it at any TP x PP."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ADAM = "optim_llama_tp2dp2_fully_sharded_model_space_0.12.3"
 ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_fc1.weight")
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
-# TP that divides neither the rows of the vocabulary, which Megatron-LM pads and its loader trims, nor others:
-# a checkpoint's cuts are no matter to who loads it.
+# TP that does not divide the rows of the vocabulary (Megatron-LM pads them, its loader trims them) or others:
+# loaders do not depend on how a checkpoint is split.
 UNEVEN = [(3, 1), (5, 2)]
 
 
@@ -64,7 +64,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, Sample]:
 
 @pytest.mark.parametrize("mesh", [*MESHES, *UNEVEN], ids=lambda m: f"tp{m[0]}pp{m[1]}")
 @pytest.mark.parametrize("name", [PLAIN, ADAM])
-def test_everything_again(name: str, mesh: tuple[int, int], found: dict[str, Sample], tmp_path: Path) -> None:
+def test_round_trip(name: str, mesh: tuple[int, int], found: dict[str, Sample], tmp_path: Path) -> None:
     source = saved_in(found[name])
     reshard(source, tmp_path / "out", *mesh)
     names = {p.name for p in (tmp_path / "out").iterdir()}
@@ -72,14 +72,14 @@ def test_everything_again(name: str, mesh: tuple[int, int], found: dict[str, Sam
     before, after = ckptcore.open(str(source)), ckptcore.open(str(tmp_path / "out"))
     assert after.format == "torch_dist"
     assert validate(after, "bytes").ok
-    # Random states are bound to the ranks that saved them.
+    # Random states belong to the ranks that saved them.
     kept = [t.fqn for t in before.tensors if not t.fqn.startswith("rng_state/")]
     read = {n: value(ckptcore.read(before, n)) for n in kept}
-    again = {t.fqn: value(ckptcore.read(after, t.fqn)) for t in after.tensors}
-    assert sorted(read) == sorted(again)
-    assert not differences(read, again)
+    written = {t.fqn: value(ckptcore.read(after, t.fqn)) for t in after.tensors}
+    assert sorted(read) == sorted(written)
+    assert not differences(read, written)
     objects = {b.key: b.tree for b in before.blobs if not b.key.startswith("rng_state/")}
-    objects["args"]["value"]["no_save_rng"] = True  # or Megatron-LM would ask for them
+    objects["args"]["value"]["no_save_rng"] = True  # else Megatron-LM requires them
     assert {b.key: b.tree for b in after.blobs} == objects
 
 
@@ -93,15 +93,15 @@ def test_megatron_loads_it(mesh: tuple[int, int], tmp_path: Path, found: dict[st
             out = tmp_path / f"{name}_tp{tp}pp{pp}"
             reshard(saved_in(found[name]), out, tp, pp)
             folders[str(out)] = [str(p) for p in sorted(found[name].root.glob("expected*.safetensors"))]
-    told = tmp_path / "told.json"
-    line = [sys.executable, str(JOB), json.dumps(folders), *map(str, mesh), str(told)]
+    answer = tmp_path / "answer.json"
+    line = [sys.executable, str(JOB), json.dumps(folders), *map(str, mesh), str(answer)]
     job = [
         subprocess.Popen(line, env=os.environ | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True)
         for r in range(mesh[0] * mesh[1])
     ]
     errors = [one.communicate(timeout=800)[1] for one in job]
     assert all(one.returncode == 0 for one in job), "\n".join(errors)[-3000:]
-    got = json.loads(told.read_text())
+    got = json.loads(answer.read_text())
     assert got.keys() == folders.keys()
     for folder, row in got.items():
         assert row["differ"] == [], folder

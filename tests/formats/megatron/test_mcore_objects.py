@@ -22,13 +22,13 @@ COMMON = "common_state/shard_0_1"
 
 
 def save(folder: Path, state: dict[str, Any], common: Any = None) -> Path:
-    """A torch_dist folder as 0.19 leaves it, or with ``common`` in common.pt as releases before."""
+    """Write a torch_dist folder like 0.19, or with ``common`` in common.pt like earlier releases."""
     dcp.save(state, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
-    told = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     if common is not None:
         torch.save(common, folder / "common.pt")
-        told |= {"common_backend": "torch", "common_backend_version": 1}
-    (folder / "metadata.json").write_text(json.dumps(told))
+        config |= {"common_backend": "torch", "common_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(config))
     return folder
 
 
@@ -48,7 +48,7 @@ def errors(manifest: ckptcore.Manifest) -> dict[str, str]:
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 @pytest.mark.parametrize("place", ["an object", "common.pt"])
 def test_the_common_state_is_spread(kind: Any, place: str, tmp_path: Path) -> None:
-    """One object per key, wherever it lies; a tensor among them keeps its key as its name."""
+    """One object per key in either place; a tensor among them keeps its key as its name."""
     tensor = torch.arange(5)
     common = kind({"iteration": 7, "args": types.SimpleNamespace(lr=0.1), "seen": tensor, "$": "x"})
     weights = {"w": torch.ones(2, 3)}
@@ -76,34 +76,34 @@ def test_a_common_state_of_another_form_stays_one_object(common: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("common", [5, {1: 2}, [1]], ids=["a number", "keys that are numbers", "a list"])
-def test_a_common_file_of_another_form_is_told(common: Any, tmp_path: Path) -> None:
+def test_a_common_file_of_another_form_is_reported(common: Any, tmp_path: Path) -> None:
     manifest, _ = opened(save(tmp_path / "x", {"w": torch.ones(2)}, common))
-    assert "not a dict of common state" in errors(manifest)["malformed-item"]
+    assert f"dict of common state (got {type(common).__name__})" in errors(manifest)["malformed-item"]
     assert torch.equal(ckptcore.read(manifest, "w"), torch.ones(2))
 
 
 def test_tensors_that_a_class_hides_in_the_common_file(tmp_path: Path) -> None:
-    """Their bytes are counted: what cannot be taken out is an error, not an omission."""
+    """Their bytes are counted: unreadable tensors are an error, not an omission."""
     common = {"iteration": 7, "layer": torch.nn.Linear(10, 10, bias=False)}
     manifest, found = opened(save(tmp_path / "x", {"w": torch.ones(2)}, common))
     assert found == {"iteration": 7}
-    told = errors(manifest)
-    assert "400 bytes" in told["refused-tensors"]
-    assert "torch.nn.modules.linear.Linear" in told["refused-global"]
+    reported = errors(manifest)
+    assert "400 bytes" in reported["refused-tensors"]
+    assert "torch.nn.modules.linear.Linear" in reported["refused-global"]
 
 
 # --- grids of shards ------------------------------------------------------------------------------
 
 
 def test_a_shard_outside_its_grid(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """A file of a larger save that stayed: neither a shard of this grid nor ignored."""
+    """A leftover file of a larger save is neither a shard of this grid nor ignored."""
     (root,) = (s.root for s in request.config.stash[SAMPLES] if s.name == "api_zarr_0.12.3")
     folder = Path(shutil.copytree(root / "ckpt", tmp_path / "x"))
     assert not errors(ckptcore.open(str(folder)))
     shutil.copy(folder / "rng_state" / "shard_0.0_2.2.pt", folder / "rng_state" / "shard_2.1_2.2.pt")
-    told = errors(ckptcore.open(str(folder)))
-    assert told.keys() == {"out-of-bounds"}
-    assert "shard 2.1 lies outside its grid 2.2" in told["out-of-bounds"]
+    reported = errors(ckptcore.open(str(folder)))
+    assert reported.keys() == {"out-of-bounds"}
+    assert "shard 2.1 is outside its grid 2.2" in reported["out-of-bounds"]
 
 
 @pytest.mark.parametrize("lost", [[], [(0, 1)], [(1, 0), (1, 1)]], ids=["none", "one", "a row"])
@@ -114,10 +114,10 @@ def test_shards_of_an_object(lost: list[tuple[int, int]], tmp_path: Path) -> Non
     manifest, found = opened(save(tmp_path / "x", state))
     for i, j in cells - set(lost):
         assert found[f"rng_state/shard_{i}.{j}_2.2"] == [{"seed": 10 * i + j}]
-    told = errors(manifest)
-    assert told.keys() == ({"hole"} if lost else set())
+    reported = errors(manifest)
+    assert reported.keys() == ({"hole"} if lost else set())
     for i, j in lost:
-        assert f"{i}.{j}" in told["hole"]
+        assert f"{i}.{j}" in reported["hole"]
 
 
 # --- extra state ----------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ EXTRA = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_1"
 
 
 def test_extra_state_is_bytes(tmp_path: Path) -> None:
-    """Transformer Engine's is a pickle in a byte tensor: kept as it is, never opened, no weight."""
+    """Transformer Engine's is a pickle in a byte tensor: kept as it is, never opened, not a weight."""
     raw = torch.arange(40, dtype=torch.uint8)
     manifest, found = opened(save(tmp_path / "x", {COMMON: [{}], EXTRA: [raw[8:24]], "w": torch.ones(1)}))
     assert found[EXTRA] == Named("bytetensor", bytes(range(8, 24)))
@@ -138,8 +138,8 @@ ODD = {"two dims": torch.zeros(4, 4, dtype=torch.uint8), "strided": torch.zeros(
 
 
 @pytest.mark.parametrize("value", ODD.values(), ids=ODD)
-def test_extra_state_in_another_layout_is_told(value: torch.Tensor, tmp_path: Path) -> None:
+def test_extra_state_in_another_layout_is_reported(value: torch.Tensor, tmp_path: Path) -> None:
     manifest, found = opened(save(tmp_path / "x", {COMMON: [{}], EXTRA: [value], "w": torch.ones(1)}))
-    assert "layout that nothing writes" in errors(manifest)["malformed-item"]
+    assert "unknown layout" in errors(manifest)["malformed-item"]
     assert EXTRA not in found
     assert torch.equal(ckptcore.read(manifest, "w"), torch.ones(1))

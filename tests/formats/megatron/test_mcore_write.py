@@ -1,4 +1,4 @@
-"""Writing Megatron-Core checkpoints: is everything there again, and does Megatron-Core load it?"""
+"""Write Megatron-Core checkpoints that read back equal and that Megatron-Core loads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def contents(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
 @pytest.mark.parametrize("name", [DIST, OLD, ZARR, RNG])
-def test_everything_again(name: str, to: str, found: dict[str, Sample], tmp_path: Path) -> None:
+def test_round_trip(name: str, to: str, found: dict[str, Sample], tmp_path: Path) -> None:
     source = found[name].root / "ckpt"
     odd = ("misc.fp8_e4m3",) if to == "zarr" and "torch_dist" in name else ()
     ckptcore.convert(str(source), str(tmp_path / "out"), to=to, exclude=odd)
@@ -54,8 +54,8 @@ def test_everything_again(name: str, to: str, found: dict[str, Sample], tmp_path
     assert sorted(written) == sorted(tensors)
     assert not differences(tensors, written)
     assert carried == objects
-    told = json.loads((tmp_path / "out" / "metadata.json").read_text())
-    assert told == {"sharded_backend": to, **FOUR_FIELDS}
+    config = json.loads((tmp_path / "out" / "metadata.json").read_text())
+    assert config == {"sharded_backend": to, **FOUR_FIELDS}
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
@@ -73,8 +73,8 @@ def test_from_another_format(to: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [OLD, ZARR])
-def test_a_plain_folder_of_it_is_plain(name: str, found: dict[str, Sample], tmp_path: Path) -> None:
-    """What is converted to DCP has Megatron's keys, and is neither unfinished nor Megatron's."""
+def test_a_plain_dcp_copy_is_plain_dcp(name: str, found: dict[str, Sample], tmp_path: Path) -> None:
+    """A DCP folder made from it has Megatron's keys, and is neither unfinished nor Megatron's."""
     ckptcore.convert(str(found[name].root / "ckpt"), str(tmp_path / "out"), to="dcp")
     assert ckptcore.open(str(tmp_path / "out")).format == "dcp"
     tensors, written = contents(found[name].root / "ckpt")[0], contents(tmp_path / "out")[0]
@@ -89,7 +89,7 @@ def test_without_its_last_file_it_is_unfinished(found: dict[str, Sample], tmp_pa
 
 
 def test_zarr_refuses(found: dict[str, Sample], tmp_path: Path) -> None:
-    """zarr has no float8, and a key must be a folder's name."""
+    """zarr has no float8, and a key must be a valid folder name."""
     with pytest.raises(UnsupportedDtype) as caught:
         ckptcore.convert(str(found[DIST].root / "ckpt"), str(tmp_path / "out"), to="zarr")
     assert "misc.fp8_e4m3" in caught.value.message
@@ -119,10 +119,10 @@ def test_megatron_loads_it(to: str, ranks: int, found: dict[str, Sample], tmp_pa
     if to == "zarr" and minor > 15:
         pytest.skip("megatron-core 0.16 and later have no zarr backend")
     name = DIST if to == "torch_dist" else ZARR
-    out, told = tmp_path / "out", tmp_path / "told.json"
+    out, answer = tmp_path / "out", tmp_path / "answer.json"
     ckptcore.convert(str(found[name].root / "ckpt"), str(out), to=to)
     truth = found[name].root / "expected.safetensors"
-    line = [sys.executable, str(JOB), str(out), str(truth), json.dumps(GRIDS), str(told)]
+    line = [sys.executable, str(JOB), str(out), str(truth), json.dumps(GRIDS), str(answer)]
     job = [
         subprocess.Popen(
             line,
@@ -134,7 +134,7 @@ def test_megatron_loads_it(to: str, ranks: int, found: dict[str, Sample], tmp_pa
     ]
     errors = [one.communicate(timeout=300)[1] for one in job]
     assert all(one.returncode == 0 for one in job), "\n".join(errors)[-3000:]
-    got = json.loads(told.read_text())
+    got = json.loads(answer.read_text())
     assert got["differ"] == []
     assert got["args"]
     assert {got["types"][f"{'decoder.layers.mlp.linear_fc1._extra_state'} ({n},)"] for n in range(4)} == {

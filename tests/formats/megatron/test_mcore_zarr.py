@@ -1,4 +1,4 @@
-"""Megatron-Core's zarr: is an array seen whose header is lost, and a second checkpoint beside it?"""
+"""Report a zarr array without its header, and a second checkpoint in the same folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_locks_without_their_array(copy: Copy) -> None:
 
 def test_chunks_in_subfolders(copy: Copy) -> None:
     folder = copy(ZARR)
-    told = json.loads((folder / KEY / ".zarray").read_text())
+    header = json.loads((folder / KEY / ".zarray").read_text())
     for chunk in sorted(p for p in (folder / KEY).iterdir() if p.name != ".zarray"):
         to = folder / KEY / "sub" / chunk.name.replace(".", "/")
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def test_chunks_in_subfolders(copy: Copy) -> None:
     for part in (folder / KEY / "sub").iterdir():
         part.rename(folder / KEY / part.name)
     (folder / KEY / "sub").rmdir()
-    (folder / KEY / ".zarray").write_text(json.dumps({**told, "dimension_separator": "/"}))
+    (folder / KEY / ".zarray").write_text(json.dumps({**header, "dimension_separator": "/"}))
     assert errors(folder) == set()
 
 

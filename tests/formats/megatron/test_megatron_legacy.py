@@ -1,4 +1,4 @@
-"""Legacy Megatron-LM folders: ranks of every kind, merged, against tensors cut by hand."""
+"""Merge legacy Megatron-LM folders of every kind, and compare with tensors split by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_become_whole(name: str, tmp_path: Path) -> None:
+def test_ranks_are_merged(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     save(case, tmp_path)
     manifest = require_equal(tmp_path, expected(case))
@@ -52,8 +52,8 @@ def test_ranks_become_whole(name: str, tmp_path: Path) -> None:
     assert manifest.origin["mesh"] == {"tp": case.tp, "pp": case.pp, "ep": case.ep, "vpp": case.vpp}
 
 
-def test_layers_of_two_kinds_stay_apart(tmp_path: Path) -> None:
-    """A dense first layer before layers of experts: distributed checkpoints keep one tensor per layer."""
+def test_layers_of_two_kinds_are_separate_tensors(tmp_path: Path) -> None:
+    """A dense first layer before layers of experts: distributed checkpoints store one tensor per layer."""
     dense, moe = Case(layers=1), Case(layers=2, experts="sequential")
     around, first = whole_model(dense)
     rest = whole_model(moe)[1]
@@ -76,7 +76,7 @@ def test_layers_of_two_kinds_stay_apart(tmp_path: Path) -> None:
     )
 
 
-# --- what must not pass ---------------------------------------------------------------------------
+# --- damaged saves --------------------------------------------------------------------------------
 
 
 def codes(url: Path, level: str = "bytes") -> set[str]:
@@ -96,7 +96,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     assert "hole" in codes(base)
 
 
-def test_a_missing_stage_is_not_closed_up(tmp_path: Path) -> None:
+def test_a_missing_stage_stays_missing(tmp_path: Path) -> None:
     base = save(Case(pp=2), tmp_path)
     (base / "mp_rank_00_000" / "model_optim_rng.pt").unlink()
     manifest = ckptcore.open(str(base))
@@ -124,7 +124,7 @@ def test_a_tied_copy_that_differs_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("iteration", 200), ("num_layers", 8), ("tensor_model_parallel_size", 4)]
 )
-def test_a_file_of_another_save_is_told(key: str, value: int, tmp_path: Path) -> None:
+def test_a_file_of_another_save_is_reported(key: str, value: int, tmp_path: Path) -> None:
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
         if rank[0] == 1:
             if key == "iteration":
@@ -135,7 +135,7 @@ def test_a_file_of_another_save_is_told(key: str, value: int, tmp_path: Path) ->
     assert "item-mismatch" in codes(save(Case(tp=2), tmp_path, edit), level="cover")
 
 
-def test_a_folder_of_a_larger_job_is_told(tmp_path: Path) -> None:
+def test_a_folder_of_a_larger_job_is_reported(tmp_path: Path) -> None:
     base = save(Case(tp=2), tmp_path)
     (base / "mp_rank_01").rename(base / "mp_rank_02")
     assert {"item-mismatch", "missing-rank", "hole"} <= codes(base, level="cover")
@@ -158,16 +158,18 @@ def test_wrong_sizes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "told"),
+    ("extra", "reason"),
     [
         ({"moe_extended_tp": True}, "moe_extended_tp"),
         ({"expert_tensor_parallel_size": 4}, "1719"),
         ({"moe_mlp_glu_interleave_size": 32}, "interleave"),
     ],
 )
-def test_cuts_that_folders_do_not_tell_are_refused(extra: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_partitions_that_folders_do_not_name_are_refused(
+    extra: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     case = Case(tp=2, ep=2, experts="te", extra=extra)
-    with pytest.raises(UnsupportedFormat, match=told):
+    with pytest.raises(UnsupportedFormat, match=reason):
         ckptcore.open(str(save(case, tmp_path)))
 
 
@@ -184,7 +186,7 @@ OLD_NAMES = {
 
 
 def nested(model: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A model as it was kept before Megatron-Core: a dict of dicts, the layers in one of them."""
+    """Return a model in the form before Megatron-Core: a dict of dicts, one of them with the layers."""
     out: dict[str, Any] = {}
     for name, value in model.items():
         for new, old in OLD_NAMES.items():
@@ -199,7 +201,7 @@ def nested(model: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def old_order(rows: torch.Tensor, heads: int, version: float) -> torch.Tensor:
-    """QKV rows, [head, q or k or v, row], in the order of an old checkpoint_version."""
+    """Reorder QKV rows, [head, q or k or v, row], for an old checkpoint_version."""
     by_head = rows.view(heads, 3, -1, *rows.shape[1:])
     moved = {0: (1, 0, 2), 1.0: (0, 2, 1)}.get(version)
     if moved is None:
@@ -240,7 +242,7 @@ def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
         ckptcore.open(str(save(Case(), tmp_path, edit)))
 
 
-def test_no_arguments_no_guess(tmp_path: Path) -> None:
+def test_missing_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="arguments"):
         ckptcore.open(str(save(Case(), tmp_path, lambda tree, rank: tree.pop("args"))))
 
@@ -251,19 +253,19 @@ def test_unknown_classes_are_left_out_by_name(tmp_path: Path) -> None:
 
     base = save(Case(), tmp_path, edit)
     manifest = ckptcore.open(str(base))
-    told = [f for f in manifest.findings if f.code == "refused-global"]
-    assert "args.hook (torch.nn.modules.linear.Linear)" in told[0].message
+    refused = [f for f in manifest.findings if f.code == "refused-global"]
+    assert "args.hook (torch.nn.modules.linear.Linear)" in refused[0].message
     assert "hook" not in str(next(b.tree for b in manifest.blobs if b.key == "args"))
 
 
-@pytest.mark.parametrize(("told", "wrong"), [("own", True), ("one", False), ("none", False)])
-def test_folders_of_tensor_ranks_in_each_others_place(told: str, wrong: bool, tmp_path: Path) -> None:
-    """Each rank's arguments tell its rank in the job; a converter's are the same in all folders."""
+@pytest.mark.parametrize(("recorded", "wrong"), [("own", True), ("one", False), ("none", False)])
+def test_swapped_folders_of_tensor_ranks(recorded: str, wrong: bool, tmp_path: Path) -> None:
+    """Each rank's arguments have its rank in the job; a converter writes the same ones into all folders."""
     case = Case(tp=2, pp=2)
     ranks = {"own": lambda r: {"rank": r[0] + 8 * r[1]}, "one": lambda r: {"rank": 0}, "none": lambda r: {}}
 
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
-        tree["args"] = Namespace(**vars(tree["args"]), **ranks[told](rank))
+        tree["args"] = Namespace(**vars(tree["args"]), **ranks[recorded](rank))
 
     base = save(case, tmp_path, edit)
     assert not [f for f in ckptcore.open(str(tmp_path)).findings if f.code == "item-mismatch"]

@@ -1,4 +1,4 @@
-"""Megatron's optimizer state under its parameters: numbered, flat in buffers, or kept as it is."""
+"""Read Megatron's optimizer state by parameter: numbered, in flat buffers, or unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from legacy_ranks import (
 )
 
 import ckptcore
-from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_whole
+from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_buffer
 from ckptcore.formats.megatron.parameter_order import Parameter, Unregistered
 from ckptcore.formats.megatron.partition_rules import Placement
 
@@ -32,7 +32,7 @@ KINDS = ("exp_avg", "exp_avg_sq")
 
 
 def states(case: Case, kind: str) -> tuple[Tensors, list[Tensors]]:
-    """A whole model of the state's values, in the shapes of the weights."""
+    """Return state values for a full model, in the shapes of the weights."""
     torch.manual_seed(len(kind))
     around = {
         "embedding.word_embeddings.weight": torch.randn(64, 16),
@@ -59,12 +59,14 @@ def truth(case: Case, kind: str) -> Tensors:
 
 
 def numbered(case: Case, rank: tuple[int, int, int], expert: bool) -> dict[str, Any]:
-    """What a plain optimizer saves: groups with and without weight decay, master copies beside."""
-    held = {kind: rank_states(case, kind, rank) for kind in (*KINDS, "fp32_param")}
-    names = [(v, n) for v, chunk in enumerate(held["exp_avg"]) for n in chunk if is_expert(case, n) == expert]
+    """Return the state of a plain optimizer: groups with and without weight decay, and master copies."""
+    by_kind = {kind: rank_states(case, kind, rank) for kind in (*KINDS, "fp32_param")}
+    names = [
+        (v, n) for v, chunk in enumerate(by_kind["exp_avg"]) for n in chunk if is_expert(case, n) == expert
+    ]
     groups, state, masters, number = [], {}, [], 0
     for decay in (1.0, 0.0):
-        mine = [k for k in names if (held["exp_avg"][k[0]][k[1]].dim() == 1) == (decay == 0.0)]
+        mine = [k for k in names if (by_kind["exp_avg"][k[0]][k[1]].dim() == 1) == (decay == 0.0)]
         if not mine:
             continue
         numbers = list(range(number, number + len(mine)))
@@ -79,8 +81,8 @@ def numbered(case: Case, rank: tuple[int, int, int], expert: bool) -> dict[str, 
             }
         )
         for n, (v, name) in zip(numbers, mine, strict=True):
-            state[n] = {kind: held[kind][v][name] for kind in KINDS} | {"step": torch.tensor(7.0)}
-        masters.append([_marked(held["fp32_param"][v][name]) for v, name in mine])
+            state[n] = {kind: by_kind[kind][v][name] for kind in KINDS} | {"step": torch.tensor(7.0)}
+        masters.append([_marked(by_kind["fp32_param"][v][name]) for v, name in mine])
         number += len(mine)
     return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}
 
@@ -125,7 +127,7 @@ def test_numbers_that_do_not_fit_stay(tmp_path: Path) -> None:
 
 
 def test_several_optimizers_by_number(tmp_path: Path) -> None:
-    """Later releases keep the optimizers of a chain in a dict by number."""
+    """Later releases store the optimizers of a chain in a dict by number."""
     case = Case(ep=2, experts="sequential")
 
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
@@ -136,7 +138,7 @@ def test_several_optimizers_by_number(tmp_path: Path) -> None:
         require_equal(tmp_path, truth(case, kind), f"optimizer.state.{kind}.")
 
 
-def test_an_empty_group_takes_no_parameter(tmp_path: Path) -> None:
+def test_an_empty_group_has_no_parameter(tmp_path: Path) -> None:
     case = Case()
 
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
@@ -155,25 +157,25 @@ def _groups(optimizer: dict[str, Any]) -> Any:
 ODD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no groups": (lambda o: o["optimizer"].pop("param_groups"), "without parameter groups"),
     "no numbers": (lambda o: _groups(o)[0].pop("params"), "without numbers"),
-    "another rate": (lambda o: _groups(o)[0].update(lr_mult=0.1), "learning rates of their own"),
-    "a head's own rate": (lambda o: _groups(o)[0].update(is_decoupled_lr=True), "learning rates of their"),
+    "another rate": (lambda o: _groups(o)[0].update(lr_mult=0.1), "different learning rates"),
+    "a head's own rate": (lambda o: _groups(o)[0].update(is_decoupled_lr=True), "different learning rates"),
     "a state of another shape": (
         lambda o: o["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)),
         r"a state of \[3\]",
     ),
-    "masters of another group": (lambda o: o["fp32_from_fp16_params"].pop(), "other groups"),
-    "a master is missing": (lambda o: o["fp32_from_fp16_params"][0].pop(), "other parameters"),
-    "a master that is no tensor": (
+    "masters of another group": (lambda o: o["fp32_from_fp16_params"].pop(), "different groups"),
+    "a master is missing": (lambda o: o["fp32_from_fp16_params"][0].pop(), "different parameters"),
+    "a master that is not a tensor": (
         lambda o: o["fp32_from_fp16_params"][0].__setitem__(0, 5),
-        "that is no tensor",
+        "is not a tensor",
     ),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_numbered_states_that_do_not_add_up_stay_numbered(name: str, tmp_path: Path) -> None:
-    """Nothing is guessed and nothing is lost: every tensor is there under its number."""
-    case, (change, told) = Case(), ODD[name]
+    """Nothing is guessed and nothing is lost: every tensor keeps its number."""
+    case, (change, reason) = Case(), ODD[name]
 
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
         tree["optimizer"] = numbered(case, rank, False)
@@ -181,7 +183,7 @@ def test_numbered_states_that_do_not_add_up_stay_numbered(name: str, tmp_path: P
 
     manifest = ckptcore.open(str(save(case, tmp_path, edit)))
     (found,) = (f for f in manifest.findings if f.code == "flat-buffers")
-    assert re.search(told, found.message), found.message
+    assert re.search(reason, found.message), found.message
     assert not [t.fqn for t in manifest.tensors if t.fqn.startswith("optimizer.state.")]
     states = torch.load(tmp_path / "iter_0000100/mp_rank_00/model_optim_rng.pt", weights_only=False)
     for number, state in states["optimizer"]["optimizer"]["state"].items():
@@ -194,7 +196,7 @@ def test_numbered_states_that_do_not_add_up_stay_numbered(name: str, tmp_path: P
 
 
 def buffer(values: list[torch.Tensor]) -> torch.Tensor:
-    """A flat buffer: last parameter first, each from a multiple of 64 on; gaps are anything."""
+    """Return a flat buffer: last parameter first, each at a multiple of 64; gaps have any value."""
     parts: list[torch.Tensor] = []
     at = 0
     for value in reversed(values):
@@ -207,12 +209,12 @@ def buffer(values: list[torch.Tensor]) -> torch.Tensor:
 def flat(case: Case, rank: tuple[int, int, int], expert: bool) -> dict[Any, Any]:
     out: dict[Any, Any] = {"buckets_coalesced": True}
     for v in range(case.vpp):
-        held: dict[str, Any] = {}
+        stored: dict[str, Any] = {}
         for kind in (*KINDS, "param"):
             chunk = rank_states(case, kind, rank)[v]
-            held[kind] = buffer([t for n, t in chunk.items() if is_expert(case, n) == expert])
-        held["numel_unpadded"] = held["param"].numel()
-        out[v] = {(torch.bfloat16, torch.float32): held}
+            stored[kind] = buffer([t for n, t in chunk.items() if is_expert(case, n) == expert])
+        stored["numel_unpadded"] = stored["param"].numel()
+        out[v] = {(torch.bfloat16, torch.float32): stored}
     return out
 
 
@@ -220,7 +222,7 @@ def add_flat(case: Case, base: Path) -> None:
     for rank in ranks_of(case):
         parts: list[Any] = [flat(case, rank, False)]
         if case.ep > 1:
-            # One rank of each data-parallel group writes; experts have groups of their own.
+            # One rank of each data-parallel group writes; experts have their own groups.
             parts = [parts[0] if rank[2] == 0 else None, flat(case, rank, True)]
         torch.save(parts if len(parts) > 1 else parts[0], base / folder(case, *rank) / "distrib_optim.pt")
 
@@ -259,22 +261,22 @@ FULL = 513  # the last layer's norm fills the first bucket, which then does not 
 
 
 def overlapped(case: Case, kept: Callable[[list[torch.Tensor]], Any]) -> Callable[[Path], None]:
-    """Writes distrib_optim.pt of buffers in buckets, each buffer as ``kept`` keeps its buckets."""
+    """Write distrib_optim.pt; ``kept`` makes each buffer from its buckets."""
 
     def write(base: Path) -> None:
         for rank in ranks_of(case):
-            held = {
+            stored = {
                 kind: kept(in_buckets(list(rank_states(case, kind, rank)[0].values()), FULL))
                 for kind in (*KINDS, "param")
             }
-            state = {0: {(torch.bfloat16, torch.float32): held}}
+            state = {0: {(torch.bfloat16, torch.float32): stored}}
             torch.save(state, base / folder(case, *rank) / "distrib_optim.pt")
 
     return write
 
 
 def _filled(buckets: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The last bucket filled up for the data-parallel ranks."""
+    """Pad the last bucket for the data-parallel ranks."""
     return [*buckets[:-1], torch.cat([buckets[-1], torch.full((37,), float("nan"))])]
 
 
@@ -289,11 +291,11 @@ def test_buffers_of_several_buckets(kept: Callable[..., Any], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "told", [{"data_parallel_size": 2}, {"ddp_bucket_size": "x"}], ids=["default", "none"]
+    "extra", [{"data_parallel_size": 2}, {"ddp_bucket_size": "x"}], ids=["default", "none"]
 )
-def test_buckets_of_another_size_than_told_stay(told: dict[str, Any], tmp_path: Path) -> None:
-    """The default is 40 million elements: with it, all parameters are in one bucket, which these are not."""
-    case = Case(tp=2, extra={"overlap_grad_reduce": True, **told})
+def test_buckets_of_another_size_than_recorded_stay(extra: dict[str, Any], tmp_path: Path) -> None:
+    """The default of 40 million elements puts all parameters into one bucket, unlike these."""
+    case = Case(tp=2, extra={"overlap_grad_reduce": True, **extra})
     overlapped(case, torch.cat)(save(case, tmp_path))
     manifest = ckptcore.open(str(tmp_path))
     assert [f.code for f in manifest.findings] == ["flat-buffers"] * 2
@@ -301,35 +303,35 @@ def test_buckets_of_another_size_than_told_stay(told: dict[str, Any], tmp_path: 
 
 BROKEN: dict[str, tuple[Any, str]] = {
     "three optimizers": ([None, None, None], "3 distributed optimizers"),
-    "a number": (5, "that is a int"),
+    "a number": (5, "state is a int"),
     "a buffer that is none": ({0: 5}, "buffer 0 is a int"),
-    "one dtype": ({0: {torch.float32: {}}}, "buffer 0 of"),
+    "one dtype": ({0: {torch.float32: {}}}, "buffer 0 has unknown dtypes"),
     "another dtype": ({0: {(torch.float16, torch.float32): {}}}, "buffer 0 of float16 float32"),
     "a second buffer": ({1: {(torch.bfloat16, torch.float32): {}}}, "buffer 1 of bfloat16"),
-    "two dims": ({0: {(torch.bfloat16, torch.float32): {"param": torch.zeros(2, 2)}}}, "no flat tensor"),
-    "no tensors": ({0: {(torch.bfloat16, torch.float32): {"param": [1, 2]}}}, "no flat tensor"),
+    "two dims": ({0: {(torch.bfloat16, torch.float32): {"param": torch.zeros(2, 2)}}}, "not a flat tensor"),
+    "no tensors": ({0: {(torch.bfloat16, torch.float32): {"param": [1, 2]}}}, "not a flat tensor"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_distributed_state_of_another_form_stays(name: str, tmp_path: Path) -> None:
-    state, told = BROKEN[name]
+    state, reason = BROKEN[name]
     base = save(Case(), tmp_path)
     torch.save(state, base / "mp_rank_00" / "distrib_optim.pt")
     manifest = ckptcore.open(str(base))
     (found,) = manifest.findings
     assert (found.code, found.file) == ("flat-buffers", "mp_rank_00/distrib_optim.pt")
-    assert told in found.message
+    assert reason in found.message
     assert not [t.fqn for t in manifest.tensors if t.fqn.startswith("optimizer.state.")]
 
 
-def test_a_parameter_without_a_rule_leaves_buffers_alone(tmp_path: Path) -> None:
+def test_a_parameter_without_a_rule_leaves_buffers_unchanged(tmp_path: Path) -> None:
     case = Case(tp=2)
     base = save(case, tmp_path, lambda tree, rank: tree["model"].update({"odd.weight": torch.ones(2)}))
     add_flat(case, base)
-    told = [f.message for f in ckptcore.open(str(base)).findings if f.code == "flat-buffers"]
-    assert len(told) == 2
-    assert all("no rule tells how odd.weight" in m for m in told)
+    messages = [f.message for f in ckptcore.open(str(base)).findings if f.code == "flat-buffers"]
+    assert len(messages) == 2
+    assert all("no rule for how odd.weight" in m for m in messages)
 
 
 def test_a_buffer_of_another_size_stays(tmp_path: Path) -> None:
@@ -337,16 +339,16 @@ def test_a_buffer_of_another_size_stays(tmp_path: Path) -> None:
     base = save(case, tmp_path)
     add_flat(case, base)
     path = base / "mp_rank_01" / "distrib_optim.pt"
-    held = torch.load(path, weights_only=False)
-    part = held[0][torch.bfloat16, torch.float32]
+    saved = torch.load(path, weights_only=False)
+    part = saved[0][torch.bfloat16, torch.float32]
     part["exp_avg"] = torch.cat([part["exp_avg"], torch.zeros(64)])
-    torch.save(held, path)
+    torch.save(saved, path)
     manifest = ckptcore.open(str(base))
     assert [f.code for f in manifest.findings] == ["flat-buffers"]
     assert any(t.fqn.startswith("distrib_optim/mp_rank_01") for t in manifest.tensors)
 
 
-# --- where parameters lie -------------------------------------------------------------------------
+# --- placing parameters ----------------------------------------------------------------------------
 
 
 def parameters(*sizes: int) -> list[Parameter]:
@@ -371,25 +373,25 @@ def test_buckets_that_do_not_add_up(sizes: list[int]) -> None:
         lay_out(parameters(10, 70, 100), sizes)
 
 
-def test_a_bucket_of_its_own() -> None:
+def test_a_parameter_with_its_own_bucket() -> None:
     """Tied embeddings: the bucket before them ends where they would have started."""
     found = lay_out(parameters(70, 10, 100), [138 + 54, 70], own=[True, False, False])
     assert list(starts(found)) == [("p2", 0, 0), ("p1", 0, 128), ("p0", 1, 0)]
 
 
-def test_whole_buffers_and_full_buckets() -> None:
-    """Without bucket borders on disk, the total tells whether a layout is the right one."""
+def test_coalesced_buffers_and_full_buckets() -> None:
+    """Without bucket borders on disk, the total size decides whether a layout is right."""
     three = parameters(10, 70, 100)
-    assert [s[2] for s in starts(lay_out_whole(three, 128 + 128 + 10))] == [0, 128, 256]
-    # A bucket that is full ends unaligned, and the next one starts behind it.
-    assert [s[2] for s in starts(lay_out_whole(three, 100 + 128 + 10, bucket=90))] == [0, 100, 228]
+    assert [s[2] for s in starts(lay_out_buffer(three, 128 + 128 + 10))] == [0, 128, 256]
+    # A full bucket ends unaligned, and the next one starts after it.
+    assert [s[2] for s in starts(lay_out_buffer(three, 100 + 128 + 10, bucket=90))] == [0, 100, 228]
     with pytest.raises(Unregistered):
-        lay_out_whole(three, 100 + 128 + 10)
+        lay_out_buffer(three, 100 + 128 + 10)
 
 
 def test_helpers_agree() -> None:
     """The helper's ranks hold every expert once."""
     case = Case(ep=2, experts="sequential")
     layer = whole_layer(case)
-    held = [local_layer(case, layer, 0, ep) for ep in range(2)]
-    assert sum("linear_fc2" in n and "local_experts" in n for h in held for n in h) == E
+    ranks = [local_layer(case, layer, 0, ep) for ep in range(2)]
+    assert sum("linear_fc2" in n and "local_experts" in n for h in ranks for n in h) == E

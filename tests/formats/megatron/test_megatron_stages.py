@@ -1,4 +1,4 @@
-"""Which layer is on which stage, when a rank's file is lost and only the arguments tell?
+"""Number the layers of each stage when a rank's file is missing and only the arguments remain.
 
 Counts and first layers were compared with megatron-core 0.16.1 (`get_num_layers_to_build`,
 `get_transformer_layer_offset`): the cases here are of every kind that its arguments can spell.
@@ -34,7 +34,7 @@ CASES = {
     "last, two chunks": Case(
         pp=3, vpp=2, layers=8, counts=[[1, 1, 2], [1, 1, 2]], extra={"decoder_last_pipeline_num_layers": 4}
     ),
-    "two stages, both told": Case(
+    "two stages, both given": Case(
         pp=2,
         layers=5,
         counts=[[1, 4]],
@@ -75,7 +75,7 @@ Place = tuple[str, Box, str, int, object]
 
 
 def places(manifest: Manifest) -> set[Place]:
-    """Every box of every tensor of a layer, and where its bytes lie."""
+    """Return every box of every tensor of a layer, and where its bytes are."""
     out: set[Place] = set()
     for n, spec in enumerate(manifest.tensors):
         for chunk in manifest.chunks_of(n) if spec.fqn.startswith("decoder.layers.") else ():
@@ -85,16 +85,16 @@ def places(manifest: Manifest) -> set[Place]:
 
 
 def require_same_without(case: Case, base: Path, stage: int) -> None:
-    """Without the ranks of a stage, every box that is left is where it was in the whole save."""
-    whole = require_equal(base, expected(case))
+    """Without the ranks of a stage, every remaining box is where it was in the complete save."""
+    complete = require_equal(base, expected(case))
     lost = {f"{folder(case, *rank)}/model_optim_rng.pt" for rank in ranks_of(case) if rank[1] == stage}
     for path in lost:
         (base / path).unlink()
     left = ckptcore.open(str(base))
     assert {t.fqn: t for t in left.tensors if t.fqn.startswith("decoder.layers.")} == {
-        t.fqn: t for t in whole.tensors if t.fqn.startswith("decoder.layers.")
+        t.fqn: t for t in complete.tensors if t.fqn.startswith("decoder.layers.")
     }
-    kept = {p for p in places(whole) if p[2] not in lost}
+    kept = {p for p in places(complete) if p[2] not in lost}
     assert places(left) == kept
     assert kept
     assert {"hole", "missing-rank"} <= {f.code for f in ckptcore.check(left, "cover").findings}
@@ -102,7 +102,7 @@ def require_same_without(case: Case, base: Path, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, -1])
 @pytest.mark.parametrize("name", CASES)
-def test_layers_of_the_ranks_that_are_left(name: str, stage: int, tmp_path: Path) -> None:
+def test_layers_of_the_remaining_ranks(name: str, stage: int, tmp_path: Path) -> None:
     case = CASES[name]
     require_same_without(case, save(case, tmp_path), stage % case.pp)
 
@@ -130,10 +130,10 @@ def test_a_layout_that_is_an_object(spelled: str, tmp_path: Path, monkeypatch: p
     vars(made[f"{lead}.enums"])["LayerType"] = kinds
     vars(made[layout.__module__])["PipelineParallelLayerLayout"] = layout
     rows = [[kinds.embedding, kinds.decoder], [kinds.decoder, kinds.decoder, kinds.decoder, kinds.loss]]
-    told = layout()
-    told.input_data = "Et|ttt,L" if spelled == "text" else rows
-    told.layout = [[row] for row in rows]
-    case = Case(pp=2, layers=4, counts=[[1, 3]], extra={"pipeline_model_parallel_layout": told})
+    value = layout()
+    value.input_data = "Et|ttt,L" if spelled == "text" else rows
+    value.layout = [[row] for row in rows]
+    case = Case(pp=2, layers=4, counts=[[1, 3]], extra={"pipeline_model_parallel_layout": value})
     require_same_without(case, save(case, tmp_path), 0)
 
 
@@ -148,7 +148,7 @@ def lose(case: Case, base: Path, stage: int) -> None:
     [
         {"num_layers": None},
         {"num_layers": "4"},
-        {"num_layers": 5},  # not even, and nothing says where the fifth is
+        {"num_layers": 5},  # odd, and nothing says where the fifth is
         {"num_layers": 1 << 30},
         {"decoder_first_pipeline_num_layers": "1"},
         {"decoder_first_pipeline_num_layers": 9},
@@ -163,20 +163,20 @@ def lose(case: Case, base: Path, stage: int) -> None:
     ],
     ids=repr,
 )
-def test_arguments_that_do_not_tell(extra: dict[str, Any], tmp_path: Path) -> None:
+def test_arguments_that_are_not_enough(extra: dict[str, Any], tmp_path: Path) -> None:
     case = Case(pp=2, layers=4, extra=extra)
     base = save(case, tmp_path)
     lose(case, base, 1)
-    with pytest.raises(MalformedCheckpoint, match="which layer is which") as caught:
+    with pytest.raises(MalformedCheckpoint, match="cannot number the layers") as caught:
         ckptcore.open(str(base))
     assert "every rank" in caught.value.hint
 
 
 def test_chunks_that_do_not_divide(tmp_path: Path) -> None:
-    """Six layers on two stages are three each: no two chunks of them."""
+    """Six layers on two stages are three each, which do not divide into two chunks."""
     case = Case(pp=2, vpp=2, layers=6, counts=[[2, 1], [1, 2]])
     base = save(case, tmp_path)
-    assert ckptcore.check(ckptcore.open(str(base)), "bytes").ok  # all ranks there: they tell
+    assert ckptcore.check(ckptcore.open(str(base)), "bytes").ok  # the tensors of all ranks decide
     lose(case, base, 1)
     with pytest.raises(MalformedCheckpoint):
         ckptcore.open(str(base))

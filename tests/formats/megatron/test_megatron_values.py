@@ -1,4 +1,4 @@
-"""Values in Megatron's files: arguments, enums, generators, and what is refused by name, never built."""
+"""Read arguments, enums and generators in Megatron's files; refuse other classes by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Module = Callable[[str], types.ModuleType]
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    """Makes a module of Megatron's, with those above it, for pickle to find classes in."""
+    """Create a Megatron module and its parents, so that pickle finds classes in it."""
 
     def make(name: str) -> types.ModuleType:
         parts = name.split(".")
@@ -42,13 +42,13 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
 
 
 class Reduced:
-    """Pickles as a call: what a class may do to say how it is made again."""
+    """Pickle as a call, as any class may define in `__reduce__`."""
 
     def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
-        self.told = (function, args) if state is None else (function, args, state)
+        self.reduced = (function, args) if state is None else (function, args, state)
 
     def __reduce__(self) -> Any:
-        return self.told
+        return self.reduced
 
 
 def read(value: Any, path: Path) -> Objects:
@@ -57,7 +57,7 @@ def read(value: Any, path: Path) -> Objects:
     return read_megatron(lambda start, n: data[start : start + n], len(data), "x.pt")
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- permitted values ------------------------------------------------------------------------------
 
 
 def test_arguments_and_what_they_hold(module: Module, tmp_path: Path) -> None:
@@ -69,7 +69,11 @@ def test_arguments_and_what_they_hold(module: Module, tmp_path: Path) -> None:
     vars(config)["OptimizerConfig"] = made
     one = made(1e-4, torch.bfloat16)
     args = argparse.Namespace(
-        lr=1e-4, kind=kinds.encoder_or_decoder, config=one, again=one, deep=types.SimpleNamespace(a=(1, [2]))
+        lr=1e-4,
+        kind=kinds.encoder_or_decoder,
+        config=one,
+        repeated=one,
+        deep=types.SimpleNamespace(a=(1, [2])),
     )
     found = read({"args": args, "iteration": 7}, tmp_path)
     record = Named(
@@ -81,7 +85,7 @@ def test_arguments_and_what_they_hold(module: Module, tmp_path: Path) -> None:
             "lr": 1e-4,
             "kind": Named("enum", ["megatron.core.enums.ModelType", 1]),
             "config": record,
-            "again": record,
+            "repeated": record,
             "deep": Named("namespace", {"a": (1, [2])}),
         },
     )
@@ -107,9 +111,9 @@ def test_a_signal(tmp_path: Path) -> None:
 def test_a_generator_is_its_state(tmp_path: Path) -> None:
     made = torch.Generator().manual_seed(11)
     found = read({"rng": made}, tmp_path)
-    told = found.tree["rng"]
-    (state,) = [v for v in told["state"] if isinstance(v, StoredView)]
-    assert told["device"] == Named("device", ["cpu"])
+    generator = found.tree["rng"]
+    (state,) = [v for v in generator["state"] if isinstance(v, StoredView)]
+    assert generator["device"] == Named("device", ["cpu"])
     assert (state.dtype, state.shape) == ("uint8", tuple(made.get_state().shape))
     start, length, _ = found.storages[state.key]
     raw = (tmp_path / "x.pt").read_bytes()[start : start + length]
@@ -117,7 +121,7 @@ def test_a_generator_is_its_state(tmp_path: Path) -> None:
 
 
 def test_marked_tensors_and_parameters(tmp_path: Path) -> None:
-    """Megatron's main copies carry attributes; they are tensors like any other."""
+    """Megatron's main copies have attributes; they are tensors like any other."""
     marked, parameter = torch.arange(6.0).view(2, 3), torch.nn.Parameter(torch.arange(4.0))
     for value in (marked, parameter):
         value.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -132,7 +136,7 @@ def test_bytes_io_is_its_bytes(tmp_path: Path) -> None:
     assert found.tree == {"state": Named("bytesio", b"never opened")}
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused values --------------------------------------------------------------------------------
 
 TYPED, PLAIN = torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -156,11 +160,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name: str, tmp_path: Path) -> None:
-    make, told = REFUSED[name]
+    make, reason = REFUSED[name]
     found = read({"odd": make(), "kept": 5}, tmp_path)
     assert found.tree["kept"] == 5
     assert type(found.tree["odd"]) is Refused
-    assert any(told in r for r in found.refused), found.refused
+    assert any(reason in r for r in found.refused), found.refused
 
 
 def test_a_config_that_is_not_filled_by_name(module: Module, tmp_path: Path) -> None:
@@ -180,13 +184,13 @@ def nested(depth: int) -> Any:
     return value
 
 
-def test_what_nests_too_deep_is_malformed(tmp_path: Path) -> None:
+def test_deep_nesting_is_malformed(tmp_path: Path) -> None:
     assert read(nested(70), tmp_path).tree.kind == "namespace"
     with pytest.raises(MalformedCheckpoint, match="150 levels"):
         read(nested(80), tmp_path)
 
 
-def test_what_holds_itself_is_malformed(tmp_path: Path) -> None:
+def test_a_cycle_is_malformed(tmp_path: Path) -> None:
     args = argparse.Namespace()
     args.x = [args]
     with pytest.raises(MalformedCheckpoint, match="levels"):

@@ -1,4 +1,4 @@
-"""Legacy Megatron-LM folders: variants beside the plain ones, and ranks that contradict each other."""
+"""Read variants of legacy Megatron-LM folders, and refuse ranks that contradict each other."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def refused(case: Case, root: Path, edit: Edit) -> CkptError:
 # --- variants -------------------------------------------------------------------------------------
 
 
-def test_layers_of_different_widths_stay_apart(tmp_path: Path) -> None:
-    """Block-wise pruned models: distributed checkpoints keep one tensor per layer for them."""
+def test_layers_of_different_widths_are_separate_tensors(tmp_path: Path) -> None:
+    """Block-wise pruned models: distributed checkpoints store one tensor per layer for them."""
     case = Case(tp=2, layers=2)
     want = {}
     for name, value in expected(case).items():
@@ -50,7 +50,7 @@ def test_layers_of_different_widths_stay_apart(tmp_path: Path) -> None:
 
 
 def test_state_of_fp8_layers_is_kept_by_rank(tmp_path: Path) -> None:
-    """Not empty with delayed scaling: each rank's own, under the layer's number in the whole model."""
+    """With delayed scaling it is not empty; it differs by rank, under its layer's global number."""
     name = "decoder.layers.1.mlp.linear_fc1._extra_state"
     case = Case(tp=2, pp=2, layers=4)
 
@@ -68,7 +68,7 @@ def test_state_of_fp8_layers_is_kept_by_rank(tmp_path: Path) -> None:
     assert sum("_extra_state" in t.fqn for t in manifest.tensors) == 4
 
 
-def test_a_value_that_is_no_tensor_stays_with_its_rank(tmp_path: Path) -> None:
+def test_a_non_tensor_value_stays_with_its_rank(tmp_path: Path) -> None:
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
         tree["model"]["decoder.layers.0.counter"] = {"seen": 7 + rank[0]}
 
@@ -78,7 +78,7 @@ def test_a_value_that_is_no_tensor_stays_with_its_rank(tmp_path: Path) -> None:
 
 
 def test_grouped_experts_that_are_not_contiguous_are_refused(tmp_path: Path) -> None:
-    """Taking them apart asks for row-major elements; a view of another order would be read wrong."""
+    """Splitting needs row-major elements; a view of another order would be read wrong."""
     name = "decoder.layers.0.mlp.experts.weight1"
     case = Case(experts="grouped")
 
@@ -92,26 +92,26 @@ def test_grouped_experts_that_are_not_contiguous_are_refused(tmp_path: Path) -> 
 
 
 def put(shapes: dict[str, tuple[int, ...]], layers: int = 1) -> Edit:
-    """Puts tensors of these shapes into each of the first layers of a rank's model."""
+    """Put tensors of these shapes into each of the first layers of a rank's model."""
     return lambda tree, rank: tree["model"].update(
         {f"decoder.layers.{n}.{k}": torch.ones(shape) for n in range(layers) for k, shape in shapes.items()}
     )
 
 
-def told(**values: Any) -> Edit:
-    """Changes the arguments; None takes one away."""
+def arguments(**values: Any) -> Edit:
+    """Change the arguments; None removes one."""
     return lambda tree, rank: [
         delattr(tree["args"], k) if v is None else setattr(tree["args"], k, v) for k, v in values.items()
     ]
 
 
 def model(tree: Any, version: float = 3.0) -> Edit:
-    """Another model in the file's place."""
+    """Replace the file's model."""
     return lambda file, rank: file.update(model=tree, checkpoint_version=version)
 
 
 def old(layers: dict[Any, Any], block: str = "encoder") -> Edit:
-    """A model of before Megatron-Core."""
+    """Replace the model by one from before Megatron-Core."""
     return model({"language_model": {block: layers}}, 0)
 
 
@@ -120,46 +120,50 @@ CONTRADICTIONS: dict[str, tuple[Case, Edit, str]] = {
     "a chunk is missing": (
         Case(pp=2, vpp=2),
         lambda tree, rank: tree.update(model7=tree.pop("model1")),
-        "no whole series",
+        "without gaps (got [0, 7])",
     ),
-    "no model": (Case(), lambda tree, rank: tree.pop("model"), "holds no model"),
-    "a model that is none": (Case(), model([1]), "no state dict"),
-    "names that are none": (Case(), model({3: 4}), "no state dict"),
-    "no dict at all": (Case(), lambda tree, rank: [tree.clear(), tree.update({5: 1})], "not a dict"),
+    "no model": (Case(), lambda tree, rank: tree.pop("model"), "has no model"),
+    "a model that is none": (Case(), model([1]), "must be a state dict"),
+    "names that are none": (Case(), model({3: 4}), "must be a state dict"),
+    "no dict at all": (Case(), lambda tree, rank: [tree.clear(), tree.update({5: 1})], "must hold a dict"),
     "encoder and decoder": (
         Case(),
         lambda tree, rank: tree["model"].update({"encoder.layers.0.input_layernorm.weight": ONE}),
         "encoder-decoder",
     ),
-    "a count that is none": (Case(experts="te"), told(num_experts="4"), "'4' experts"),
-    "experts that do not divide": (Case(ep=2, experts="te"), told(num_experts=3), "3 experts on 2"),
+    "a count that is none": (
+        Case(experts="te"),
+        arguments(num_experts="4"),
+        "num_experts must be a count (got '4')",
+    ),
+    "experts that do not divide": (
+        Case(ep=2, experts="te"),
+        arguments(num_experts=3),
+        "3 experts do not divide into 2",
+    ),
     "one expert too many": (
         Case(experts="te"),
         put({f"mlp.experts.linear_fc2.weight{E}": (H, F)}),
-        f"{E} experts are on a rank",
+        f"must be below {E}",
     ),
     "experts in one tensor that do not divide": (
         Case(experts="grouped"),
         put({"mlp.experts.weight1": (H, 190), "mlp.experts.weight2": (95, H)}, 4),
-        "not for 4 experts",
+        "into 4 experts",
     ),
     "fc1 and fc2 of different inputs": (Case(), put({"mlp.linear_fc1.weight": (2 * F, H + 1)}), "linear_fc2"),
     "fc1 of no multiple of fc2": (Case(), put({"mlp.linear_fc1.weight": (3 * F, H)}), "linear_fc2"),
-    "gates in some layers": (Case(), put({"mlp.linear_fc1.weight": (F, H)}), "some layers have gated"),
-    "half a gate": (Case(bias=True), put({"mlp.linear_fc1.bias": (7,)}, 4), "no gate and up"),
-    "a column that is none": (
-        Case(tp=2),
-        put({"self_attention.linear_proj.weight": (H,)}),
-        "cannot be cut along dim 1",
-    ),
+    "gates in some layers": (Case(), put({"mlp.linear_fc1.weight": (F, H)}), "only some layers have gated"),
+    "half a gate": (Case(bias=True), put({"mlp.linear_fc1.bias": (7,)}, 4), "even number of gate and up"),
+    "a column that is none": (Case(tp=2), put({"self_attention.linear_proj.weight": (H,)}), "along dim 1"),
     "a layer too many": (
         Case(layers=2, extra={"num_layers": 2}),
         put({"input_layernorm.weight": (H,)}, 3),
-        "is layer 2 of 2",
+        "is in layer 2, the model has 2",
     ),
-    "latent sizes are not told": (
+    "latent sizes are unknown": (
         Case(tp=2, latent=True),
-        told(q_lora_rank=None, kv_lora_rank=None),
+        arguments(q_lora_rank=None, kv_lora_rank=None),
         "sizes of the latent",
     ),
     "heads that do not divide": (
@@ -169,16 +173,16 @@ CONTRADICTIONS: dict[str, tuple[Case, Edit, str]] = {
     ),
     "a size of tensor ranks that is none": (
         Case(),
-        told(tensor_model_parallel_size="1"),
-        "tensor_model_parallel_size is '1'",
+        arguments(tensor_model_parallel_size="1"),
+        "tensor_model_parallel_size must be 1 to 1048576 (got '1')",
     ),
     "an old decoder": (Case(), old({"layers.0.x": ONE}, "decoder"), "before Megatron-Core"),
     "an old name twice": (
         Case(),
         old({"final_norm.weight": ONE, "final_layernorm.weight": ONE}),
-        "two tensors are called decoder.final_layernorm.weight",
+        "two tensors with the name decoder.final_layernorm.weight",
     ),
-    "an old tree with numbers": (Case(), old({1: ONE}), "nested"),
+    "an old tree with numbers": (Case(), old({1: ONE}), "nested state dict"),
 }
 
 
@@ -190,7 +194,7 @@ def test_contradictions_are_refused(name: str, tmp_path: Path) -> None:
     assert message in found.message
 
 
-def test_a_dtype_that_differs_between_ranks_is_told(tmp_path: Path) -> None:
+def test_a_dtype_that_differs_between_ranks_is_reported(tmp_path: Path) -> None:
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
         if rank[0] == 1:
             tree["model"][FC2] = tree["model"][FC2].float()

@@ -1,6 +1,6 @@
-"""OLMo-core's own loaders on what is written here, at other world sizes than saved it.
+"""Load written checkpoints with OLMo-core's own loaders, at other world sizes than saved them.
 
-Each generation needs an environment of its own: `CKPTCORE_OLMO_CORE_PYTHON` names the interpreter of
+Each generation needs its own environment: `CKPTCORE_OLMO_CORE_PYTHON` names the interpreter of
 one with ai2-olmo-core==0.1.0, `CKPTCORE_OLMO_CORE_3_PYTHON` of one with 3.0.0. Without them these tests
 are skipped.
 """
@@ -31,7 +31,7 @@ VARIABLES = {"0.1.0": "CKPTCORE_OLMO_CORE_PYTHON", "3.0.0": "CKPTCORE_OLMO_CORE_
 
 
 def interpreter(release: str) -> str:
-    """The interpreter of a release of ai2-olmo-core; skips where there is none."""
+    """Return the interpreter of a release of ai2-olmo-core; skip where there is none."""
     python = os.environ.get(VARIABLES[release], sys.executable)
     probe = f"import importlib.metadata as m; raise SystemExit(m.version('ai2-olmo-core') != {release!r})"
     if subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode:
@@ -57,7 +57,7 @@ def test_restored_by_its_own_loader(
 
 
 def columns(manifest: Manifest, *_: object) -> Topology:
-    """Rows over one axis and columns over another."""
+    """Shard rows over one axis and columns over another."""
     both, rows = TensorLayout(("fsdp", "tp"), (Shard(0), Shard(1))), TensorLayout(("fsdp",), (Shard(0),))
     found = {t.fqn: both if len(t.shape) > 1 else rows for t in manifest.tensors if t.shape}
     return Topology(Mesh((("fsdp", 2), ("tp", 2))), found)
@@ -68,7 +68,7 @@ def columns(manifest: Manifest, *_: object) -> Topology:
 def test_a_mesh_restored_at_another_size(
     mesh: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """0.1.0 loads the files of so many ranks on others, model and AdamW bit for bit."""
+    """0.1.0 loads the files of one number of ranks on another, model and AdamW bit for bit."""
     python = interpreter("0.1.0")
     root = sample(request, "v01_fsdp1_fp32_ws2")
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
@@ -89,7 +89,7 @@ def test_steps_restored_by_olmo_core_3(
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_core", max_file_size=100_000)
-    if not (tmp_path / "out" / "train").exists():  # no trainer's state was in the source
+    if not (tmp_path / "out" / "train").exists():  # the source has no trainer's state
         (tmp_path / "out" / "train").mkdir()
         torch.save({}, tmp_path / "out" / "train" / "rank0.pt")
     assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
@@ -100,7 +100,7 @@ def test_steps_restored_by_olmo_core_3(
 def test_steps_of_a_mesh_restored_by_olmo_core_3(
     mesh: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """3.0.0: a step folder of so many ranks fills DTensors of others."""
+    """3.0.0: a step folder of one number of ranks fills DTensors of another."""
     python = interpreter("3.0.0")
     root = sample(request, "v3_bf16params_ws2")
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
@@ -111,7 +111,7 @@ def test_steps_of_a_mesh_restored_by_olmo_core_3(
 
 
 def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
-    """Runs the ranks of a job; gives how many tensors they found equal, all ranks together."""
+    """Run the ranks of a job; return the number of tensors that were equal, over all ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -132,6 +132,6 @@ def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
         )
         for rank in range(ranks)
     ]
-    told = [job.communicate(timeout=240)[0] for job in jobs]
-    assert all(job.returncode == 0 for job in jobs), "\n".join(told)[-3000:]
-    return sum(int(line.split()[1]) for text in told for line in text.splitlines() if "equal:" in line)
+    outputs = [job.communicate(timeout=240)[0] for job in jobs]
+    assert all(job.returncode == 0 for job in jobs), "\n".join(outputs)[-3000:]
+    return sum(int(line.split()[1]) for text in outputs for line in text.splitlines() if "equal:" in line)

@@ -1,4 +1,4 @@
-"""OLMo's local checkpoints whose parts contradict each other, and parameter groups of every spelling."""
+"""Refuse OLMo's local checkpoints that contradict themselves; read every spelling of parameter groups."""
 
 from __future__ import annotations
 
@@ -45,38 +45,38 @@ ODD: dict[str, tuple[Callable[[Handle], object], str]] = {
         lambda h: h.update({INFOS: (Info(True, 0, 6, 0, 4), OUT)}),
         "elements 0 to 4 are not 6",
     ),
-    "neither in nor out": (lambda h: h.update({INFOS: (Info(None, 0, 6, 0, 5), OUT)}), "is no place"),
-    "places that are no numbers": (
+    "neither in nor out": (lambda h: h.update({INFOS: (Info(None, 0, 6, 0, 5), OUT)}), "is not a position"),
+    "positions that are not integers": (
         lambda h: h.update({INFOS: (Info(True, 0.0, 6, 0, 5), OUT)}),
-        "are no places",
+        "are not integers",
     ),
-    "behind the parameter's end": (
+    "beyond the parameter's end": (
         lambda h: h.update({INFOS: (Info(True, 0, 6, 10, 15), OUT)}),
         r"outside top\.w\.a",
     ),
-    "in front of it": (lambda h: h.update({INFOS: (Info(True, 0, 6, -2, 3), OUT)}), "outside"),
-    "behind the flat parameter's end": (
+    "before its start": (lambda h: h.update({INFOS: (Info(True, 0, 6, -2, 3), OUT)}), "outside"),
+    "beyond the flat parameter's end": (
         lambda h: h.update({INFOS: (Info(True, 1, 6, 0, 5), OUT)}),
         "6 elements at 1 of a flat",
     ),
-    "a shape that is none": (lambda h: h.update({SHAPES: [(3, -4), (5,)]}), "is no shape"),
-    "dims that are no numbers": (lambda h: h.update({SHAPES: [("3", 4), (5,)]}), "is no shape"),
-    "a name that is none": (lambda h: h.update({NAMES: ["w.a", 7]}), "is no name"),
+    "a shape that is none": (lambda h: h.update({SHAPES: [(3, -4), (5,)]}), "is not a shape"),
+    "dims that are not numbers": (lambda h: h.update({SHAPES: [("3", 4), (5,)]}), "is not a shape"),
+    "a name that is none": (lambda h: h.update({NAMES: ["w.a", 7]}), "is not a name"),
     "one name twice": (lambda h: h.update({NAMES: ["w.a", "w.a"], SHAPES: [(3, 4), (3, 4)]}), "w.a twice"),
-    "nothing": (lambda h: h.clear(), "does not hold flat parameters"),
+    "nothing": (lambda h: h.clear(), "must hold flat parameters"),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_flat_parameters_that_contradict_themselves(name: str, step: Path) -> None:
-    edit, told = ODD[name]
+    edit, reason = ODD[name]
     of_handle(step, edit)
-    with pytest.raises(MalformedCheckpoint, match=told) as caught:
+    with pytest.raises(MalformedCheckpoint, match=reason) as caught:
         ckptcore.open(str(step))
     assert "model/rank0.pt" in caught.value.message
 
 
-def test_places_of_an_old_torch_behind_the_last_name(tmp_path: Path) -> None:
+def test_positions_of_an_old_torch_after_the_last_name(tmp_path: Path) -> None:
     write_local(tmp_path / "step1", "indices")
     of_handle(tmp_path / "step1", lambda h: h.update({"flat_param._shard_indices": (2, 2)}))
     with pytest.raises(MalformedCheckpoint, match="differ in number"):
@@ -84,14 +84,14 @@ def test_places_of_an_old_torch_behind_the_last_name(tmp_path: Path) -> None:
 
 
 def test_a_slice_of_strided_memory_is_refused(step: Path) -> None:
-    """A flat tensor that is a column of something would be read as its neighbours."""
+    """A flat tensor that is a column of another would be read as its neighbours."""
     of_handle(step, lambda h: h.update({DATA: torch.randn(6, 2)[:, 0]}))
-    with pytest.raises(MalformedCheckpoint, match="not contiguous"):
+    with pytest.raises(MalformedCheckpoint, match="must be contiguous"):
         ckptcore.open(str(step))
 
 
 def test_a_flat_tensor_inside_a_larger_storage(step: Path) -> None:
-    """torch.save keeps a whole storage and an offset: elements are counted from there."""
+    """torch.save stores a complete storage and an offset: elements count from there."""
     wanted = tensors(ckptcore.open(str(step)))
     of_handle(step, lambda h: h.update({DATA: torch.cat([torch.full((5,), -1.0), h[DATA]])[5:]}))
     assert tensors(ckptcore.open(str(step))) == wanted
@@ -148,7 +148,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a state that is none": (lambda t: t["state"].update({0: 5}), "no parameter group names 0"),
     "a state of another length": (
         lambda t: t["state"][0].update(exp_avg=torch.zeros(5)),
-        r"has shape \[5\], 6 elements",
+        r"must have 6 elements like its parameter \(got \[5\]\)",
     ),
     "a state of what is not here": (
         lambda t: [
@@ -162,9 +162,9 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_that_contradict_themselves(name: str, step: Path) -> None:
-    edit, told = OPTIMIZERS[name]
+    edit, reason = OPTIMIZERS[name]
     change_local(step / "optim" / "rank0.pt", edit)
-    with pytest.raises(MalformedCheckpoint, match=told) as caught:
+    with pytest.raises(MalformedCheckpoint, match=reason) as caught:
         ckptcore.open(str(step))
     assert "optim/rank0.pt" in caught.value.message
 
@@ -180,8 +180,8 @@ def test_optimizers_that_contradict_themselves(name: str, step: Path) -> None:
     ],
     ids=repr,
 )
-def test_groups_that_name_nothing(groups: Any, step: Path) -> None:
-    """The state is out of reach, and said to be; the model beside it is whole."""
+def test_groups_without_names(groups: Any, step: Path) -> None:
+    """The state is reported as unreadable; the model beside it is complete."""
     for rank in range(3):
         change_local(step / "optim" / f"rank{rank}.pt", lambda t: t.update(param_groups=groups))
     manifest = ckptcore.open(str(step))
@@ -192,11 +192,11 @@ def test_groups_that_name_nothing(groups: Any, step: Path) -> None:
         assert kept["optim.param_groups"] == 5
 
 
-# --- parameter groups, written as 0.1 keeps them --------------------------------------------------
+# --- parameter groups, written in the form of 0.1 -------------------------------------------------
 
 
 def saved(root: Path, optim: dict[str, Any]) -> Path:
-    """Plain DCP folders with a model of two weights and this optimizer."""
+    """Save a plain DCP folder with a model of two weights and this optimizer."""
     import torch.distributed.checkpoint as dcp
 
     state = {"model": {"a.w": torch.ones(2, 3), "b.w": torch.ones(4)}, "optim": optim}
@@ -205,15 +205,16 @@ def saved(root: Path, optim: dict[str, Any]) -> Path:
 
 
 def pickled_groups(folder: Path) -> list[Any]:
-    held = load_file(folder / "optim" / "rank_0.safetensors")
+    stored = load_file(folder / "optim" / "rank_0.safetensors")
     return [
-        pickle.loads(held[f"param_group{n}"].numpy().tobytes()) for n in range(int(held["num_param_groups"]))
+        pickle.loads(stored[f"param_group{n}"].numpy().tobytes())
+        for n in range(int(stored["num_param_groups"]))
     ]
 
 
 @pytest.mark.parametrize("spelling", ["by option", "by name"])
 def test_groups_become_those_of_0_1(spelling: str, tmp_path: Path) -> None:
-    """OLMo-core 1.x keeps an object per group and option, later ones one per parameter and option."""
+    """OLMo-core 1.x has an object per group and option, later releases one per parameter and option."""
     moments = {n: {"exp_avg": torch.randn(s)} for n, s in (("a.w", (2, 3)), ("b.w", (4,)))}
     options = {"a.w": {"lr": 0.1, "betas": (0.9, 0.95)}, "b.w": {"lr": 0.2, "betas": (0.9, 0.95)}}
     groups: Any = [{**options[n], "params": [n]} for n in ("a.w", "b.w")]
@@ -224,28 +225,28 @@ def test_groups_become_those_of_0_1(spelling: str, tmp_path: Path) -> None:
         (0.1, (0.9, 0.95), [0], ["a.w"]),
         (0.2, (0.9, 0.95), [1], ["b.w"]),
     ]
-    held = tensors(ckptcore.open(str(tmp_path / "out")))
-    assert held["optim.state.a.w.exp_avg"] == value(moments["a.w"]["exp_avg"])
-    told = json.loads((tmp_path / "out" / "optim" / "metadata.json").read_text())["tensors"]
-    assert told["state.b.w.__exp_avg"]["shape"] == [4]
+    written = tensors(ckptcore.open(str(tmp_path / "out")))
+    assert written["optim.state.a.w.exp_avg"] == value(moments["a.w"]["exp_avg"])
+    metadata = json.loads((tmp_path / "out" / "optim" / "metadata.json").read_text())["tensors"]
+    assert metadata["state.b.w.__exp_avg"]["shape"] == [4]
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "reason"),
     [
         (None, "no parameter groups"),
-        ([{"lr": 0.1}], "does not list its parameters"),
-        ([{"lr": 0.1, "params": [0, 1]}], "nothing names them"),
-        ([{"lr": torch.ones(2), "params": ["a.w"]}], "no place for optim.param_groups.0.lr"),
+        ([{"lr": 0.1}], "not plain values"),
+        ([{"lr": 0.1, "params": [0, 1]}], "numbers, no names"),
+        ([{"lr": torch.ones(2), "params": ["a.w"]}], "cannot write optim.param_groups.0.lr"),
     ],
     ids=["none", "no parameters", "numbers", "a tensor"],
 )
-def test_groups_that_0_1_cannot_have(groups: Any, told: str, tmp_path: Path) -> None:
+def test_groups_that_0_1_cannot_store(groups: Any, reason: str, tmp_path: Path) -> None:
     optim = {"state": {"a.w": {"exp_avg": torch.zeros(2, 3)}}} | (
         {} if groups is None else {"param_groups": groups}
     )
     step = saved(tmp_path, optim)
-    with pytest.raises(UnsupportedFormat, match=told):
+    with pytest.raises(UnsupportedFormat, match=reason):
         ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01")
     assert not (tmp_path / "out").exists()
     ckptcore.convert(str(step), str(tmp_path / "model"), to="olmo_v01", exclude=("optim.*",))

@@ -1,4 +1,4 @@
-"""Step folders of OLMo-core for a mesh: is everything there, cut for its ranks, and does a trainer resume?"""
+"""Write OLMo-core step folders for a mesh: complete, split for its ranks, and loadable by a trainer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_a_step_of_a_mesh(mesh: str, tmp_path: Path, request: pytest.FixtureRequ
     assert tensors(written) == tensors(ckptcore.open(str(step)))
 
 
-def test_random_states_stay_behind(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """A trainer restores them where ``world_size`` is its own: a state without them is of no world size."""
+def test_random_states_are_left_out(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A trainer restores them where ``world_size`` is its own, so a state without them has world size 0."""
     step, out = copied(request, STEP, tmp_path), tmp_path / "out"
     for rank in (0, 1):
         state = {"global_step": 3, "world_size": 2, "rng": {"python": rank}, "max_steps": 9}

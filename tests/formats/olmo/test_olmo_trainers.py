@@ -1,4 +1,4 @@
-"""OLMo-core trainer steps, OLMo's local and unsharded checkpoints: every layout, and what must be refused."""
+"""Read OLMo-core's trainer steps, OLMo's local and unsharded checkpoints; refuse damaged ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import ckptcore
 from ckptcore.core.object_tree import decode
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete, UnsafeContent, UnsupportedFormat
 
-CORE, LOCAL, WHOLE = "v3_bf16params_ws2", "olmo1_local_ws2", "olmo1_unsharded_safetensors"
+CORE, LOCAL, UNSHARDED = "v3_bf16params_ws2", "olmo1_local_ws2", "olmo1_unsharded_safetensors"
 
 
 def objects(path: Path) -> dict[str, Any]:
@@ -31,8 +31,8 @@ def warnings(path: Path) -> list[str]:
     return [f.code for f in ckptcore.open(str(path)).findings if f.severity == "warning"]
 
 
-@pytest.mark.parametrize("name", [CORE, LOCAL, WHOLE])
-def test_step_folders_are_the_truth(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name", [CORE, LOCAL, UNSHARDED])
+def test_step_folders_equal_the_saved_state(name: str, request: pytest.FixtureRequest) -> None:
     """Weights and optimizer state of each sample, bit for bit, and nothing more."""
     root = sample(request, name)
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
@@ -46,8 +46,8 @@ def test_step_folders_are_the_truth(name: str, request: pytest.FixtureRequest) -
 # OLMo-core 1.0 and later
 
 
-def test_a_step_tells_of_its_writer(request: pytest.FixtureRequest) -> None:
-    """`.metadata.json`, the trainer's state, the config's name: what there is beside tensors."""
+def test_a_step_records_its_writer(request: pytest.FixtureRequest) -> None:
+    """Beside tensors it has `.metadata.json`, the trainer's state and the config's name."""
     step = sample(request, CORE) / "step3"
     manifest = ckptcore.open(str(step))
     assert manifest.format == "olmo_core"
@@ -70,8 +70,8 @@ def test_trainer_state_that_differs_by_rank(tmp_path: Path, request: pytest.Fixt
     found = objects(step)
     assert found["train.world_size"] == 2
     assert [found[f"train.rank{r}.rng.python"] for r in (0, 1)] == [0, 1]
-    held = tensors(ckptcore.open(str(step)))
-    assert held["train.rank1.rng.torch"] == value(torch.arange(4) + 1)
+    stored = tensors(ckptcore.open(str(step)))
+    assert stored["train.rank1.rng.torch"] == value(torch.arange(4) + 1)
     ckptcore.convert(str(step), str(tmp_path / "out"), to="olmo_v01")
     for rank in (0, 1):
         back = torch.load(tmp_path / "out" / "train" / f"rank{rank}.pt", weights_only=True)
@@ -80,7 +80,7 @@ def test_trainer_state_that_differs_by_rank(tmp_path: Path, request: pytest.Fixt
 
 
 def test_unfinished_steps(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """The folder a save works in, a step without tensors, a DCP save that did not end."""
+    """The temporary folder of a save, a step without tensors, an unfinished DCP save."""
     step = copied(request, CORE, tmp_path)
     working = step.rename(step.with_name("step3-tmp"))
     with pytest.raises(NotComplete, match="renamed"):
@@ -95,8 +95,8 @@ def test_unfinished_steps(tmp_path: Path, request: pytest.FixtureRequest) -> Non
         ckptcore.open(str(step))
 
 
-def test_parts_that_are_gone(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Without the trainer's own files the tensors are whole: they are read, and it is said."""
+def test_missing_parts(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Without the trainer's own files the tensors are complete: they are read, with a warning."""
     step = copied(request, CORE, tmp_path)
     (step / "train" / "rank1.pt").unlink()
     assert warnings(step) == ["missing-part"]
@@ -116,7 +116,7 @@ def test_files_of_two_steps(tmp_path: Path, request: pytest.FixtureRequest) -> N
 
 
 def test_empty_data_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Writer threads without work leave files of 0 bytes: no finding that matters."""
+    """Writer threads without work leave files of 0 bytes: no error and no warning."""
     step = copied(request, CORE, tmp_path)
     (step / "model_and_optim" / "__0_9.distcp").write_bytes(b"")
     assert not codes(step)
@@ -157,7 +157,7 @@ def test_direct_saves_keep_their_flat_weights(tmp_path: Path) -> None:
 
 
 def test_export_takes_the_model(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Of a whole step, an export holds the weights under their own names, and nothing of the trainer."""
+    """The export of a step has the weights under their own names, and nothing of the trainer."""
     root = sample(request, CORE)
     ckptcore.convert(str(root / "step3"), str(tmp_path / "hf"), verb="export", names="stored")
     assert read_safetensors(tmp_path / "hf") == read_safetensors(root / "expected.safetensors")
@@ -169,7 +169,7 @@ def test_export_takes_the_model(tmp_path: Path, request: pytest.FixtureRequest) 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("generation", ["infos", "indices"])
 def test_flat_parameters_of_every_torch(generation: str, padding: int, tmp_path: Path) -> None:
-    """Places as torch up to 2.0 and as later releases keep them; padding is never an element."""
+    """Positions in the forms of torch up to 2.0 and later; padding is never an element."""
     wanted = write_local(tmp_path / "step1", generation, padding=padding)
     manifest = ckptcore.open(str(tmp_path / "step1"))
     assert manifest.format == "olmo_local"
@@ -181,7 +181,7 @@ def test_flat_parameters_of_every_torch(generation: str, padding: int, tmp_path:
 
 
 def test_local_damage(tmp_path: Path) -> None:
-    """A lost rank, another world size, an altered place, copies of `step` that differ."""
+    """A missing rank, another world size, a changed position, copies of `step` that differ."""
     step = tmp_path / "step1"
     write_local(step, "infos")
     (step / "metadata.yaml").write_text("world_size: 4\n")
@@ -200,14 +200,14 @@ def test_local_damage(tmp_path: Path) -> None:
 
 
 def test_local_optimizer_without_names(tmp_path: Path) -> None:
-    """State that nothing names stops a consolidation, and not an export of the model."""
+    """State without names stops a consolidation, but not an export of the model."""
     wanted = write_local(tmp_path / "step1", "infos", names=False)
     assert codes(tmp_path / "step1") == {"refused-tensors"}
     ckptcore.convert(str(tmp_path / "step1"), str(tmp_path / "hf"), verb="export")
     assert read_safetensors(tmp_path / "hf") == {k.removeprefix("model."): v for k, v in wanted.items()}
 
 
-def test_local_save_that_did_not_end(tmp_path: Path) -> None:
+def test_unfinished_local_save(tmp_path: Path) -> None:
     """config.yaml and metadata.yaml are written last."""
     write_local(tmp_path / "step1", "infos")
     (tmp_path / "step1" / "config.yaml").unlink()
@@ -224,15 +224,15 @@ def encoded(path: tuple[Any, ...], is_pickled: bool, protocol: int = 4) -> str:
 
 
 def test_a_file_with_pickled_names(request: pytest.FixtureRequest) -> None:
-    """Named alone, its tensors have the names inside the pickles."""
-    root = sample(request, WHOLE)
+    """Opened alone, its tensors have the names inside the pickles."""
+    root = sample(request, UNSHARDED)
     manifest = ckptcore.open(str(root / "step2-unsharded" / "model.safetensors"))
     assert tensors(manifest) == read_safetensors(root / "expected.safetensors")
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_names_of_every_protocol(protocol: int, tmp_path: Path) -> None:
-    """What marks such a file are names that begin a pickle."""
+    """Names that begin like a pickle identify such a file."""
     save_file({encoded(("a.w",), False, protocol): torch.ones(2)}, tmp_path / "model.safetensors")
     assert tensors(ckptcore.open(str(tmp_path))) == {"model.a.w": value(torch.ones(2))}
 
@@ -243,7 +243,7 @@ class Evil:
 
 
 def test_a_name_with_a_global_is_unsafe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Code in a tensor's name is refused by that name and never run."""
+    """Code in a tensor's name is refused by name and never run."""
     bad = base64.urlsafe_b64encode(pickle.dumps(((Evil(),), False), 4)).decode()
     assert any(op.name == "STACK_GLOBAL" for op, _, _ in pickletools.genops(base64.urlsafe_b64decode(bad)))
     save_file({bad: torch.ones(2)}, tmp_path / "model.safetensors")
@@ -262,8 +262,8 @@ def test_a_name_with_a_global_is_unsafe(tmp_path: Path, capsys: pytest.CaptureFi
         base64.urlsafe_b64encode(pickle.dumps("a", 4)).decode(),
     ],
 )
-def test_names_that_are_no_paths(name: str, tmp_path: Path) -> None:
-    """Among pickled names every other one is an error."""
+def test_names_that_are_not_paths(name: str, tmp_path: Path) -> None:
+    """Among pickled names any other name is an error."""
     save_file({encoded(("a.w",), False): torch.ones(2), name: torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(MalformedCheckpoint):
         ckptcore.open(str(tmp_path / "model.safetensors"))
@@ -282,7 +282,7 @@ def test_a_value_with_a_global_is_kept_out(tmp_path: Path, capsys: pytest.Captur
 
 def test_unsharded_torch_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The same checkpoint as `.pt` files, by number and by name, reads as the same tensors."""
-    root = sample(request, WHOLE)
+    root = sample(request, UNSHARDED)
     model = load_file(root / "expected.safetensors")
     moments = load_file(root / "expected_optim.safetensors")
     names = list(model)
@@ -307,8 +307,8 @@ def test_unsharded_torch_files(tmp_path: Path, request: pytest.FixtureRequest) -
         assert objects(step)["optim.param_groups.0"]["param_names"] == names
 
 
-def test_a_plain_torch_file_is_no_olmo_checkpoint(tmp_path: Path) -> None:
-    """One model.pt beside anybody's config.yaml keeps the names inside it."""
+def test_a_plain_torch_file_is_not_an_olmo_checkpoint(tmp_path: Path) -> None:
+    """A model.pt beside any config.yaml keeps its stored names."""
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     (tmp_path / "config.yaml").write_text("x: 1\n")
     manifest = ckptcore.open(str(tmp_path))
@@ -316,8 +316,8 @@ def test_a_plain_torch_file_is_no_olmo_checkpoint(tmp_path: Path) -> None:
     assert list(manifest.index) == ["w"]
 
 
-def test_ordinary_safetensors_stay_what_they_are(tmp_path: Path) -> None:
-    """Names that are not pickles are names."""
+def test_ordinary_safetensors_are_not_olmo(tmp_path: Path) -> None:
+    """Names that are not pickles are used as they are."""
     buffer = io.BytesIO()
     torch.save({"w": torch.ones(2)}, buffer)
     save_file(
@@ -329,7 +329,7 @@ def test_ordinary_safetensors_stay_what_they_are(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_steps_names_them(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Which of a trainer's steps is meant is for the user to say."""
+    """The user chooses one of a trainer's steps."""
     for name in (CORE, LOCAL):
         copied(request, name, tmp_path)
     with pytest.raises(UnsupportedFormat, match="step2, step3"):

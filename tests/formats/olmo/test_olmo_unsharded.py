@@ -1,4 +1,4 @@
-"""OLMo's unsharded folders without the config that is saved last."""
+"""Read OLMo's unsharded folders without the config, which is saved last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptcore.errors import UnknownFormat
 def test_without_its_config(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     torch.save({"state": {}, "param_groups": []}, tmp_path / "optim.pt")
-    with pytest.raises(UnknownFormat):  # anybody's files
+    with pytest.raises(UnknownFormat):  # any program's files
         ckptcore.open(str(tmp_path))
     torch.save({"epoch": 1}, tmp_path / "train.pt")
     manifest = ckptcore.open(str(tmp_path))

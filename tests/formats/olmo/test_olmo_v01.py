@@ -1,4 +1,4 @@
-"""OLMo-core 0.1: every spelling of its metadata, every damage, and what its writer writes."""
+"""Read OLMo-core 0.1 in every spelling of its metadata, report every damage, and write it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def entries(top: Any) -> Any:
 
 
 def single_ranges(top: Any) -> None:
-    """As revisions before 2024-05-07 wrote it."""
+    """Write it like revisions before 2024-05-07."""
     for entry in entries(top):
         specs = entry.pop("shard_spec_per_file")
         entry["flattened_offsets_per_file"] = {f: s["flattened_offsets"][0] for f, s in specs.items()}
 
 
 def listed_ranges(top: Any) -> None:
-    """As revisions before 2024-05-13 wrote it."""
+    """Write it like revisions before 2024-05-13."""
     for entry in entries(top):
         specs = entry.pop("shard_spec_per_file")
         entry["flattened_offsets_per_file"] = {f: s["flattened_offsets"] for f, s in specs.items()}
@@ -55,7 +55,7 @@ def first_revision(top: Any) -> None:
 
 
 def test_an_empty_tensor_of_the_first_revision(tmp_path: Path) -> None:
-    """Its dtype stands in the files alone, and no file holds an element of it."""
+    """Only the files have its dtype, and no file has an element of it."""
     empty = torch.zeros(0, 5, dtype=torch.uint8)
     write_v01(tmp_path / "a", 2, {"e": (empty, {0: [[0, 0]], 1: [[0, 0]]})})
     edit(tmp_path / "a" / "metadata.json", first_revision)
@@ -67,7 +67,7 @@ def test_an_empty_tensor_of_the_first_revision(tmp_path: Path) -> None:
 def test_every_spelling_of_the_metadata(
     spelling: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Metadata as older revisions wrote it says the same of the same files."""
+    """Metadata of older revisions gives the same manifest for the same files."""
     step = copied(request, NAME, tmp_path)
     for part in ("model", "optim"):
         edit(step / part / "metadata.json", spelling)
@@ -76,8 +76,8 @@ def test_every_spelling_of_the_metadata(
     assert {b.key for b in manifest.blobs if b.known} >= {"optim.param_groups.1", "optim.state_keys"}
 
 
-def test_parameter_groups_are_the_truth(request: pytest.FixtureRequest) -> None:
-    """Groups that are pickles inside U8 tensors become objects with equal values."""
+def test_parameter_groups_equal_the_saved_ones(request: pytest.FixtureRequest) -> None:
+    """Groups pickled inside U8 tensors become objects with equal values."""
     root = sample(request, NAME)
     manifest = ckptcore.open(str(root / "step3"))
     found = {b.key: decode(b.tree) for b in manifest.blobs}
@@ -88,7 +88,7 @@ def test_parameter_groups_are_the_truth(request: pytest.FixtureRequest) -> None:
 
 
 def test_optimizer_names_of_march_2024(tmp_path: Path) -> None:
-    """``state.<key>.<fqn>`` is told from ``state.<fqn>.__<key>`` by the stored state keys."""
+    """``state.<key>.<fqn>`` is distinguished from ``state.<fqn>.__<key>`` by the stored state keys."""
     w = torch.arange(6.0).reshape(2, 3)
     write_v01(tmp_path / "s" / "model", 1, {"a.w": (w, {0: [[0, 6]]})})
     write_v01(
@@ -124,9 +124,9 @@ def test_boxes_ranges_replicas_and_empty_shards(tmp_path: Path) -> None:
         "nothing": (torch.zeros(0, 5), {0: [[0, 0]]}),
     }
     write_v01(tmp_path / "s", 3, spec)
-    held = load_file(tmp_path / "s" / "rank_1.safetensors")
-    held.pop("half")  # its shard there is empty: optimizers leave such keys out
-    save_file(held, tmp_path / "s" / "rank_1.safetensors")
+    stored = load_file(tmp_path / "s" / "rank_1.safetensors")
+    stored.pop("half")  # its shard there is empty: optimizers omit such keys
+    save_file(stored, tmp_path / "s" / "rank_1.safetensors")
     manifest = ckptcore.open(str(tmp_path / "s"))
     assert ckptcore.check(manifest, "bytes").ok
     assert tensors(manifest) == {k: value(t) for k, (t, _) in spec.items()}
@@ -137,24 +137,24 @@ def lost_rank(step: Path) -> None:
 
 
 def lost_key(step: Path) -> None:
-    held = load_file(step / "optim" / "rank_0.safetensors")
-    held.pop(next(k for k in held if k.endswith("__exp_avg") and held[k].numel()))
-    save_file(held, step / "optim" / "rank_0.safetensors")
+    stored = load_file(step / "optim" / "rank_0.safetensors")
+    stored.pop(next(k for k in stored if k.endswith("__exp_avg") and stored[k].numel()))
+    save_file(stored, step / "optim" / "rank_0.safetensors")
 
 
 def other_dtype(step: Path) -> None:
-    held = load_file(step / "model" / "rank_0.safetensors")
-    save_file({k: v.bfloat16() for k, v in held.items()}, step / "model" / "rank_0.safetensors")
+    stored = load_file(step / "model" / "rank_0.safetensors")
+    save_file({k: v.bfloat16() for k, v in stored.items()}, step / "model" / "rank_0.safetensors")
 
 
 def shorter(step: Path) -> None:
-    held = load_file(step / "model" / "rank_0.safetensors")
-    save_file({k: v[:-1] for k, v in held.items()}, step / "model" / "rank_0.safetensors")
+    stored = load_file(step / "model" / "rank_0.safetensors")
+    save_file({k: v[:-1] for k, v in stored.items()}, step / "model" / "rank_0.safetensors")
 
 
 def more_than_listed(step: Path) -> None:
-    held = load_file(step / "model" / "rank_0.safetensors")
-    save_file({**held, "extra": torch.ones(3)}, step / "model" / "rank_0.safetensors")
+    stored = load_file(step / "model" / "rank_0.safetensors")
+    save_file({**stored, "extra": torch.ones(3)}, step / "model" / "rank_0.safetensors")
 
 
 def cut_metadata(step: Path) -> None:
@@ -196,7 +196,7 @@ def other_step(step: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "code"),
     [
         (lost_rank, "missing-file"),
         (lost_key, "hole"),
@@ -212,28 +212,28 @@ def other_step(step: Path) -> None:
         (other_step, "mixed-saves"),
     ],
 )
-def test_damage_is_told(damage: Any, told: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """What is lost, cut, altered or contradictory is an error under its code."""
+def test_damage_is_reported(damage: Any, code: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Missing, cut, changed or contradictory files are errors with their codes."""
     step = copied(request, NAME, tmp_path)
     damage(step)
-    assert told in codes(step)
+    assert code in codes(step)
 
 
 def test_copies_that_differ(tmp_path: Path) -> None:
-    """Two ranks that hold one tensor alike are compared."""
+    """Equal parts of two ranks are compared."""
     write_v01(tmp_path / "s", 2, {"w": (torch.ones(8), {0: [[0, 8]], 1: [[0, 8]]})})
     save_file({"w": torch.zeros(8)}, tmp_path / "s" / "rank_1.safetensors")
     assert codes(tmp_path / "s") == {"replica-mismatch"}
 
 
-def test_overlap_that_is_no_copy(tmp_path: Path) -> None:
-    """Ranges that share elements without being equal are no replicas."""
+def test_overlap_that_is_not_a_copy(tmp_path: Path) -> None:
+    """Ranges that share elements without being equal are not replicas."""
     write_v01(tmp_path / "s", 2, {"w": (torch.ones(8), {0: [[0, 5]], 1: [[4, 8]]})})
     assert codes(tmp_path / "s") == {"overlap"}
 
 
 def test_unfinished_saves(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Without `metadata.json`, and in the folder that a save works in."""
+    """Without `metadata.json`, and in the temporary folder of a save."""
     step = copied(request, NAME, tmp_path)
     working = step.rename(step.with_name("step3-tmp"))
     with pytest.raises(NotComplete):
@@ -246,7 +246,7 @@ def test_unfinished_saves(tmp_path: Path, request: pytest.FixtureRequest) -> Non
 
 
 def test_ranks_of_another_save(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """A rank file that the metadata does not name is told, unless it holds nothing."""
+    """A rank file that the metadata does not list is reported, unless it is empty."""
     step = copied(request, NAME, tmp_path)
     save_file({}, step / "model" / "rank_2.safetensors")
     assert not ckptcore.open(str(step)).findings
@@ -260,7 +260,7 @@ class Evil:
 
 
 def test_pickles_with_globals_are_kept_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A parameter group that names a global is refused by name, and nothing is run."""
+    """A parameter group with a global is refused by name, and nothing runs."""
     group = pickled({"lr": Evil(), "params": []})
     keys = pickled([])
     write_v01(tmp_path / "s" / "model", 1, {"w": (torch.ones(2), {0: [[0, 2]]})})
@@ -281,7 +281,7 @@ def test_pickles_with_globals_are_kept_out(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_bomb_of_shared_values_is_bounded(tmp_path: Path) -> None:
-    """A pickle whose memo stands for endless values is an error, not a hang."""
+    """A pickle whose memo expands to endless values is an error, not a hang."""
     inner: Any = []
     for _ in range(60):
         inner = [inner, inner]
@@ -298,7 +298,7 @@ def test_a_bomb_of_shared_values_is_bounded(tmp_path: Path) -> None:
 
 
 def test_names_that_leave_the_folder(tmp_path: Path) -> None:
-    """A metadata that names a file elsewhere is refused."""
+    """Metadata with a file outside the folder is refused."""
     write_v01(tmp_path / "s", 1, {"w": (torch.ones(2), {0: [[0, 2]]})})
 
     def away(top: Any) -> None:
@@ -338,8 +338,8 @@ def test_written_files_are_the_formats_own(tmp_path: Path) -> None:
     raw = (tmp_path / "out" / "rank_0.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
     assert {k: v["shape"] for k, v in header.items()} == {"a": [6], "b": [1], "c": [0]}
-    told = json.loads((tmp_path / "out" / "metadata.json").read_text())["tensors"]
-    assert told["a"] == {
+    metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())["tensors"]
+    assert metadata["a"] == {
         "shape": [2, 3],
         "is_sharded": False,
         "dtype": "F32",
@@ -351,8 +351,8 @@ def test_written_files_are_the_formats_own(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[k].reshape(t.shape), t) for k, t in state.items())
 
 
-def test_what_the_format_cannot_hold(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Refused before anything is written: foreign dtypes, parts without a place, groups that are lost."""
+def test_unsupported_content(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Foreign dtypes, parts without a place and missing groups are refused before anything is written."""
     save_file({"a": torch.ones(2, dtype=torch.uint16)}, tmp_path / "u16.safetensors")
     with pytest.raises(UnsupportedDtype):
         ckptcore.convert(str(tmp_path / "u16.safetensors"), str(tmp_path / "o"), to="olmo_v01")
@@ -371,7 +371,7 @@ def test_what_the_format_cannot_hold(tmp_path: Path, request: pytest.FixtureRequ
     "mesh", [(("fsdp", 3),), (("fsdp", 2), ("tp", 2)), (("dp_replicate", 2), ("fsdp", 2))]
 )
 def test_written_for_ranks(mesh: tuple[tuple[str, int], ...], tmp_path: Path) -> None:
-    """Uneven and empty parts, columns of 2 and 3 dims, whole tensors: one file a rank, each element once."""
+    """Uneven and empty parts, columns of 2 and 3 dims, complete tensors: a file a rank, each element once."""
     state = {
         "rows": torch.randn(7, 5).bfloat16(),
         "columns": torch.randn(4, 7),
@@ -412,7 +412,7 @@ def test_written_for_ranks(mesh: tuple[tuple[str, int], ...], tmp_path: Path) ->
 
 
 def test_ranges_are_bounded() -> None:
-    """Columns of many rows in 3 dims, which the loader takes as ranges only."""
+    """Columns of many rows in 3 dims, which the loader supports only as ranges."""
     spec = TensorSpec("w", "float32", (1 << 10, 1 << 10, 4))
     topology = Topology(Mesh((("tp", 2),)), {"w": TensorLayout(("tp",), (Shard(2),))})
     with pytest.raises(UnsupportedFormat, match="1048576 ranges"):

@@ -1,4 +1,4 @@
-"""What `olmo_core.distributed.checkpoint` offers, one test a row of the table in `formats/olmo_core.py`."""
+"""Do what `olmo_core.distributed.checkpoint` does, one test a row of the table in `formats/olmo/core.py`."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def unshard(cli: Cli, step: Path, to: Path, *more: object) -> Tensors:
 
 
 def test_metadata_only(cli: Cli, root: Path, step: Path, tmp_path: Path) -> None:
-    """`get_checkpoint_metadata`: names, shapes and dtypes, though every data file is gone."""
+    """`get_checkpoint_metadata`: names, shapes and dtypes, without any data file."""
     wanted = {k: (d, s) for k, (d, s, _) in truth(root).items()}
     assert {t.fqn: (t.dtype, t.shape) for t in ckptcore.open(str(step)).tensors} == wanted
     bare = tmp_path / "step3" / "model_and_optim"
     bare.mkdir(parents=True)
     (bare / ".metadata").write_bytes((step / "model_and_optim" / ".metadata").read_bytes())
-    told = cli("inspect", bare.parent, "--output", "json")
-    assert told.code == 0, told
+    answer = cli("inspect", bare.parent, "--output", "json")
+    assert answer.code == 0, answer
     assert {t.fqn: (t.dtype, t.shape) for t in ckptcore.open(str(bare.parent)).tensors} == wanted
 
 
@@ -69,9 +69,9 @@ def test_full_optimizer_state(cli: Cli, root: Path, step: Path, tmp_path: Path) 
     for name in ("optim.pt", "optim.safetensors"):
         done = cli("consolidate", step, tmp_path / name, "--include", "optim.*")
         assert done.code == 0, done
-    whole = read_torch(tmp_path / "optim.pt")
-    assert tensors_of(whole) == wanted
-    assert whole["optim.param_groups.embeddings.weight.betas"] == (0.9, 0.999)
+    full = read_torch(tmp_path / "optim.pt")
+    assert tensors_of(full) == wanted
+    assert full["optim.param_groups.embeddings.weight.betas"] == (0.9, 0.999)
     assert read_safetensors(tmp_path / "optim.safetensors") == wanted
 
 
@@ -82,7 +82,7 @@ def test_one_file_per_tensor(cli: Cli, root: Path, step: Path, tmp_path: Path) -
     assert len(list((tmp_path / "o").glob("*.safetensors"))) == len(wanted)
 
 
-def test_chunks_of_so_many_bytes(cli: Cli, root: Path, step: Path, tmp_path: Path) -> None:
+def test_chunks_of_a_size(cli: Cli, root: Path, step: Path, tmp_path: Path) -> None:
     """`chunks(n)`."""
     wanted = expected_tensors(root / "expected.safetensors")
     assert unshard(cli, step, tmp_path / "o", "--max-file-size", "60KB") == wanted
@@ -100,7 +100,7 @@ def test_threads_change_nothing(cli: Cli, step: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_device(device: str, root: Path, step: Path) -> None:
-    """`device=`: where a tensor that is read ends up."""
+    """`device=`: the device of a tensor that is read."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU here")
     name = "model.lm_head.w_out.weight"
@@ -119,13 +119,13 @@ def test_keys(root: Path, step: Path) -> None:
 
 
 def test_prefix(root: Path, step: Path) -> None:
-    """A model's own state dict is filled through the prefix that its names have in the checkpoint."""
+    """A model's state dict is filled by the prefix of its names in the checkpoint."""
     wanted = load_file(root / "expected.safetensors")
     state = {k: torch.zeros_like(v) for k, v in wanted.items()}
-    held = {k: v.data_ptr() for k, v in state.items()}
+    before = {k: v.data_ptr() for k, v in state.items()}
     unused = ckptcore.load_into(ckptcore.open(str(step)), state, prefix="model.")
     assert all(torch.equal(state[k], v) for k, v in wanted.items())
-    assert held == {k: v.data_ptr() for k, v in state.items()}
+    assert before == {k: v.data_ptr() for k, v in state.items()}
     assert all(not name.startswith("model.") for name in unused)
 
 
@@ -145,12 +145,12 @@ def test_model_and_optimizer_in_place(root: Path, step: Path) -> None:
 
 @pytest.mark.parametrize("name", ["v3_bf16params_ws2", "v01_fsdp1_fp32_ws2", "olmo1_local_ws2"])
 def test_another_topology(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """`load_state_dict` on three ranks of what two saved: each gets its own part, in place."""
+    """`load_state_dict` on three ranks, saved by two: each fills its own part, in place."""
     root = sample(request, name)
-    whole = {f"model.{k}": v for k, v in load_file(root / "expected.safetensors").items()}
+    truth = {f"model.{k}": v for k, v in load_file(root / "expected.safetensors").items()}
     moments = load_file(root / "expected_optim.safetensors")
-    whole |= {f"optim.state.{k.replace('::', '.')}": v for k, v in moments.items()}
-    torch.save(whole, tmp_path / "truth.pt")
+    truth |= {f"optim.state.{k.replace('::', '.')}": v for k, v in moments.items()}
+    torch.save(truth, tmp_path / "truth.pt")
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     done = subprocess.run(
         [sys.executable, str(LOAD_JOB), "3", str(step), str(tmp_path / "truth.pt"), "--ranks", "3"],
@@ -164,7 +164,7 @@ def test_another_topology(name: str, tmp_path: Path, request: pytest.FixtureRequ
 
 
 def test_remote_source(root: Path, step: Path, tmp_path: Path) -> None:
-    """A step at a URL is read by ranges, where it lies."""
+    """A step at a URL is read by ranges, without a copy."""
     fs, path = fsspec.url_to_fs("memory://olmo/step3")
     for file in step.rglob("*"):
         if file.is_file():
@@ -180,13 +180,13 @@ def test_remote_source(root: Path, step: Path, tmp_path: Path) -> None:
         open_store("memory://olmo").remove_all()
 
 
-def test_saved_again_as_dcp(cli: Cli, root: Path, step: Path, tmp_path: Path) -> None:
+def test_saved_as_dcp(cli: Cli, root: Path, step: Path, tmp_path: Path) -> None:
     """`save_model_and_optim_state`: a folder that plain torch loads, unlike OLMo-core's own."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     options = ("--include", "model.*", "--include", "optim.*", "--output", "json")
     done = cli("consolidate", step, tmp_path / "dcp", "--to", "dcp", *options)
     assert done.code == 0, done
-    dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "whole.pt"))
-    assert tensors_of(read_torch(tmp_path / "whole.pt", trusted=True)) == truth(root)
+    dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "full.pt"))
+    assert tensors_of(read_torch(tmp_path / "full.pt", trusted=True)) == truth(root)
     assert json.loads(done.stdout)

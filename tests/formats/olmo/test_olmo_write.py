@@ -1,4 +1,4 @@
-"""Step folders of OLMo-core as written here: the trainer's state by torch.load, tensors by DCP."""
+"""Write OLMo-core's step folders: torch.load reads the trainer's state, DCP the tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ SAMPLES = [CORE, "olmo1_local_ws2", "olmo1_unsharded_safetensors", "v01_fsdp1_fp
 
 
 def by_torch(folder: Path) -> dict[str, Any]:
-    """The tensors of a DCP folder, by torch's own reader."""
-    told = FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in told.items() if hasattr(m, "size")}
+    """Read the tensors of a DCP folder with torch's own reader."""
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in stored.items() if hasattr(m, "size")
+    }
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return {k: value(v) for k, v in state.items()}
 
@@ -49,7 +51,7 @@ def test_every_generation_becomes_a_step(name: str, tmp_path: Path, request: pyt
 
 
 def test_the_trainers_state_of_every_rank(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Shared values and each rank's own come back into one file a rank, nested as they were."""
+    """Shared values and each rank's own go into one file a rank, nested as they were."""
     step = copied(request, CORE, tmp_path)
     saved = []
     for rank in range(2):
@@ -92,7 +94,7 @@ def test_a_state_that_all_ranks_share_is_a_file_each(tmp_path: Path) -> None:
 
 
 def test_a_step_without_a_trainer(tmp_path: Path) -> None:
-    """Nothing of a trainer is made up; the step is readable without, and that is said."""
+    """No trainer state is invented; the step is readable without it, with a warning."""
     torch.save({"model": {"w": torch.ones(3)}}, tmp_path / "x.pt")
     ckptcore.convert(str(tmp_path / "x.pt"), str(tmp_path / "step1"), to="olmo_core")
     assert not (tmp_path / "step1" / "train").exists()
@@ -101,8 +103,8 @@ def test_a_step_without_a_trainer(tmp_path: Path) -> None:
     assert [f.code for f in manifest.findings] == ["missing-part"]
 
 
-def test_an_unlikely_world_size_makes_no_files(tmp_path: Path) -> None:
-    """`world_size` is a number in a file: it is not believed into a million files."""
+def test_an_unlikely_world_size_creates_no_files(tmp_path: Path) -> None:
+    """`world_size` is a number in a file, and cannot cause a million files."""
     write_local(tmp_path / "step1", "infos")
     for rank in range(3):
         torch.save({"world_size": 1 << 40}, tmp_path / "step1" / "train" / f"rank{rank}.pt")
@@ -114,7 +116,7 @@ def test_values_inside_each_other_are_refused(tmp_path: Path) -> None:
     """`a` and `a.b` cannot both be keys of one nested state."""
     torch.save({"model.w": torch.ones(2), "train.a": 5, "train.a.b": torch.ones(1)}, tmp_path / "x.pt")
     for to in ("olmo_core", "olmo_v01"):
-        with pytest.raises(UnsupportedFormat, match="lies inside another value"):
+        with pytest.raises(UnsupportedFormat, match="inside another value"):
             ckptcore.convert(str(tmp_path / "x.pt"), str(tmp_path / to), to=to)
         assert not (tmp_path / to).exists()
     ckptcore.convert(str(tmp_path / "x.pt"), str(tmp_path / "out"), to="olmo_core", exclude=("train.a.*",))
@@ -122,7 +124,7 @@ def test_values_inside_each_other_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["olmo_core", "olmo_v01"])
-def test_lists_of_tensors_are_lists_again(to: str, tmp_path: Path) -> None:
+def test_lists_of_tensors_stay_lists(to: str, tmp_path: Path) -> None:
     step, states = tmp_path / "step1", [torch.arange(3), torch.arange(4)]
     write_local(step, "infos")
     for rank in range(3):
