@@ -99,15 +99,15 @@ def test_no_move_is_lost(url, write, two, python, finish):
 def test_holds(write, two):
     hold = write(holds.place, NOW, two[0], "paper, table 3", owner="ana")
     short = write(holds.place, NOW, two[1], "until the evaluation", until=NOW + DAY)
-    assert [(h.id, h.checkpoint, h.reason, h.owner) for h in write(holds.held, NOW)] == [
+    assert [(h.id, h.checkpoint, h.reason, h.owner) for h in write(holds.active, NOW)] == [
         (hold, two[0], "paper, table 3", "ana"),
         (short, two[1], "until the evaluation", ""),
     ]
-    assert [h.id for h in write(holds.held, NOW + DAY)] == [hold]
-    assert [h.id for h in write(holds.held, NOW, two[1])] == [short]
+    assert [h.id for h in write(holds.active, NOW + DAY)] == [hold]
+    assert [h.id for h in write(holds.active, NOW, two[1])] == [short]
     write(holds.release, NOW, hold)
     write(holds.release, NOW + DAY, hold)
-    assert write(holds.held, NOW, "/runs/step-1") == ()
+    assert write(holds.active, NOW, "/runs/step-1") == ()
     for wrong in (
         lambda: write(holds.release, NOW, "nobody"),
         lambda: write(holds.place, NOW, two[0], " "),

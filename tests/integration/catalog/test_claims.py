@@ -54,7 +54,7 @@ def test_one_takes_it_and_what_is_done_stays_done(claim):
     assert not claim(claims.done, NOW, first)
     later = claim(claims.take, NOW + timedelta(days=9), KEY, "/runs/step-1", "b")
     assert (later.mine, later.state) == (False, "done")
-    assert claim(claims.take, NOW, KEY, "/runs/step-1", "b", again=True).mine
+    assert claim(claims.take, NOW, KEY, "/runs/step-1", "b", retry=True).mine
 
 
 def test_a_lease_that_is_over_goes_to_the_next_and_the_first_settles_nothing(claim):
@@ -67,7 +67,7 @@ def test_a_lease_that_is_over_goes_to_the_next_and_the_first_settles_nothing(cla
         assert not claim(settle, NOW, first)
     assert not claim(claims.failed, NOW, first, "busy", "late")
     assert claim(claims.failed, NOW, second, "disk-full", "no room")
-    assert claim(claims.standing, KEY).error == "no room"
+    assert claim(claims.current, KEY).error == "no room"
     third = claim(claims.take, NOW, KEY, "/s", "c")
     assert (third.mine, third.error_code) == (True, None)
     assert [c.owner for c in claim(claims.of_destination, KEY.destination)] == ["c"]

@@ -37,7 +37,7 @@ def filled(catalog, facts, url, request, tmp_path):
 def rows(url):
     with open_catalog(url) as catalog, catalog.reading() as conn:
         names = {row.name for row in (*aliases.every(conn), *roots.every(conn))}
-        return names | {row.uri for row in catalog.list()} | {row.id for row in holds.held(conn, NOW)}
+        return names | {row.uri for row in catalog.list()} | {row.id for row in holds.active(conn, NOW)}
 
 
 @pytest.mark.parametrize("values", [SHORT, pytest.param(LONG, marks=pytest.mark.soak)], ids=["short", "long"])

@@ -117,10 +117,10 @@ def test_later_and_failed_and_again(queue):
     assert queue(inbox.failed, NOW, event, "three times is enough")
     assert queue(inbox.take, NOW + timedelta(days=9)) == []
     assert queue(inbox.depth) == {"waiting": 0, "taken": 0, "done": 0, "failed": 1}
-    assert queue(inbox.again, NOW, event.id) == (event.id,)
+    assert queue(inbox.retry, NOW, event.id) == (event.id,)
     assert [(e.attempts, e.tries) for e in queue(inbox.take, NOW)] == [(3, 1)]
     with pytest.raises(UsageError, match="no failed row of the inbox"):
-        queue(inbox.again, NOW, event.id)
+        queue(inbox.retry, NOW, event.id)
     with pytest.raises(UsageError, match="no event nobody"):
         queue(inbox.get, "nobody")
 
@@ -138,7 +138,7 @@ def test_a_message_is_one_per_endpoint_and_key(queue, catalog):
     [two] = queue(outbox.take, NOW + LEASE)
     assert queue(outbox.failed, NOW, two, "410")
     assert queue(outbox.depth) == {"waiting": 0, "taken": 0, "done": 1, "failed": 1}
-    assert queue(outbox.again, NOW, two.id[:9]) == (two.id,)
+    assert queue(outbox.retry, NOW, two.id[:9]) == (two.id,)
     [back] = queue(outbox.listed)
     assert (back.state, back.attempts, back.tries, back.error_message) == ("waiting", 2, 0, "410")
 
@@ -158,13 +158,13 @@ def test_what_is_put_back_is_another_start_and_no_old_worker_settles_it(queue):
     [public] = give_up(queue, "a")
     old = queue(inbox.get, public)
     assert old.key == public
-    queue(inbox.again, NOW, None)
+    queue(inbox.retry, NOW, None)
     [event] = queue(inbox.take, NOW)
     assert (event.id, event.tries, event.flow_run_id) == (public, 1, None)
     assert event.key == f"{public}:1"  # a run under the old key would be the one that failed
     assert not queue(inbox.done, NOW, old)
     queue(inbox.failed, NOW, event, "once more")
-    queue(inbox.again, NOW, None)
+    queue(inbox.retry, NOW, None)
     assert [e.key for e in queue(inbox.take, NOW)] == [f"{public}:2"]
 
 
@@ -177,14 +177,14 @@ def test_which_rows_are_meant(queue):
         queue(inbox.listed, "lost")
     first = next(digit for digit in "0123456789abcdef" if sum(i.startswith(digit) for i in ids) > 1)
     with pytest.raises(UsageError, match="beginning of several"):
-        queue(inbox.again, NOW, first)
+        queue(inbox.retry, NOW, first)
     for nothing in ("%", "_", "", "nobody"):
         with pytest.raises(UsageError, match=r"is no failed row|several"):
-            queue(inbox.again, NOW, nothing)
-    assert queue(inbox.again, NOW, ids[3]) == (ids[3],)
+            queue(inbox.retry, NOW, nothing)
+    assert queue(inbox.retry, NOW, ids[3]) == (ids[3],)
     assert queue(inbox.depth) == {"waiting": 1, "taken": 0, "done": 30, "failed": 29}
-    assert queue(inbox.again, NOW, None) == tuple(i for i in ids if i != ids[3])
-    assert queue(inbox.again, NOW, None) == ()
+    assert queue(inbox.retry, NOW, None) == tuple(i for i in ids if i != ids[3])
+    assert queue(inbox.retry, NOW, None) == ()
 
 
 def test_what_ended_long_ago_is_forgotten_and_till_then_a_repeat_is_one(queue):

@@ -18,7 +18,7 @@ from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog.database import HEAD, REVISIONS
 from ckptcore.catalog.migrate import configuration, migrate, migrating
 from ckptcore.catalog.models import Base
-from ckptcore.catalog.views import VIEWS, making
+from ckptcore.catalog.views import VIEWS, create_statements
 from ckptcore.errors import CatalogError
 
 
@@ -133,7 +133,7 @@ VIEWS_OF = ("0009", "1efee2bca50be4e2387987c9eabf4dc84705901d1ddc4eef8369afe56a0
 
 
 def test_views_change_with_a_revision_only():
-    words = "\n".join(line for dialect in ("sqlite", "postgresql") for line in making(dialect))
+    statements = "\n".join(line for dialect in ("sqlite", "postgresql") for line in create_statements(dialect))
     now = HEAD, hashlib.sha256(words.encode()).hexdigest()
     assert now == VIEWS_OF, "a view is changed by a new revision; then VIEWS_OF is what is found here"
 

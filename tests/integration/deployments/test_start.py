@@ -143,7 +143,7 @@ def test_a_failed_event_that_is_put_back_gets_a_run_of_its_own_and_is_told_again
         work(box, runs, senders, TARGETS, now)
         if kind == "FAILED":
             with open_catalog(url) as catalog, catalog.queueing() as conn:
-                inbox.again(conn, now, None)
+                inbox.retry(conn, now, None)
     assert state(url) == [("done", "run-2", None)]
     assert [endpoint for endpoint, _ in outbox(url)] == ["all", "all", "all", "good"]
 
@@ -159,7 +159,7 @@ def test_what_was_put_back_is_tried_as_often_as_before(
             now += timedelta(hours=1)
         assert state(url, "state, attempts") == [("failed", MAX_ATTEMPTS * (times + 1))]
         with open_catalog(url) as catalog, catalog.queueing() as conn:
-            inbox.again(conn, now, None)
+            inbox.retry(conn, now, None)
 
 
 @pytest.mark.parametrize("when", ["before the start", "before the row says so"])
