@@ -20,7 +20,7 @@ import yaml
 from paths import ROOT
 
 from deployments.receiver.settings import load
-from deployments.worker import PATIENCE, TELL
+from deployments.worker import PATIENCE, SERVER_SECONDS
 
 FOLDER = ROOT / "deployments"
 ROOT = FOLDER.parent
@@ -259,7 +259,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 def test_a_worker_that_is_told_to_end_has_time_to_let_go() -> None:
     """The longest way: the worker is killed, its runs too, and the server hardly answers."""
-    longest = 3 * PATIENCE + TELL + 10
+    longest = 3 * PATIENCE + SERVER_SECONDS + 10
     (pod,) = [
         one["spec"]["template"]["spec"]
         for one in kubernetes()

@@ -18,7 +18,7 @@ from deployments.receiver.settings import load
 
 OF_EVENT = {"source": "/a", "destination": "/b", "root": "/", "run": "x", "step": 1}
 WRONG: dict[str, tuple[str, str]] = {
-    "a name": ('verbb = "export"', "takes no parameter 'verbb' (did you mean 'verb'?)"),
+    "a name": ('verbb = "export"', "has no parameter 'verbb' (did you mean 'verb'?)"),
     "a choice": ('verb = "exprot"', "cannot be 'exprot'"),
     "a type": ('wait_minutes = "soon"', "cannot be 'soon'"),
     "a number": ("workers = 1.5", "cannot be 1.5"),
@@ -51,7 +51,7 @@ def test_a_receiver_does_not_start_with_what_no_run_could_begin_with(
 def test_a_deployment_that_takes_no_event_is_refused(deployment: str, tmp_path: Path) -> None:
     config = tmp_path / "receiver.toml"
     config.write_text(f'deployment = "{deployment}"\n' + webhooks.CONFIG)
-    with pytest.raises(UsageError, match=f"the flow {deployment.split('/')[0]} takes no parameter 'root'"):
+    with pytest.raises(UsageError, match=f"the flow {deployment.split('/')[0]} has no parameter 'root'"):
         load(config, webhooks.SECRETS)
 
 

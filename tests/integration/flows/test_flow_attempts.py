@@ -56,7 +56,7 @@ def test_a_receiver_makes_no_run_that_could_not_begin(client: Any, monkeypatch: 
     with temporary_settings({PREFECT_API_URL: str(client.api_url)}):
         runs = prefect_runs.PrefectRuns()
         given = {"source": "/a", "destination": "/b"}
-        with pytest.raises(UsageError, match="takes no parameter 'verbb'"):
+        with pytest.raises(UsageError, match="has no parameter 'verbb'"):
             runs.start("arrived/typo", given | {"verbb": "export"}, key="k", name="n", tags=[])
         made = runs.start("arrived/typo", given | {"verb": "export"}, key="k", name="n", tags=[])
         runs.give_up(made, "given up: enough")
