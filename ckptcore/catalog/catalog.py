@@ -193,7 +193,7 @@ class Catalog:
             kind: the kind to record for an unknown checkpoint. A known derived checkpoint stays derived.
         """
         if level not in LEVELS:
-            raise UsageError(f"unknown check level {level!r}", hint=f"use one of {', '.join(LEVELS)}")
+            raise UsageError(f"no check level {level!r}", hint=f"one of {', '.join(LEVELS)}")
         with self.writing() as conn:
             return conversions.record_validation(conn, _now(), facts, findings, level, kind)
 

@@ -328,7 +328,7 @@ def _ensure_head(engine: Engine, public_url: str, create: bool) -> None:
         )
     if found in REVISIONS:
         raise CatalogError(
-            f"the catalog's schema must be {HEAD} (got {found}, an older one)",
+            f"the catalog's schema is {found}, this version needs {HEAD}",
             hint="run `ckptcore catalog upgrade`",
             url=public_url,
         )

@@ -310,5 +310,5 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
 def _member_value(kind: type[Kind | State | Outcome], value: str) -> str:
     names = [member.value for member in kind]
     if value not in names:
-        raise UsageError(f"unknown {kind.__name__.lower()} {value!r}", hint=f"use one of {', '.join(names)}")
+        raise UsageError(f"the value must be one of {', '.join(names)} (got {value!r})")
     return value

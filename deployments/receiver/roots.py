@@ -66,7 +66,7 @@ def normal(uri: str) -> str:
     parts = rest.rstrip("/").split("/")
     # An object store keeps empty and dotted parts, a file system resolves them.
     if any(part in ("", ".", "..") for part in parts[0 if scheme else 1 :]):
-        raise RequestRefused("forbidden-root", f"{shown(uri, 120)} has empty or dotted parts")
+        raise RequestRefused("forbidden-root", f"{shown(uri, 120)} has parts that are empty or dots")
     return f"{scheme}://{'/'.join(parts)}" if scheme else "/".join(parts)
 
 
