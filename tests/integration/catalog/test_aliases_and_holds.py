@@ -1,4 +1,4 @@
-"""Aliases, holds and watched roots: does a name move only for who knows where it stands?"""
+"""Aliases, holds and watched roots: an alias moves only if it points where the caller expects."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -63,12 +63,14 @@ def test_an_alias_is_set_and_moved(write, two):
 
 def test_an_alias_moves_only_from_what_is_expected(write, two):
     write(aliases.set_alias, NOW, "best", two[0], expect=aliases.NOTHING)
-    with pytest.raises(Conflict, match=f"best stands for {two[0]} .*not for nothing") as caught:
+    with pytest.raises(
+        Conflict, match=rf"best: it points to {two[0]} .*\(expected no checkpoint\)"
+    ) as caught:
         write(aliases.set_alias, NOW, "best", two[1], expect=aliases.NOTHING)
     assert caught.value.exit_code == 23
-    with pytest.raises(Conflict, match=f"not for {two[1]}"):
+    with pytest.raises(Conflict, match=rf"it points to {two[0]}.*\(expected {two[1]}\)"):
         write(aliases.set_alias, NOW, "best", two[0], expect=two[1])
-    with pytest.raises(Conflict, match="other is not there, not for"):
+    with pytest.raises(Conflict, match=f"it does not exist \\(expected {two[1]}"):
         write(aliases.set_alias, NOW, "other", two[0], expect=two[1])
     assert [row.version for row in write(aliases.every)] == [1]
     assert write(aliases.set_alias, NOW, "best", two[1], expect=two[0][:8]).checkpoint == two[1]

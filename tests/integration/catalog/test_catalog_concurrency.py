@@ -1,4 +1,4 @@
-"""Do many processes at once lose nothing: no update, no catalog, no current state?"""
+"""Many concurrent processes lose no update, no catalog and no state."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Do the findings, the state and the proof of a checkpoint follow from what checks report?"""
+"""Findings, state and verification of a checkpoint follow from the results of checks."""
 
 import pytest
 from sqlalchemy import func, select
@@ -33,9 +33,9 @@ def test_findings_stand_until_a_check_as_deep_no_longer_has_them(catalog, facts)
     assert catalog.show(public).checkpoint.verified_at is None
 
     catalog.record_validation(here, [], level="bytes")
-    shown = catalog.show(public)
-    assert shown.findings == ()
-    assert (shown.checkpoint.state, shown.checkpoint.verified_level) == ("present", "bytes")
+    detail = catalog.show(public)
+    assert detail.findings == ()
+    assert (detail.checkpoint.state, detail.checkpoint.verified_level) == ("present", "bytes")
     assert count(catalog, FindingRecord) == 3  # closed, not forgotten
 
 
@@ -78,5 +78,5 @@ def test_unfinished_is_not_damaged(catalog, facts):
 def test_unknown_levels(catalog, facts):
     with pytest.raises(UsageError, match="no check level 'deep'"):
         catalog.record_validation(facts("/runs/step-1"), level="deep")
-    with pytest.raises(ValueError, match="is none of files, cover, bytes, values"):
+    with pytest.raises(ValueError, match=r"one of files, cover, bytes, values \(got 'deep'\)"):
         facts("/runs/step-1", verified="deep")

@@ -1,4 +1,4 @@
-"""Claims and sightings: is one thing made of one content once, whoever asks, dies or comes late?"""
+"""Claims and sightings: an output is made once, whichever process asks, dies or comes late."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_a_lease_that_is_over_goes_to_the_next_and_the_first_settles_nothing(cla
 
 def test_the_same_owner_goes_on_at_once(claim):
     claim(claims.take, NOW, KEY, "/s", "flow run 1")
-    again = claim(claims.take, NOW, KEY, "/s", "flow run 1")
-    assert (again.mine, again.attempts) == (True, 2)
+    retried = claim(claims.take, NOW, KEY, "/s", "flow run 1")
+    assert (retried.mine, retried.attempts) == (True, 2)
 
 
 def test_processes_that_race_take_each_claim_once(catalog, url, python, finish):
-    said = finish(*[python(TAKE, url, f"p{n}") for n in range(PROCESSES)])
-    assert sorted(int(line) for text in said for line in text.split()) == list(range(25))
+    outputs = finish(*[python(TAKE, url, f"p{n}") for n in range(PROCESSES)])
+    assert sorted(int(line) for text in outputs for line in text.split()) == list(range(25))
 
 
 def test_sightings_are_one_per_place_and_keep_when_it_was_first_seen(catalog):

@@ -1,4 +1,4 @@
-"""What no column can hold: is it refused, or written out, by every verb of the catalog, on every database?"""
+"""Values that no column can store are refused or escaped by every catalog command, on every database."""
 
 from datetime import UTC, datetime
 
@@ -50,13 +50,13 @@ def test_every_verb_answers_what_no_column_can_hold(values, filled, tmp_path, mo
             if parameter.flag or parameter.choices or parameter.name == "catalog":
                 continue
             for value in values:
-                words = argv_of(verb, needed | {parameter.name: (value,), "catalog": (filled,)})
-                code = run([word.replace(commandline.BOX, str(tmp_path)) for word in words])
-                said = "".join(capsys.readouterr())
+                arguments = argv_of(verb, needed | {parameter.name: (value,), "catalog": (filled,)})
+                code = run([argument.replace(commandline.BOX, str(tmp_path)) for argument in arguments])
+                output = "".join(capsys.readouterr())
                 codes.add(code)
                 calls += 1
-                if code not in CODES or "\0" in said or "\udc80" in said or "\ud800" in said:
-                    failed.append((words, code, said[-500:]))
+                if code not in CODES or "\0" in output or "\udc80" in output or "\ud800" in output:
+                    failed.append((arguments, code, output[-500:]))
     assert not failed, failed[:5]
     assert codes >= {0, 2}
     assert calls > 40 * len(values), "verbs or parameters are left out"

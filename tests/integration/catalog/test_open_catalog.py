@@ -1,4 +1,4 @@
-"""Is the catalog opened with the right habits, quickly, and refused with the right words?"""
+"""Opening a catalog: its settings, its speed, and the errors of what cannot be opened."""
 
 import contextlib
 import shutil
@@ -79,7 +79,7 @@ def test_newer_schema_is_left_alone(path):
         open_catalog(str(path))
 
 
-def test_somebody_elses_database_is_left_alone(tmp_path):
+def test_a_foreign_database_is_left_alone(tmp_path):
     path = tmp_path / "other.sqlite"
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE songs (id INTEGER)")
@@ -102,7 +102,7 @@ def test_not_a_database(tmp_path):
 
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CatalogError, match=r"folder .* cannot be made"):
+    with pytest.raises(CatalogError, match=r"cannot create the catalog's folder "):
         open_catalog(str(tmp_path / "file" / "catalog.sqlite"))
 
 
@@ -154,7 +154,7 @@ def test_readers_do_not_wait_for_a_writer(path):
         assert seen == [()]
 
 
-def test_a_writer_that_waits_for_too_long_may_try_again(path, monkeypatch):
+def test_a_lock_timeout_is_transient(path, monkeypatch):
     monkeypatch.setattr("ckptcore.catalog.database.WAIT_MS", 50)
     with (
         open_catalog(str(path)) as catalog,

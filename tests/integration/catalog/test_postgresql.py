@@ -1,4 +1,4 @@
-"""Does PostgreSQL get habits of its own: one driver, one moment for readers, patience, words for failures?"""
+"""PostgreSQL: driver, snapshots for readers, lock timeouts and error messages."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ def test_a_server_is_never_set_up_in_passing(postgres):
             assert catalog.list() == ()
 
 
-def test_somebody_elses_database_is_left_alone(postgres):
+def test_a_foreign_database_is_left_alone(postgres):
     with postgres.database() as url:
         engine = sa.create_engine(url)
         with engine.begin() as connection:
@@ -47,7 +47,7 @@ def test_somebody_elses_database_is_left_alone(postgres):
                 refuses(url)
 
 
-def test_the_password_is_never_shown(url):
+def test_the_password_is_never_printed(url):
     wrong = sa.make_url(url).set(password="hunter2").render_as_string(hide_password=False)
     with pytest.raises(CatalogError, match="password authentication failed") as caught:
         open_catalog(wrong)

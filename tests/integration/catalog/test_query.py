@@ -1,4 +1,4 @@
-"""Does the catalog give the right answers, by every name a person may use?"""
+"""Queries of the catalog by id, prefix, alias, URI, path and digest."""
 
 import time
 
@@ -46,9 +46,9 @@ def test_list_newest_first_and_filtered(catalog, chain):
     assert uris(catalog.list(kind="derived", run="b")) == ["/out/other"]
     assert uris(catalog.list(state="replaced")) == []
     assert uris(catalog.list(run="nobody")) == []
-    with pytest.raises(UsageError, match="'raw' is none of source, derived"):
+    with pytest.raises(UsageError, match=r"one of source, derived \(got 'raw'\)"):
         catalog.list(kind="raw")
-    with pytest.raises(UsageError, match="none of present, damaged, incomplete, replaced"):
+    with pytest.raises(UsageError, match="one of present, damaged, incomplete, replaced"):
         catalog.list(state="fine")
 
 
@@ -157,7 +157,7 @@ def test_which_by_uri(catalog, chain):
     assert (source.conversion, source.sources) == (None, ())
 
 
-def test_which_by_path_means_what_stands_there_now(catalog, facts, convert):
+def test_which_by_path_finds_the_current_checkpoint(catalog, facts, convert):
     first, _ = convert(facts("/runs/step-1"), facts("/out/model", content="c1"))
     second, _ = convert(facts("/runs/step-2"), facts("/out/model", content="c2"))
     [now] = catalog.which("/out/model/model.safetensors")
@@ -257,9 +257,9 @@ def plans(tmp_path):
     ],
 )
 def test_point_queries_use_an_index(plans, statement):
-    said = plans(statement)
-    assert "USING" in said
-    assert "TEMP B-TREE" not in said
+    plan = plans(statement)
+    assert "USING" in plan
+    assert "TEMP B-TREE" not in plan
 
 
 @pytest.mark.soak

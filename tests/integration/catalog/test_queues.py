@@ -1,4 +1,4 @@
-"""Inbox and outbox: is every row worked on, by one at a time, whatever dies, comes twice or comes late?"""
+"""Inbox and outbox: one worker at a time processes each row, despite crashes, repeats and late workers."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -85,28 +85,31 @@ def test_rows_of_others_are_neither_taken_nor_counted(queue):
         queue(outbox.put, NOW, endpoint, "c-1", type="t", body={})
     assert queue(inbox.take, NOW, limit=9, only=[]) == []
     assert [event.source for event in queue(inbox.take, NOW, limit=9, only=["slurm"])] == ["slurm"]
-    assert [told.endpoint for told in queue(outbox.take, NOW, limit=9, only=["team"])] == ["team"]
+    assert [message.endpoint for message in queue(outbox.take, NOW, limit=9, only=["team"])] == ["team"]
     assert {(event.source, event.attempts) for event in queue(inbox.listed)} == {("mlflow", 0), ("slurm", 1)}
-    assert {(told.endpoint, told.attempts) for told in queue(outbox.listed)} == {("team", 1), ("others", 0)}
+    assert {(message.endpoint, message.attempts) for message in queue(outbox.listed)} == {
+        ("team", 1),
+        ("others", 0),
+    }
 
 
-def test_what_a_dead_worker_took_is_taken_again(queue):
+def test_an_expired_lease_lets_another_worker_take_the_row(queue):
     accept(queue, "a")
     [lost] = queue(inbox.take, NOW, lease=LEASE)
     assert queue(inbox.take, NOW + LEASE - timedelta(seconds=1)) == []
-    [again] = queue(inbox.take, NOW + LEASE)
-    assert (again.id, again.attempts, lost.attempts) == (lost.id, 2, 1)
-    # It was not dead, only slow: it does not settle what is somebody else's now.
+    [retaken] = queue(inbox.take, NOW + LEASE)
+    assert (retaken.id, retaken.attempts, lost.attempts) == (lost.id, 2, 1)
+    # The first worker was only slow: it cannot end the row that another worker has taken.
     assert not queue(inbox.done, NOW + LEASE, lost)
     assert not queue(inbox.later, lost, NOW + LEASE, "no")
     assert queue(inbox.get, lost.id).state == "taken"
-    assert queue(inbox.done, NOW + LEASE, again, flow_run_id="f-1")
+    assert queue(inbox.done, NOW + LEASE, retaken, flow_run_id="f-1")
     ended = queue(inbox.get, lost.id)
     assert (ended.state, ended.flow_run_id, ended.ended_at) == ("done", "f-1", NOW + LEASE)
-    assert not queue(inbox.failed, NOW + LEASE, again, "too late")
+    assert not queue(inbox.failed, NOW + LEASE, retaken, "too late")
 
 
-def test_later_and_failed_and_again(queue):
+def test_later_failed_and_retry(queue):
     accept(queue, "a")
     [event] = queue(inbox.take, NOW)
     assert queue(inbox.later, event, NOW + timedelta(hours=1), "not complete: s3://me:secret@b/x")
@@ -119,7 +122,7 @@ def test_later_and_failed_and_again(queue):
     assert queue(inbox.depth) == {"waiting": 0, "taken": 0, "done": 0, "failed": 1}
     assert queue(inbox.retry, NOW, event.id) == (event.id,)
     assert [(e.attempts, e.tries) for e in queue(inbox.take, NOW)] == [(3, 1)]
-    with pytest.raises(UsageError, match="no failed row of the inbox"):
+    with pytest.raises(UsageError, match="not a failed row of the inbox"):
         queue(inbox.retry, NOW, event.id)
     with pytest.raises(UsageError, match="no event nobody"):
         queue(inbox.get, "nobody")
@@ -176,10 +179,10 @@ def test_which_rows_are_meant(queue):
     with pytest.raises(UsageError, match="no stage"):
         queue(inbox.listed, "lost")
     first = next(digit for digit in "0123456789abcdef" if sum(i.startswith(digit) for i in ids) > 1)
-    with pytest.raises(UsageError, match="beginning of several"):
+    with pytest.raises(UsageError, match="prefix of several ids"):
         queue(inbox.retry, NOW, first)
     for nothing in ("%", "_", "", "nobody"):
-        with pytest.raises(UsageError, match=r"is no failed row|several"):
+        with pytest.raises(UsageError, match=r"is not a failed row|several"):
             queue(inbox.retry, NOW, nothing)
     assert queue(inbox.retry, NOW, ids[3]) == (ids[3],)
     assert queue(inbox.depth) == {"waiting": 1, "taken": 0, "done": 30, "failed": 29}
@@ -200,7 +203,7 @@ def test_what_ended_long_ago_is_forgotten_and_till_then_a_repeat_is_one(queue):
     assert queue(inbox.accept, NOW + queues.KEEP, NewEvent("mlflow", "a"))[1]
 
 
-def test_what_does_not_happen_is_not_told(catalog):
+def test_a_rolled_back_message_is_not_sent(catalog):
     class Stopped(Exception):
         pass
 
@@ -216,18 +219,18 @@ def test_what_does_not_happen_is_not_told(catalog):
 
 
 def test_of_several_that_accept_the_same_event_one_is_first(url, python, finish):
-    said = finish(*[python(ACCEPT, url, i) for i in range(PROCESSES)])
-    lines = [line.split() for out in said for line in out.splitlines()]
+    outputs = finish(*[python(ACCEPT, url, i) for i in range(PROCESSES)])
+    lines = [line.split() for out in outputs for line in out.splitlines()]
     for n in range(25):
-        told = [(public, new) for number, public, new in lines if int(number) == n]
-        assert len({public for public, _ in told}) == 1
-        assert sorted(new for _, new in told) == ["0"] * (PROCESSES - 1) + ["1"]
+        results = [(public, new) for number, public, new in lines if int(number) == n]
+        assert len({public for public, _ in results}) == 1
+        assert sorted(new for _, new in results) == ["0"] * (PROCESSES - 1) + ["1"]
 
 
 def test_many_workers_take_each_event_once(url, queue, python, finish):
     accept(queue, *(f"e{n}" for n in range(100)))
-    said = finish(*[python(TAKE, url) for _ in range(PROCESSES)])
-    worked = [line for out in said for line in out.splitlines()]
+    outputs = finish(*[python(TAKE, url) for _ in range(PROCESSES)])
+    worked = [line for out in outputs for line in out.splitlines()]
     assert sorted(worked) == sorted(f"e{n}" for n in range(100))
     assert queue(inbox.depth)["done"] == 100
 

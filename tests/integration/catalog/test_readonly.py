@@ -1,4 +1,4 @@
-"""SQL of the user's own: is everything that reads answered, and all else refused by the database itself?"""
+"""SQL queries by users: reading works, and the database refuses all else."""
 
 import contextlib
 import json
@@ -108,7 +108,7 @@ def test_nothing_else(filled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before, names = same(filled), sorted(tmp_path.iterdir())
     for statement in (*EVERYWHERE, *(POSTGRESQL if "://" in filled else SQLITE)):
-        with pytest.raises(UsageError, match="did not answer"):
+        with pytest.raises(UsageError, match="refused the statement"):
             print(statement, ask(filled, statement))
         assert same(filled) == before, statement
     assert sorted(tmp_path.iterdir()) == names
@@ -116,10 +116,10 @@ def test_nothing_else(filled, tmp_path, monkeypatch):
 
 def test_how_it_would_be_answered(filled):
     found = ask(filled, "SELECT * FROM checkpoint WHERE uuid = 'x';", explain=True)
-    told = " ".join(map(str, found.rows))
-    assert "checkpoint" in told
+    plan = " ".join(map(str, found.rows))
+    assert "checkpoint" in plan
     # Which way PostgreSQL goes through five rows is its own affair.
-    assert "Scan" in told if "://" in filled else "USING INDEX" in told
+    assert "Scan" in plan if "://" in filled else "USING INDEX" in plan
     assert ask(filled, "SELECT * FROM incomplete", explain=True, limit=1).more
 
 
@@ -129,12 +129,12 @@ def test_how_it_would_be_answered(filled):
 def test_a_plan_changes_nothing_either(filled, option):
     before = same(filled)
     for statement in (*EVERYWHERE, *(POSTGRESQL if "://" in filled else SQLITE)):
-        with contextlib.suppress(UsageError):  # the plan of a DELETE can be told, without doing it
+        with contextlib.suppress(UsageError):  # EXPLAIN of a DELETE may answer, without deleting
             ask(filled, option + statement, explain=True)
         assert same(filled) == before, option + statement
-    with pytest.raises(UsageError, match="did not answer"):
+    with pytest.raises(UsageError, match="refused the statement"):
         ask(filled, "ANALYZE DELETE FROM checkpoint", explain=True)
-    with pytest.raises(UsageError, match="did not answer"):
+    with pytest.raises(UsageError, match="refused the statement"):
         ask(filled, "SELECT 1; DELETE FROM checkpoint", explain=True)
 
 
@@ -190,17 +190,17 @@ def test_no_catalog(tmp_path):
 
 
 def test_on_the_command_line(filled):
-    def run(*words):
-        given = ["sql", *words, "--catalog", filled]
+    def run(*arguments):
+        given = ["sql", *arguments, "--catalog", filled]
         return CliRunner().invoke(app, given, catch_exceptions=False, standalone_mode=False).stdout
 
-    said = run("SELECT uri, step FROM checkpoint ORDER BY step", "--limit", "2").splitlines()
-    assert [line.split() for line in said[:3]] == [
+    lines = run("SELECT uri, step FROM checkpoint ORDER BY step", "--limit", "2").splitlines()
+    assert [line.split() for line in lines[:3]] == [
         ["uri", "step"],
         ["/runs/step-0", "0"],
         ["/runs/step-1", "1"],
     ]
-    assert said[3].startswith("and more")
+    assert lines[3].startswith("and more")
     assert "checkpoint" in run("SELECT uri FROM checkpoint", "--explain")
     found = json.loads(run("SELECT uri FROM checkpoint WHERE step = 3", "--output", "json"))
     assert found == {"columns": ["uri"], "rows": [{"uri": "/runs/step-3"}], "more": False}

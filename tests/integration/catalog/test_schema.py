@@ -1,4 +1,4 @@
-"""Are the migrations, the models and the constant `HEAD` one and the same schema?"""
+"""The migrations, the models and the constant `HEAD` have the same schema."""
 
 import hashlib
 import shutil
@@ -78,7 +78,7 @@ def test_alembic_finds_its_scripts_from_the_checkout(tmp_path, python, finish):
     assert current.strip() == f"{HEAD} (head)"
 
 
-def test_down_to_nothing_and_up_again(tmp_path, monkeypatch):
+def test_downgrade_to_nothing_and_upgrade(tmp_path, monkeypatch):
     path = tmp_path / "catalog.sqlite"
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(path))
     upgrade(str(path))
@@ -133,8 +133,10 @@ VIEWS_OF = ("0009", "1efee2bca50be4e2387987c9eabf4dc84705901d1ddc4eef8369afe56a0
 
 
 def test_views_change_with_a_revision_only():
-    statements = "\n".join(line for dialect in ("sqlite", "postgresql") for line in create_statements(dialect))
-    now = HEAD, hashlib.sha256(words.encode()).hexdigest()
+    statements = "\n".join(
+        line for dialect in ("sqlite", "postgresql") for line in create_statements(dialect)
+    )
+    now = HEAD, hashlib.sha256(statements.encode()).hexdigest()
     assert now == VIEWS_OF, "a view is changed by a new revision; then VIEWS_OF is what is found here"
 
 
@@ -161,25 +163,25 @@ def rows(url):
 def test_data_goes_up_and_down(bare, monkeypatch):
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
     assert tuple(AT) == REVISIONS, "write into AT what fills the columns of the new revision"
-    held = {}
+    before = {}
     for revision, statements in AT.items():
         migrate(bare, revision)
         with migrating(bare) as connection:
             for statement in filter(None, statements.split(";")):
                 connection.exec_driver_sql(statement.replace("NOW", "'2026-01-01 00:00:00+00:00'"))
-        held[revision] = rows(bare)
-    assert all(len(found) == 1 for found in held[HEAD].values())
-    assert set(held[HEAD]) == set(Base.metadata.tables)
+        before[revision] = rows(bare)
+    assert all(len(found) == 1 for found in before[HEAD].values())
+    assert set(before[HEAD]) == set(Base.metadata.tables)
     for revision in reversed(REVISIONS[:-1]):
         command.downgrade(configuration(), revision)
-        assert rows(bare) == held[revision]
+        assert rows(bare) == before[revision]
     assert upgrade(bare) == (REVISIONS[0], HEAD)
     found = rows(bare)
     assert {name: len(each) for name, each in found.items()} == {
-        name: int(name in held["0001"]) for name in held[HEAD]
+        name: int(name in before["0001"]) for name in before[HEAD]
     }
     first = found["checkpoint"][0]
-    assert first == held[HEAD]["checkpoint"][0] | {"fingerprint": None}
+    assert first == before[HEAD]["checkpoint"][0] | {"fingerprint": None}
     with open_catalog(bare) as catalog:
         assert catalog.show("/a").findings[0].code == "hole"
 
@@ -256,7 +258,7 @@ def test_a_migration_that_orphans_rows_is_undone(filled):
             connection.exec_driver_sql("DELETE FROM checkpoint_file")
             connection.exec_driver_sql("DELETE FROM checkpoint")
 
-    with pytest.raises(CatalogError, match="6 rows without their parent, first in table tensor"):
+    with pytest.raises(CatalogError, match="rows without their parent would be 6, first in table tensor"):
         orphan()
     with sqlite3.connect(filled) as connection:
         assert connection.execute("SELECT count(*) FROM checkpoint").fetchone() == (1,)
@@ -295,8 +297,8 @@ def test_an_installed_package_brings_its_scripts(tmp_path, python, finish):
         "import ckptcore.catalog.migrate as migrate\n"
         "print(migrate.scripts_folder(), upgrade(sys.argv[2]))"
     )
-    [said] = finish(python(script, tmp_path / "site", tmp_path / "catalog.sqlite"))
-    assert said == f"{tmp_path}/site/ckptcore/_migrations (None, '{HEAD}')\n"
+    [output] = finish(python(script, tmp_path / "site", tmp_path / "catalog.sqlite"))
+    assert output == f"{tmp_path}/site/ckptcore/_migrations (None, '{HEAD}')\n"
 
 
 def test_the_migrations_folder_does_not_hide_alembic():

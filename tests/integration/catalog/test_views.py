@@ -1,4 +1,4 @@
-"""Views: is the newest output of a run found, and does none hide another that people ask for?"""
+"""Views: the newest output of a run, per verb, format and dtypes."""
 
 from datetime import UTC, datetime
 

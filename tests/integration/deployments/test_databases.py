@@ -1,4 +1,4 @@
-"""Databases: has the product's user its own database, and nothing of the machine or of its neighbour?"""
+"""Each database user owns its own database, and can access neither the machine nor the other database."""
 
 from __future__ import annotations
 

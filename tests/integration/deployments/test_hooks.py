@@ -65,9 +65,9 @@ def test_an_announcement_is_taken_once(kind: str, client: TestClient, rows: Rows
     hook = HOOKS[kind]
     first = send(client, hook)
     assert (first.status_code, first.json()["status"]) == (202, "accepted")
-    again = send(client, hook.but(at=NOW + 60))
+    repeated = send(client, hook.but(at=NOW + 60))
     expected = {"status": "duplicate", "id": first.json()["id"], "state": "waiting"}
-    assert (again.status_code, again.json()) == (202, expected)
+    assert (repeated.status_code, repeated.json()) == (202, expected)
     ((source, event_id, _, uri, run, step, state),) = rows()
     assert (source, state) == (hook.source, "waiting")
     assert (uri, run, step) == MADE.get(kind, (URI, "llama", 7))
@@ -125,7 +125,7 @@ def test_the_body_is_bounded(kind: str, client: TestClient, rows: Rows) -> None:
     hook = HOOKS[kind].but(raw=HOOKS[kind].body + b" " * 4096)
     assert send(client, hook).status_code == 413
     pieces = (hook.body[start : start + 100] for start in range(0, len(hook.body), 100))
-    assert client.post(hook.path, content=pieces, headers=hook.headers).status_code == 413  # no length told
+    assert client.post(hook.path, content=pieces, headers=hook.headers).status_code == 413  # without a length
     assert rows() == []
 
 
@@ -297,10 +297,10 @@ def test_a_repeat_of_what_failed_says_so_and_how_it_is_put_back(
     id = send(client, HOOKS[kind]).json()["id"]
     for state, hint in (("done", ""), ("failed", f"`ckptcore catalog inbox again {id}`")):
         rows.change(f"UPDATE inbox SET state = '{state}', ended_at = received_at")
-        told = send(client, HOOKS[kind]).json()
-        assert (told["status"], told["id"], told["state"]) == ("duplicate", id, state)
-        assert hint in told.get("hint", "")
-        assert ("hint" in told) == (state == "failed")
+        reply = send(client, HOOKS[kind]).json()
+        assert (reply["status"], reply["id"], reply["state"]) == ("duplicate", id, state)
+        assert hint in reply.get("hint", "")
+        assert ("hint" in reply) == (state == "failed")
     # The command is one.
     done = CliRunner().invoke(catalog, ["inbox", "again", id, "--catalog", str(rows.path)])
     assert done.exit_code == 0, done.output

@@ -119,18 +119,18 @@ def test_compose_comes_up_from_nothing() -> None:
     probe = services["postgres"]["healthcheck"]["test"]
     assert probe[probe.index("-h") + 1] == "127.0.0.1"
     assert services["migrate"]["restart"] == services["deploy"]["restart"] == "on-failure"
-    # Folders of the host keep their owner, so whoever makes them must be told whose they have to be.
+    # Folders of the host keep their owner, so the file must name the owner that they need.
     for path in ("compose.yaml", "compose.env.example", "README.md"):
         assert f"install -d -o {user} -g {user} /srv/exports" in (FOLDER / path).read_text(), path
 
 
-def test_every_variable_of_compose_is_told() -> None:
+def test_every_variable_of_compose_is_documented() -> None:
     used = set(re.findall(r"\$\{(\w+)", (FOLDER / "compose.yaml").read_text()))
-    told = set(
+    documented = set(
         re.findall(r"^(?:# )?([A-Z_0-9]+)=", (FOLDER / "compose.env.example").read_text(), re.MULTILINE)
     )
-    assert used - told == {"CKPTCORE_VERSION"}
-    assert told <= used
+    assert used - documented == {"CKPTCORE_VERSION"}
+    assert documented <= used
 
 
 def test_the_receivers_that_they_start_have_their_settings(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     assert f"MemoryMax={memory_of_worker(limit)}M" in worker
 
 
-def test_a_worker_that_is_told_to_end_has_time_to_let_go() -> None:
+def test_a_stopped_worker_has_time_to_release_its_runs() -> None:
     """The longest way: the worker is killed, its runs too, and the server hardly answers."""
     longest = 3 * PATIENCE + SERVER_SECONDS + 10
     (pod,) = [
@@ -272,7 +272,7 @@ def test_a_worker_that_is_told_to_end_has_time_to_let_go() -> None:
     assert "deployments.worker" in service["command"]
     unit = (FOLDER / "systemd" / "ckptcore-worker.service").read_text()
     assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) >= longest
-    assert "\nKillMode=mixed\n" in unit  # told all at once, runs would end before anybody could say so
+    assert "\nKillMode=mixed\n" in unit  # if all got the signal, runs would end without a report
     assert " -m deployments.worker " in unit
 
 

@@ -37,7 +37,7 @@ def outbox(url: str, columns: str = "endpoint, state") -> list[tuple[str, str]]:
     return found
 
 
-def test_what_does_not_arrive_is_sent_again_with_the_same_id(box: Mailbox, url: str) -> None:
+def test_failed_messages_are_retried_with_the_same_id(box: Mailbox, url: str) -> None:
     put(url)
     only = {"all": TARGETS["all"]}  # the other one is another receiver's
     ids, now = set(), datetime.now(UTC)
@@ -75,7 +75,7 @@ def test_a_target_that_is_broken_or_silent_keeps_nobody_else_waiting(
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.host == "good.example":
             good.set()
-        elif not good.wait(120):  # until the other one was told, in the same round
+        elif not good.wait(120):  # until the other target was notified, in the same round
             raise AssertionError("one after the other")
         else:
             raise httpx.ReadTimeout("silent")

@@ -1,4 +1,4 @@
-"""Parameters: is a configuration that no run could begin with refused before any event is?"""
+"""A configuration with parameters that no run accepts is refused at start."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ WRONG: dict[str, tuple[str, str]] = {
     "a list": ('dtype = ["bf16"]', "cannot be ['bf16']"),
     "a table": ("memory = {a = 1}", "cannot be {'a': 1}"),
     "a boolean": ('fingerprint = "perhaps"', "cannot be 'perhaps'"),
-    "a date": ("dtype = 2026-01-01", "cannot be sent to Prefect"),
-    "an event's": ('source = "/elsewhere"', "an event's to give"),
+    "a date": ("dtype = 2026-01-01", "not a JSON value"),
+    "an event's": ('source = "/elsewhere"', "comes from the event"),
 }
 
 
@@ -35,12 +35,12 @@ WRONG: dict[str, tuple[str, str]] = {
 def test_a_receiver_does_not_start_with_what_no_run_could_begin_with(
     name: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line, said = WRONG[name]
+    line, expected = WRONG[name]
     config = tmp_path / "receiver.toml"
     config.write_text(webhooks.CONFIG + f"\n[{where}]\n{line}\n")
     with pytest.raises(UsageError) as caught:
         load(config, webhooks.SECRETS)
-    assert said in caught.value.message
+    assert expected in caught.value.message
     for variable, secret in webhooks.SECRETS.items():
         monkeypatch.setenv(variable, secret)
     with pytest.raises(UsageError):  # what `--check` does
@@ -58,11 +58,11 @@ def test_a_deployment_that_takes_no_event_is_refused(deployment: str, tmp_path: 
 def test_what_fits_is_taken(tmp_path: Path) -> None:
     config = tmp_path / "receiver.toml"
     lines = 'verb = "consolidate"\ndtype = "bf16"\nwait_minutes = 5\nworkers = 2\nfingerprint = true\n'
-    for deployment in ("arrived/arrived", "somebody/elses"):
+    for deployment in ("arrived/arrived", "other/flow"):
         config.write_text(f'deployment = "{deployment}"\n{webhooks.CONFIG}\n[parameters]\n{lines}')
         assert load(config, webhooks.SECRETS)[1]["slurm"].parameters["workers"] == 2
     # Of a deployment that is not ours nothing is known here; the server is asked before a run is made.
-    assert misfits_of("somebody/elses", {"anything": 1}) == []
+    assert misfits_of("other/flow", {"anything": 1}) == []
 
 
 def unlike(kinds: dict[str, Any], known: list[Any]) -> list[str]:

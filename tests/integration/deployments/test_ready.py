@@ -1,4 +1,4 @@
-"""Ready: whether events can be taken, and what senders are told when they cannot."""
+"""Readiness, and the replies to senders while events cannot be accepted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def send(client: TestClient, hook: Hook) -> httpx.Response:
     return client.post(hook.path, content=hook.body, headers=hook.headers)
 
 
-def test_without_its_database_it_asks_to_send_again(
+def test_without_its_database_it_asks_for_a_retry(
     client: TestClient, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "FRESH", 0.0)
@@ -84,6 +84,6 @@ def test_a_database_that_does_not_answer_is_not_waited_for(
     end = time.monotonic() + 120
     while not rows() and time.monotonic() < end:
         time.sleep(0.05)
-    # It was written after all. The sender comes again, and is told that it is known.
+    # It was written after all. The repeated event is a duplicate.
     assert send(client, HOOKS["bearer"]).json()["status"] == "duplicate"
     assert len(rows()) == 1

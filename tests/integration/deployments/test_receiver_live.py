@@ -1,4 +1,4 @@
-"""Live: two receivers on one catalog, one that is killed, one that is told to end, one that may not begin."""
+"""Live receivers: two on one catalog, one that is killed, one that is stopped, one that must not start."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_receiver_killed_twenty_times_has_every_event(tmp_path: Path) -> None:
     assert given <= kept
 
 
-def test_told_to_end_it_ends_well(tmp_path: Path) -> None:
+def test_sigterm_ends_it_in_order(tmp_path: Path) -> None:
     with live.receiver(tmp_path) as running, httpx.Client() as client:
         assert client.get(running.url + "/healthz").json() == {"status": "ok"}
         ready = client.get(running.url + "/readyz")
@@ -86,9 +86,9 @@ def test_told_to_end_it_ends_well(tmp_path: Path) -> None:
         post(client, running.url, "one")
         # Prefect is away: the receiver takes events all the same, and says so.
         end = time.monotonic() + 240
-        while not (told := running.rows("error_message")[0][0]) and time.monotonic() < end:
+        while not (error := running.rows("error_message")[0][0]) and time.monotonic() < end:
             time.sleep(0.1)
-        assert told
+        assert error
         running.process.terminate()
         assert running.process.wait(240) == 0
     assert [row[6] for row in running.rows()] == ["waiting"]
@@ -112,7 +112,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told", "code"),
+    ("change", "expected", "code"),
     [
         ({"PREFECT_API_URL": ""}, "no Prefect server is configured", UsageError),
         ({"TOKEN": ""}, "TOKEN is not set", UsageError),
@@ -120,7 +120,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_serve_does_not_begin(
-    change: dict[str, str], told: str, code: type[CkptError], tmp_path: Path
+    change: dict[str, str], expected: str, code: type[CkptError], tmp_path: Path
 ) -> None:
     (tmp_path / "receiver.toml").write_text(webhooks.CONFIG)
     env = (
@@ -144,7 +144,7 @@ def test_what_cannot_serve_does_not_begin(
     )
     known = {code, *code.__subclasses__()}  # a catalog that is only away has a code of its own
     assert done.returncode in {one.exit_code for one in known}, done.stderr
-    assert told in done.stderr
+    assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert webhooks.NEW_TOKEN not in done.stderr
 

@@ -1,4 +1,4 @@
-"""Words: can what `make up` and the README tell a person to type be typed as it stands?"""
+"""The commands that `make up` and the README print work as printed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from deployments.local.__main__ import told
+from deployments.local.__main__ import next_steps
 from deployments.local.state import Choices, LocalState
 
 FOLDER = ROOT / "deployments"
 
 
 def program(tmp_path: Path) -> str:
-    """What asks the catalog, as `make up` tells it."""
-    (line,) = re.findall(r"^  (\S+ catalog sql .*)$", told(LocalState(tmp_path, Choices(), {})), re.MULTILINE)
+    """Return the program of the catalog query that `make up` prints."""
+    (line,) = re.findall(
+        r"^  (\S+ catalog sql .*)$", next_steps(LocalState(tmp_path, Choices(), {})), re.MULTILINE
+    )
     return shlex.split(line)[0]
 
 

@@ -99,7 +99,7 @@ def test_a_signature_of_ours_fits_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("secret", ["whsec_*", "whsec_A", "not base64"])
-def test_a_secret_that_is_no_key_is_told(secret: str) -> None:
+def test_an_invalid_secret_is_reported(secret: str) -> None:
     with pytest.raises(ValueError, match="base64"):
         key_of(secret, "whsec")
 

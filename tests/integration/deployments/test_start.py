@@ -42,7 +42,7 @@ class FakeRuns:
         self.given: list[dict[str, Any]] = []
         self.now: dict[str, RunState] = {}
         self.error: Exception | None = None
-        self.told: list[str] = []
+        self.sent_events: list[str] = []
         self.resumed: list[str] = []
         self.given_up: list[tuple[str, str]] = []
 
@@ -62,7 +62,7 @@ class FakeRuns:
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
         assert uri == webhooks.URI or uri.startswith("/elsewhere")
-        self.told.append(event)
+        self.sent_events.append(event)
         raise ConnectionError("events are away")  # which must not trouble anything else
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
@@ -116,10 +116,10 @@ def test_an_event_becomes_one_run_and_its_end_two_messages(
     assert outbox(url) == [("all", "waiting"), ("good", "waiting")]
     assert work(box, runs, senders, TARGETS, later + timedelta(days=1)) == 0
     assert len(runs.given) == 1
-    assert runs.told == ["ckptcore.checkpoint.announced", "ckptcore.conversion.succeeded"]
+    assert runs.sent_events == ["ckptcore.checkpoint.announced", "ckptcore.conversion.succeeded"]
 
 
-def test_a_failed_run_is_told_to_those_who_want_to_know(
+def test_a_failed_run_is_notified_to_subscribed_targets(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -130,7 +130,7 @@ def test_a_failed_run_is_told_to_those_who_want_to_know(
     assert outbox(url) == [("all", "waiting")]
 
 
-def test_a_failed_event_that_is_put_back_gets_a_run_of_its_own_and_is_told_again(
+def test_a_retried_event_gets_its_own_run_and_notification(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -187,7 +187,7 @@ def test_a_process_that_dies_loses_nothing(
     other.close()
 
 
-def test_while_prefect_is_away_events_wait_and_the_last_try_is_told(
+def test_while_prefect_is_away_events_wait_and_the_last_failure_is_notified(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -245,7 +245,7 @@ def test_an_event_of_another_receivers_source_is_left_to_it(
     assert state(url, "state, flow_run_id, attempts, error_message") == [("waiting", None, 0, None)]
     assert work(box, runs, senders, TARGETS, now) == 1
     assert state(url)[0][:2] == ("waiting", "run-0")
-    # Its end is told to those whom its own receiver tells.
+    # The targets of its own receiver are notified of its end.
     runs.now["run-0"] = RunState("COMPLETED", now, "")
     assert work(box, runs, others, {}, now + timedelta(hours=1)) == 0
     assert work(box, runs, senders, TARGETS, now + timedelta(hours=1)) == 1
@@ -269,7 +269,7 @@ def test_how_a_run_has_ended(kind: str, age: int, expected: str | None) -> None:
     assert outcome_of(None, NOW) == "failed"
 
 
-def test_while_prefect_is_away_runs_are_looked_at_soon_again(
+def test_while_prefect_is_away_runs_are_inspected_soon(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -320,7 +320,7 @@ def test_a_run_that_automations_overlooked_goes_on(
 
 
 @pytest.mark.parametrize("kind", ["CRASHED", "PENDING", "RUNNING"])
-def test_a_run_that_dies_again_and_again_has_failed(
+def test_a_run_that_keeps_dying_has_failed(
     kind: str, box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)

@@ -1,4 +1,4 @@
-"""Arrived: an announced checkpoint is waited for, converted once, and only from where it may lie."""
+"""The flow `arrived` waits for an announced checkpoint and converts it once, below allowed roots only."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_that_is_still_being_written_is_waited_for(
     assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
 
 
-def test_what_never_becomes_whole_is_told_in_its_own_words(
+def test_a_checkpoint_that_stays_incomplete_fails_with_its_finding(
     arrived: Any, source: Path, tmp_path: Path
 ) -> None:
     (source / ".metadata").unlink()
@@ -104,8 +104,8 @@ def test_announced_twice_it_is_converted_once(
 ) -> None:
     assert arrived(source).is_completed()
     before = observe.contents(tmp_path / "out")
-    again = arrived(source)
-    assert (again.is_completed(), again.name) == (True, "Already")
+    repeated = arrived(source)
+    assert (repeated.is_completed(), repeated.name) == (True, "Already")
     assert observe.contents(tmp_path / "out") == before
     with open_catalog(catalog) as known:
         assert len(known.conversions()) == 1
@@ -195,8 +195,8 @@ def test_what_a_killed_run_left_behind_its_end_is_tidied(
     shutil.copytree(staging, tmp_path / ".out.ckptcore.gone-4242")  # or in the middle of it
     with open_catalog(catalog) as known, known.writing() as conn:
         conn.exec_driver_sql("UPDATE claims SET state = 'taken', ended_at = NULL, due_at = taken_at")
-    again = arrived(source)
-    assert (again.is_completed(), again.name) == (True, "Already")
+    repeated = arrived(source)
+    assert (repeated.is_completed(), repeated.name) == (True, "Already")
     assert sorted(path.name for path in tmp_path.glob(".out*")) == []
     with open_catalog(catalog) as known:
         assert len(known.conversions()) == 1

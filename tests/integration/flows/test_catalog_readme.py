@@ -1,4 +1,4 @@
-"""Do the SQL questions of the README of the catalog run on both databases, on rows of flows, and on none?"""
+"""The SQL queries in the catalog's README run on both databases, on rows of flows and on none."""
 
 from __future__ import annotations
 
@@ -342,9 +342,9 @@ def test_lineage_views_agree_with_each_other_and_with_the_verb(ask, example):
     assert sorted(up) == sorted(down)
     assert len(up) == 1 + 2 + 3 + 1 + 5
     with open_catalog(url) as catalog:
-        told = catalog.lineage(str(root / "again/10")).ancestors
+        steps = catalog.lineage(str(root / "again/10")).ancestors
     assert sorted(a for u, a in up if u == "/again/10") == sorted(
-        step.source.uri.removeprefix(str(root)) for step in told
+        step.source.uri.removeprefix(str(root)) for step in steps
     )
 
 

@@ -72,7 +72,7 @@ def test_the_run_tells_a_person_what_it_did(
     assert any(line.startswith("wrote model.safetensors") for line in lines), lines  # said in a core's thread
 
 
-def test_what_passes_is_tried_again(
+def test_transient_errors_are_retried(
     convert: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = failing(monkeypatch, lambda n: StorageTrouble("connection reset") if n == 2 else None)
@@ -83,7 +83,7 @@ def test_what_passes_is_tried_again(
     assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
 
 
-def test_what_lasts_is_not_tried_again(
+def test_permanent_errors_are_not_retried(
     convert: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = failing(monkeypatch, lambda n: DiskFull("7 bytes are missing") if n >= 2 else None)
@@ -142,8 +142,8 @@ def test_the_faces_do_the_same_job(source: Path, tmp_path: Path, monkeypatch: py
     from flows.export import export
 
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", f"sqlite:///{tmp_path / 'catalog.sqlite'}")
-    whole = consolidate(str(source), return_state=True)
-    assert whole.result().destination == f"{source}.consolidated"
+    state = consolidate(str(source), return_state=True)
+    assert state.result().destination == f"{source}.consolidated"
     assert observe.equal(observe.tensors(Path(f"{source}.consolidated")), TENSORS)
 
     made = export(str(source), str(tmp_path / "hf"), model_prefix="model", dtype="bf16")

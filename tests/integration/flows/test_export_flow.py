@@ -69,7 +69,7 @@ def test_an_export_that_is_not_its_source_fails_and_is_no_newest_one(
     state = export(str(source), str(tmp_path / "out"), catalog=catalog, return_state=True)
     assert state.is_failed()
     assert isinstance(state.result(raise_on_failure=False), OutputMismatch)
-    assert "is published, and is not what its source holds: fingerprints: " in state.message
+    assert "is published but does not match its source: fingerprints: " in state.message
     row = newest(catalog)
     assert (row.state, row.export_verdict) == ("succeeded", "failed")
     with open_catalog(catalog) as opened, opened.reading() as conn:

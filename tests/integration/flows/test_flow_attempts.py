@@ -1,4 +1,4 @@
-"""Resume: is a run started a bounded number of times, also when it never begins?"""
+"""A run is resumed a bounded number of times, even if it never begins."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def test_a_run_that_dies_before_it_begins_ends_as_failed(client: Any) -> None:
     from flows.resume import resume as flow
 
     run = client.create_flow_run(flow, parameters={"flow_run_id": "x"})
-    said = []
+    outcomes = []
     for _ in range(8):
         for state in (Pending(), Crashed(message="Process exited with status code: 1")):
             client.set_flow_run_state(run.id, state, force=True)
-        said.append(_resumed(run.id, 5))
+        outcomes.append(_resumed(run.id, 5))
         assert client.read_flow_run(run.id).run_count == 0  # which counted them, and never grew
-    assert ["goes on" in each for each in said[:5]] == [True] * 4 + [False]
+    assert ["is resumed" in each for each in outcomes[:5]] == [True] * 4 + [False]
     ended = client.read_flow_run(run.id).state
     assert ended.is_failed()
-    assert ended.message.startswith("worker-lost: given up: it was started")
+    assert ended.message.startswith("worker-lost: gave up after ")
 
 
 def test_a_receiver_makes_no_run_that_could_not_begin(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

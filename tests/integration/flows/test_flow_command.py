@@ -261,8 +261,8 @@ def test_a_form_says_what_every_parameter_means(name: str) -> None:
 
 
 def test_a_form_shows_choices_and_limits() -> None:
-    shown = parameter_schema(flow_of("convert")).model_dump()["properties"]
-    assert shown["verb"]["enum"] == ["consolidate", "export"]
-    assert {"minimum": 1, "type": "integer"} in shown["workers"]["anyOf"]
-    assert re.fullmatch(shown["device"]["pattern"], "cuda:1")
+    properties = parameter_schema(flow_of("convert")).model_dump()["properties"]
+    assert properties["verb"]["enum"] == ["consolidate", "export"]
+    assert {"minimum": 1, "type": "integer"} in properties["workers"]["anyOf"]
+    assert re.fullmatch(properties["device"]["pattern"], "cuda:1")
     assert parameter_schema(flow_of("reshard")).model_dump()["properties"]["serialization"]["enum"]

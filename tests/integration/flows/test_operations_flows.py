@@ -47,7 +47,7 @@ def test_scrub_proves_and_fails_with_what_is_wrong(steps: list[Path], catalog: s
     assert refused.message.startswith("usage: ")
 
 
-def test_retire_tells_first_and_deletes_when_told_to(steps: list[Path], catalog: str) -> None:
+def test_retire_deletes_only_with_yes(steps: list[Path], catalog: str) -> None:
     from flows.retire import retire
 
     loss = ["*"]

@@ -46,8 +46,8 @@ def test_several_meshes_of_one_source(
     read: list[str] = []
     from tasks import check as checked
 
-    whole = checked.validate
-    monkeypatch.setattr(checked, "validate", lambda *a: read.append("checked") or whole(*a))
+    validate = checked.validate
+    monkeypatch.setattr(checked, "validate", lambda *a: read.append("checked") or validate(*a))
     also = [{"destination": str(tmp_path / "three"), "mesh": "fsdp=3"}]
     state = reshard(
         str(source), str(tmp_path / "two"), "fsdp=2", also=also, catalog=catalog, return_state=True
@@ -95,18 +95,18 @@ def test_a_target_that_fails_does_not_stop_the_others(
         (TWICE, "one place"),
     ],
 )
-def test_wrong_words_fail_before_any_work(
+def test_invalid_options_fail_before_any_work(
     reshard: Any,
     source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     given: dict[str, Any],
-    words: str,
+    expected: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     state = reshard(str(source), **given, catalog=f"sqlite:///{tmp_path}/c.sqlite", return_state=True)
     assert state.is_failed()
-    assert words in state.message
+    assert expected in state.message
     assert not (tmp_path / "out").exists()
     with pytest.raises(CkptError):
         state.result()

@@ -79,10 +79,10 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
         assert batch.failed == {}
         assert eventually(lambda b=batch: has_ended(stack, b), PATIENCE, step=1.0), standing(stack, batch)
         assert keeper.trouble is None
-        told = Counter(answer["status"] for answer in batch.told.values())
+        statuses = Counter(answer["status"] for answer in batch.told.values())
         waited = sorted(round(seconds, 1) for seconds in batch.seconds.values())
         print(
-            f"{batch.run}: {time.monotonic() - began:.0f} s; senders {dict(told)}, after {waited} s",
+            f"{batch.run}: {time.monotonic() - began:.0f} s; senders {dict(statuses)}, after {waited} s",
             flush=True,
         )
         done.append(batch)

@@ -1,4 +1,4 @@
-"""Deployments: does a real server know every flow, how to limit it, when to start it, what to ask for?"""
+"""Deployments on a real server: every flow, with its limit, schedule, triggers and parameters."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def test_the_scheduler_plans_their_runs(stack: Stack, deployments: dict[str, Any
     assert eventually(lambda: planned() == set(scheduled.values())), planned()
 
 
-def test_up_again_mends_what_died_and_doubles_nothing(stack: Stack) -> None:
+def test_a_second_up_restarts_what_died_and_duplicates_nothing(stack: Stack) -> None:
     before = len(stack.post("/automations/filter", {}))
     os.kill(stack.process("receiver"), signal.SIGKILL)
-    told = stack.up()
-    assert "receiver: started" in told
-    assert all(f"{name}: runs already" in told for name in ("postgres", "prefect", "worker")), told
+    output = stack.up()
+    assert "receiver: started" in output
+    assert all(f"{name}: already running" in output for name in ("postgres", "prefect", "worker")), output
     assert stack.receiver.get("/readyz").status_code == 200
     after = stack.post("/automations/filter", {})
     assert len(after) == before

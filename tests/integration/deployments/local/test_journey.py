@@ -68,8 +68,8 @@ def test_from_the_last_line_of_a_job_to_one_sql_query(stack: Stack, tmp_path: Pa
         )
         for rank in range(2)
     ]
-    told = [rank.communicate(timeout=300) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
 
     about = "SELECT uri, run, step FROM latest_exports WHERE run = 'gloo-run'"
     assert eventually(lambda: bool(query(stack, about)), 180, step=2.0), stack.told(
