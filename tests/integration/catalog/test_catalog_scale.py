@@ -79,10 +79,10 @@ def _alias(catalog, name):
 
 
 def full_scans(url, statements, *, indexes=True):
-    """The big tables that the database would read from end to end, by statement.
+    """Return the big tables that the database would scan in full, by statement.
 
-    indexes: an index that is read from end to end counts, too. PostgreSQL reads a small table so in any case;
-    told not to, it still must where no index serves.
+    indexes: whether full scans of an index count, too. PostgreSQL scans a small table in full anyway; with
+    sequential scans off, it still must if no index serves.
     """
     found = {}
     engine = engine_for(parse(url))

@@ -1,4 +1,4 @@
-"""Manifests: do the files for containers, clusters and systemd fit their schemas, and what they start?
+"""The files for containers, clusters and systemd fit their schemas and the programs that they start.
 
 Docker and Kubernetes themselves do not run here.
 """

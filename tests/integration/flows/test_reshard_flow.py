@@ -87,9 +87,9 @@ def test_a_target_that_fails_does_not_stop_the_others(
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "expected"),
     [
-        ({}, "no target"),
+        ({}, "there is no target"),
         ({"destination": "out", "mesh": ""}, "mesh"),
         ({"destination": "out", "mesh": "warp=2"}, "warp"),
         (TWICE, "one place"),

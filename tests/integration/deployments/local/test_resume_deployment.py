@@ -85,7 +85,7 @@ def test_a_machine_that_goes_away_is_noticed_by_its_silence(stack: Stack, checkp
         os.kill(process, signal.SIGKILL)
     assert stack.run(id)["state_type"] == "RUNNING"
     run = stack.ended(id, 300)
-    assert (run["state_type"], run["state"]["message"]) == ("CRASHED", "no sign of life for 90 s")
+    assert (run["state_type"], run["state"]["message"]) == ("CRASHED", "no heartbeat for 90 s")
     before = {name: (s.st_ino, s.st_mtime_ns) for name, s in finished(staging).items()}
     stack.up()
     assert eventually(lambda: stack.run(id)["state_type"] == "COMPLETED"), stack.told(id)

@@ -77,7 +77,7 @@ def run_of_another(stack: Stack) -> str:
     return str(run["id"])
 
 
-def test_a_worker_that_dies_releases_its_runs_and_exits_with_its_status(
+def test_a_dying_worker_releases_its_runs_and_reports_its_status(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dies = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
