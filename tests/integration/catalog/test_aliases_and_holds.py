@@ -40,7 +40,7 @@ def two(catalog, facts):
 
 @pytest.fixture
 def write(catalog):
-    """Calls a function in a transaction of its own."""
+    """Return a function that calls another one in its own transaction."""
 
     def call(function, *given, **more):
         with catalog.writing() as conn:
@@ -61,7 +61,7 @@ def test_an_alias_is_set_and_moved(write, two):
         write(aliases.remove, "llama/best")
 
 
-def test_an_alias_moves_only_from_what_is_expected(write, two):
+def test_an_alias_moves_only_from_the_expected_checkpoint(write, two):
     write(aliases.set_alias, NOW, "best", two[0], expect=aliases.NOTHING)
     with pytest.raises(Conflict, match=rf"it points to {two[0]} .*\(expected no checkpoint\)") as caught:
         write(aliases.set_alias, NOW, "best", two[1], expect=aliases.NOTHING)
@@ -75,7 +75,7 @@ def test_an_alias_moves_only_from_what_is_expected(write, two):
     assert write(aliases.set_alias, NOW, "best", two[0], expect="best").version == 3
 
 
-def test_an_alias_answers_for_its_checkpoint(catalog, write, two):
+def test_an_alias_resolves_to_its_checkpoint(catalog, write, two):
     write(aliases.set_alias, NOW, "llama@best", two[1])
     assert catalog.show("llama@best").checkpoint.uri == "/runs/step-2"
     catalog.tag("llama@best", "eval", "1")
@@ -92,7 +92,7 @@ def test_no_move_is_lost(url, write, two, python, finish):
     write(aliases.set_alias, NOW, "best", two[0])
     finish(*[python(MOVE, url, *two) for _ in range(4)])
     [row] = write(aliases.every)
-    # Every move was seen by the next one: 100 of them from the first checkpoint end there.
+    # Every move saw the one before: 100 moves from the first checkpoint end at it.
     assert (row.version, row.checkpoint) == (101, two[0])
 
 

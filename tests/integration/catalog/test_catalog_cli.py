@@ -23,7 +23,7 @@ def path(tmp_path, monkeypatch):
 
 @pytest.fixture
 def ask(path):
-    """Runs a command; its stdout. Lines of text must fit a terminal."""
+    """Return a function that runs a command and returns its stdout, whose lines must fit a terminal."""
 
     def run(*arguments):
         result = CliRunner().invoke(app, [*arguments], catch_exceptions=False, standalone_mode=False)
@@ -37,7 +37,7 @@ def ask(path):
 
 @pytest.fixture
 def filled(path, facts):
-    """One conversion that worked, one that did not; (conversion, derived, failed)."""
+    """One successful conversion and one failed; (conversion, derived, failed)."""
     source = facts(LONG + "step-1000", step=1000, run="llama", origin={"ranks": 8})
     derived = facts(
         LONG + "model",
@@ -179,7 +179,7 @@ def test_a_list_before_the_first_conversion_is_empty(path, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_list_of_what_is_no_catalog_fails(ask, tmp_path):
+def test_listing_a_foreign_file_fails(ask, tmp_path):
     (tmp_path / "other.sqlite").write_text("no database" * 100)
     with pytest.raises(CatalogError, match="not a database"):
         ask("list", "--catalog", str(tmp_path / "other.sqlite"))

@@ -22,12 +22,12 @@ TORN = finding("crc-mismatch", "bytes", "stored CRC differs", file="__0_0.distcp
 STRAY = finding("stray-file", "files", "left over", file="old.distcp")
 
 
-def test_findings_stand_until_a_check_as_deep_no_longer_has_them(catalog, facts):
+def test_findings_stay_open_until_a_check_as_deep_omits_them(catalog, facts):
     here = facts("/runs/step-1")
     public = catalog.record_validation(here, [HOLE, TORN, STRAY], level="bytes")
     assert set(catalog.show(public).findings) == {HOLE, TORN, STRAY}
 
-    catalog.record_validation(here, [STRAY], level="cover")  # the hole is mended, the CRC unseen
+    catalog.record_validation(here, [STRAY], level="cover")  # the hole is repaired, the CRC was not checked
     assert set(catalog.show(public).findings) == {TORN, STRAY}
     assert catalog.show(public).checkpoint.state == "damaged"
     assert catalog.show(public).checkpoint.verified_at is None
@@ -36,7 +36,7 @@ def test_findings_stand_until_a_check_as_deep_no_longer_has_them(catalog, facts)
     detail = catalog.show(public)
     assert detail.findings == ()
     assert (detail.checkpoint.state, detail.checkpoint.verified_level) == ("present", "bytes")
-    assert count(catalog, FindingRecord) == 3  # closed, not forgotten
+    assert count(catalog, FindingRecord) == 3  # closed, not deleted
 
 
 def test_a_repeated_finding_is_one_row(catalog, facts):
@@ -59,7 +59,7 @@ def test_a_conversion_has_rows_of_its_own(catalog, facts):
     assert catalog.show(conversion).findings == (HOLE,)
 
 
-def test_a_shallow_check_does_not_take_back_a_deep_one(catalog, facts):
+def test_a_shallow_check_does_not_revoke_a_deep_one(catalog, facts):
     public = catalog.record_validation(facts("/runs/step-1"), level="bytes")
     proven = catalog.show(public).checkpoint.verified_at
     catalog.record_validation(facts("/runs/step-1"), level="files")

@@ -12,7 +12,7 @@ from ckptcore.catalog import aliases, open_catalog, upgrade
 from ckptcore.catalog.database import engine_for, parse
 from ckptcore.catalog.views import VIEWS
 
-# What a person or a flow asks of one thing: answered at once. n: an even number, of a derived checkpoint.
+# Queries about one object, answered at once. n: an even number, of a derived checkpoint.
 POINTS = {
     "show by id": lambda c, n: c.show(uuid_of("c", n), tensors=False),
     "show by prefix": lambda c, n: c.show(uuid_of("c", n)[:18], tensors=False),
@@ -40,7 +40,7 @@ POINTS = {
     "alias": lambda c, n: _alias(c, f"run-{n % 100 + 1}/best"),
 }
 
-# What is asked of all.
+# Queries about all objects.
 AGGREGATES = {
     **{f"all of {name}": f"SELECT count(*) FROM {name}" for name in VIEWS},
     "latest exports": "SELECT * FROM latest_exports",
@@ -58,7 +58,7 @@ AGGREGATES = {
 }
 
 BIG = ("checkpoint", "checkpoint_file", "tensor", "conversion", "conversion_io", "finding", "tag", "aliases")
-# aggregate -> what it must not read from end to end: all of it, where an index leads to what it asks for.
+# aggregate -> tables that it must not scan in full, because an index leads to the rows.
 BESIDE_THE_POINT = {"checkpoint_file", "tensor", "finding", "tag", "aliases"}
 NOT_FULL = {
     **dict.fromkeys(AGGREGATES, BESIDE_THE_POINT),
@@ -134,7 +134,7 @@ def small(url):
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def aggregated(request, tmp_path_factory):
-    """The URL of a catalog that is only read."""
+    """The URL of a read-only catalog."""
     if request.param == "sqlite":
         made = str(tmp_path_factory.mktemp("aggregated") / "catalog.sqlite")
         open_catalog(made).close()
@@ -165,7 +165,7 @@ def test_point_queries_use_indexes(small):
 
 
 @pytest.mark.parametrize("question", AGGREGATES)
-def test_aggregates_leave_alone_what_they_do_not_ask_for(aggregated, question):
+def test_aggregates_do_not_scan_unrelated_tables(aggregated, question):
     sql = AGGREGATES[question]
     assert full_scans(aggregated, [(sql, None)]).get(sql, set()) & NOT_FULL[question] == set()
 
@@ -178,7 +178,7 @@ def test_aggregates_leave_alone_what_they_do_not_ask_for(aggregated, question):
         "SELECT f.path FROM (SELECT path FROM checkpoint_file g WHERE g.nbytes = 7) f",
     ],
 )
-def test_the_checks_above_see_a_scan(aggregated, sql):
+def test_a_full_table_scan_is_detected(aggregated, sql):
     [table] = {"checkpoint", "checkpoint_file"} & set(re.findall(r"FROM (\w+)", sql))
     assert full_scans(aggregated, [(sql, None)], indexes=False) == {sql: {table}}
 

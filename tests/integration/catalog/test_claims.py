@@ -34,7 +34,7 @@ with open_catalog(sys.argv[1]) as catalog:
 
 @pytest.fixture
 def claim(catalog):
-    """Calls a function of `claims` in a transaction of its own."""
+    """Return a function that calls one of `claims` in its own transaction."""
 
     def call(function, *given, **more):
         with catalog.writing() as conn:
@@ -43,7 +43,7 @@ def claim(catalog):
     return call
 
 
-def test_one_takes_it_and_what_is_done_stays_done(claim):
+def test_one_owner_takes_a_claim_and_a_done_claim_stays_done(claim):
     first = claim(claims.take, NOW, KEY, "/runs/step-1", "a")
     other = claim(claims.take, NOW, KEY, "/runs/step-1", "b")
     assert (first.mine, first.attempts) == (True, 1)
@@ -57,7 +57,7 @@ def test_one_takes_it_and_what_is_done_stays_done(claim):
     assert claim(claims.take, NOW, KEY, "/runs/step-1", "b", retry=True).mine
 
 
-def test_a_lease_that_is_over_goes_to_the_next_and_the_first_settles_nothing(claim):
+def test_an_expired_claim_goes_to_the_next_owner_and_the_first_cannot_end_it(claim):
     first = claim(claims.take, NOW, KEY, "/s", "a")
     assert claim(claims.renew, NOW + timedelta(minutes=4), first)
     assert not claim(claims.take, NOW + timedelta(minutes=8), KEY, "/s", "b").mine
@@ -73,7 +73,7 @@ def test_a_lease_that_is_over_goes_to_the_next_and_the_first_settles_nothing(cla
     assert [c.owner for c in claim(claims.of_destination, KEY.destination)] == ["c"]
 
 
-def test_the_same_owner_goes_on_at_once(claim):
+def test_the_same_owner_retakes_its_claim_at_once(claim):
     claim(claims.take, NOW, KEY, "/s", "flow run 1")
     retried = claim(claims.take, NOW, KEY, "/s", "flow run 1")
     assert (retried.mine, retried.attempts) == (True, 2)
@@ -84,7 +84,7 @@ def test_processes_that_race_take_each_claim_once(catalog, url, python, finish):
     assert sorted(int(line) for text in outputs for line in text.split()) == list(range(25))
 
 
-def test_sightings_are_one_per_place_and_keep_when_it_was_first_seen(catalog):
+def test_one_sighting_per_uri_keeps_its_first_time(catalog):
     first = SightingRow("/runs/step-1", "/runs", 1, Condition.WRITING, "s1", None, None, (), NOW, NOW, NOW)
     gone, later = finding("missing-file", "files", "gone", file="a"), NOW + timedelta(hours=1)
     second = replace(first, uri="/runs/step-1/", state=Condition.BROKEN, stamp="s2", findings=(gone,))

@@ -45,7 +45,7 @@ with open_catalog(sys.argv[1]) as catalog:
 
 @pytest.fixture
 def queue(catalog):
-    """Calls a function of `inbox` or `outbox` in a transaction of its own."""
+    """Return a function that calls one of `inbox` or `outbox` in its own transaction."""
 
     def call(function, *given, **more):
         with catalog.queueing() as conn:
@@ -78,7 +78,7 @@ def test_the_longest_due_is_taken_first_and_by_one_only(queue):
     assert [e.event_id for e in queue(inbox.take, NOW + timedelta(seconds=9))] == ["later"]
 
 
-def test_rows_of_others_are_neither_taken_nor_counted(queue):
+def test_rows_of_other_sources_are_neither_taken_nor_counted(queue):
     for source in ("mlflow", "slurm"):
         queue(inbox.accept, NOW, NewEvent(source, "e", uri="s3://b/e"))
     for endpoint in ("team", "others"):
@@ -157,7 +157,7 @@ def give_up(queue, *ids):
     return [event.id for event in taken]
 
 
-def test_what_is_put_back_is_another_start_and_no_old_worker_settles_it(queue):
+def test_a_retried_row_has_a_new_key_and_no_old_worker_can_end_it(queue):
     [public] = give_up(queue, "a")
     old = queue(inbox.get, public)
     assert old.key == public
@@ -171,7 +171,7 @@ def test_what_is_put_back_is_another_start_and_no_old_worker_settles_it(queue):
     assert [e.key for e in queue(inbox.take, NOW)] == [f"{public}:2"]
 
 
-def test_which_rows_are_meant(queue):
+def test_retry_selects_rows_by_id_or_prefix(queue):
     ids = give_up(queue, *(f"e{n}" for n in range(30)))
     assert [e.id for e in queue(inbox.listed, limit=2)] == [ids[-1], ids[-2]]
     assert {e.state for e in queue(inbox.listed, "done")} == {"done"}
@@ -190,7 +190,7 @@ def test_which_rows_are_meant(queue):
     assert queue(inbox.retry, NOW, None) == ()
 
 
-def test_what_ended_long_ago_is_forgotten_and_till_then_a_repeat_is_one(queue):
+def test_old_ended_rows_are_deleted_and_repeats_are_recognised_until_then(queue):
     give_up(queue, "a")
     queue(outbox.put, NOW, "team", "k", type="t", body={})
     queue(outbox.done, NOW, queue(outbox.take, NOW)[0])
@@ -218,7 +218,7 @@ def test_a_rolled_back_message_is_not_sent(catalog):
         assert outbox.take(conn, NOW) == []
 
 
-def test_of_several_that_accept_the_same_event_one_is_first(url, python, finish):
+def test_concurrent_repeats_of_an_event_make_one_row(url, python, finish):
     outputs = finish(*[python(ACCEPT, url, i) for i in range(PROCESSES)])
     lines = [line.split() for out in outputs for line in out.splitlines()]
     for n in range(25):
@@ -235,7 +235,7 @@ def test_many_workers_take_each_event_once(url, queue, python, finish):
     assert queue(inbox.depth)["done"] == 100
 
 
-def test_rows_that_others_hold_are_skipped(postgres, upgraded):
+def test_locked_rows_are_skipped(postgres, upgraded):
     with postgres.database(upgraded) as url, open_catalog(url) as catalog, open_catalog(url) as other:
         with catalog.queueing() as conn:
             inbox.accept(conn, NOW, NewEvent("s", "a"))
@@ -244,7 +244,7 @@ def test_rows_that_others_hold_are_skipped(postgres, upgraded):
             theirs.execute(sa.text("SET LOCAL lock_timeout = '2s'"))
             assert [e.event_id for e in inbox.take(mine, NOW)] == ["a"]
             assert [e.event_id for e in inbox.take(theirs, NOW, limit=2)] == ["b"]
-        # Nor does a conversion that is being recorded keep a queue waiting.
+        # A conversion that is being recorded does not block a queue either.
         with catalog.writing(), other.queueing() as conn:
             conn.execute(sa.text("SET LOCAL lock_timeout = '2s'"))
             assert inbox.accept(conn, NOW, NewEvent("s", "c"))[1]

@@ -90,11 +90,11 @@ def test_derived_belongs_to_the_run_and_step_of_its_source(catalog, facts, conve
     assert count(catalog, TrainingRun) == 1
 
 
-def test_a_conversion_keeps_what_its_source_was_read_as(catalog, facts):
+def test_a_conversion_records_the_stamps_of_its_source(catalog, facts):
     done = ConversionFacts("p", 1, 1, None, {}, source_stamp="5" * 64, source_ctime="c" * 64)
     conversion = begin(catalog)
     catalog.succeed(conversion, done, source=facts("/a"), derived=facts("/b", content="c1"))
-    catalog.record_validation(facts("/a"))  # a source that is registered again takes nothing back
+    catalog.record_validation(facts("/a"))  # registering a source once more revokes nothing
     row = catalog.show(conversion).conversion
     assert (row.source_stamp, row.source_ctime) == ("5" * 64, "c" * 64)
 
@@ -157,7 +157,7 @@ def test_unknown_conversion(catalog, facts):
         catalog.fail("nope", code="x", message="y")
 
 
-def test_success_ends_what_was_killed_before_it(catalog, facts):
+def test_success_ends_killed_conversions_of_the_destination(catalog, facts):
     killed, elsewhere = begin(catalog), begin(catalog, "/out/other")
     conversion, waiting = begin(catalog), begin(catalog)
     catalog.succeed(
@@ -191,7 +191,7 @@ def test_links_are_followed(catalog, facts, tmp_path):
     assert catalog.record_validation(facts(tmp_path / "step-1")) == first
 
 
-def test_other_content_replaces_what_stood_there(catalog, facts, convert):
+def test_other_content_replaces_the_checkpoint_at_the_uri(catalog, facts, convert):
     source = facts("/runs/step-1")
     _, first = convert(source, facts("/out/model", manifest="m1", content="c1"))
     _, second = convert(source, facts("/out/model", manifest="m2", content="c2"))
@@ -199,7 +199,7 @@ def test_other_content_replaces_what_stood_there(catalog, facts, convert):
     assert (rows[first].state, rows[second].state) == ("replaced", "present")
     assert rows[first].replaced_at is not None
     assert catalog.show("/out/model").checkpoint.id == second
-    # And back again: the row of the first content is the current one once more.
+    # The row of the first content becomes the current one once more.
     _, third = convert(source, facts("/out/model", manifest="m1", content="c1"))
     assert third == first
     rows = {row.id: row for row in catalog.list(kind="derived")}
@@ -208,7 +208,7 @@ def test_other_content_replaces_what_stood_there(catalog, facts, convert):
 
 
 def test_equal_manifests_with_other_bytes_are_other_content(catalog, facts, convert):
-    # Two steps of one run have equal manifests: only the digests of the files tell them apart.
+    # Two steps of one run have equal manifests: only the digests of their files differ.
     one, first = convert(facts("/runs/step-1"), facts("/out/model", content="c1"))
     two, second = convert(facts("/runs/step-2"), facts("/out/model", content="c2"))
     assert first != second
@@ -217,7 +217,7 @@ def test_equal_manifests_with_other_bytes_are_other_content(catalog, facts, conv
     assert [step.source.uri for step in catalog.lineage("/out/model").ancestors] == ["/runs/step-2"]
 
 
-def test_unknown_digests_are_taken_for_what_is_known(catalog, facts, convert):
+def test_unknown_digests_match_the_known_checkpoint(catalog, facts, convert):
     _, public = convert(facts("/runs/step-1"), facts("/out/model", content="c1"))
     seen = facts("/out/model", files=[("model.safetensors", 260, None)], format="safetensors")
     assert catalog.record_validation(seen, level="bytes") == public
@@ -328,7 +328,7 @@ def test_large_numbers_fit(catalog, facts):
     assert detail.tensors[0].shape == (1 << 40,)
 
 
-def test_what_cannot_be_recorded_leaves_nothing(catalog, facts):
+def test_a_failed_recording_leaves_no_rows(catalog, facts):
     twice = facts("/runs/step-1", tensors=[("w", "float32", (1,), 4)] * 2)
     with pytest.raises(CatalogError, match=r"(?i)unique"):
         catalog.record_validation(twice)
@@ -341,7 +341,7 @@ def test_an_empty_checkpoint(catalog):
     assert (detail.files, detail.tensors, detail.checkpoint.dtypes) == ((), (), ())
 
 
-def test_names_stand_in_natural_order(catalog, facts):
+def test_names_are_in_natural_order(catalog, facts):
     public = catalog.record_validation(facts("/runs/step-1", num_tensors=12))
     names = [t.fqn for t in catalog.show(public).tensors]
     assert names == [*(f"layers.{i}.weight" for i in range(12)), "scale"]

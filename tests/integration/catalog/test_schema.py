@@ -41,7 +41,7 @@ def test_revisions_are_the_scripts():
     assert scripts.get_heads() == [HEAD]
 
 
-def test_a_fresh_catalog_is_what_the_migrations_make(tmp_path):
+def test_a_fresh_catalog_equals_a_migrated_one(tmp_path):
     open_catalog(str(tmp_path / "made.sqlite")).close()
     assert upgrade(str(tmp_path / "migrated.sqlite")) == (None, HEAD)
     made, migrated = schema(tmp_path / "made.sqlite"), schema(tmp_path / "migrated.sqlite")
@@ -60,7 +60,7 @@ def test_models_need_no_new_migration(bare, monkeypatch):
     command.check(configuration())  # raises when the models and the database differ
 
 
-def test_the_check_above_sees_a_difference(bare, monkeypatch):
+def test_a_difference_of_schemas_is_detected(bare, monkeypatch):
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
     upgrade(bare)
     with migrating(bare) as connection:
@@ -89,7 +89,7 @@ def test_downgrade_to_nothing_and_upgrade(tmp_path, monkeypatch):
     assert schema(path) == before
 
 
-# One row of every table, in the words of the schema where the table or its columns came; NOW is a time.
+# One row of every table, as SQL of the schema that added the table or its columns; NOW is a time.
 AT = {
     "0001": """
         INSERT INTO training_run VALUES (1, 'llama', NOW);
@@ -128,7 +128,7 @@ AT = {
     "0009": "UPDATE conversion SET export_verdict = 'ok', export_checks = '{}', export_verified_at = NOW",
 }
 
-# What the views of the newest schema are: a change needs a revision, or catalogs of today keep the old ones.
+# The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
 VIEWS_OF = ("0009", "1efee2bca50be4e2387987c9eabf4dc84705901d1ddc4eef8369afe56a0855de")
 
 
@@ -140,7 +140,7 @@ def test_views_change_with_a_revision_only():
     assert now == VIEWS_OF, "a view is changed by a new revision; then VIEWS_OF is what is found here"
 
 
-def test_a_catalog_of_0005_gets_the_views_of_today(bare):
+def test_a_catalog_of_0005_gets_the_current_views(bare):
     migrate(bare, "0005")
     with migrating(bare) as connection:  # as they were when 0005 was made
         connection.exec_driver_sql("CREATE VIEW lineage_up AS SELECT 1 AS old")
@@ -210,7 +210,7 @@ def test_upgrade_with_nothing_to_do(tmp_path):
     assert upgrade(str(tmp_path / "catalog.sqlite")) == (HEAD, HEAD)
 
 
-def test_upgrade_refuses_what_is_newer(tmp_path):
+def test_upgrade_refuses_a_newer_schema(tmp_path):
     path = tmp_path / "catalog.sqlite"
     open_catalog(str(path)).close()
     with sqlite3.connect(path) as connection:
@@ -220,7 +220,7 @@ def test_upgrade_refuses_what_is_newer(tmp_path):
         migrate(str(path), HEAD)
 
 
-def test_a_failing_migration_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failing_migration_changes_nothing(tmp_path, monkeypatch):
     path = tmp_path / "catalog.sqlite"
     scripts = tmp_path / "alembic"
     shutil.copytree(ROOT / "alembic", scripts, ignore=shutil.ignore_patterns("__pycache__"))
@@ -252,7 +252,7 @@ def test_rebuilding_a_parent_table_keeps_its_children(filled):
     connection.close()
 
 
-def test_a_migration_that_orphans_rows_is_undone(filled):
+def test_a_migration_that_orphans_rows_is_rolled_back(filled):
     def orphan():
         with migrating(filled) as connection:
             connection.exec_driver_sql("DELETE FROM checkpoint_file")
@@ -265,7 +265,7 @@ def test_a_migration_that_orphans_rows_is_undone(filled):
     connection.close()
 
 
-def test_every_foreign_key_leads_an_index():
+def test_every_foreign_key_has_an_index():
     bare = []
     for table in Base.metadata.tables.values():
         leading = {next(iter(index.columns)).name for index in table.indexes}
@@ -276,7 +276,7 @@ def test_every_foreign_key_leads_an_index():
     assert bare == []
 
 
-def test_the_same_scripts_speak_postgresql(python, finish):
+def test_the_same_scripts_migrate_postgresql(python, finish):
     script = "import sys; from alembic.config import main; main(sys.argv[1:])"
     [sql] = finish(
         python(script, "upgrade", "head", "--sql", CKPTCORE_CATALOG_URL="postgresql+psycopg://h/d")
@@ -287,7 +287,7 @@ def test_the_same_scripts_speak_postgresql(python, finish):
     assert "created_at TIMESTAMP WITH TIME ZONE NOT NULL" in sql
 
 
-def test_an_installed_package_brings_its_scripts(tmp_path, python, finish):
+def test_an_installed_package_contains_the_scripts(tmp_path, python, finish):
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "ckptcore", tmp_path / "site" / "ckptcore", ignore=ignore)
     shutil.copytree(ROOT / "alembic", tmp_path / "site" / "ckptcore" / "_migrations", ignore=ignore)

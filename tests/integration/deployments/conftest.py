@@ -65,5 +65,5 @@ def rows(application: tuple[TestClient, Path]) -> webhooks.Rows:
 
 @pytest.fixture
 def client(application: tuple[TestClient, Path], rows: webhooks.Rows) -> TestClient:
-    """A client of the application; for it, it is `webhooks.NOW`."""
+    """A client of the application, whose clock shows `webhooks.NOW`."""
     return application[0]

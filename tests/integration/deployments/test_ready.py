@@ -37,10 +37,10 @@ def test_without_its_database_it_asks_for_a_retry(
     assert send(client, HOOKS["bearer"]).json()["status"] == "accepted"
 
 
-def test_who_asks_whether_it_is_ready_takes_no_time_from_events(
+def test_readiness_checks_do_not_delay_events(
     senders: dict[str, Sender], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "FRESH", 300.0)  # as if no time went by
+    monkeypatch.setattr(keeper, "FRESH", 300.0)  # with a stopped clock
     monkeypatch.setattr(keeper, "SECONDS", 300.0)
     asked: list[float] = []
 
@@ -58,9 +58,9 @@ def test_who_asks_whether_it_is_ready_takes_no_time_from_events(
             hook = HOOKS["bearer"]
             answer = await client.post(hook.path, content=hook.body, headers=hook.headers)
             assert answer.status_code == 202
-            assert len(asked) == 1  # the event was behind one check, not behind a hundred
+            assert len(asked) == 1  # the event waited for one check, not for a hundred
             assert {one.status_code for one in await asyncio.gather(*ready)} == {200}
-            assert (await client.get("/readyz")).status_code == 200  # remembered
+            assert (await client.get("/readyz")).status_code == 200  # cached
             assert len(asked) == 1
             monkeypatch.setattr(keeper, "FRESH", 0.0)
             assert (await client.get("/readyz")).status_code == 200

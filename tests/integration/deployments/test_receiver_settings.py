@@ -25,7 +25,7 @@ def test_examples(name: str) -> None:
     assert failed == 0
 
 
-def test_the_refusals_are_those_that_senders_know() -> None:
+def test_the_statuses_of_refusals() -> None:
     assert {status for status, _ in REFUSALS.values()} == {400, 401, 403, 404, 408, 413, 415, 422, 431, 503}
     assert "secret" not in str(RequestRefused("unauthorized", "no secret matches").reply)
     assert "/var" not in str(RequestRefused("unavailable", "/var/lib/catalog is away").reply)

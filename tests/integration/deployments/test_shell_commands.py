@@ -25,7 +25,7 @@ def program(tmp_path: Path) -> str:
     return shlex.split(line)[0]
 
 
-def test_make_up_names_a_program_that_a_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_up_prints_a_command_that_a_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Path(sys.executable).with_name("ckptcore")
     if not ours.exists():
         pytest.skip("ckptcore is not installed here")
@@ -37,7 +37,7 @@ def test_make_up_names_a_program_that_a_shell_finds(tmp_path: Path, monkeypatch:
     assert program(tmp_path) == "ckptcore"
 
 
-def test_the_readme_makes_what_the_units_need() -> None:
+def test_the_readme_creates_what_the_units_need() -> None:
     readme = (FOLDER / "README.md").read_text()
     (steps,) = re.findall(r"```sh\n(useradd --system .*?)```", readme, re.DOTALL)
     units = {unit.name: unit.read_text() for unit in (FOLDER / "systemd").glob("*.service")}

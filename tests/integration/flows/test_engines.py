@@ -37,7 +37,7 @@ class KilledWorker(Exception):
 
 
 @pytest.mark.parametrize("spelled", ["", "processes", "threads=4", "dask:8786"])
-def test_what_is_no_engine_is_refused(spelled: str) -> None:
+def test_unknown_engines_are_refused(spelled: str) -> None:
     if not spelled:
         assert engine(None).here
         return
@@ -73,7 +73,7 @@ def test_an_unreachable_cluster_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", ["dask", "ray"])
-def test_workers_elsewhere_need_a_server_that_they_can_reach(name: str) -> None:
+def test_remote_workers_need_a_reachable_server(name: str) -> None:
     pytest.importorskip(f"prefect_{name}", reason=f"the {name} extra is not installed")
     found = _engine.Engine(name, "10.0.0.1:8786")
     refused = pytest.raises(UsageError, match=f"the {name} workers at 10.0.0.1:8786 need a Prefect server")
@@ -83,13 +83,13 @@ def test_workers_elsewhere_need_a_server_that_they_can_reach(name: str) -> None:
 
 
 def server_urls() -> tuple[str | None, str | None]:
-    """What a worker knows of the server: by the settings of its task, and by its environment."""
+    """The server of a worker, from the settings of its task and from its environment."""
     return PREFECT_API_URL.value(), os.environ.get("PREFECT_API_URL")
 
 
 @pytest.mark.parametrize("name", ["dask", "ray"])
 @pytest.mark.parametrize("configured", [pytest.param(True, marks=pytest.mark.soak), False])
-def test_workers_of_our_own_speak_to_the_server_of_this_process(
+def test_local_workers_use_the_server_of_this_process(
     name: str, configured: bool, prefect_api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its URL each would start a server of its own."""
@@ -177,7 +177,7 @@ def dask_cluster(
 
 
 def until(there: Any, what: str, seconds: float = 240.0) -> Any:
-    """What ``there`` gives, once it gives something."""
+    """The first result of `there` that is true."""
     limit = time.monotonic() + seconds
     while not (found := there()):
         assert time.monotonic() < limit, f"waited {seconds} s for {what}"
@@ -185,7 +185,7 @@ def until(there: Any, what: str, seconds: float = 240.0) -> Any:
     return found
 
 
-# By default test_what_a_killed_worker_had_is_submitted_once_more: what Dask itself does is left to it here.
+# By default test_tasks_of_a_killed_worker_are_submitted_once_more: what Dask itself does is left to it here.
 @pytest.mark.soak
 def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
     prefect_api: str,
@@ -212,7 +212,7 @@ def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
     assert observe.equal(observe.tensors(tmp_path / "dask"), observe.TENSORS)
 
 
-def test_what_a_killed_worker_had_is_submitted_once_more(
+def test_tasks_of_a_killed_worker_are_submitted_once_more(
     prefect_api: str, source: Path, catalog: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dask itself gives the tasks of a lost worker to another, three times, unless that is off."""
@@ -268,7 +268,7 @@ def test_a_large_file_is_written_in_parts_by_several_workers(
 
 @pytest.fixture
 def ray_here(prefect_api: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a Ray cluster of our own needs."""
+    """The requirements of a local Ray cluster."""
     pytest.importorskip("prefect_ray", reason="the ray extra is not installed")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PREFECT_API_URL", prefect_api)
@@ -291,7 +291,7 @@ def ray_tasks() -> list[int]:
             title = (entry / "cmdline").read_bytes()
         except OSError:  # it has ended
             continue
-        if re.match(rb"ray::(?!IDLE|\w*Agent)", title):  # agents serve the machine, they do no work
+        if re.match(rb"ray::(?!IDLE|\w*Agent)", title):  # agents run no tasks
             found.append(int(entry.name))
     return found
 

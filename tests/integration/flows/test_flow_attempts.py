@@ -43,7 +43,9 @@ def test_a_run_that_dies_before_it_begins_ends_as_failed(client: Any) -> None:
     assert ended.message.startswith("worker-lost: gave up after ")
 
 
-def test_a_receiver_makes_no_run_that_could_not_begin(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_receiver_starts_no_run_with_invalid_parameters(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from ckptcore.errors import UsageError
@@ -75,7 +77,7 @@ def test_a_worker_that_is_ended_is_recorded_as_lost(how: BaseException, tmp_path
     assert type(how).__name__ in str(row.error_message)
 
 
-def test_a_strangers_code_is_none_of_ours() -> None:
+def test_errors_of_other_packages_have_no_code() -> None:
     error = ValueError("no")
     error.code = "e3q8"  # type: ignore[attr-defined]  # SQLAlchemy's errors have one
     assert ended_by(error).code == "internal"

@@ -29,7 +29,7 @@ def test_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [0] * 999, [1] * 999, [7, 1] * 500, [1] * 998 + [10**12]])
-def test_every_file_is_in_one_batch_and_batches_are_few(sizes: list[int]) -> None:
+def test_every_file_is_in_one_batch_and_batches_are_limited(sizes: list[int]) -> None:
     found = batches(sizes, nbytes=1)
     assert [index for batch in found for index in batch] == list(range(len(sizes)))
     assert all(found)
@@ -44,7 +44,7 @@ def before_prefect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_without_a_server_of_the_users_prefect_gets_a_home_of_its_own(before_prefect: Path) -> None:
+def test_without_a_configured_server_prefect_gets_a_separate_home(before_prefect: Path) -> None:
     env: dict[str, str] = {}
     _prefect.set_environment(env)
     assert env == _prefect.QUIET | {"PREFECT_HOME": str(before_prefect / "state" / "ckptcore" / "prefect")}
@@ -59,7 +59,7 @@ def test_without_a_server_of_the_users_prefect_gets_a_home_of_its_own(before_pre
         {"PREFECT_HOME": "/somewhere/else"},
     ],
 )
-def test_what_the_user_has_set_stays(before_prefect: Path, given: dict[str, str]) -> None:
+def test_settings_of_the_user_are_kept(before_prefect: Path, given: dict[str, str]) -> None:
     env = given | {"PREFECT_SERVER_LOGGING_LEVEL": "DEBUG"}
     _prefect.set_environment(env)
     assert env == _prefect.QUIET | given | {"PREFECT_SERVER_LOGGING_LEVEL": "DEBUG"}
@@ -78,7 +78,7 @@ def test_a_server_in_the_users_profile_is_used(before_prefect: Path) -> None:
     assert "PREFECT_HOME" in env
 
 
-def test_a_home_that_cannot_be_made_is_no_obstacle(
+def test_without_a_writable_home_a_temporary_folder_is_used(
     before_prefect: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (before_prefect / "state").write_text("a file where the folder should be")
@@ -89,7 +89,7 @@ def test_a_home_that_cannot_be_made_is_no_obstacle(
     home.rmdir()
 
 
-def test_prefect_is_left_alone_once_it_is_imported() -> None:
+def test_the_environment_is_not_changed_after_prefect_is_imported() -> None:
     assert "prefect" in sys.modules
     env: dict[str, str] = {}
     _prefect.set_environment(env)
@@ -123,7 +123,7 @@ def test_an_error_has_its_findings_and_the_next_step() -> None:
     ("error", "expected"),
     [(StorageTrouble("reset"), True), (DiskFull("full"), False), (OSError(5, "io"), False)],
 )
-def test_the_error_decides_about_another_try(error: Exception, expected: bool) -> None:
+def test_transient_errors_are_retried(error: Exception, expected: bool) -> None:
     from prefect.states import Failed
 
     assert retry.is_transient(None, None, Failed(data=error)) is expected  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ class TestProgress:
             ("update", 100.0, "a: 2.0 KiB of 2.0 KiB"),
         ]
 
-    def test_a_server_in_trouble_does_not_stop_the_work(
+    def test_a_failing_server_does_not_stop_the_batch(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def create(percent: float, description: str) -> UUID:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.xdist_group("prefect"), pytest.mark.filterwarnings("ig
 
 @pytest.fixture
 def target() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """An address, and the messages that came there and proved themselves. The first is answered 500."""
+    """An address, and the verified messages that arrived there. The first gets the reply 500."""
     messages: list[dict[str, Any]] = []
     tries: list[str] = []
 
@@ -49,7 +49,7 @@ def target() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def until(what: Callable[[], Any], seconds: float = 240.0) -> Any:
-    """What something says as soon as it says anything."""
+    """The first true result of a function."""
     end = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < end, "waited for too long"
@@ -79,12 +79,12 @@ def test_an_event_survives_its_receiver_and_its_end_is_notified(
         assert answer.status_code == 202
         return dict(answer.json())
 
-    # Prefect is away, and then the receiver is killed.
+    # Prefect is down, and then the receiver is killed.
     with live.receiver(tmp_path, config=config) as running:
         first = post(running.url)
         until(lambda: running.rows("error_message")[0][0])
         running.process.kill()
-    # The next one starts it, once, however often it is sent again.
+    # The next receiver starts it once, however often the event is repeated.
     with live.receiver(tmp_path, config=config, api=prefect_api) as running:
         repeated = post(running.url)
         assert (repeated["status"], repeated["id"]) == ("duplicate", first["id"])

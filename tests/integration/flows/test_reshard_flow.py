@@ -34,7 +34,7 @@ def reshard() -> Any:
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    """What torch's own loader finds."""
+    """What torch's own loader reads."""
     found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     return found
@@ -92,7 +92,7 @@ def test_a_target_that_fails_does_not_stop_the_others(
         ({}, "there is no target"),
         ({"destination": "out", "mesh": ""}, "mesh"),
         ({"destination": "out", "mesh": "warp=2"}, "warp"),
-        (TWICE, "one place"),
+        (TWICE, "same or nested destinations"),
     ],
 )
 def test_invalid_options_fail_before_any_work(

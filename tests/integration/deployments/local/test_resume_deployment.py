@@ -23,7 +23,7 @@ def finished(staging: Path) -> dict[str, os.stat_result]:
     return {receipt["path"]: (staging / "files" / receipt["path"]).stat() for receipt in receipts}
 
 
-def test_a_killed_run_goes_on_behind_its_last_file(stack: Stack, checkpoint: Path) -> None:
+def test_a_killed_run_resumes_after_its_last_file(stack: Stack, checkpoint: Path) -> None:
     target = stack.exports / "killed"
     staging = target.parent / ".killed.ckptcore"
     id = stack.start(
@@ -52,7 +52,7 @@ def test_a_killed_run_goes_on_behind_its_last_file(stack: Stack, checkpoint: Pat
     assert states.index("Crashed") < states.index("AwaitingRetry")
 
 
-def test_down_lets_go_on_what_it_stops(stack: Stack, checkpoint: Path) -> None:
+def test_runs_that_down_stops_are_resumed(stack: Stack, checkpoint: Path) -> None:
     target = stack.exports / "stopped"
     staging = target.parent / ".stopped.ckptcore"
     id = stack.start(
@@ -74,7 +74,7 @@ def test_down_lets_go_on_what_it_stops(stack: Stack, checkpoint: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_machine_that_goes_away_is_noticed_by_its_silence(stack: Stack, checkpoint: Path) -> None:
+def test_a_lost_machine_is_detected_by_missing_heartbeats(stack: Stack, checkpoint: Path) -> None:
     target = stack.exports / "silent"
     staging = target.parent / ".silent.ckptcore"
     id = stack.start(
@@ -93,7 +93,7 @@ def test_a_machine_that_goes_away_is_noticed_by_its_silence(stack: Stack, checkp
 
 
 @pytest.mark.soak
-def test_a_run_that_dies_before_it_begins_is_not_started_for_ever(stack: Stack, checkpoint: Path) -> None:
+def test_a_run_that_dies_before_it_begins_is_not_restarted_forever(stack: Stack, checkpoint: Path) -> None:
     stack.mend()
     answer = stack.receiver.post(
         "/hooks/curl",

@@ -50,7 +50,7 @@ def worker(stack: Stack, log: Path, name: str = "other") -> Iterator[subprocess.
 
 
 def runs_of(process: subprocess.Popen[bytes]) -> list[int]:
-    """The processes below a worker that run flows."""
+    """The processes of a worker that run flows."""
     (below,) = (
         int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     )
@@ -63,7 +63,7 @@ def runs_of(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 def run_of_another(stack: Stack) -> str:
-    """The id of a run that another worker took, as its label says."""
+    """The id of a run with the label of another worker."""
     deployment = stack.get("/deployments/name/scrub/scrub")["id"]
     run = stack.post(
         "/flow_runs/",
@@ -77,9 +77,7 @@ def run_of_another(stack: Stack) -> str:
     return str(run["id"])
 
 
-def test_a_dying_worker_releases_its_runs_and_reports_its_status(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dying_worker_releases_its_runs_and_reports_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     dies = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
     real, asked, released = subprocess.Popen, [], []
 
@@ -104,7 +102,7 @@ def test_a_dying_worker_releases_its_runs_and_reports_its_status(
 def test_a_worker_releases_its_own_runs_only(
     stack: Stack, checkpoint: Path, tmp_path: Path, end: str
 ) -> None:
-    os.kill(stack.process("worker"), signal.SIGTERM)  # it has nothing to do, and would take the run
+    os.kill(stack.process("worker"), signal.SIGTERM)  # it is idle, and would take the run
     target = stack.exports / f"release-{end.split()[0]}"
     receipts = target.parent / f".{target.name}.ckptcore" / "receipts"
     log = tmp_path / "worker.log"
