@@ -337,7 +337,7 @@ def test_a_run_that_keeps_dying_has_failed(
     ((given_up, why),) = runs.given_up
     assert given_up == "run-0"
     assert state(url) == [("failed", "run-0", why)]
-    assert "started 5 times" in why
+    assert "after 5 starts" in why
     assert "exited with 1" in why
     assert outbox(url) == [("all", "waiting")]
 
