@@ -5,7 +5,7 @@ result with transformers: the logits must equal those of the model in memory, bi
 SRC=checkpoint DST=folder [CONFIG=folder]`` converts a checkpoint of your own.
 
 Everything is in ``demo/``: the trained checkpoint, the exported model, the catalog (SQLite) and Prefect's
-database. A second run trains anew and replaces the model; catalog and runs are kept.
+database. A second run trains again and replaces the model; catalog and runs are kept.
 """
 
 from __future__ import annotations

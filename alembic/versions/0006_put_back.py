@@ -1,4 +1,4 @@
-"""Count the attempts of a retried row of a queue anew; create the views of this revision.
+"""Count the attempts of a retried row of a queue from zero; create the views of this revision.
 
 The views of lineage were changed after 0005: a catalog that was created in between has the slow ones until a
 migration runs (`ckptcore/catalog/views.py`).

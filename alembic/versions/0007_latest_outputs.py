@@ -1,6 +1,6 @@
 """Restrict the view of newest exports to exports, one per dtype; add a view for all outputs.
 
-No table changes: the views are created anew after the last revision (`ckptcore/catalog/views.py`).
+No table changes: the views are recreated after the last revision (`ckptcore/catalog/views.py`).
 """
 
 revision = "0007"

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Catalog:
     """An open catalog; see `ckptcore.catalog.open_catalog`.
 
-    Several threads may share one. After a fork, or in another process, open it anew.
+    Several threads may share one. After a fork, or in another process, open it again.
     """
 
     def __init__(self, engine: Engine) -> None:

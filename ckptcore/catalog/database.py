@@ -232,7 +232,7 @@ def translated(url: str) -> Iterator[None]:
     except ValueError as error:  # an edited time, JSON text or enumeration value
         raise CatalogError(
             f"cannot read a row of the catalog: {type(error).__name__}: {error}",
-            hint="restore a backup, or record its checkpoints anew with `ckptcore catalog rebuild`",
+            hint="restore a backup, or record its checkpoints again with `ckptcore catalog rebuild`",
             url=url,
         ) from error
     except OverflowError as error:  # SQLite's driver, for a number beyond 64 bits

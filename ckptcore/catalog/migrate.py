@@ -59,7 +59,7 @@ def migrate(url: str, target: str) -> tuple[str | None, str]:
 def migrating(url: str) -> Iterator[Connection]:
     """Open a transaction for migrations: other writers wait, foreign keys are off, views are dropped.
 
-    Views would keep tables from being changed. On exit, the views are created anew if the schema is `HEAD`,
+    Views would keep tables from being changed. On exit, the views are recreated if the schema is `HEAD`,
     and the foreign keys are checked before the commit.
     """
     parsed = parse(url)

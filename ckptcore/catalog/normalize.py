@@ -90,7 +90,7 @@ def parents(uri: str) -> list[str]:
 
 
 def _storable_tree(value: Any) -> Any:
-    if isinstance(value, str):  # a pattern of names is no secret, even if it looks like one
+    if isinstance(value, str):  # a pattern of names is not a secret, even if it looks like one
         return clean(value) if "://" in value else storable(value)
     if value is None or isinstance(value, bool | int | float):
         return value

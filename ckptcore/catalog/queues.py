@@ -9,7 +9,7 @@ A row is *waiting*, then *taken* while its lease runs, then *done* or *failed*. 
 expires and the row can be taken by another one. The number of attempts identifies the taken row, so a worker
 that comes back late cannot end a row that another worker has taken since.
 
-A failed row can be retried. Its tries are then counted anew, and it has another key, so a run of it is not
+A failed row can be retried. Its tries then count from zero, and it has another key, so a run of it is not
 mistaken for the failed one. Ended rows are deleted after `KEEP`; until then a repeated id is recognised.
 
 Every function runs inside a transaction of `Catalog.queueing`; `Outbox.put` also in `Catalog.writing`.

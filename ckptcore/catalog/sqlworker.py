@@ -1,10 +1,10 @@
 """Run one SQL statement in a process of its own, with limits that the operating system enforces.
 
 A database library holds whatever it is sent: one value of PostgreSQL, or one error message, can be 1 GB. The
-clock is checked between two steps of SQLite's virtual machine, and one step can be a call that takes hours,
-such as a LIKE with many wildcards. So the statement runs in a process that can be killed and whose memory is
-limited. This file is run by its path, with the standard library alone (and psycopg for PostgreSQL), which
-takes a few hundredths of a second:
+clock is checked between two steps of SQLite's virtual machine. One step can be a call that takes hours, such
+as a LIKE with many wildcards. So the statement runs in a process that can be killed and whose memory is
+limited. This file is run by its path and imports only the standard library (and psycopg for PostgreSQL). A
+start takes a few hundredths of a second:
 
     standard input    JSON: an `Asked`
     standard output   JSON: {"columns", "rows"}, or {"error", "kind"}

@@ -158,7 +158,7 @@ def load(at: Path) -> LocalState | None:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
-            f"cannot read the state in {at}: {error}", hint="move it away, and run `make up` anew"
+            f"cannot read the state in {at}: {error}", hint="move it away, and run `make up` again"
         ) from error
 
 

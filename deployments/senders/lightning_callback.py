@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 class AnnounceCheckpoint(Callback):
     """Announce the last checkpoint when training ends, normally or with an exception.
 
-    Lightning calls `ModelCheckpoint` callbacks after all others, at the end of an epoch and of a failed run,
-    and their attributes do not give the step of a file. All of them save by `Trainer.save_checkpoint`
+    Lightning calls `ModelCheckpoint` callbacks after all others, at the end of an epoch and of a failed run.
+    Their attributes do not give the step of a file. All of them save by `Trainer.save_checkpoint`
     (lightning, pytorch/callbacks/model_checkpoint.py), so this callback wraps that method.
 
     Args:
