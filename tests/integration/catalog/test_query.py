@@ -61,7 +61,7 @@ def test_conversions_newest_first_and_filtered(catalog, chain):
     ]
     assert [row.id for row in catalog.conversions(state="failed")] == [failed]
     assert len(catalog.conversions(limit=2, state="succeeded")) == 2
-    with pytest.raises(UsageError, match="none of running, succeeded, failed"):
+    with pytest.raises(UsageError, match="one of running, succeeded, failed"):
         catalog.conversions(state="ok")
 
 

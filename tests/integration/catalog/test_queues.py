@@ -176,7 +176,7 @@ def test_retry_selects_rows_by_id_or_prefix(queue):
     assert [e.id for e in queue(inbox.listed, limit=2)] == [ids[-1], ids[-2]]
     assert {e.state for e in queue(inbox.listed, "done")} == {"done"}
     assert len(queue(inbox.listed, "done", 99)) == 30
-    with pytest.raises(UsageError, match="no stage"):
+    with pytest.raises(UsageError, match="unknown state"):
         queue(inbox.listed, "lost")
     first = next(digit for digit in "0123456789abcdef" if sum(i.startswith(digit) for i in ids) > 1)
     with pytest.raises(UsageError, match="prefix of several ids"):
