@@ -207,7 +207,7 @@ def _require_plain_role(cursor: Any) -> None:
     ]
     if found:
         raise _Failed(
-            f"cannot query as {name}: a read-only transaction does not stop {', '.join(found)} from writing",
+            f"cannot query as {name} ({', '.join(found)}): a read-only transaction would not prevent changes",
             ADMINISTRATOR,
         )
 

@@ -208,9 +208,7 @@ def state_of(url):
 
 def test_administrators_are_refused(postgres, upgraded):
     with postgres.database(upgraded) as made:
-        with pytest.raises(
-            UsageError, match=r"cannot query as postgres: .* does not stop a superuser from writing"
-        ):
+        with pytest.raises(UsageError, match=r"cannot query as postgres \(a superuser"):
             ask(made, "SELECT 1 AS x")
         for right in ("pg_read_server_files", "pg_execute_server_program"):
             role = right.replace("pg_", "with_")
