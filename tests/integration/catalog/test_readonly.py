@@ -108,7 +108,7 @@ def test_other_statements_are_refused(filled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before, names = same(filled), sorted(tmp_path.iterdir())
     for statement in (*EVERYWHERE, *(POSTGRESQL if "://" in filled else SQLITE)):
-        with pytest.raises(UsageError, match="refused the statement|is not a query"):
+        with pytest.raises(UsageError, match=r"refused the statement|is not a query"):
             print(statement, ask(filled, statement))
         assert same(filled) == before, statement
     assert sorted(tmp_path.iterdir()) == names
