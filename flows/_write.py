@@ -22,7 +22,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
 from flows._batches import batches
 from flows._engine import Engine, RunningEngine, is_lost, running_engine
-from tasks.artifacts import try_artifact
+from tasks.artifacts import artifact_or_none
 from tasks.join import join
 from tasks.logs import log
 from tasks.markdown_text import count
@@ -72,7 +72,7 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
         width = MAX_WRITERS
     work = _work(prepared, share, batch_bytes, large=not engine.here)
     total, done = prepared.bytes_out, 0
-    progress = try_artifact(
+    progress = artifact_or_none(
         create_progress_artifact,
         0.0,
         "conversion-progress",
@@ -86,7 +86,7 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
                 text = f"{show_size(done)} of {show_size(total)}"
                 if progress is not None:
                     percent = min(100.0, 100.0 * done / max(total, 1))
-                    try_artifact(update_progress_artifact, cast("UUID", progress), percent, text)
+                    artifact_or_none(update_progress_artifact, cast("UUID", progress), percent, text)
         except Exception:
             raise
         except BaseException:  # Ctrl-C or a cancellation: do not wait for the running tasks

@@ -15,10 +15,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def try_artifact(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+def artifact_or_none(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
     """Call one of Prefect's functions that create or update an artifact. Return None if it fails.
 
-    >>> try_artifact(divmod, 7, 2), try_artifact(divmod, 7, 0)
+    >>> artifact_or_none(divmod, 7, 2), artifact_or_none(divmod, 7, 0)
     ((3, 1), None)
     """
     try:

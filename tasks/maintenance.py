@@ -14,7 +14,7 @@ from ckptcore.operations.retire import retire as run_retire
 from ckptcore.operations.scrub import Looked, Scrubbed
 from ckptcore.operations.scrub import scrub as run_scrub
 from ckptcore.planning.request import Settings
-from tasks.artifacts import try_artifact
+from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count
 
@@ -37,7 +37,7 @@ def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
     ]
     if rows:
         summary = f"{count(len(found.looked), 'checkpoint')} of {found.known}"
-        try_artifact(create_table_artifact, rows, key="scrub", description=summary)
+        artifact_or_none(create_table_artifact, rows, key="scrub", description=summary)
     return found
 
 
@@ -69,5 +69,7 @@ def retire(
         for i in found.items[:MAX_ROWS]
     ]
     if rows:
-        try_artifact(create_table_artifact, rows, key="retire", description=count(len(found.items), "source"))
+        artifact_or_none(
+            create_table_artifact, rows, key="retire", description=count(len(found.items), "source")
+        )
     return found

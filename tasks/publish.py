@@ -10,7 +10,7 @@ from ckptcore.conversion.publish import Result
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.utils.units import show_size
-from tasks.artifacts import try_artifact
+from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count, table
 from tasks.retry import STEP
@@ -25,7 +25,7 @@ def publish(plan_uri: str, settings: Settings) -> Result:
     files = [(f"`{f.path}`", show_size(f.nbytes), f"`{f.digest}`") for f in result.files]
     counts = [count(len(result.tensors), "tensor"), count(len(files), "file"), show_size(result.nbytes)]
     summary = ", ".join(counts)
-    try_artifact(
+    artifact_or_none(
         create_markdown_artifact,
         f"# {result.destination}\n\n{result.format}: {summary}\n\n"
         + table(("file", "size", "BLAKE3"), files[:MAX_ROWS]),
@@ -33,7 +33,7 @@ def publish(plan_uri: str, settings: Settings) -> Result:
         description=f"`{result.destination}`: {summary}",
     )
     path = local_path(result.destination)
-    try_artifact(
+    artifact_or_none(
         create_link_artifact,
         path.resolve().as_uri() if path is not None else result.destination,
         link_text=result.destination,

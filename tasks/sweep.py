@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.operations.sweep import SweepItem, look_through, note_swept
-from tasks.artifacts import try_artifact
+from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count
 
@@ -39,7 +39,7 @@ def note(name: str, root: RootRow, items: Sequence[SweepItem], catalog: str | No
     ]
     if rows:
         summary = f"`{root.uri}`: {count(len(items), 'checkpoint')}"
-        try_artifact(create_table_artifact, rows, key="sweep", description=summary)
+        artifact_or_none(create_table_artifact, rows, key="sweep", description=summary)
     for item in items:
         if item.why and item.standing not in ("converted", "claimed"):
             log.warning("%s is %s: %s", item.source, item.standing.value, item.why)
