@@ -1,8 +1,8 @@
-"""Alembic's way in: which database do the scripts run on, inside which transaction?
+"""Run the migrations: Alembic's entry point.
 
-`ckptcore catalog upgrade` hands its own connection over; the `alembic` command opens the
-catalog of CKPTCORE_CATALOG_URL (or the default one) in the same way. Migrations run in one
-transaction with foreign keys off, and the keys are checked before it commits.
+`ckptcore catalog upgrade` passes its own connection. The `alembic` command opens the catalog of
+CKPTCORE_CATALOG_URL (or the default one) in the same way. Migrations run in one transaction with foreign keys
+off, and the keys are checked before it commits.
 """
 
 from alembic import context
@@ -11,11 +11,11 @@ from ckptcore.catalog import default_url
 from ckptcore.catalog.database import HEAD, parse
 from ckptcore.catalog.migrate import migrating
 from ckptcore.catalog.models import Base, UtcDateTime
-from ckptcore.catalog.views import making
+from ckptcore.catalog.views import create_statements
 
 
 def render_item(kind, item, _context):
-    """Migrations spell times plainly: they must outlive the classes of today."""
+    """Write times in migrations as plain SQLAlchemy types: migrations must outlast today's classes."""
     if kind == "type" and isinstance(item, UtcDateTime):
         return "sa.DateTime(timezone=True)"
     return False
@@ -40,7 +40,7 @@ if context.is_offline_mode():
     with context.begin_transaction():
         context.run_migrations()
         if context.get_revision_argument() in ("head", HEAD):
-            for statement in making(context.get_context().dialect.name):
+            for statement in create_statements(context.get_context().dialect.name):
                 context.execute(statement)
 elif given is not None:
     run(given)

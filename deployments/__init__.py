@@ -1,3 +1,3 @@
-"""Deployments: how flows get started somewhere else than in a terminal."""
+"""Start flows on a Prefect server: deployments, workers, the webhook receiver and local services."""
 
 POOL = "ckptcore"  # the work pool of all deployments

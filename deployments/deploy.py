@@ -1,6 +1,6 @@
-"""Deploy: the work pool, the deployments and the automations, made or brought up to date at a Prefect server.
+"""Create or update the work pool, the deployments and the automations on a Prefect server.
 
-``python -m deployments.deploy`` may be run any number of times; compose, Kubernetes and `make up` do.
+``python -m deployments.deploy`` can be repeated at any time. Compose, Kubernetes and `make up` run it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import yaml
 
-import flows  # noqa: F401  # settles Prefect's environment
+import flows  # noqa: F401  # sets Prefect's environment first
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.redaction import ending
 from ckptcore.utils import terminal
@@ -27,20 +27,24 @@ FILES = Path(__file__).parent
 
 
 def deploy(wait: float = 120.0) -> None:
-    """Make everything of prefect.yaml and automations.yaml at the configured server.
+    """Create or update everything in prefect.yaml and automations.yaml on the configured server.
 
-    wait: seconds for the server to answer. Raises `UsageError`.
+    Args:
+        wait: seconds to wait for the server.
+
+    Raises:
+        UsageError: the files do not match the flows, the server does not answer, or Prefect reports an error.
     """
     _require_flows_fit()
     _await_server(wait)
     _make_pool()
-    # Where the command runs does not matter: entrypoints are modules.
+    # The working directory does not matter: entrypoints are modules.
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file"]
         done = subprocess.run(
             [*command, str(FILES / "prefect.yaml")], cwd=folder, capture_output=True, text=True, check=False
         )
-    # The command says what it could not deploy, and exits with 0.
+    # The command reports what it could not deploy, but exits with 0.
     if done.returncode or "Error" in done.stdout or "error" in done.stderr.lower():
         raise UsageError(
             f"prefect deploy failed: {ending(done.stdout, 2000)} {ending(done.stderr, 2000)}".strip()
@@ -50,17 +54,17 @@ def deploy(wait: float = 120.0) -> None:
 
 
 def _require_flows_fit() -> None:
-    """Raises `UsageError` unless every flow takes what its deployment and its triggers give it."""
+    """Raise `UsageError` unless every flow accepts the parameters of its deployment and its triggers."""
     wrong = []
     for one in declared():
         by_trigger = {name for each in one.get("triggers") or () for name in each.get("parameters") or ()}
-        # A flow's parameters without a default come with each run.
+        # Parameters without a default come with each run.
         needed = {n for n, p in inspect.signature(flow_of(one).fn).parameters.items() if p.default is p.empty}
         found = misfits(flow_of(one), one.get("parameters") or {}, by_trigger | needed)
         wrong += [f"deployment {one['name']}: {each}" for each in found]
     if wrong:
         raise UsageError(
-            "cannot deploy prefect.yaml: " + "; ".join(wrong), hint="mend the file; nothing was changed"
+            "cannot deploy prefect.yaml: " + "; ".join(wrong), hint="correct the file. Nothing was changed"
         )
 
 
@@ -81,11 +85,11 @@ def _await_server(wait: float) -> None:
             answer = httpx.get(f"{url}/ready", timeout=5)
             if answer.status_code == 200:
                 return
-            told = f"HTTP {answer.status_code}"
+            reason = f"HTTP {answer.status_code}"
         except httpx.HTTPError as error:
-            told = str(error)
+            reason = str(error)
         if time.monotonic() > until:
-            raise UsageError(f"Prefect at {url} is not ready: {told}", hint="start its server")
+            raise UsageError(f"the Prefect server at {url} is not ready: {reason}", hint="start the server")
         time.sleep(0.5)
 
 
@@ -100,11 +104,11 @@ def _make_pool() -> None:
         try:
             client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
         except ObjectAlreadyExists:
-            return  # whatever somebody has set on it stays
+            return  # keep the settings that users have made
 
 
 def _describe(deployments: list[dict[str, Any]]) -> None:
-    """One line about every deployment; Prefect would show the flow's whole docstring."""
+    """Set one line as the description of every deployment; Prefect would show the flow's full docstring."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentUpdate
 
@@ -136,9 +140,9 @@ def _automate(wanted: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = terminal.parser(prog="python -m deployments.deploy", description=__doc__)
-    parser.add_argument("--wait", type=float, default=120.0, help="seconds for the server to answer")
+    parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for the server")
     try:
         deploy(parser.parse_args().wait)
     except CkptError as error:

@@ -1,8 +1,7 @@
-"""Parameters: does a flow take what a configuration gives it?
+"""Check configured parameters against the signatures of flows.
 
-Prefect's server takes any name for a run's parameter; the run then dies before it begins, as often as it is
-started. So a configuration is held against the flow's signature where it is read: names, and types as Prefect
-would cast them.
+Prefect's server accepts any parameter name for a run; the run then fails before it begins, on every start. So
+a configuration is checked when it is read: names, and types as Prefect would cast them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-import flows  # noqa: F401  # settles Prefect's environment
+import flows  # noqa: F401  # sets Prefect's environment first
 from flows._options import misfit
 
 if TYPE_CHECKING:
@@ -28,9 +27,11 @@ FILE = Path(__file__).with_name("prefect.yaml")
 
 
 def misfits_of(deployment: str, parameters: Mapping[str, Any]) -> list[str]:
-    """Why a deployment's flow cannot be called with these parameters; nothing for one that is not of ours.
+    """Return why a deployment's flow does not accept these parameters; [] for unknown deployments.
 
-    deployment: as Prefect names it, ``flow/name``. Its own parameters, of prefect.yaml, are given too.
+    Args:
+        deployment: its name at Prefect, ``flow/name``. Its own parameters in prefect.yaml are added.
+        parameters: the parameters to check.
     """
     for one in declared():
         flow = flow_of(one)
@@ -40,13 +41,16 @@ def misfits_of(deployment: str, parameters: Mapping[str, Any]) -> list[str]:
 
 
 def misfits(flow: Flow[..., Any], parameters: Mapping[str, Any], given: Collection[str] = ()) -> list[str]:
-    """Why a flow cannot be called with these parameters.
+    """Return why a flow does not accept these parameters.
 
-    given: names of parameters that get their values elsewhere.
+    Args:
+        flow: the flow.
+        parameters: the parameters to check.
+        given: names of parameters whose values come from elsewhere.
 
     >>> from flows.sweep import sweep
     >>> misfits(sweep, {"dry": True})
-    ["the flow sweep takes no parameter 'dry' (did you mean 'dry_run'?)"]
+    ["the flow sweep has no parameter 'dry' (did you mean 'dry_run'?)"]
     """
     known = inspect.signature(flow.fn).parameters
     found = [unknown(flow.name, name, known) for name in (*parameters, *given) if name not in known]
@@ -63,14 +67,14 @@ def misfits(flow: Flow[..., Any], parameters: Mapping[str, Any], given: Collecti
 
 
 def unknown(flow: str, name: str, known: Collection[str]) -> str:
-    """What is said of a parameter that a flow does not take."""
+    """Return the message for a parameter that a flow does not have."""
     near = difflib.get_close_matches(name, list(known), 1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"the flow {flow} takes no parameter {name!r}{meant}"
+    return f"the flow {flow} has no parameter {name!r}{meant}"
 
 
 def flow_of(deployment: Mapping[str, Any]) -> Flow[..., Any]:
-    """The flow of an entry of prefect.yaml."""
+    """Return the flow of an entry of prefect.yaml."""
     module, _, name = str(deployment["entrypoint"]).rpartition(".")
     found: Flow[..., Any] = getattr(import_module(module), name)
     return found
@@ -78,17 +82,17 @@ def flow_of(deployment: Mapping[str, Any]) -> Flow[..., Any]:
 
 @functools.cache
 def declared() -> Sequence[Mapping[str, Any]]:
-    """The deployments of prefect.yaml."""
+    """Return the deployments of prefect.yaml."""
     found: list[Mapping[str, Any]] = yaml.safe_load(FILE.read_text())["deployments"]
     return tuple(found)
 
 
 def _unfit(value: Any, kind: Any) -> str | None:
-    """Why a value cannot be a parameter of a type; None when it can."""
+    """Return why a value does not fit a type, or None."""
     try:
         json.dumps(value)
-    except (TypeError, ValueError) as error:  # a date of TOML, say
-        return f"it cannot be sent to Prefect: {error}"
+    except (TypeError, ValueError) as error:  # for example a date of TOML
+        return f"it is not a JSON value: {error}"
     if isinstance(value, dict) and ("$ref" in value or "__prefect_kind" in value):
-        return None  # Prefect puts something else in its place
+        return None  # Prefect replaces it by another value
     return misfit(kind, value)

@@ -1,8 +1,8 @@
-"""Letting go: runs whose worker is gone are due again at once.
+"""Release the runs of a worker that has ended, so that another worker takes them at once.
 
-A worker that is told to end does so at once, and leaves its runs "Running" for ever
-(PrefectHQ/prefect#16746): whoever ends it, or outlives it, says so here. Without that the automation
-`ckptcore-crash-zombies` finds them, after 90 s without a heartbeat.
+A worker that is asked to end does so at once and leaves its runs "Running" forever (PrefectHQ/prefect#16746).
+The process that ends it, or outlives it, reschedules its runs here. Otherwise the automation
+`ckptcore-crash-zombies` finds them after 90 s without a heartbeat.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import AwaitingRetry, Cancelled
 
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
-NAME = "prefect.worker.name"  # the label that a worker gives a run before it starts it
+NAME = "prefect.worker.name"  # the label that a worker sets on a run before it starts it
 PAGE = 100
 
 
 def active(client: SyncPrefectClient, pool: str) -> list[FlowRun]:
-    """The runs of a pool that a worker has taken and that have not ended."""
+    """Return the runs of a pool that a worker has taken and that have not ended."""
     found: list[FlowRun] = []
     while True:
         page = client.read_flow_runs(
@@ -42,19 +42,19 @@ def active(client: SyncPrefectClient, pool: str) -> list[FlowRun]:
             return found
 
 
-def due_again(client: SyncPrefectClient, runs: Iterable[FlowRun]) -> None:
-    """Runs that nobody works on any more go on, wherever a worker takes them; what was to be cancelled is."""
+def reschedule(client: SyncPrefectClient, runs: Iterable[FlowRun]) -> None:
+    """Reschedule runs that no process works on. Runs in state Cancelling become Cancelled."""
     for run in runs:
         if run.state is not None and run.state.is_cancelling():
             state: State[Any] = Cancelled(message="its worker was stopped")
         else:
-            state = AwaitingRetry(message="its worker was stopped; it goes on where it was")
+            state = AwaitingRetry(message="its worker was stopped; the next one resumes it")
         client.set_flow_run_state(run.id, state, force=True)
 
 
-def let_go(pool: str, worker: str) -> list[FlowRun]:
-    """The runs that a worker had, by its name, which are due again now. Call it when the worker is gone."""
+def release(pool: str, worker: str) -> list[FlowRun]:
+    """Reschedule and return the runs of a worker, by its name. Call it after the worker has ended."""
     with get_client(sync_client=True) as client:
         mine = [run for run in active(client, pool) if run.labels.get(NAME) == worker]
-        due_again(client, mine)
+        reschedule(client, mine)
     return mine

@@ -1,10 +1,10 @@
-"""Worker: Prefect's worker, below a process that lets go of its runs when it ends.
+"""Run Prefect's worker and, when it ends, release its runs to other workers.
 
 ``python -m deployments.worker --pool ckptcore --limit 2 --with-healthcheck``
 
-Words that are not known here go to ``prefect worker start --type process``. Told to end (SIGTERM, SIGINT), or
-when the worker ends by itself, it ends what is left of its runs, and makes them due again: another worker
-takes them up at once, behind their last whole file. Nothing of Prefect is imported before that.
+Other arguments are passed to ``prefect worker start --type process``. On SIGTERM or SIGINT, or when the
+worker ends by itself, its remaining runs are ended and rescheduled: another worker resumes them at once,
+after their last complete file. Nothing of Prefect is imported before that.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ckptcore.utils import terminal
 from deployments.local.process import having
 
 MARK = "CKPTCORE_WORKER"
-PATIENCE = 10  # seconds for the worker to end, then for each way of ending its runs
-TELL = 15.0  # seconds for the server to answer
+PATIENCE = 10  # seconds for the worker to end, then for each signal to its runs
+SERVER_SECONDS = 15.0  # for the server to answer
 STEP = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until a signal ends it; the exit status: 0 after one, else the worker's."""
+    """Run until a signal or the worker's end; return 0 after a signal, else the worker's exit status."""
     parser = terminal.parser(prog="python -m deployments.worker", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pool", required=True, help="the work pool")
     parser.add_argument(
         "--name",
         default=socket.gethostname(),
-        help="no other worker may have it, or its runs would be let go of, too; default: the machine's",
+        help="a name that no other worker has (runs are released by name); default: the host name",
     )
     given, more = parser.parse_known_args(arguments)
     worker = _Worker()
     code = worker.run(["--pool", given.pool, "--name", given.name, *more])
-    _let_go(given.pool, given.name)
+    _release_runs(given.pool, given.name)
     return 0 if worker.ending else code
 
 
@@ -53,23 +53,23 @@ class _Worker:
         self._mark = f"{MARK}={uuid.uuid4()}"
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Runs it with these arguments, and leaves none of its processes; its exit status."""
+        """Run the worker until it and all its processes have ended; return its exit status."""
         for how in (signal.SIGTERM, signal.SIGINT):
             signal.signal(how, self._end)
         signal.signal(signal.SIGALRM, self._kill)
         command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", *arguments]
         name, _, value = self._mark.partition("=")
-        # A session of its own: Ctrl-C is for this process, which passes it on in its way.
+        # A session of its own: Ctrl-C reaches only this process, which forwards it as SIGTERM.
         self._process = subprocess.Popen(command, env=os.environ | {name: value}, start_new_session=True)
-        if self.ending:  # before there was a process to tell
+        if self.ending:  # the signal came before the process existed
             self._end()
         code = self._process.wait()
         signal.alarm(0)
-        # Runs have sessions of their own, and what they start inherits the mark.
+        # Runs have sessions of their own; their processes inherit the mark.
         for how in (signal.SIGTERM, signal.SIGKILL):
             until = time.monotonic() + PATIENCE
             for pid in having(self._mark):
-                _tell(pid, how)
+                _signal(pid, how)
             while having(self._mark) and time.monotonic() < until:
                 time.sleep(STEP)
         return code
@@ -85,28 +85,28 @@ class _Worker:
             self._process.kill()
 
 
-def _let_go(pool: str, name: str) -> None:
+def _release_runs(pool: str, name: str) -> None:
     os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", str(PATIENCE))  # read when Prefect is imported
-    from deployments.release_runs import let_go
+    from deployments.release_runs import release
 
-    until = time.monotonic() + TELL
+    until = time.monotonic() + SERVER_SECONDS
     while True:
         try:
-            runs = let_go(pool, name)
-        except Exception as error:  # whatever ails the server, this process is to end
+            runs = release(pool, name)
+        except Exception as error:  # this process must end, whatever the server's error
             if time.monotonic() < until:
                 time.sleep(1.0)
                 continue
             terminal.line(
-                f"the server could not be told; runs go on when it misses their heartbeat: {error}", err=True
+                f"cannot release the runs: {error}. They are resumed once their heartbeat is missed", err=True
             )
             return
         for run in runs:
-            terminal.line(f"let go of {run.name} ({run.id})")
+            terminal.line(f"released run {run.name} ({run.id})")
         return
 
 
-def _tell(pid: int, how: signal.Signals) -> None:
+def _signal(pid: int, how: signal.Signals) -> None:
     try:
         os.kill(pid, how)
     except ProcessLookupError:

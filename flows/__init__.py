@@ -1,5 +1,5 @@
-"""Flows: the table of contents of a job. The environment is settled before Prefect is imported."""
+"""The Prefect flows. Importing this package sets Prefect's environment before Prefect itself is imported."""
 
-from flows._prefect import settle_environment
+from flows._prefect import set_environment
 
-settle_environment()
+set_environment()

@@ -1,4 +1,4 @@
-"""Arrival: may this place be converted, and has it been already?"""
+"""Check an announced checkpoint: its location, its target, and whether it has been converted already."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tasks.logs import log
 
 
 def require_inside(source: str, root: str) -> None:
-    """Raise `UnsafeContent` unless a place lies below a root, links resolved.
+    """Raise `UnsafeContent` unless a source is below a root, with links resolved.
 
-    Where the event was taken in, only its text could be compared.
+    The receiver of the event could only compare texts.
     """
     path, top = local_path(source), local_path(root)
     if path is not None and top is not None:
@@ -27,25 +27,33 @@ def require_inside(source: str, root: str) -> None:
     else:
         here, above = source, root
     if not here.startswith(above.rstrip("/") + "/"):
-        raise UnsafeContent(f"{source} leads to {here}, which is not below {above}")
+        raise UnsafeContent(f"{source} resolves to {here}, which is not below {above}")
 
 
-def meant(request: Request, step: int | None, catalog: str | None) -> Request:
-    """What is to be made: below a watched root what its target says, as a sweep would make it.
+def effective_request(request: Request, step: int | None, catalog: str | None) -> Request:
+    """Return the request to run: below a watched root, the one that a sweep would run.
 
-    request: what the announcement asks for. Raises `UsageError` when the target cannot be used for it.
+    Args:
+        request: the conversion that the announcement asks for.
+        step: the announced step, if any.
+        catalog: the URL of the catalog.
+
+    Raises:
+        UsageError: the root's target cannot be used for this source.
     """
     with open_catalog(catalog) as known:
         found = announced_request(known, request.source, step)
     if found is None:
         return request
     root, instead = found
-    log.info("%s is watched as %s: it goes to %s", request.source, root.name, instead.destination)
+    log.info(
+        "%s is below the watched root %s: converting to %s", request.source, root.name, instead.destination
+    )
     return instead
 
 
 def made_from(destination: str, source: str, digest: str, catalog: str | None) -> bool:
-    """Whether the catalog knows a destination as made from this source.
+    """Return whether the catalog records that a destination was made from this source.
 
     digest: of the source's manifest.
     """
@@ -57,10 +65,19 @@ def made_from(destination: str, source: str, digest: str, catalog: str | None) -
 def alone(
     request: Request, digest: str, run: str, looks: Sequence[float], catalog: str | None
 ) -> Iterator[bool]:
-    """Whether the conversion is to be made here; while the block runs nobody else makes it.
+    """Claim a conversion; yield False if it is done already.
 
-    digest: of the source's manifest. run: id of the flow run, which takes up its own work at once when it is
-    resumed. looks: seconds to wait between looks while somebody else is at work; then raises `Busy`.
+    No other process converts it inside the block.
+
+    Args:
+        request: the conversion.
+        digest: of the source's manifest.
+        run: the id of the flow run. A resumed run gets its own claim back at once.
+        looks: seconds to wait between tries while another process has the claim.
+        catalog: the URL of the catalog.
+
+    Raises:
+        Busy: another process still has the claim after the last try.
     """
     with open_catalog(catalog) as known, once.alone(known, request, digest, run, looks) as mine:
         yield mine

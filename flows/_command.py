@@ -1,7 +1,7 @@
-"""Command: how does a flow run from a terminal?
+"""Run a flow from the command line.
 
-The flow's parameters are the command line: they are declared options (`flows._options`), which typer reads as
-it does those of `ckptcore`. ``source`` and ``destination`` are given by position.
+The options are the flow's parameters, which are declared in `flows._options`; typer reads them as it does
+those of `ckptcore`. ``source`` and ``destination`` are positional arguments.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tasks.markdown_text import count
 if TYPE_CHECKING:
     from prefect import Flow, State
 
-ENDS = ("source", "destination")  # given by position, also where a flow has a default
+ENDS = ("source", "destination")  # positional, even if a flow has a default for them
 
 
 def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
-    """Run ``flow`` with the command line's arguments; exit non-zero when it fails."""
+    """Run `flow` with the arguments of the command line. Exit with a non-zero code if it fails."""
     terminal.guard()
     given = parse(flow, sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("prefect.task_runs").addFilter(_is_news)
@@ -52,9 +52,10 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
-    """The flow's parameters of a command line. Help, and a line that cannot be read, end the process.
+    """Return the flow's parameters from command-line arguments.
 
-    Values are held against the flow's types before anything is started: 2 is the exit code of a wrong one.
+    The help text and invalid arguments end the process. Values are checked against the flow's types before
+    anything is started; a wrong one exits with code 2.
     """
     prog = f"python -m flows.{flow.name}"
     found: dict[str, Any] = {}
@@ -71,7 +72,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
     app.command()(command)
     try:
         code = app(args=list(arguments), prog_name=prog, standalone_mode=False)
-        if not found:  # the help was shown
+        if not found:  # the help text was printed
             sys.exit(code or 0)
         if "sharding" in found:
             found["sharding"] = read_rules(found["sharding"])
@@ -89,7 +90,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _require_types(flow: Flow[..., Any], given: dict[str, Any]) -> None:
-    """Raises `UsageError` unless the flow's types take every value."""
+    """Raise `UsageError` unless every value fits the type of its parameter."""
     for name, parameter in inspect.signature(flow.fn).parameters.items():
         why = misfit(parameter.annotation, given[name])
         if why is not None:
@@ -97,7 +98,7 @@ def _require_types(flow: Flow[..., Any], given: dict[str, Any]) -> None:
 
 
 def _typed(parameter: inspect.Parameter) -> inspect.Parameter:
-    """A flow's parameter as typer reads it."""
+    """Return a flow's parameter as typer reads it."""
     option, (kind, _) = option_of(parameter), split(parameter.annotation)
     default = parameter.default
     if parameter.name in ENDS:
@@ -110,11 +111,12 @@ def _typed(parameter: inspect.Parameter) -> inspect.Parameter:
     if model is not None:  # a list of models, each as JSON
         form = typer.Option(metavar=option.metavar, help=option.help, parser=model.model_validate_json)
         return parameter.replace(annotation=Annotated[list[Any] | None, form])
-    # Read where the catalog is opened: a parameter of a run is seen by all, its password included.
+    # The catalog's variable is read when the catalog is opened: users can see a run's parameters, with
+    # passwords.
     option = replace(option, env=None)
     return parameter.replace(annotation=spelled(parameter.name, kind, option, default))
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # What a task did stands in its own line; retries and failures are told by Prefect.
+    # Tasks log their results themselves. Prefect's lines about retries and failures stay.
     return not record.getMessage().startswith("Finished in state Completed")

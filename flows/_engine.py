@@ -1,12 +1,12 @@
-"""Engine: on which machines do write tasks run?
+"""Engines: where write tasks run.
 
 ``threads``              in this process, a few at a time; the default
-``dask=tcp://HOST:8786`` on the workers of a Dask cluster; ``dask`` alone starts one here
-``ray=HOST:6379``        on the workers of a Ray cluster; ``ray`` alone starts one here
+``dask=tcp://HOST:8786`` on the workers of a Dask cluster; ``dask`` alone starts one on this machine
+``ray=HOST:6379``        on the workers of a Ray cluster; ``ray`` alone starts one on this machine
 
-Workers on other machines see source and destination under the same paths or URLs, and have the same
-packages: a task is a plan's URL and the numbers of its files. They must reach the Prefect server of this
-process, too: without its URL each would start a server of its own.
+Workers on other machines need the same packages, and source and destination under the same paths or URLs: a
+task gets a plan's URL and the indices of its files. They must also reach the Prefect server of this process.
+Without its URL each worker would start its own.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ckptcore.errors import MissingDependency, UsageError
 VARIABLE = "CKPTCORE_ENGINE"
 KINDS = ("threads", "dask", "ray")
 CONNECT_SECONDS = 30.0
-# What the loss of a worker looks like, by the class names of errors that need not be installed.
+# Errors that mean a lost worker, by class name, because their packages need not be installed.
 LOST = frozenset({"KilledWorker", "WorkerCrashedError", "NodeDiedError", "OwnerDiedError", "ObjectLostError"})
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """kind: one of `KINDS`. address: of a running cluster's scheduler; None for one of our own."""
+    """Where tasks run. kind: one of `KINDS`. address: of the cluster's scheduler; None starts a new one."""
 
     kind: str
     address: str | None = None
@@ -48,7 +48,7 @@ HERE = Engine("threads")
 
 
 def engine(text: str | None) -> Engine:
-    """An engine by its name; raises `UsageError`.
+    """Parse the name of an engine; None means `VARIABLE`, else threads. Raises `UsageError`.
 
     >>> engine("threads"), engine("dask=tcp://10.0.0.1:8786")
     (Engine(kind='threads', address=None), Engine(kind='dask', address='tcp://10.0.0.1:8786'))
@@ -57,44 +57,51 @@ def engine(text: str | None) -> Engine:
     kind, _, address = spelled.partition("=")
     if kind not in KINDS or (kind == "threads" and address):
         raise UsageError(
-            f"{spelled!r} is no engine", hint="threads, dask, dask=tcp://HOST:8786, ray or ray=HOST:6379"
+            f"unknown engine {spelled!r}",
+            hint="use threads, dask, dask=tcp://HOST:8786, ray or ray=HOST:6379",
         )
     return Engine(kind, address or None)
 
 
-class Crew:
-    """What an engine gives while it runs. slots: tasks it can run at a time."""
+class RunningEngine:
+    """An engine that accepts tasks. slots: how many tasks it runs at a time."""
 
     def __init__(self, runner: Any, slots: int) -> None:
         self._runner, self.slots = runner, slots
 
     def submit(self, task: Task[..., Any], **parameters: Any) -> PrefectFuture[Any]:
-        """Starts one task with these arguments."""
+        """Start one task with these parameters."""
         found: PrefectFuture[Any] = self._runner.submit(task, parameters=parameters)
         return found
 
 
 @contextmanager
-def crew(engine: Engine, width: int, device: str) -> Iterator[Crew]:
-    """Runs an engine: ``width`` workers where we start them, those of the cluster otherwise.
+def running_engine(engine: Engine, width: int, device: str) -> Iterator[RunningEngine]:
+    """Start an engine, or connect to its cluster, and end or leave it on exit.
 
-    device: where a task wants a GPU, only workers that offer one get it (Dask: ``--resources GPU=1``).
-    Raises `MissingDependency`, and `UsageError` when no cluster can be reached, or its workers no server.
+    Args:
+        engine: the engine.
+        width: the number of workers of a new cluster. An existing cluster has its own.
+        device: for a GPU, only workers that offer one get tasks (Dask: ``--resources GPU=1``).
+
+    Raises:
+        MissingDependency: the engine is not installed.
+        UsageError: the cluster cannot be reached, or its workers could not reach a Prefect server.
     """
     with _OPEN[engine.kind](engine.address, width, device.startswith("cuda")) as running:
         yield running
 
 
 @contextmanager
-def _threads(address: str | None, width: int, gpu: bool) -> Iterator[Crew]:
-    # Without a bound it starts a thread per task.
+def _threads(address: str | None, width: int, gpu: bool) -> Iterator[RunningEngine]:
+    # Without `max_workers` it starts a thread for each task.
     runner: Any = ThreadPoolTaskRunner(max_workers=width)
     with runner:
-        yield Crew(runner, width)
+        yield RunningEngine(runner, width)
 
 
 @contextmanager
-def _dask(address: str | None, width: int, gpu: bool) -> Iterator[Crew]:
+def _dask(address: str | None, width: int, gpu: bool) -> Iterator[RunningEngine]:
     try:
         import dask
         from distributed import Client
@@ -104,7 +111,7 @@ def _dask(address: str | None, width: int, gpu: bool) -> Iterator[Crew]:
     with _serving("dask", address) as env:
         if address is None:
             offered = {"resources": {"GPU": 1}} if gpu else {}
-            # Its scheduler serves HTTP even without a dashboard: by default on 8787, of which there is one.
+            # The scheduler serves HTTP even without a dashboard, by default on the single port 8787.
             page = "127.0.0.1:0"
             own = {"n_workers": width, "threads_per_worker": 1, "processes": True, "dashboard_address": page}
             runner: Any = DaskTaskRunner(cluster_kwargs={**own, **offered, "env": env})
@@ -119,13 +126,13 @@ def _dask(address: str | None, width: int, gpu: bool) -> Iterator[Crew]:
             threads: dict[str, int] = client.nthreads()  # type: ignore[no-untyped-call]  # as distributed has it
             slots = sum(threads.values()) or width
             with dask.annotate(resources={"GPU": 1}) if gpu else nullcontext():
-                yield Crew(runner, slots)
+                yield RunningEngine(runner, slots)
         finally:
             runner.__exit__(None, None, None)
 
 
 @contextmanager
-def _ray(address: str | None, width: int, gpu: bool) -> Iterator[Crew]:
+def _ray(address: str | None, width: int, gpu: bool) -> Iterator[RunningEngine]:
     try:
         import ray
         from prefect_ray import RayTaskRunner
@@ -142,7 +149,7 @@ def _ray(address: str | None, width: int, gpu: bool) -> Iterator[Crew]:
         try:
             slots = int(ray.cluster_resources().get("GPU" if gpu else "CPU", width)) or width
             with remote_options(num_gpus=1) if gpu else nullcontext():
-                yield Crew(runner, slots)
+                yield RunningEngine(runner, slots)
         finally:
             runner.__exit__(None, None, None)
 
@@ -152,24 +159,25 @@ _OPEN = {"threads": _threads, "dask": _dask, "ray": _ray}
 
 @contextmanager
 def _serving(name: str, address: str | None) -> Iterator[dict[str, str]]:
-    """What workers in other processes must have in their environment, to speak to the server of this one.
+    """Yield the environment by which workers in other processes reach the Prefect server of this one.
 
-    A server that ends with this process is good for workers on this machine alone. Raises `UsageError`.
+    An ephemeral server, which ends with this process, serves workers on this machine only. Raises
+    `UsageError` if workers on other machines need it.
     """
     url = get_current_settings().api.url
     if url is None and address is not None:
         raise UsageError(
-            f"no Prefect server is configured that the {name} workers at {address} could reach",
-            hint="start one (`prefect server start`), and set PREFECT_API_URL here and where the workers run",
+            f"the {name} workers at {address} need a Prefect server, and none is configured",
+            hint="start one (`prefect server start`), and set PREFECT_API_URL here and on the workers",
         )
-    # Workers get the settings with each task, and the environment for what runs beside it.
+    # Tasks bring the settings to workers; the environment is for other processes there.
     if url is not None:
         yield {"PREFECT_API_URL": url}
         return
     from prefect.server.api.server import SubprocessASGIServer  # a second of imports
 
     server = SubprocessASGIServer()
-    server.start()  # where it runs already, nothing happens
+    server.start()  # does nothing if it is already running
     with temporary_settings({PREFECT_API_URL: server.api_url}):
         yield {"PREFECT_API_URL": server.api_url}
 
@@ -179,13 +187,13 @@ def _missing(name: str) -> MissingDependency:
 
 
 def _unreachable(name: str, address: str | None, error: Exception) -> UsageError:
-    told = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return UsageError(
-        f"no {name} cluster at {address or 'this machine'}: {told}",
-        hint="start its scheduler, or name another engine",
+        f"cannot reach a {name} cluster at {address or 'this machine'}: {reason}",
+        hint="start its scheduler, or use another engine",
     )
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error says that a worker went away, not that its work failed."""
+    """Return whether an error means that a worker was lost, not that its work failed."""
     return type(error).__name__ in LOST

@@ -1,4 +1,4 @@
-"""Words: what is a run called, and how does an error read?"""
+"""Name flow runs, and format errors for the messages of their states."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ckptcore.redaction import redacted
 
 T = TypeVar("T")
 
-MAX_FINDINGS = 5  # a state's message is one paragraph; the table has them all
+MAX_FINDINGS = 5  # a state's message is one paragraph; the artifact has all findings
 
 
 def run_name() -> str:
-    """``export llama/step-300 to models/llama``: what a list of runs should say."""
+    """Return a run's name for lists of runs: ``export llama/step-300 to models/llama``."""
     given: dict[str, Any] = runtime.flow_run.parameters
     verb = given.get("verb", runtime.flow_run.flow_name)
     ends = (_last_two(redacted(str(given[end]))) for end in ("source", "destination") if given.get(end))
@@ -24,7 +24,7 @@ def run_name() -> str:
 
 
 def explain(error: CkptError) -> str:
-    """An error in words: code and message, its findings, the next step.
+    """Format an error: code and message, its findings, the next step.
 
     >>> from ckptcore.errors import DiskFull
     >>> print(explain(DiskFull("7 bytes are missing", hint="delete something")))
@@ -43,9 +43,9 @@ def explain(error: CkptError) -> str:
 
 
 def closed(value: T) -> T:
-    """``value`` as an argument that Prefect hands over without looking into it.
+    """Wrap `value` as an argument that Prefect passes on without a search for futures.
 
-    It would visit every element of a manifest, in search of futures.
+    Prefect would visit every element of a manifest.
     """
     return cast("T", quote(value))
 

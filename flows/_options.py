@@ -1,8 +1,8 @@
-"""Options of flows: the declared options of a conversion, as parameters that Prefect shows and checks.
+"""Declare the parameters of flows, from the same options as the command line.
 
-A flow names the options that it takes; `takes` makes its signature of them. So names, types, defaults and
-help are those of the command line, Prefect's form shows the help, choices and limits, and a configuration is
-held against the same types.
+A flow names the options that it takes, and `takes` builds its signature from them. So names, types, defaults
+and help are those of the command line. Prefect's form shows help, choices and limits, and configurations are
+checked against the same types.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class FlowJob:
-    """With what means, and where, a flow converts.
+    """The settings of a flow's conversion.
 
-    catalog: its URL; None is the default one, False is none. batch_bytes: of output in one task.
-    announcement: of the source. verify_export: whether exports are verified once they are published.
+    Attributes:
+        settings: memory, threads and device.
+        catalog: its URL; None for the default one, False for none.
+        batch_bytes: bytes of output in one task.
+        engine: where tasks run.
+        announcement: the announcement of the source.
+        verify_export: whether exports are verified after they are published.
     """
 
     settings: Settings
@@ -46,7 +51,7 @@ class FlowJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowOptions(Options):
-    """How a flow converts, as its options are spelled."""
+    """The options of a flow's conversion, as text and plain values."""
 
     batch: Annotated[str, Option("Bytes of output in one task.", "SIZE")] = "1GiB"
     engine: Annotated[
@@ -58,11 +63,11 @@ class FlowOptions(Options):
     ] = None
 
     verify_export: Annotated[
-        bool, Option("Hold an export against its source once it is published; the catalog keeps the verdict.")
+        bool, Option("Verify an export against its source after it is published, and record the verdict.")
     ] = True
 
     def job(self) -> FlowJob:
-        """With what means, and where, to convert; raises `UsageError`."""
+        """Return the settings of the conversion. Raises `UsageError`."""
         return FlowJob(
             self.settings(),
             self.register_in,
@@ -73,7 +78,13 @@ class FlowOptions(Options):
 
 
 def declared(*names: str, of: type[Any] = FlowOptions, **defaults: Any) -> Table:
-    """Parameters of declared options. of: the dataclass that declares them. defaults: in place of its own."""
+    """Return parameters for declared options.
+
+    Args:
+        names: the options.
+        of: the dataclass that declares them.
+        defaults: values that replace the declared defaults.
+    """
     known = options_of(of)
     return tuple(
         inspect.Parameter(
@@ -87,10 +98,10 @@ def declared(*names: str, of: type[Any] = FlowOptions, **defaults: Any) -> Table
 
 
 def takes(*tables: Table) -> Callable[[_F], _F]:
-    """Gives a function these parameters, in place of its ``**given``.
+    """Replace the ``**given`` of a function by declared parameters.
 
-    Its own parameters are options too: their types are declared with an `Option`. Prefect reads what
-    parameters mean from the docstring, which gets a line for each.
+    The function's own parameters are options too: their annotations contain an `Option`. Prefect takes the
+    help of parameters from the docstring, so each gets a line there.
     """
 
     def wrap(function: _F) -> _F:
@@ -107,18 +118,18 @@ def takes(*tables: Table) -> Callable[[_F], _F]:
 
 
 def option_of(parameter: inspect.Parameter) -> Option:
-    """What a flow's parameter is declared as."""
+    """Return the declared option of a flow's parameter."""
     option = split(parameter.annotation)[1]
     if option is None:
-        raise TypeError(f"the parameter {parameter.name!r} of a flow is declared without an Option")
+        raise TypeError(f"the parameter {parameter.name!r} of a flow must be annotated with an Option")
     return option
 
 
 def misfit(kind: Any, value: Any) -> str | None:
-    """Why a value cannot be a parameter of a type, in pydantic's words; None when it can."""
+    """Return pydantic's message why a value does not fit a type, or None."""
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # a model brings a configuration of its own
+    except PydanticUserError:  # a model has a configuration of its own
         adapter = TypeAdapter(kind)
     try:
         adapter.validate_python(value)

@@ -1,8 +1,8 @@
-"""Prefect's environment: which server do the flows talk to, and how loud is it?
+"""Prefect's environment: the server that the flows use, and its logging.
 
-1. A server that the user configured, by environment or profile, is used as it stands.
-2. Without one, Prefect starts an ephemeral server; its database lives in a home of our own, so
-   that nobody's ``~/.prefect`` is migrated or filled by a conversion.
+1. A server that the user configured, by environment or profile, is used as it is.
+2. Otherwise Prefect starts an ephemeral server. Its database is in a separate folder, so that a conversion
+   does not migrate or fill the user's ``~/.prefect``.
 3. Nothing is sent to third parties.
 """
 
@@ -20,23 +20,23 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
-# Settings that only make a run quieter or more patient; whatever the user has set wins.
+# Settings that only reduce logging or lengthen timeouts. The user's own take precedence.
 QUIET = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # The default of 20 s is too short for the first start on a busy machine (migrations).
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
-    # The core logs from worker threads too, where Prefect sees no flow run.
+    # ckptcore also logs from worker threads, where Prefect sees no flow run.
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    # The ephemeral server shares stderr with the run; SQLite retries are its own affair.
+    # The ephemeral server shares stderr with the run, whose user need not see its SQLite retries.
     "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
-    # What a server answers whose database is away; asked again like one that says "unavailable".
+    # A server whose database is down replies 500; retry as for "unavailable".
     "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
 }
 
 
-def settle_environment(env: MutableMapping[str, str] = os.environ) -> None:
-    """Write the settings into ``env``; without effect once Prefect has read its own."""
+def set_environment(env: MutableMapping[str, str] = os.environ) -> None:
+    """Write the settings into `env`. They have no effect once Prefect has been imported."""
     if "prefect" in sys.modules:
         return
     for name, value in QUIET.items():
@@ -48,9 +48,9 @@ def settle_environment(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def serve_while_alive() -> None:
-    """Start the ephemeral server, unless one is configured; it ends with this process.
+    """Start the ephemeral server, unless one is configured, and end it with this process.
 
-    Prefect would start it too, but leave it running for ever behind a process that was killed.
+    Prefect would start it too, but leave it running forever after a process that was killed.
     """
     from prefect.settings import get_current_settings
 
@@ -59,15 +59,15 @@ def serve_while_alive() -> None:
     from prefect.server.api.server import SubprocessASGIServer  # a second of imports
 
     server = SubprocessASGIServer()
-    # Ctrl-C reaches the server too, and the run could not tell it any more how it ended.
+    # Ctrl-C would end the server too, and the run could not report its final state.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         server.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert server.server_process is not None
-    # The pipe closes when this process ends, however it ends. A session of its own: Ctrl-C is for
-    # the flow.
+    # The pipe closes when this process ends, even if it is killed. A session of its own: Ctrl-C must not
+    # reach the watcher.
     watcher = subprocess.Popen(
         ["/bin/sh", "-c", f"read _; kill {server.server_process.pid}"],
         stdin=subprocess.PIPE,
@@ -75,11 +75,11 @@ def serve_while_alive() -> None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    atexit.register(watcher.terminate)  # in an orderly end Prefect stops the server itself
+    atexit.register(watcher.terminate)  # on a normal exit Prefect stops the server itself
 
 
 def _own_home() -> Path:
-    # Prefect makes its home, but not the folders above it.
+    # Prefect creates its home, but not the folders above it.
     try:
         return user_state_path("ckptcore", ensure_exists=True) / "prefect"
     except OSError:  # no home folder, or one that is read-only, as in many containers

@@ -1,8 +1,8 @@
-"""Later: a run that has to wait gives its place at the worker back meanwhile.
+"""Reschedule a run that has to wait, so that it does not occupy its worker.
 
-Waiting inside the run would hold one of the worker's few places: two places that never become checkpoints
-would stop every other conversion for an hour. So a run that a worker started ends its process, and Prefect
-starts it again when the pause is over: its id, name and parameters stay.
+A run that waits in its process would occupy one of the worker's few slots: two folders that never become
+checkpoints would block every other conversion for an hour. So a run that a worker started ends its process,
+and Prefect starts it again after the pause, with the same id, name and parameters.
 """
 
 from __future__ import annotations
@@ -20,21 +20,28 @@ from ckptcore.redaction import beginning
 from tasks.attempts import LOOKS, looks_of
 from tasks.logs import log
 
-# Seconds. A worker asks for runs 10 s before they are due, and ends with an error when it is given one whose
-# process it still has (Prefect 3.8, workers/base.py: a borrower holds one token of its limiter).
+# Seconds. A worker polls for runs 10 s before they are due. It fails if it gets a run whose process still
+# exists (Prefect 3.8, workers/base.py: a borrower holds one token of its limiter).
 AT_LEAST = 30.0
 
 
-def inside(pauses: Sequence[float]) -> Sequence[float]:
-    """The pauses that a run makes in its own process: all of them when no worker would start it again."""
+def own_pauses(pauses: Sequence[float]) -> Sequence[float]:
+    """Return the pauses to wait in this process: all if no worker would start the run again, else none."""
     return () if runtime.deployment.id else pauses
 
 
 def put_off(pauses: Sequence[float], why: str) -> None:
-    """End this process, and let the run begin anew after the next of its pauses (seconds).
+    """End this process, and let Prefect start the run again after the next of its pauses.
 
-    Returns when there is none left, or nobody would start the run again. Raises `httpx.HTTPError` when
-    Prefect's server is away, and what ends the process of a run otherwise.
+    Returns normally if no pause is left or no worker would start the run again.
+
+    Args:
+        pauses: seconds between all starts of the run.
+        why: the reason, for the message of the run's state.
+
+    Raises:
+        httpx.HTTPError: Prefect's server does not answer.
+        Abort: otherwise; it ends the process of the run.
     """
     if not runtime.deployment.id:
         return
@@ -45,8 +52,8 @@ def put_off(pauses: Sequence[float], why: str) -> None:
             return
         client.update_flow_run_labels(id, {LOOKS: looks + 1})
         due = datetime.now(UTC) + timedelta(seconds=max(pauses[looks], AT_LEAST))
-        told = f"looked at again at {due:%H:%M:%S} UTC: {why}"
-        # Not by force: a run that is being cancelled stays so.
-        client.set_flow_run_state(id, AwaitingRetry(scheduled_time=due, message=beginning(told, 2000)))
-    log.info("%s", told)
-    raise Abort(told)  # the engine ends without another word to the server
+        message = f"next try at {due:%H:%M:%S} UTC: {why}"
+        # Without force: a run that is being cancelled stays so.
+        client.set_flow_run_state(id, AwaitingRetry(scheduled_time=due, message=beginning(message, 2000)))
+    log.info("%s", message)
+    raise Abort(message)  # the engine ends without another call to the server

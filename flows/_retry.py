@@ -1,4 +1,4 @@
-"""Patience: a run that met something that passes goes on by itself, as it would after it was killed."""
+"""Repeat the work of a run after transient errors, as if the run had been killed and resumed."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from tasks.retry import passes
 
 T = TypeVar("T")
 
-# Seconds; a database or a server is back by then, or people know.
+# Seconds between tries; a database or a server is back by then, or its operators know.
 PAUSES: Sequence[float] = (5, 15, 30, 60, 120)
 
 
 def patiently(work: Callable[[], T]) -> T:
-    """What `work` gives; done again from its beginning after an error that `passes`.
+    """Return the result of `work`; repeat it from its beginning after errors that `passes`.
 
-    For work that finds what it has done before. Raises what the last try raises, and `Busy` at once: whoever
-    met another at work has waited already.
+    The work must recognise what it has done before. Raises the error of the last try, and `Busy` at once,
+    because that has waited for the other process already.
     """
-    again = Retrying(
+    retrying = Retrying(
         wait=wait_chain(*map(wait_fixed, PAUSES)),
         stop=stop_after_attempt(len(PAUSES) + 1),
         retry=retry_if_exception(lambda error: passes(error) and not isinstance(error, Busy)),
-        before_sleep=_say,
+        before_sleep=_log_retry,
         reraise=True,
     )
-    return again(work)
+    return retrying(work)
 
 
-def _say(state: RetryCallState) -> None:
+def _log_retry(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
-    log.warning("once more in %d s, after %s: %s", state.upcoming_sleep, type(error).__name__, error)
+    log.warning("next try in %d s, after %s: %s", state.upcoming_sleep, type(error).__name__, error)

@@ -1,9 +1,9 @@
-"""Writing: every file of a plan, on whatever machines the engine has.
+"""Write every file of a plan with the tasks of an engine.
 
-Small files share a task, a batch; where several machines write, a file that is much larger than a batch is
-written in parts, and joined when the last of them is there. A task whose worker goes away is submitted once
-more: what it had finished is recognised by its receipts. After any other failure no further task is begun;
-those that run are finished, and kept for the next run.
+Small files share a task, a batch. On several machines, a file much larger than a batch is written in parts,
+which are joined when the last of them is written. If a worker is lost, its task is submitted once more, and
+files with receipts are not written again. After any other failure no further task is started; running tasks
+are finished, and the next run keeps their files.
 """
 
 from __future__ import annotations
@@ -21,38 +21,45 @@ from ckptcore.errors import WorkerLost
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
 from flows._batches import batches
-from flows._engine import Crew, Engine, crew, is_lost
-from tasks.artifacts import shown
+from flows._engine import Engine, RunningEngine, is_lost, running_engine
+from tasks.artifacts import artifact_or_none
 from tasks.join import join
 from tasks.logs import log
+from tasks.markdown_text import count
 from tasks.progress import STOP
 from tasks.write import write
 from tasks.write_part import write_part
 
 MAX_WRITERS = 8  # tasks at a time in this process
-LEAST_SHARE = 64 << 20  # bytes of the budget that a batch should have, or it writes in crumbs
-TRIES = 2  # of a task whose worker is lost
-LARGE = 2  # batches: a file of more is written in parts
+LEAST_SHARE = 64 << 20  # bytes of the budget for each task; with less it would write tiny pieces
+TRIES = 2  # for a task whose worker is lost
+LARGE = 2  # batches: a larger file is written in parts
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One task: what it is called, how it is submitted, and how many bytes are done with it.
+    """One task: its name, its size in bytes, and how to submit it.
 
-    join: the file that waits for this part and its others, by index.
+    join: the index of the file that this part belongs to, or None.
     """
 
     name: str
     nbytes: int
-    start: Callable[[Crew], PrefectFuture[Any]]
+    start: Callable[[RunningEngine], PrefectFuture[Any]]
     join: int | None = None
 
 
 def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: Engine) -> None:
-    """Every file of the plan; how far it is, in bytes, is an artifact.
+    """Write every file of the plan; an artifact shows the progress in bytes.
 
-    In this process the budget is cut into as many parts as tasks run at a time; a worker elsewhere has the
-    whole budget, and as many threads, for each task.
+    In this process, tasks that run at the same time share the memory budget. A worker elsewhere has the full
+    budget, and as many threads, for each task.
+
+    Args:
+        prepared: the plan.
+        settings: memory, threads and device.
+        batch_bytes: bytes of output in one task.
+        engine: where tasks run.
     """
     share, width = settings, 1
     if engine.here:
@@ -60,32 +67,35 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
         width = max(min(settings.threads, MAX_WRITERS, many, settings.memory // LEAST_SHARE), 1)
         share = replace(settings, memory=settings.memory // width, workers=max(1, settings.threads // width))
     else:
-        share = replace(
-            settings, workers=settings.threads
-        )  # the same everywhere, see `ckptcore.execution.parts`
+        # The same on all workers, see `ckptcore.execution.parts`.
+        share = replace(settings, workers=settings.threads)
         width = MAX_WRITERS
     work = _work(prepared, share, batch_bytes, large=not engine.here)
     total, done = prepared.bytes_out, 0
-    told = f"{show_size(total)} in {len(work)} tasks"
-    progress = shown(create_progress_artifact, 0.0, "conversion-progress", told)
+    progress = artifact_or_none(
+        create_progress_artifact,
+        0.0,
+        "conversion-progress",
+        f"{show_size(total)} in {count(len(work), 'task')}",
+    )
     STOP.clear()
-    with crew(engine, width, settings.device) as running:
+    with running_engine(engine, width, settings.device) as running:
         try:
             for nbytes in _finished(prepared, work, running):
                 done += nbytes
-                told = f"{show_size(done)} of {show_size(total)}"
+                text = f"{show_size(done)} of {show_size(total)}"
                 if progress is not None:
                     percent = min(100.0, 100.0 * done / max(total, 1))
-                    shown(update_progress_artifact, cast("UUID", progress), percent, told)
+                    artifact_or_none(update_progress_artifact, cast("UUID", progress), percent, text)
         except Exception:
             raise
-        except BaseException:  # Ctrl-C, or a cancellation: the running tasks must not be waited for
+        except BaseException:  # Ctrl-C or a cancellation: do not wait for the running tasks
             STOP.set()
             raise
 
 
 def _work(prepared: Prepared, settings: Settings, batch_bytes: int, *, large: bool) -> list[Work]:
-    """Batches of files, and parts of large ones. large: whether a file may be written in parts."""
+    """Return tasks for batches of files and parts of large ones. large: whether to write files in parts."""
     found: list[Work] = []
     files = []
     for file in prepared.files:
@@ -111,14 +121,14 @@ def _work(prepared: Prepared, settings: Settings, batch_bytes: int, *, large: bo
     return found
 
 
-def _starting(task: Any, **parameters: Any) -> Callable[[Crew], PrefectFuture[Any]]:
+def _starting(task: Any, **parameters: Any) -> Callable[[RunningEngine], PrefectFuture[Any]]:
     return lambda running: running.submit(task, **parameters)
 
 
-def _finished(prepared: Prepared, work: Sequence[Work], running: Crew) -> Iterator[int]:
-    """Bytes of tasks as they finish; never more of them run than the crew has room for."""
+def _finished(prepared: Prepared, work: Sequence[Work], running: RunningEngine) -> Iterator[int]:
+    """Yield the bytes of tasks as they finish. At most `running.slots` tasks run at a time."""
     waiting = list(reversed(work))
-    missing: dict[int, int] = {}  # parts that a file still waits for
+    missing: dict[int, int] = {}  # file index -> parts that are not written yet
     for one in work:
         if one.join is not None:
             missing[one.join] = missing.get(one.join, 0) + 1
@@ -135,8 +145,8 @@ def _finished(prepared: Prepared, work: Sequence[Work], running: Crew) -> Iterat
             if not is_lost(error):
                 raise
             if attempt == TRIES:
-                raise WorkerLost(f"the workers that wrote {one.name} went away, {TRIES} times") from error
-            log.warning("a worker went away while it wrote %s: once more", one.name)
+                raise WorkerLost(f"cannot write {one.name}: {TRIES} workers in a row were lost") from error
+            log.warning("a worker was lost while it wrote %s; retrying", one.name)
             under_way[one.start(running)] = one, attempt + 1
             continue
         if one.join is not None:

@@ -1,9 +1,9 @@
-"""Arrived: a checkpoint that was announced, converted once, as soon as it is whole.
+"""Convert an announced checkpoint once, as soon as it is complete.
 
-What webhooks start. An announcement is a hint: whether the place is allowed, whether the save has finished
-and whether the work has been done is looked up here, where the files are. So is what to make of it: below a
-watched root the root's own target counts, and a sweep does not make the same checkpoint a second time. A face
-of `flows.convert`, for deployments.
+Webhooks start this flow. An announcement is a hint: the flow checks, on the machine with the files, whether
+the location is allowed, whether the save is complete and whether it has been converted already. Below a
+watched root, the root's own target applies, so that a sweep does not convert the same checkpoint again. The
+conversion is that of `flows.convert`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ckptcore.conversion.registration import Announcement
 from ckptcore.errors import Busy, CkptError, DestinationExists
 from ckptcore.operations.wait import delays
 from ckptcore.planning.options import MEANS, MODEL, Option, Source, Verb
-from flows._announcement import alone, made_from, meant, require_inside
+from flows._announcement import alone, effective_request, made_from, require_inside
 from flows._naming import explain, run_name
 from flows._options import FlowOptions, declared, takes
-from flows._reschedule import inside, put_off
+from flows._reschedule import own_pauses, put_off
 from flows._retry import patiently
 from flows.convert import steps
-from tasks.settle import may_become_whole, settle
+from tasks.settle import may_complete, settle
 
 
 @flow(name="arrived", flow_run_name=run_name)
@@ -48,81 +48,80 @@ def arrived(
     destination: Annotated[
         str,
         Option(
-            "The new folder. It counts, as the options of the output do, below no watched root: there the "
-            "root's own target says what is made.",
+            "The new folder. Below a watched root, the root's own target applies instead of this and the "
+            "output options.",
             "DST",
         ),
     ],
     root: Annotated[
-        str, Option("Refuse sources that do not lie below this place, links resolved.", "URL")
+        str, Option("Refuse sources that are not below this path or URL, with links resolved.", "URL")
     ] = "",
     run: Annotated[
-        str,
-        Option("What the announcement calls the training run; for the catalog, where no name tells a step."),
+        str, Option("The announced training run, for the catalog if the path does not name one.")
     ] = "",
     step: Annotated[
-        int | None, Option("What the announcement calls the step; for the catalog, where no name tells it.")
+        int | None, Option("The announced step, for the catalog if the path does not name one.")
     ] = None,
     wait_minutes: Annotated[
         float,
         Option(
-            "How long to look again at a checkpoint that is not whole yet; a worker's place is given back "
-            "between the looks."
+            "How long to wait for an incomplete checkpoint, in minutes. The run does not occupy its worker "
+            "between tries."
         ),
     ] = 60.0,
     verb: Verb = "export",
     **given: Any,
 ) -> Result | State[Any]:
-    """Convert a checkpoint that was announced, as soon as it is whole, and only once."""
+    """Convert an announced checkpoint once, as soon as it is complete."""
     try:
         if root:
             require_inside(source, root)
         looks = delays(wait_minutes)
-        here = inside(looks)
-        # A switch that is off is no word against a fingerprint that a root's target takes by default.
+        here = own_pauses(looks)
+        # False is the parameter's default, so it must not override the fingerprint of a root's target.
         options = FlowOptions(**given | {"fingerprint": given["fingerprint"] or None})
         asked = options.request(verb, source, destination)
         job = replace(options.job(), announcement=Announcement(run, step))
 
         def work() -> Result | State[Any]:
-            request = meant(asked, step, options.catalog)
+            request = effective_request(asked, step, options.catalog)
             try:
                 tried = settle.with_options(retries=len(here), retry_delay_seconds=[*here])
                 digest = tried(request.source, request.recover)
             except Exception as error:
-                if may_become_whole(error):
+                if may_complete(error):
                     put_off(looks, reason(error))
                 raise
-            # Announced twice, by two senders or by a webhook and a sweep: one run does the work.
+            # Two senders, or a webhook and a sweep, can announce it twice: one run converts it.
             with alone(request, digest, str(runtime.flow_run.id), here, options.catalog) as mine:
                 if not mine:
                     return already(request.destination)
                 try:
                     return steps(request, job)
                 except (Busy, DestinationExists) as error:
-                    # Somebody without a claim, at a terminal say, was faster.
+                    # A process without a claim, for example at a terminal, was faster.
                     for pause in (0.0, *here) if isinstance(error, Busy) else (0.0,):
                         time.sleep(pause)
                         if made_from(request.destination, request.source, digest, options.catalog):
                             return already(request.destination)
                     raise
 
-        # The sender has been told that it is accepted: nobody else sees a catalog that was away for a moment.
+        # The sender has its reply: nobody else notices that the catalog was down for a moment.
         try:
             return patiently(work)
         except Busy as error:
             put_off(looks, reason(error))
             raise
     except CkptError as error:
-        # The message is what a person reads first: the finding, not "encountered an exception".
+        # The state's message should show the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)
 
 
 def reason(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     return f"{error.code}: {error.message}" if isinstance(error, CkptError) else f"{error!r}"
 
 
 def already(destination: str) -> State[Any]:
-    """The state of a run that found its work done."""
+    """Return the state of a run whose checkpoint was converted before."""
     return Completed(name="Already", message=f"{destination} was made from this checkpoint before")

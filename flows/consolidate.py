@@ -1,6 +1,6 @@
-"""Consolidate: every tensor of a checkpoint, model and optimizer, under its stored name.
+"""Write every tensor of a checkpoint, model and optimizer, under its stored name.
 
-A face of `flows.convert`. ``python -m flows.consolidate SRC [DST]`` runs it.
+The conversion is that of `flows.convert`. ``python -m flows.consolidate SRC [DST]`` runs it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def consolidate(
     ] = "",
     **given: Any,
 ) -> Result | State[Any]:
-    """Make one file or folder of a sharded checkpoint, with every tensor under its stored name."""
+    """Merge a sharded checkpoint into one file or folder, with every tensor under its stored name."""
     return converted("consolidate", source, destination or None, FlowOptions(**given))
 
 

@@ -1,14 +1,14 @@
-"""Convert: a sharded checkpoint in, a proven and registered one out.
+"""Convert a sharded checkpoint into a verified and registered one.
 
-1. read the manifest: what is stored, without touching a tensor's bytes;
-2. check that it is whole;
+1. read the manifest: the stored tensors, without their bytes;
+2. check that it is complete;
 3. plan which bytes go where, and save the plan beside the destination;
-4. write the files in batches, a few at a time, inside the memory budget;
-5. publish: verified, in one step, the file that makes a folder loadable last;
-6. verify an export: held against its source, element by element, and against its config;
-7. record source, output, verdict and run in the catalog, failed runs too.
+4. write the files in batches, a few at a time, within the memory budget;
+5. publish the verified files in one step; the file that makes a folder loadable comes last;
+6. verify an export against its source, element by element, and against its config;
+7. record source, output, verdict and run in the catalog, even for failed runs.
 
-``python -m flows.convert SRC DST`` runs it, with nothing set up beforehand.
+``python -m flows.convert SRC DST`` runs it without any setup.
 """
 
 from __future__ import annotations
@@ -46,28 +46,35 @@ from tasks.verify_export import verify_export
 def convert(
     source: Source, destination: Destination, verb: Verb = "consolidate", **given: Any
 ) -> Result | State[Any]:
-    """Turn a sharded checkpoint into a proven and registered one."""
+    """Convert a sharded checkpoint into a verified and registered one."""
     return converted(verb, source, destination, FlowOptions(**given))
 
 
 def converted(verb: str, source: str, destination: str | None, options: FlowOptions) -> Result | State[Any]:
-    """The job of a flow, or the state of one that failed. destination: see `Options.request`."""
+    """Return the result of a flow, or the state of a failed one. destination: see `Options.request`."""
     try:
         return steps(options.request(verb, source, destination), options.job())
     except CkptError as error:
-        # The message is what a person reads first: the finding, not "encountered an exception".
+        # The state's message should show the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)
 
 
 def steps(request: Request, job: FlowJob) -> Result:
-    """The job; raises what its tasks raise, after the catalog knows."""
+    """Run one conversion. Raises its tasks' errors after the catalog has recorded them."""
     return fan_out([request], job)[0]
 
 
 def fan_out(requests: Sequence[Request], job: FlowJob) -> list[Result]:
-    """Several outputs of one source, which is read and checked once; in the order of the requests.
+    """Convert one source to several outputs; read and check it once.
 
-    A target that fails does not stop the others; the first failure is raised when all have been tried.
+    If one output fails, the others are still written. Then the first error is raised.
+
+    Args:
+        requests: one for each output, with the same source.
+        job: the settings of the conversions.
+
+    Returns:
+        The results, in the order of the requests.
     """
     first, run = requests[0], str(runtime.flow_run.id)
     registrations = [start(request, job.catalog, run, job.announcement) for request in requests]
@@ -88,13 +95,13 @@ def fan_out(requests: Sequence[Request], job: FlowJob) -> list[Result]:
             result = _one(request, job, manifest, registration, timings)
         except BaseException as error:
             fail(registration, error, manifest)
-            if not isinstance(error, Exception):  # stopped: the other targets are not begun
+            if not isinstance(error, Exception):  # stopped: do not start the other outputs
                 for other in registrations[len(done) + len(failed) + 1 :]:
                     fail(other, error, manifest)
                 raise
             failed.append(error)
             continue
-        # It is published, and recorded with its verdict: what failed is the export, and not its conversion.
+        # It is published and recorded with its verdict: the export failed, not the conversion.
         if result.proof is not None and result.proof.failures:
             failed.append(_mismatch(result.proof))
         else:
@@ -111,7 +118,7 @@ def _one(
     registration: Registration | None,
     timings: dict[str, float],
 ) -> Result:
-    """One output of a checked source: planned, written, published, recorded."""
+    """Plan, write, publish and record one output of a checked source."""
     prepared = plan(request, job.settings, closed(manifest), job.catalog)
     timings = timings | prepared.timings
     began = time.perf_counter()
@@ -130,10 +137,10 @@ def _one(
 
 
 def _mismatch(proof: ExportProof) -> OutputMismatch:
-    """The error of an export that is not what it should be."""
+    """Return the error of an export that failed its verification."""
     first = proof.failures[0]
     return OutputMismatch(
-        f"{proof.export} is published, and is not what its source holds: {first.name}: {first.summary}",
+        f"{proof.export} is published but does not match its source: {first.name}: {first.summary}",
         hint="do not use it: `ckptcore verify-export` shows every difference; export again with --overwrite",
         checks=[check.name for check in proof.failures],
     )

@@ -1,11 +1,11 @@
-"""The demo: does the main job run here, on real input, from nothing?
+"""The demo: train, convert and open a small model, from nothing.
 
-``make demo`` trains a small Llama under FSDP2 in four processes, converts what it saved, and opens
-the result with transformers: the logits must be those of the model in memory, bit for bit.
-``make demo SRC=checkpoint DST=folder [CONFIG=folder]`` converts a checkpoint of your own.
+``make demo`` trains a small Llama under FSDP2 in four processes, converts its checkpoint, and opens the
+result with transformers: the logits must equal those of the model in memory, bit for bit. ``make demo
+SRC=checkpoint DST=folder [CONFIG=folder]`` converts a checkpoint of your own.
 
-Everything lies in ``demo/``: the trained checkpoint, the exported model, the catalog (SQLite) and
-Prefect's database. A second run trains anew and replaces the model; catalog and runs are kept.
+Everything is in ``demo/``: the trained checkpoint, the exported model, the catalog (SQLite) and Prefect's
+database. A second run trains again and replaces the model; catalog and runs are kept.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.filesize import decimal
 from rich.tree import Tree
 
 from ckptcore.store import local_path
 from ckptcore.utils import terminal
+from ckptcore.utils.units import show_size
 
 HOME = Path("demo")
 say = terminal.console()
 
 
 def main(
-    src: Annotated[str, typer.Option(help="A checkpoint of your own; none: train one.")] = "",
-    dst: Annotated[str, typer.Option(help="Where the model goes.")] = "",
+    src: Annotated[str, typer.Option(help="A checkpoint of your own; default: train one.")] = "",
+    dst: Annotated[str, typer.Option(help="The folder of the model.")] = "",
     config: Annotated[
-        str, typer.Option(envvar="CONFIG", help="Folder with config.json (and tokenizer).")
+        str, typer.Option(envvar="CONFIG", help="Folder with config.json and the tokenizer.")
     ] = "",
 ) -> None:
-    """Train, convert, open, look at the catalog."""
+    """Train, convert, open the model, and show the catalog."""
     HOME.mkdir(exist_ok=True)
     os.environ["PREFECT_HOME"] = str((HOME / "prefect").resolve())
     os.environ.setdefault("CKPTCORE_CATALOG_URL", f"sqlite:///{(HOME / 'catalog.sqlite').resolve()}")
@@ -51,7 +51,7 @@ def main(
         run("ckptcore", "inspect", src)
         source, target = src, dst or str(HOME / f"{src.rstrip('/').split('/')[-1]}-hf")
         options = ["--config", config] if config else []
-    options += [] if dst else ["--overwrite"]  # what the demo made itself may go; nothing else
+    options += [] if dst else ["--overwrite"]  # only the demo's own folder may be replaced
 
     step(2, "Convert: read, check, plan, write, publish, register")
     run("flows.export", source, target, *options)
@@ -63,22 +63,22 @@ def main(
         step(3, "Open the result with transformers")
         compare(target, job / "reference.pt")
 
-    step(4, "What the catalog remembers")
+    step(4, "Show the catalog")
     run("ckptcore", "catalog", "list")
     run("ckptcore", "catalog", "lineage", target)
 
-    step(5, "What is there now")
+    step(5, "Show the files")
     show(target)
 
 
 def step(number: int, title: str) -> None:
-    """A numbered heading."""
+    """Print a numbered heading."""
     say.print()
     say.print(terminal.text((str(number), "bold cyan"), " ", (title, "bold")), soft_wrap=True)
 
 
 def run(module: str, *arguments: str) -> None:
-    """Show a command, run it, and end with its exit code if it fails."""
+    """Print a command, run it, and exit with its code if it fails."""
     say.print(terminal.text(("$", "green"), f" python -m {module} {shlex.join(arguments)}"), soft_wrap=True)
     done = subprocess.run([sys.executable, "-m", module, *arguments], check=False)
     if done.returncode:
@@ -86,7 +86,7 @@ def run(module: str, *arguments: str) -> None:
 
 
 def trained(job: Path) -> Path:
-    """Run the training job into a fresh folder; show, and give, the checkpoint that it saved."""
+    """Run the training job in a fresh folder, and return the checkpoint that it saved."""
     from flows.demo_train import STEPS, train
 
     shutil.rmtree(job, ignore_errors=True)
@@ -99,7 +99,7 @@ def trained(job: Path) -> Path:
 
 
 def compare(folder: str, reference: Path) -> None:
-    """Open ``folder`` with transformers and compare its logits with the reference, bit for bit."""
+    """Open `folder` with transformers and compare its logits with the reference, bit for bit."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -119,7 +119,7 @@ def compare(folder: str, reference: Path) -> None:
 
 
 def show(url: str) -> None:
-    """The files of a folder, with their sizes."""
+    """Print the files of a folder with their sizes."""
     path = local_path(url)
     if path is None:
         say.print(terminal.text(f"  {url}"), soft_wrap=True)
@@ -128,7 +128,7 @@ def show(url: str) -> None:
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     for file in files:
         name = file.relative_to(path) if path.is_dir() else file
-        tree.add(terminal.text(f"{name}  ", (decimal(file.stat().st_size), "dim")))
+        tree.add(terminal.text(f"{name}  ", (show_size(file.stat().st_size), "dim")))
     say.print(tree, soft_wrap=True)
 
 

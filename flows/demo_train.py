@@ -1,12 +1,12 @@
-"""The demo's training job: what does a real sharded run leave behind?
+"""The demo's training job: a real sharded run.
 
 `train` starts `WORLD` processes (gloo, CPU). Each of them
 
 1. builds a small Llama in bf16, the same on every rank, and shards it with FSDP2;
 2. takes a few AdamW steps on bytes of real text;
 3. saves model and optimizer with `torch.distributed.checkpoint`, one file per rank;
-4. gathers the parameters in memory; rank 0 writes down the logits of that model, the reference
-   that the converted checkpoint must reproduce bit for bit.
+4. gathers the parameters in memory; rank 0 saves the logits of that model, the reference that the converted
+   checkpoint must reproduce bit for bit.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ PROMPT = b"The training job leaves one file per rank; everybody after it wants o
 
 
 def train(folder: Path, report: Callable[[str], None]) -> None:
-    """Run the job into ``folder``: ``step-12/`` (DCP), ``config/``, ``reference.pt``.
+    """Run the job in `folder`; it writes ``step-12/`` (DCP), ``config/`` and ``reference.pt``.
 
-    report: called with one line per step. Raises RuntimeError with the last words of a rank that
-    fails.
+    Args:
+        folder: an existing, empty folder.
+        report: called with one line per step.
+
+    Raises:
+        RuntimeError: a rank failed. The message has the end of its log.
     """
     env = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(WORLD)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -61,20 +65,20 @@ def train(folder: Path, report: Callable[[str], None]) -> None:
             report(line.rstrip())
         for process, log in zip(ranks, logs, strict=True):
             if process.wait() != 0:
-                words = log.read_text().strip().splitlines()[-3:]
-                raise RuntimeError("\n".join(["training failed:", *words]))
+                end = log.read_text().strip().splitlines()[-3:]
+                raise RuntimeError("\n".join(["training failed:", *end]))
     finally:
         for process in ranks:
             process.kill()
 
 
 def build() -> PreTrainedModel:
-    """A Llama of 8 layers and 23 million parameters, bf16, random weights from a fixed seed."""
+    """Build a Llama of 8 layers and 23 million parameters, in bf16, with random weights from a fixed seed."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256,  # bytes are the tokens: there is no tokenizer to fetch
+        vocab_size=256,  # the tokens are bytes: no tokenizer to download
         hidden_size=512,
         intermediate_size=1376,
         num_hidden_layers=8,
@@ -86,15 +90,15 @@ def build() -> PreTrainedModel:
         pad_token_id=0,
         architectures=["LlamaForCausalLM"],
     )
-    # Not `.to(torch.bfloat16)`: that would round the frequencies of the rotary embedding too, which
-    # are no parameters, so that no checkpoint could tell a loader.
+    # Not `.to(torch.bfloat16)`: that would also round the frequencies of the rotary embedding, which are not
+    # parameters and therefore not in the checkpoint.
     make = AutoModelForCausalLM.from_config
     model: PreTrainedModel = make(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     return model
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    """Logits of `PROMPT`; shape (1, len(PROMPT), vocabulary), bf16."""
+    """Return the logits of `PROMPT`, of shape (1, len(PROMPT), vocabulary), in bf16."""
     # The order of additions in a matmul may depend on the number of threads.
     torch.set_num_threads(1)
     with torch.no_grad():
@@ -103,7 +107,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def _rank(folder: Path) -> None:
-    # A rank that dies at its start must not keep the others for half an hour.
+    # If a rank dies at the start, the others must not wait for half an hour.
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     rank = dist.get_rank()
     model = build()
@@ -130,8 +134,8 @@ def _rank(folder: Path) -> None:
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / f"step-{STEPS}")
 
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    gathered, _ = get_state_dict(model, [], options=whole)
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered, _ = get_state_dict(model, [], options=full)
     if rank == 0:
         in_memory = build()
         in_memory.load_state_dict(gathered)
@@ -143,7 +147,7 @@ def _rank(folder: Path) -> None:
 
 
 def _source_text() -> bytearray:
-    """A text that every Python brings along: the source of argparse."""
+    """Return a text that comes with every Python: the source of argparse."""
     return bytearray(Path(argparse.__file__).read_bytes())
 
 

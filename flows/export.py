@@ -1,6 +1,6 @@
-"""Export: the model part of a checkpoint as a Hugging Face folder.
+"""Export the model part of a checkpoint as a Hugging Face folder.
 
-A face of `flows.convert`. ``python -m flows.export SRC DST --config DIR`` runs it.
+The conversion is that of `flows.convert`. ``python -m flows.export SRC DST --config DIR`` runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flows.convert import converted
 @flow(name="export", flow_run_name=run_name)
 @takes(declared(*OF_VERB["export"], *EXPORT, *RUN))
 def export(source: Source, destination: Destination, **given: Any) -> Result | State[Any]:
-    """Make a folder that transformers opens of the model in a sharded checkpoint."""
+    """Export the model in a sharded checkpoint to a folder that transformers opens."""
     return converted("export", source, destination, FlowOptions(**given))
 
 

@@ -1,8 +1,7 @@
-"""Reshard: a checkpoint cut anew for the ranks of one mesh, or of several in one run.
+"""Reshard a checkpoint for the ranks of one mesh, or of several in one run.
 
-The source is read and checked once for all targets; each target is a conversion of its own in the
-catalog, whose lineage shows the source and the mesh. ``python -m flows.reshard SRC DST --mesh fsdp=4``
-runs it.
+The source is read and checked once for all targets. Each target is a conversion of its own in the catalog,
+whose lineage shows the source and the mesh. ``python -m flows.reshard SRC DST --mesh fsdp=4`` runs it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from flows.convert import fan_out
 
 
 class Target(BaseModel):
-    """One output: where, for which ranks, in which format; its fields are options of `flows.reshard`."""
+    """One output: destination, mesh and format. Its fields are options of `flows.reshard`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,7 +48,7 @@ def reshard(
     ] = None,
     **given: Any,
 ) -> list[Result] | State[Any]:
-    """Cut a checkpoint anew for the ranks of a mesh, optimizer and trainer state included."""
+    """Reshard a checkpoint for the ranks of a mesh, including optimizer and trainer state."""
     try:
         options = FlowOptions(mesh=mesh, **given)
         requests = [
@@ -61,15 +60,15 @@ def reshard(
         if destination:
             requests.insert(0, options.request("reshard", source, destination))
         if not requests:
-            raise UsageError("no target is named", hint="a destination and --mesh, or --also")
+            raise UsageError("there is no target", hint="give a destination and --mesh, or --also")
         for a, b in combinations(requests, 2):
             if overlaps(identify(a.destination), identify(b.destination)):
                 raise UsageError(
-                    f"two targets would be written to one place: {a.destination}, {b.destination}"
+                    f"two targets have the same or nested destinations: {a.destination}, {b.destination}"
                 )
         return fan_out(requests, options.job())
     except CkptError as error:
-        # The message is what a person reads first: the finding, not "encountered an exception".
+        # The state's message should show the finding, not "encountered an exception".
         return Failed(message=explain(error), data=error)
 
 

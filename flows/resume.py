@@ -1,7 +1,7 @@
-"""Resume: a run whose process or machine went away, taken up again.
+"""Resume a run whose process or machine was lost.
 
-The deployment `resume` starts it when a run crashes. The run itself goes on: its id, name and parameters
-stay, and files that it had finished are recognised by their receipts.
+The deployment `resume` starts this flow when a run crashes. The crashed run keeps its id, name and
+parameters, and files that it had finished are recognised by their receipts.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from tasks.logs import log
 
 
 def run_name() -> str:
-    """``resume 2f6c1b1e``: the first part of the run's id."""
+    """Return the name of the run, with the first part of the other run's id: ``resume 2f6c1b1e``."""
     return f"resume {str(runtime.flow_run.parameters.get('flow_run_id', ''))[:8]}"
 
 
 @flow(name="resume", flow_run_name=run_name)
 @takes()
 def resume(
-    flow_run_id: Annotated[str, Option("The run, as Prefect names it.")],
+    flow_run_id: Annotated[str, Option("The id of the crashed flow run.")],
     most: Annotated[
         int,
         Option(
-            "How often a run may be started in all; one that kills its process again and again has failed "
-            "then."
+            "How often the run may be started in total; after that, a run that keeps losing its process "
+            "has failed."
         ),
     ] = 5,
 ) -> State[Any]:
-    """Let a crashed run go on where it stopped."""
-    told = _resumed(UUID(flow_run_id), most)
-    log.info("%s", told)
-    return Completed(message=told)
+    """Resume a crashed run where it stopped."""
+    outcome = _resumed(UUID(flow_run_id), most)
+    log.info("%s", outcome)
+    return Completed(message=outcome)
 
 
 def _resumed(run_id: UUID, most: int) -> str:
@@ -49,15 +49,15 @@ def _resumed(run_id: UUID, most: int) -> str:
         try:
             run = client.read_flow_run(run_id)
         except ObjectNotFound:
-            return f"run {run_id} is gone"
-        # A run that somebody has taken up, cancelled or deleted meanwhile is left alone.
+            return f"run {run_id} no longer exists"
+        # A run that was resumed, cancelled or deleted meanwhile is left alone.
         if run.state is None or not run.state.is_crashed():
-            return f"{run.name} is not crashed"
+            return f"{run.name} has not crashed"
         times, last = begun(run, client.read_flow_run_states(run_id)), run.state.message or ""
         if times >= most:
             ended: State[Any] = Failed(message=beginning(given_up(times, last), 2000))
             client.set_flow_run_state(run_id, ended, force=True)
-            return f"{run.name} is {given_up(times, last)}"
-        again: State[Any] = AwaitingRetry(message=beginning(f"resumed after: {last or 'a crash'}", 500))
-        client.set_flow_run_state(run_id, again, force=True)
-        return f"{run.name} goes on, for the {times + 1}. time"
+            return f"{run.name}: {given_up(times, last)}"
+        retry: State[Any] = AwaitingRetry(message=beginning(f"resumed after: {last or 'a crash'}", 500))
+        client.set_flow_run_state(run_id, retry, force=True)
+        return f"{run.name} is resumed: start {times + 1}"

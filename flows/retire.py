@@ -1,7 +1,7 @@
-"""Retire: sources that a verified child proves to hold, deleted as the policy says. For a schedule.
+"""Delete source checkpoints that a verified conversion fully replaces, by a retention policy.
 
-Without ``yes`` nothing is deleted: the table tells what would be, and why the rest stays.
-``ckptcore retire`` does the same.
+This flow is for a schedule. Without ``yes`` it deletes nothing, but lists the sources that it would delete
+and the reasons to keep the others. ``ckptcore retire`` does the same.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ckptcore.planning.options import MEANS, Option, Options, options_of
 from ckptcore.utils.units import show_size
 from flows._naming import explain
 from flows._options import declared, takes
-from tasks.maintenance import retire as let_go
+from tasks.maintenance import retire as retire_sources
 
 
 @flow(name="retire", flow_run_name="retire")
 @takes(declared(*options_of(RetireOptions), of=RetireOptions), declared(*MEANS, "device"))
 def retire(
     scope: Annotated[
-        str | None, Option("A watched root or a training run by name; default: all watched roots.")
+        str | None, Option("The name of a watched root or a training run; default: all watched roots.")
     ] = None,
     **given: Any,
 ) -> State[Any]:
-    """Delete sources that something verified proves to hold, but for those that are kept."""
+    """Delete source checkpoints that a verified conversion fully replaces. Dry run by default."""
     wanted = RetireOptions(**{name: given[name] for name in options_of(RetireOptions)})
     try:
         means = Options(memory=given["memory"], workers=given["workers"], device=given["device"]).settings()
         policy = Policy(wanted.keep_last, wanted.keep_every)
         allowed = Allowed.of(wanted.accept_loss, cast=wanted.accept_cast)
         take = means if wanted.fingerprint else None
-        found = let_go(scope, policy, wanted.yes, allowed, take, wanted.catalog, means)
+        found = retire_sources(scope, policy, wanted.yes, allowed, take, wanted.catalog, means)
     except CkptError as error:
         return Failed(message=explain(error), data=error)
     counts = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "no source"

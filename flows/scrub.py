@@ -1,7 +1,8 @@
-"""Scrub: what the catalog says exists, read again and proven, a share at a time. For a schedule.
+"""Verify a share of the recorded checkpoints again, byte for byte.
 
-The longest unproven come first. It stops when its time is over, but the first is read to its end: no
-checkpoint is too large to be proven. ``ckptcore scrub`` does the same.
+This flow is for a schedule. It starts with the checkpoints that were not verified for the longest time, and
+stops when its time is over. The first checkpoint is always verified to its end, however large it is.
+``ckptcore scrub`` does the same.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from ckptcore.planning.options import options_of
 from ckptcore.utils.units import parse_duration
 from flows._naming import explain
 from flows._options import declared, takes
-from tasks.maintenance import scrub as look_again
+from tasks.maintenance import scrub as scrub_share
 
-NAMED = 5  # checkpoints that a failed run's message names
+NAMED = 5  # checkpoints in the message of a failed run
 
 
 @flow(name="scrub", flow_run_name="scrub")
 @takes(declared(*options_of(ScrubOptions), of=ScrubOptions))
 def scrub(**given: Any) -> State[Any]:
-    """Prove that what the catalog knows is still there, byte for byte."""
+    """Verify that the recorded checkpoints are still present, byte for byte."""
     wanted = ScrubOptions(**given)
     try:
-        found = look_again(wanted.share, parse_duration(wanted.budget), wanted.catalog)
+        found = scrub_share(wanted.share, parse_duration(wanted.budget), wanted.catalog)
     except CkptError as error:
         return Failed(message=explain(error), data=error)
-    told = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "nothing was due"
+    summary = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "nothing was due"
     if found.exit_code == 0:
-        return Completed(message=told, data=found)
+        return Completed(message=summary, data=found)
     wrong = [each for each in found.looked if each.proven.proof not in ("proven", "unproven", "stopped")]
     lines = [f"- {each.checkpoint.uri}: {each.proven.message}" for each in wrong[:NAMED]]
-    return Failed(message="\n".join([told, *lines]), data=found)
+    return Failed(message="\n".join([summary, *lines]), data=found)

@@ -1,11 +1,12 @@
-"""Sweep: what is complete below the watched roots and not yet converted, converted. For a schedule.
+"""Convert complete checkpoints below the watched roots that are not converted yet.
 
-1. list every watched root, and say of each checkpoint how it stands;
-2. convert what is ready, the oldest step first, each under a claim;
-3. tell what came of it: a table of each root, and words in the catalog;
-4. forget events and messages that ended long ago.
+1. list every watched root, and classify its checkpoints;
+2. convert those that are ready, the oldest step first, each under a claim;
+3. record the results: a table for each root, and a note in the catalog;
+4. delete events and messages that ended long ago.
 
-Most trainers announce nothing; what no webhook told, this finds. ``ckptcore sweep`` does the same.
+This flow is for a schedule. Most trainers announce nothing; it finds the checkpoints without a webhook.
+``ckptcore sweep`` does the same.
 """
 
 from __future__ import annotations
@@ -27,21 +28,19 @@ from flows._options import RUN, FlowOptions, declared, takes
 from flows.convert import steps
 from tasks.sweep import look, note
 
-NAMED = 5  # checkpoints that a failed run's message names
+NAMED = 5  # checkpoints in the message of a failed run
 
 
 @flow(name="sweep", flow_run_name="sweep")
 @takes(declared(*options_of(SweepOptions), of=SweepOptions), declared(*MEANS, "device", *RUN))
 def sweep(
-    roots: Annotated[
-        list[str] | None, Option("Names of watched roots; default: all that are not paused.")
-    ] = None,
+    roots: Annotated[list[str] | None, Option("Names of watched roots; default: all enabled ones.")] = None,
     **given: Any,
 ) -> State[Any]:
-    """Convert what is complete and not yet converted below the watched roots."""
+    """Convert complete checkpoints below the watched roots that are not converted yet."""
     try:
         wanted = SweepOptions(**{name: given[name] for name in options_of(SweepOptions)})
-        # A switch that is off is no word against a fingerprint that a root's target takes by default.
+        # False is the parameter's default, so it must not override the fingerprint of a root's target.
         job = FlowOptions.of(given | {"fingerprint": wanted.fingerprint or None}).job()
         catalog, dry_run, settle_s = wanted.catalog, wanted.dry_run, parse_duration(wanted.settle)
 
@@ -67,9 +66,11 @@ def sweep(
 
 
 def _outcome(swept: Swept) -> State[Any]:
-    told = ", ".join(f"{n} {name}" for name, n in sorted(swept.counts.items())) or "no checkpoint was found"
+    summary = (
+        ", ".join(f"{n} {name}" for name, n in sorted(swept.counts.items())) or "no checkpoint was found"
+    )
     wrong = [i for i in swept.items if i.standing in (Standing.FAILED, Standing.UNREAD, Standing.REFUSED)]
     if not wrong:
-        return Completed(message=told, data=swept)
+        return Completed(message=summary, data=swept)
     lines = [f"- {i.source}: {i.why}" for i in wrong[:NAMED]]
-    return Failed(message="\n".join([told, *lines]), data=swept)
+    return Failed(message="\n".join([summary, *lines]), data=swept)

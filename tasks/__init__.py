@@ -1,1 +1,1 @@
-"""Tasks: one verb each, a thin coat of retries and artifacts around one core call."""
+"""Prefect tasks: each adds retries and artifacts to one call of ckptcore."""

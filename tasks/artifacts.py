@@ -1,6 +1,6 @@
-"""Artifacts: what a run shows to people, where the server takes it.
+"""Create artifacts, without failing the run if Prefect's server does not accept them.
 
-A server that is away costs the picture and a line in the log, not the work. Credentials in URLs are left out.
+A missing server costs the artifact and a line in the log. Credentials in URLs are removed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def shown(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """What one of Prefect's functions answers that make or change an artifact; None when it fails.
+def artifact_or_none(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """Call one of Prefect's functions that create or update an artifact. Return None if it fails.
 
-    >>> shown(divmod, 7, 2), shown(divmod, 7, 0)
+    >>> artifact_or_none(divmod, 7, 2), artifact_or_none(divmod, 7, 0)
     ((3, 1), None)
     """
     try:
         return create(*redacted_value(args), **redacted_value(kwargs))
-    except Exception as error:  # whatever ails the server, the bytes go on being written
-        log.warning("an artifact is not shown: %s: %s", type(error).__name__, error)
+    except Exception as error:  # the files are still written, whatever the server's error
+        log.warning("cannot save an artifact: %s: %s", type(error).__name__, error)
         return None

@@ -1,7 +1,7 @@
-"""Assets: what are source and output called, where Prefect follows what was made from what?
+"""Names of source and output as Prefect assets, for Prefect's own lineage.
 
-`prefect.asset.materialization.succeeded` names the source as upstream, and can start a deployment. Pages that
-draw lineage are Prefect Cloud's; the catalog has it in any case.
+`prefect.asset.materialization.succeeded` names the source as upstream, and can start a deployment. Only
+Prefect Cloud draws this lineage; the catalog records it in any case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptcore.store import local_path
 
 
 def asset_keys(*places: str) -> list[Asset | str]:
-    """Keys for paths and URLs; places that Prefect could not name are left out.
+    """Return asset keys for paths and URLs; those that Prefect cannot name are left out.
 
     >>> asset_keys("s3://team/run/step-7", "/models/llama", "/models/a b", "s3://team/" + 600 * "x")
     ['s3://team/run/step-7', 'file:///models/llama', 'file:///models/a_b']

@@ -1,4 +1,4 @@
-"""Begun: how often did a run begin anew because something had gone wrong?"""
+"""Count how often a run was started, and format the message of a run that was started too often."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 
 from ckptcore.errors import WorkerLost
 
-LOOKS = "ckptcore.looks"  # a label of a run: how often it was put off, to look at its checkpoint later
+LOOKS = "ckptcore.looks"  # a label of a run: how often it rescheduled itself to wait for its checkpoint
 
-TAKEN = (StateType.PENDING, StateType.RUNNING)  # of a run that somebody has taken, to start it
+TAKEN = (StateType.PENDING, StateType.RUNNING)  # states of a run that a worker has taken
 
 
 def looks_of(labels: Mapping[str, Any]) -> int:
-    """How often a run was put off, by its labels."""
+    """Return how often a run rescheduled itself, from its labels."""
     found = labels.get(LOOKS, 0)
     return found if isinstance(found, int) else 0
 
 
 def begun(run: FlowRun, states: Iterable[State[Any]] = ()) -> int:
-    """How often a run was started, less the times at which it had put itself off.
+    """Return how often a run was started, without the starts after it rescheduled itself.
 
-    states: all that it ever had. Prefect's own count grows when a run begins to run; of one that dies before
-    that, only its states say that it was started once more.
+    Prefect's own count grows when a run begins to run. If a run dies before that, only its states show the
+    start.
+
+    Args:
+        run: the run.
+        states: all states that it ever had.
     """
     kinds = [state.type for state in sorted(states, key=lambda state: state.timestamp)]
     before = [StateType.SCHEDULED, *kinds]
@@ -33,7 +37,7 @@ def begun(run: FlowRun, states: Iterable[State[Any]] = ()) -> int:
 
 
 def given_up(times: int, last: str) -> str:
-    """What is said of a run that is not started any more: it has lost its worker, and no error of ours."""
-    end = last or "it said nothing"
-    lost = f"given up: it was started {times} times, and its process went away each time; at last: {end}"
+    """Return the message of a run that is not started again: its worker was lost each time."""
+    end = last or "none"
+    lost = f"gave up after {times} starts: the run lost its process each time. Last message: {end}"
     return f"{WorkerLost.code}: {lost}"

@@ -1,4 +1,4 @@
-"""Check: is the source whole?"""
+"""Check that the source is complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prefect.artifacts import create_table_artifact
 from ckptcore.checking.check import Report
 from ckptcore.checking.examine import validate
 from ckptcore.core.manifest import Manifest
-from tasks.artifacts import shown
+from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count
 from tasks.retry import STEP
@@ -19,7 +19,7 @@ FINE = {"severity": "none", "finding": "-", "what": "nothing is missing, nothing
 
 @task(task_run_name="check {level}", **STEP)
 def check(manifest: Manifest, level: str = "cover") -> Report:
-    """The report of one check level; its findings are a table among the run's artifacts."""
+    """Check a manifest at one level; the findings are a table artifact."""
     report = validate(manifest, level)
     rows = [
         {
@@ -34,12 +34,12 @@ def check(manifest: Manifest, level: str = "cover") -> Report:
     ]
     outcome = "complete" if report.ok else "damaged"
     findings = count(len(report.findings), "finding")
-    told = f"{outcome} at level {level}: {count(report.tensors, 'tensor')}, {findings}"
-    shown(
+    summary = f"{outcome} at level {level}: {count(report.tensors, 'tensor')}, {findings}"
+    artifact_or_none(
         create_table_artifact,
         rows or [FINE],
         key="checkpoint-validation",
-        description=f"`{manifest.root}` is {told}",
+        description=f"`{manifest.root}` is {summary}",
     )
-    log.info("%s", told)
+    log.info("%s", summary)
     return report

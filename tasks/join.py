@@ -1,4 +1,4 @@
-"""Join: parts of a file, proven and made one."""
+"""Verify the parts of a file and join them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks.retry import STEP
 
 @task(task_run_name="join {name}", **STEP)
 def join(name: str, plan_uri: str, index: int) -> Receipt:
-    """The receipt of a file whose parts are all written. name: the file."""
+    """Join a file whose parts are all written, and return its receipt. name: the file's path."""
     receipt = join_parts(plan_uri, index)
-    log.info("%s: %s in parts, proven", name, show_size(receipt.nbytes))
+    log.info("%s: joined %s of verified parts", name, show_size(receipt.nbytes))
     return receipt

@@ -1,6 +1,6 @@
-"""Logs: whose lines stand in the log of a run, on whatever machine a task runs?
+"""Send log lines of ckptcore to the flow run's log, on whatever machine a task runs.
 
-An error that explains itself comes without a traceback. No line steers a terminal, and none holds a password.
+Known errors are logged without a traceback. Control characters and passwords are removed from every line.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import logging
 from ckptcore.errors import CkptError
 from ckptcore.utils import terminal
 
-# Below the core's logger, so that both reach the flow run's log the same way.
+# Below ckptcore's logger, so that both reach the flow run's log the same way.
 log = logging.getLogger("ckptcore.tasks")
 
 
 def listen(level: int = logging.INFO) -> None:
-    """Send the core's log lines to the flow run's log, and take known errors' tracebacks out.
+    """Send ckptcore's log lines to the flow run's log, and remove tracebacks of known errors.
 
-    What ``PREFECT_LOGGING_EXTRA_LOGGERS=ckptcore`` does, for processes too that have imported
-    Prefect before this package (workers, tests); and the level, which that variable leaves alone.
+    ``PREFECT_LOGGING_EXTRA_LOGGERS=ckptcore`` does the first, but not in processes that import Prefect before
+    this package (workers, tests), and it does not set the level.
     """
     core = logging.getLogger("ckptcore")
     core.setLevel(level)
@@ -27,7 +27,7 @@ def listen(level: int = logging.INFO) -> None:
             core.addHandler(handler)
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_known_traceback)
-    # At the handlers, where the records of every logger below come by.
+    # On the handlers, which see the records of every logger below.
     for name in ("", "prefect", "prefect.extra", "prefect.flow_runs", "prefect.task_runs"):
         for handler in logging.getLogger(name).handlers:
             if not any(isinstance(f, terminal.Clean) for f in handler.filters):
@@ -35,7 +35,7 @@ def listen(level: int = logging.INFO) -> None:
 
 
 def _without_known_traceback(record: logging.LogRecord) -> bool:
-    # A CkptError says what, where and what next; its traceback adds forty lines of Prefect.
+    # A CkptError has its location and next step; a traceback would add forty lines of Prefect.
     if record.exc_info and isinstance(record.exc_info[1], CkptError):
         record.exc_info = None
     return True

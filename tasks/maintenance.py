@@ -1,4 +1,4 @@
-"""Tend: what do scrub and retire say of each checkpoint, where people look?"""
+"""Run scrub and retire; show their result for each checkpoint as an artifact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptcore.operations.retire import retire as run_retire
 from ckptcore.operations.scrub import Looked, Scrubbed
 from ckptcore.operations.scrub import scrub as run_scrub
 from ckptcore.planning.request import Settings
-from tasks.artifacts import shown
+from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count
 
@@ -23,7 +23,7 @@ MAX_ROWS = 500
 
 @task(task_run_name="scrub", cache_policy=NO_CACHE, persist_result=False)
 def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
-    """A share of what the catalog knows, read again; a table of it is an artifact."""
+    """Verify a share of the recorded checkpoints; the results are a table artifact."""
 
     def note(each: Looked) -> None:
         tell = log.info if each.proven.proof in ("proven", "unproven", "stopped") else log.warning
@@ -36,8 +36,8 @@ def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
         for each in found.looked[:MAX_ROWS]
     ]
     if rows:
-        told_of = f"{count(len(found.looked), 'checkpoint')} of {found.known}"
-        shown(create_table_artifact, rows, key="scrub", description=told_of)
+        summary = f"{count(len(found.looked), 'checkpoint')} of {found.known}"
+        artifact_or_none(create_table_artifact, rows, key="scrub", description=summary)
     return found
 
 
@@ -51,7 +51,7 @@ def retire(
     catalog: str | None,
     means: Settings | None = None,
 ) -> Retirement:
-    """The sources that the policy lets go; what becomes of each, and why, is an artifact."""
+    """Delete the sources that the policy releases; the fate of each, with its reason, is a table artifact."""
 
     def note(each: Retired) -> None:
         log.info("%s is %s: %s", each.source.uri, each.fate.value, "; ".join(each.why))
@@ -69,5 +69,7 @@ def retire(
         for i in found.items[:MAX_ROWS]
     ]
     if rows:
-        shown(create_table_artifact, rows, key="retire", description=count(len(found.items), "source"))
+        artifact_or_none(
+            create_table_artifact, rows, key="retire", description=count(len(found.items), "source")
+        )
     return found

@@ -1,4 +1,4 @@
-"""Words: how do tasks speak?"""
+"""Format counts, tables and names for artifacts and logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ckptcore.redaction import redacted
 
 
 def count(number: int, noun: str) -> str:
-    """
+    """Format a number with its noun.
+
     >>> count(1, "file"), count(2, "file")
     ('1 file', '2 files')
     """
@@ -18,19 +19,19 @@ def count(number: int, noun: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table.
+    r"""Format a Markdown table.
 
     >>> print(table(("file", "bytes"), [("a|b", "1")]))
     | file | bytes |
     | --- | --- |
-    | a\\|b | 1 |
+    | a\|b | 1 |
     """
     lines = [tuple(head), ("---",) * len(head), *rows]
     return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
 
 
 def named(verb: str) -> Callable[[], str]:
-    """The name of a task's runs: the verb and its source, without credentials."""
+    """Return a function that names a task's runs: the verb and its source, without credentials."""
 
     def name() -> str:
         return f"{verb} {redacted(str(runtime.task_run.parameters.get('source', '')))}"

@@ -1,4 +1,4 @@
-"""Plan: which bytes go where, and at what cost?"""
+"""Plan which bytes go where, and estimate the cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptcore.conversion.pipeline import Prepared, prepare
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.units import show_size
-from tasks.artifacts import shown
+from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count, table
 from tasks.retry import STEP
@@ -19,25 +19,25 @@ from tasks.retry import STEP
 def plan(
     request: Request, settings: Settings, manifest: Manifest, catalog: str | bool | None = False
 ) -> Prepared:
-    """The plan, saved beside the destination; its summary is an artifact. No tensor is written.
+    """Save the plan beside the destination; its summary is an artifact. No tensor is written.
 
-    catalog: whose rows account for what is replaced; None for the default one, False for none.
+    catalog: the catalog that accounts for replaced files; None for the default one, False for none.
     """
     prepared = prepare(request, settings, manifest, catalog)
     facts = [
         ("source", f"`{request.source}`"),
         ("destination", f"`{request.destination}`"),
-        ("model part", prepared.model or "everything is kept"),
+        ("model part", prepared.model or "all tensors are kept"),
         ("read", show_size(prepared.bytes_in)),
         ("write", f"{show_size(prepared.bytes_out)}, {count(len(prepared.files), 'file')}"),
         ("expected peak memory", show_size(prepared.peak_memory)),
-        ("renamed", f"{len(prepared.renamed)} tensors"),
-        ("cast", f"{len(prepared.cast)} tensors"),
+        ("renamed", count(len(prepared.renamed), "tensor")),
+        ("cast", count(len(prepared.cast), "tensor")),
         ("left out", f"{len(prepared.dropped)} tensors and objects"),
         ("plan", f"`{prepared.plan_digest}`"),
     ]
     warnings = "\n".join(f"- **{w.code}**: {w.message}" for w in prepared.warnings)
-    shown(
+    artifact_or_none(
         create_markdown_artifact,
         "\n\n".join(["# Plan", table(("what", "value"), facts), warnings]),
         key="conversion-plan",

@@ -1,4 +1,4 @@
-"""Show how far a batch is as an artifact of its run, and end it when the run is to end."""
+"""Show the progress of a batch as an artifact of its run, and end the batch when the run ends."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ckptcore.errors import Interrupted
 from ckptcore.utils.units import show_size
 from tasks.logs import log
 
-STOP = threading.Event()  # set when the run is to end now: the core asks between any two tiles
-SECONDS = 2.0  # between two updates; a batch that is done sooner needs none
+STOP = threading.Event()  # set when the run must end now; ckptcore checks it between any two tiles
+SECONDS = 2.0  # between two updates; a faster batch has no artifact
 
 
 class BatchProgress:
-    """The `ckptcore.utils.workers.Progress` of one batch; safe to call from the core's threads.
+    """The `ckptcore.utils.workers.Progress` of one batch; safe to call from ckptcore's threads.
 
-    The core's threads do not know which run they belong to: the artifact is written in the context
-    of the task that made this object.
+    Those threads have no run context, so the artifact is written in the context of the task that created this
+    object.
     """
 
     def __init__(self, name: str, nbytes: int) -> None:
@@ -33,7 +33,7 @@ class BatchProgress:
         self._next = time.monotonic() + SECONDS
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Bytes done of this batch; ``total`` is that of the whole plan. Raises `Interrupted`."""
+        """Show the bytes done of this batch; `total` is that of the complete plan. Raises `Interrupted`."""
         if STOP.is_set():
             raise Interrupted(f"{self._name} was stopped")
         if time.monotonic() < self._next or not self._one.acquire(blocking=False):
@@ -41,8 +41,8 @@ class BatchProgress:
         try:
             self._context.run(self._show, done)
             self._next = time.monotonic() + SECONDS
-        except Exception as error:  # whatever ails the server, the bytes go on being written
-            self._context.run(log.warning, "progress of %s is no longer shown: %s", self._name, error)
+        except Exception as error:  # the files are still written, whatever the server's error
+            self._context.run(log.warning, "cannot show the progress of %s any more: %s", self._name, error)
             self._next = math.inf
         finally:
             self._one.release()

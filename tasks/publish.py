@@ -1,4 +1,4 @@
-"""Publish: is the output what was planned, and can it be seen?"""
+"""Verify the output against its plan, and publish it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from ckptcore.conversion.publish import Result
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.utils.units import show_size
-from tasks.artifacts import shown
+from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count, table
 from tasks.retry import STEP
 
-MAX_ROWS = 200  # a browser draws the table; a 405B export has about 190 files
+MAX_ROWS = 200  # a browser renders the table; a 405B export has about 190 files
 
 
 @task(task_run_name="publish", **STEP)
 def publish(plan_uri: str, settings: Settings) -> Result:
-    """The result, read back and moved to its name; a link to it and its files are artifacts."""
+    """Read the output back and move it to its name; a link to it and its files are artifacts."""
     result = finish(plan_uri, settings)
     files = [(f"`{f.path}`", show_size(f.nbytes), f"`{f.digest}`") for f in result.files]
-    told = f"{count(len(result.tensors), 'tensor')}, {count(len(files), 'file')}, {show_size(result.nbytes)}"
-    shown(
+    counts = [count(len(result.tensors), "tensor"), count(len(files), "file"), show_size(result.nbytes)]
+    summary = ", ".join(counts)
+    artifact_or_none(
         create_markdown_artifact,
-        f"# {result.destination}\n\n{result.format}: {told}\n\n"
+        f"# {result.destination}\n\n{result.format}: {summary}\n\n"
         + table(("file", "size", "BLAKE3"), files[:MAX_ROWS]),
         key="conversion-result",
-        description=f"`{result.destination}`: {told}",
+        description=f"`{result.destination}`: {summary}",
     )
     path = local_path(result.destination)
-    shown(
+    artifact_or_none(
         create_link_artifact,
         path.resolve().as_uri() if path is not None else result.destination,
         link_text=result.destination,
         key="conversion-destination",
     )
-    log.info("published %s: %s", result.destination, told)
+    log.info("published %s: %s", result.destination, summary)
     return result

@@ -1,4 +1,4 @@
-"""Read: what is stored at the source?"""
+"""Read the manifest of the source."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tasks.retry import STEP
 
 @task(task_run_name=named("read"), **STEP)
 def read(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:
-    """The manifest of ``source``: metadata only, no tensor byte is read."""
+    """Read the manifest of `source`. No tensor bytes are read."""
     found = inspect(source, recover, keep_quantized)
-    told = f"{found.format}, {count(found.num_tensors, 'tensor')}, {show_size(found.nbytes)}"
-    log.info("%s: %s", source, told)
+    summary = f"{found.format}, {count(found.num_tensors, 'tensor')}, {show_size(found.nbytes)}"
+    log.info("%s: %s", source, summary)
     return found

@@ -1,4 +1,4 @@
-"""Record: what does the catalog keep of a conversion, and where is it found again?"""
+"""Record a conversion in the catalog, and show where to find it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ckptcore.conversion.pipeline import settle
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Registration, register
 from ckptcore.core.manifest import Manifest
-from tasks.artifacts import shown
+from tasks.artifacts import artifact_or_none
 from tasks.assets import asset_keys
 from tasks.logs import log
 from tasks.retry import STEP
 
 
 def _record(registration: Registration | None, result: Result, manifest: Manifest) -> Result:
-    """The result with its id in the catalog; then nothing needs the staging folder any more."""
+    """Return the result with its catalog id. After that, the staging folder is not needed any more."""
     known = register(registration, result, manifest)
     settle(result.plan_uri)
     for key in asset_keys(result.destination):
@@ -27,9 +27,9 @@ def _record(registration: Registration | None, result: Result, manifest: Manifes
             key, {"format": result.format, "bytes": result.nbytes, "conversion": known.conversion}
         )
     if known.conversion is not None:
-        shown(
+        artifact_or_none(
             create_markdown_artifact,
-            FOUND_AGAIN.format(id=known.conversion, uri=shlex.quote(result.destination)),
+            CATALOG_TEXT.format(id=known.conversion, uri=shlex.quote(result.destination)),
             key="conversion-catalog",
             description=f"conversion {known.conversion} in the catalog",
         )
@@ -37,7 +37,7 @@ def _record(registration: Registration | None, result: Result, manifest: Manifes
     return known
 
 
-FOUND_AGAIN = """# In the catalog
+CATALOG_TEXT = """# In the catalog
 
 ```
 ckptcore catalog show {id}

@@ -1,4 +1,4 @@
-"""Retries: which failures are worth another try, and after how long?"""
+"""Retry tasks after transient errors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
 RETRIES = 3
-DELAYS: list[float] = [1, 5, 20]  # seconds; a throttled object store has calmed down by then
+DELAYS: list[float] = [1, 5, 20]  # seconds; a throttled object store has recovered by then
 
 
 def passes(error: object) -> bool:
-    """Whether it is an error that often passes: one that says so (`CkptError.transient`), or that of a
-    server which does not answer, as Prefect's when it is started anew.
+    """Return whether an error is often transient.
+
+    That is one that says so (`CkptError.transient`), or that of an unreachable server, such as Prefect's
+    during a restart.
     """
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code >= 500
@@ -23,12 +25,12 @@ def passes(error: object) -> bool:
 
 
 def is_transient(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """Whether the task's error `passes`."""
+    """Return whether the task's error is transient; see `passes`."""
     return passes(state.result(raise_on_failure=False))
 
 
-# What every task is: tried again where that helps, and never remembered by Prefect: receipts are.
-# It has no tags: Prefect asks its server for a slot for each tag, and fails the task when the server is away.
+# The options of every task: retried after transient errors, never cached by Prefect (receipts do that), and
+# without tags. For each tag Prefect asks its server for a slot, and fails the task if the server is down.
 STEP: dict[str, Any] = {
     "retries": RETRIES,
     "retry_delay_seconds": DELAYS,

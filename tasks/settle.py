@@ -1,4 +1,4 @@
-"""Settle: is a checkpoint that somebody announced there, and whole?"""
+"""Wait until an announced checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log = logging.getLogger("ckptcore.tasks")
 
 
 def is_pending(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """Whether what the task found may still become a whole checkpoint."""
-    return may_become_whole(state.result(raise_on_failure=False))
+    """Return whether the source of the failed task may still become a complete checkpoint."""
+    return may_complete(state.result(raise_on_failure=False))
 
 
-def may_become_whole(error: object) -> bool:
-    """Whether what could not be read may still become a whole checkpoint, here or once a server answers."""
+def may_complete(error: object) -> bool:
+    """Return whether a source that could not be read may still become a complete checkpoint."""
     return waiting.may_become_whole(error) or passes(error)
 
 
@@ -33,11 +33,11 @@ def may_become_whole(error: object) -> bool:
     persist_result=False,
 )
 def settle(source: str, recover: bool = False) -> str:
-    """The digest of a checkpoint's manifest once it is whole; looked at again while it is not.
+    """Return the digest of a checkpoint's manifest once it is complete; Prefect retries while it is not.
 
-    Raises what reading raises, and `DamagedCheckpoint` with the findings. `ckptcore.operations.wait.delays`
-    says when to look again.
+    Raises the errors of reading, and `DamagedCheckpoint` with the findings. `ckptcore.operations.wait.delays`
+    gives the pauses between tries.
     """
     manifest = waiting.whole(source, recover)
-    log.info("%s is whole: %s, %s", source, manifest.format, count(manifest.num_tensors, "tensor"))
+    log.info("%s is complete: %s, %s", source, manifest.format, count(manifest.num_tensors, "tensor"))
     return manifest.digest

@@ -1,4 +1,4 @@
-"""Sweep: which checkpoints lie below a watched root, and how does each stand?"""
+"""Classify the checkpoints below a watched root, and record the results of a sweep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.operations.sweep import SweepItem, look_through, note_swept
-from tasks.artifacts import shown
+from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count
 
@@ -22,7 +22,7 @@ MAX_ROWS = 500
 def look(
     name: str, root: RootRow, catalog: str | None, dry_run: bool, settle_s: float, again: bool
 ) -> list[SweepItem]:
-    """The checkpoints below a root. name: what the run is called."""
+    """Return the checkpoints below a root, with the status of each. name: for the name of the task run."""
     with open_catalog(catalog) as known:
         items = list(look_through(known, root, dry_run=dry_run, settle_s=settle_s, again=again))
     ready = sum(item.standing == "ready" for item in items)
@@ -32,14 +32,14 @@ def look(
 
 @task(task_run_name="note {name}", cache_policy=NO_CACHE, persist_result=False)
 def note(name: str, root: RootRow, items: Sequence[SweepItem], catalog: str | None, dry_run: bool) -> None:
-    """What came of a root, as an artifact and in the catalog."""
+    """Record the results of a root, as an artifact and in the catalog."""
     rows = [
         {"standing": i.standing.value, "step": i.step, "checkpoint": i.source, "why": i.why or i.destination}
         for i in items[:MAX_ROWS]
     ]
     if rows:
-        told = f"`{root.uri}`: {count(len(items), 'checkpoint')}"
-        shown(create_table_artifact, rows, key="sweep", description=told)
+        summary = f"`{root.uri}`: {count(len(items), 'checkpoint')}"
+        artifact_or_none(create_table_artifact, rows, key="sweep", description=summary)
     for item in items:
         if item.why and item.standing not in ("converted", "claimed"):
             log.warning("%s is %s: %s", item.source, item.standing.value, item.why)

@@ -1,4 +1,4 @@
-"""Verify export: is what was published what its source holds?"""
+"""Verify a published export against its source."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ckptcore.comparison.verify_export import Wanted
 from ckptcore.comparison.verify_export import verify_export as verify
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
-from tasks.artifacts import shown
+from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import table
 from tasks.retry import STEP
 
-MAX_ROWS = 200  # a browser draws the table; the log and the catalog name the first
+MAX_ROWS = 200  # a browser renders the table; the log and the catalog name the first ones
 
 
 @task(task_run_name="verify export", **STEP)
 def verify_export(request: Request, manifest_digest: str, settings: Settings) -> ExportProof:
-    """The proof of a published export: each check and its verdict, which are an artifact.
+    """Verify a published export; each check and its verdict are an artifact.
 
-    manifest_digest: of the source as it was exported.
+    manifest_digest: of the source at the time of the export.
     """
     source = ExportSource(request, "the request", exact=True, digest=manifest_digest)
     proof = verify(request.destination, source, Wanted(), settings)
@@ -31,7 +31,7 @@ def verify_export(request: Request, manifest_digest: str, settings: Settings) ->
     parts = [f"# {proof.verdict}", table(("check", "asks", "verdict", "what"), rows)]
     if wrong:
         parts.append(table(("check", "where", "what"), wrong[:MAX_ROWS]))
-    shown(
+    artifact_or_none(
         create_markdown_artifact,
         "\n\n".join(parts),
         key="export-verification",

@@ -1,4 +1,4 @@
-"""Write: some files of a plan."""
+"""Write some files of a plan."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from tasks.retry import STEP
 
 @task(task_run_name="write {name}", **STEP)
 def write(name: str, plan_uri: str, indices: list[int], nbytes: int, settings: Settings) -> list[Receipt]:
-    """Receipts of the files ``indices``; those that are there already, and verified, are kept.
+    """Write the files `indices` and return their receipts. Verified files of an earlier run are kept.
 
-    name: what the run is called. nbytes: of these files. Receipts lie beside the files, so a run
-    that was killed goes on behind its last whole file: nothing rests on Prefect's memory.
+    Receipts are beside the files, so a killed run continues after its last complete file without Prefect's
+    state.
+
+    Args:
+        name: for the name of the task run.
+        plan_uri: the saved plan.
+        indices: the files, by their index in the plan.
+        nbytes: the bytes of these files.
+        settings: memory, threads and device.
     """
     receipts = list(execute(plan_uri, indices, settings, BatchProgress(name, nbytes)))
     kept = sum(receipt.reused for receipt in receipts)
-    told = f", {kept} of {len(indices)} files kept from an earlier run" if kept else ""
-    log.info("%s: %s%s", name, show_size(nbytes), told)
+    note = f", {kept} of {len(indices)} files kept from an earlier run" if kept else ""
+    log.info("%s: %s%s", name, show_size(nbytes), note)
     return receipts

@@ -1,4 +1,4 @@
-"""Write part: some bytes of a file that other tasks write too."""
+"""Write a part of a file whose other parts are written by other tasks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tasks.retry import STEP
 
 @task(task_run_name="write {name}", **STEP)
 def write_part(name: str, plan_uri: str, part: FilePart, settings: Settings) -> Receipt:
-    """The receipt of one part; one that is there already, and verified, is kept.
+    """Write one part and return its receipt. A verified part of an earlier run is kept.
 
-    name: what the run is called.
+    name: for the name of the task run.
     """
     receipt = execute_part(plan_uri, part, settings, BatchProgress(name, part.nbytes))
     kept = ", kept from an earlier run" if receipt.reused else ""

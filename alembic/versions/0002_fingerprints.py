@@ -32,5 +32,5 @@ def downgrade() -> None:
 
 
 def _recreate():
-    # A column that SQLite adds in place stands behind the constraints: another schema, to whoever reads it.
+    # SQLite adds a column after the constraints, so the schema would differ from that of a new catalog.
     return "always" if op.get_context().dialect.name == "sqlite" else "never"

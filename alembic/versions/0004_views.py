@@ -1,4 +1,4 @@
-"""The first views. Those of any revision are made behind the last one, by `ckptcore/catalog/views.py`."""
+"""The first views. `ckptcore/catalog/views.py` creates the views of any revision after the last migration."""
 
 revision = "0004"
 down_revision = "0003"

@@ -1,4 +1,4 @@
-"""What sweep, scrub and retire remember: sightings, claims, when a checkpoint was looked at or deleted."""
+"""State of sweep, scrub and retire: sightings, claims, when a checkpoint was checked or deleted."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -64,7 +64,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # Older versions know no such states: what is not there was, to them, replaced by nothing.
+    # Older versions have no such states: to them, a missing checkpoint was replaced.
     op.execute("UPDATE checkpoint SET state = 'replaced' WHERE state IN ('gone', 'deleted')")
     with op.batch_alter_table("checkpoint", recreate=_recreate()) as batch:
         batch.drop_column("deleted_at")
@@ -74,5 +74,5 @@ def downgrade() -> None:
 
 
 def _recreate():
-    # A column that SQLite adds in place stands behind the constraints: another schema, to whoever reads it.
+    # SQLite adds a column after the constraints, so the schema would differ from that of a new catalog.
     return "always" if op.get_context().dialect.name == "sqlite" else "never"

@@ -1,6 +1,6 @@
-"""What somebody put back into a queue counts its attempts anew; the views are those of today.
+"""Count the attempts of a retried row of a queue from zero; create the views of this revision.
 
-The views of lineage were changed after 0005: a catalog that was made in between has the slow ones until a
+The views of lineage were changed after 0005: a catalog that was created in between has the slow ones until a
 migration runs (`ckptcore/catalog/views.py`).
 """
 
@@ -29,5 +29,5 @@ def downgrade() -> None:
 
 
 def _recreate():
-    # A column that SQLite adds in place stands behind the constraints: another schema, to whoever reads it.
+    # SQLite adds a column after the constraints, so the schema would differ from that of a new catalog.
     return "always" if op.get_context().dialect.name == "sqlite" else "never"

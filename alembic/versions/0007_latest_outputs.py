@@ -1,6 +1,6 @@
-"""The newest exports are those that were exported, one per dtype; other outputs have a view of their own.
+"""Restrict the view of newest exports to exports, one per dtype; add a view for all outputs.
 
-No table changes: the views are made anew behind the last revision (`ckptcore/catalog/views.py`).
+No table changes: the views are recreated after the last revision (`ckptcore/catalog/views.py`).
 """
 
 revision = "0007"

@@ -1,8 +1,8 @@
-"""What a conversion read its source as, and which published files hold tensors.
+"""Record the stamps of a conversion's source files, and which published files contain tensors.
 
 `source_stamp` and `source_ctime` are digests over the stamps of the source's files
-(`ckptcore/execution/source_stamps.py`); `role` tells files that hold tensors from the rest of what was
-published: config, tokenizer, index, card.
+(`ckptcore/execution/source_stamps.py`); `role` separates files with tensors from the other published files:
+config, tokenizer, index, card.
 """
 
 import sqlalchemy as sa
@@ -25,7 +25,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # The rows of other files stay: an older version proves every file whose digest is known.
+    # Rows of other files stay: an older version verifies every file whose digest is known.
     with op.batch_alter_table("checkpoint_file", recreate=_recreate()) as batch:
         batch.drop_column("role")
     with op.batch_alter_table("conversion", recreate=_recreate()) as batch:
@@ -34,5 +34,5 @@ def downgrade() -> None:
 
 
 def _recreate():
-    # A column that SQLite adds in place stands behind the constraints: another schema, to whoever reads it.
+    # SQLite adds a column after the constraints, so the schema would differ from that of a new catalog.
     return "always" if op.get_context().dialect.name == "sqlite" else "never"

@@ -1,4 +1,4 @@
-"""What `verify-export` said of the export that a conversion wrote, and views that heed it."""
+"""Record the verdicts of `verify-export` on conversions, and create views that respect them."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -28,5 +28,5 @@ def downgrade() -> None:
 
 
 def _recreate():
-    # A column that SQLite adds in place stands behind the constraints: another schema, to whoever reads it.
+    # SQLite adds a column after the constraints, so the schema would differ from that of a new catalog.
     return "always" if op.get_context().dialect.name == "sqlite" else "never"

@@ -1,11 +1,12 @@
-"""Keep the catalog: which checkpoints are there, what was made from what, and how it went.
+"""The catalog: a database of checkpoints, of the conversions between them, and of their results.
 
-The only room that knows SQL; it knows errors and utils alone. The data is the truth, and the catalog points
-to it. `queues.inbox` and `queues.outbox` hold events and messages, `claims` who makes what.
+This is the only package that uses SQL. It depends on `errors` and `utils` alone. The catalog points to
+checkpoints; the files themselves are the truth. `queues.inbox` and `queues.outbox` store events and messages;
+`claims` stores which process converts what.
 
-`open_catalog` is the way in; a `Catalog` writes with `begin`, `succeed`, `fail`, `record_validation`, `tag`
-and reads with `list`, `conversions`, `show`, `lineage`, `which`. SQLAlchemy is imported with the first
-call, so that commands which need no catalog start without it.
+Open a catalog with `open_catalog`. A `Catalog` writes with `begin`, `succeed`, `fail`, `record_validation`
+and `tag`, and reads with `list`, `conversions`, `show`, `lineage` and `which`. SQLAlchemy is imported by the
+first call, so commands that need no catalog start without it.
 """
 
 from __future__ import annotations
@@ -56,14 +57,18 @@ __all__ = [
 
 
 def open_catalog(url: str | None = None, create: bool = True) -> Catalog:
-    """The catalog at `url`, ready to use.
+    """Open the catalog at `url`.
 
-    url: a SQLAlchemy URL or the path of a SQLite file; None means `default_url()`.
-    create: make a SQLite database that does not exist yet. Other servers are never set up in
-        passing: that is what `upgrade` is for.
+    Args:
+        url: a SQLAlchemy URL or the path of a SQLite file. None means `default_url()`.
+        create: create a missing SQLite database. Tables on other servers are created by `upgrade` only.
 
-    Raises `CatalogError` when there is no catalog, it cannot be opened, or its schema is not the
-    one of this version, and `MissingDependency` when the URL needs a driver that is not installed.
+    Returns:
+        The open catalog, with its schema at this version's revision.
+
+    Raises:
+        CatalogError: there is no catalog, it cannot be opened, or its schema belongs to another version.
+        MissingDependency: the driver for the URL is not installed.
     """
     from ckptcore.catalog.catalog import Catalog
     from ckptcore.catalog.database import connect
@@ -72,14 +77,24 @@ def open_catalog(url: str | None = None, create: bool = True) -> Catalog:
 
 
 def upgrade(url: str | None = None) -> tuple[str | None, str]:
-    """Bring the catalog at `url` to the newest schema; the revisions before and after."""
+    """Upgrade the catalog at `url` to the newest schema.
+
+    Args:
+        url: as in `open_catalog`.
+
+    Returns:
+        The revisions before and after. The first is None for a database without tables.
+
+    Raises:
+        CatalogError: the database cannot be used, is not a catalog, or has a newer schema.
+    """
     from ckptcore.catalog.migrate import upgrade as run
 
     return run(default_url() if url is None else url)
 
 
 def default_url() -> str:
-    """``CKPTCORE_CATALOG_URL``, or a SQLite file in the user-data folder of the platform."""
-    from ckptcore.catalog.database import default_url as found
+    """Return ``CKPTCORE_CATALOG_URL``, or the path of a SQLite file in the platform's user-data folder."""
+    from ckptcore.catalog.database import default_url as url
 
-    return found()
+    return url()

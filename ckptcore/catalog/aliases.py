@@ -1,7 +1,7 @@
-"""Aliases: which checkpoint does a name stand for, and who may move it?
+"""Aliases: movable names for checkpoints, changed by compare-and-swap.
 
-A name moves by compare-and-swap: whoever says what he expects there either finds it, or changes nothing.
-Every function works inside the transaction that it is given, a writer's where it changes something.
+A caller can pass the checkpoint that it expects under the name. If another one is there, nothing changes.
+Every function runs inside the given transaction. Functions that change something need a writer's transaction.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ckptcore.errors import Conflict, UsageError
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-NOTHING = ""  # what is expected of a name that must be new
+NOTHING = ""  # the expected value of a name that must be new
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/+-]{0,199}")
 
 
 @dataclass(frozen=True, slots=True)
 class AliasRow:
-    """One name. checkpoint: the id of what it stands for. version: how often it was set."""
+    """One alias. checkpoint: the public id of its checkpoint. version: how often the alias was set."""
 
     name: str
     checkpoint: str
@@ -36,12 +36,22 @@ class AliasRow:
 
 
 def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str | None = None) -> AliasRow:
-    """The name stands for what `ref` names from now on.
+    """Point the alias `name` at the checkpoint that `ref` names.
 
-    expect: id, prefix, URI or alias of what it must stand for now; `NOTHING` for a new name; None for
-        whatever it is.
+    Args:
+        conn: a writer's transaction.
+        now: the time to record.
+        name: the alias.
+        ref: id, unique prefix, URI or alias of the new checkpoint.
+        expect: id, prefix, URI or alias of the checkpoint that `name` must point to now. `NOTHING` requires a
+            new name; None accepts any.
 
-    Raises `Conflict` when it stands for something else, and then changes nothing.
+    Returns:
+        The alias after the change.
+
+    Raises:
+        Conflict: the alias points to another checkpoint than `expect`. Nothing was changed.
+        UsageError: `name` cannot be an alias, or `ref` names no checkpoint.
     """
     _require_name(name)
     wanted = require_kept(conn, ref)
@@ -51,8 +61,8 @@ def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str 
         expected = None if expect == NOTHING else resolve_checkpoint(conn, expect)
         if (row.checkpoint_id if row else None) != expected:
             raise Conflict(
-                f"{name} {_standing(conn, name)}, not for {expect or 'nothing'}; it was not changed",
-                hint=f"`ckptcore catalog alias list` shows where {name} stands now",
+                f"cannot set alias {name}: {_target_text(conn, name)} (expected {expect or 'no checkpoint'})",
+                hint=f"`ckptcore catalog alias list` shows where {name} points now",
                 name=name,
             )
     if row is None:
@@ -62,26 +72,26 @@ def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str 
         same = (here, Alias.version == row.version)
         values = {"checkpoint_id": wanted, "version": row.version + 1, "updated_at": now}
         if conn.execute(update(Alias).where(*same).values(values)).rowcount != 1:
-            raise Conflict(f"{name} was moved by somebody else meanwhile", name=name)
+            raise Conflict(f"cannot set alias {name}: another process moved it at the same time", name=name)
     return get(conn, name)
 
 
 def remove(conn: Connection, name: str) -> None:
-    """The name stands for nothing any more. Raises `UsageError` where it is not there."""
+    """Remove an alias. Raises `UsageError` if it does not exist."""
     get(conn, name)
     conn.execute(delete(Alias).where(Alias.name == name))
 
 
 def get(conn: Connection, name: str) -> AliasRow:
-    """What the name stands for. Raises `UsageError`."""
+    """Return an alias. Raises `UsageError` if it does not exist."""
     found = _alias_rows(conn, name)
     if not found:
-        raise UsageError(f"there is no alias {name}", hint="`ckptcore catalog alias list` shows them")
+        raise UsageError(f"there is no alias {name}", hint="`ckptcore catalog alias list` lists all aliases")
     return found[0]
 
 
 def every(conn: Connection) -> tuple[AliasRow, ...]:
-    """All aliases, by name."""
+    """Return all aliases, sorted by name."""
     return tuple(_alias_rows(conn, None))
 
 
@@ -92,14 +102,14 @@ def _alias_rows(conn: Connection, name: str | None) -> list[AliasRow]:
     return [AliasRow(r.name, r.uuid, r.uri, r.version, r.updated_at) for r in conn.execute(wanted)]
 
 
-def _standing(conn: Connection, name: str) -> str:
+def _target_text(conn: Connection, name: str) -> str:
     found = _alias_rows(conn, name)
-    return f"stands for {found[0].checkpoint} ({found[0].uri})" if found else "is not there"
+    return f"it points to {found[0].checkpoint} ({found[0].uri})" if found else "it does not exist"
 
 
 def _require_name(name: str) -> None:
     if not _NAME.fullmatch(name) or PREFIX.fullmatch(name.lower()):
         raise UsageError(
             f"{name!r} cannot be an alias",
-            hint="letters, digits and . _ @ / + -, beginning with a letter or digit, unlike an id",
+            hint="use letters, digits and . _ @ / + -, with a letter or digit first, and unlike an id",
         )

@@ -1,9 +1,8 @@
-"""The catalog as an object: one open database, and the verbs people use on it.
+"""The catalog as an object: one open database and the operations on it.
 
-Writing verbs run in one transaction each, begun as a writer: they happen as a whole or not at
-all, one after the other, whatever number of processes writes. Reading verbs never wait for them.
-Every verb raises `CatalogError` when the database fails, and `UsageError` for an id that is not
-there.
+Each writing method runs in one writer's transaction: it happens completely or not at all, and any number of
+processes write one after the other. Reading methods never wait for writers. Every method raises
+`CatalogError` if the database fails and `UsageError` for an unknown id.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 class Catalog:
     """An open catalog; see `ckptcore.catalog.open_catalog`.
 
-    May be used by several threads. After a fork or in another process, open it again.
+    Several threads may share one. After a fork, or in another process, open it again.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -49,11 +48,11 @@ class Catalog:
 
     @property
     def url(self) -> str:
-        """Where the catalog is, without its password."""
+        """The URL of the catalog, without its password."""
         return self._engine.url.render_as_string(hide_password=True)
 
     def close(self) -> None:
-        """Give the database connections back."""
+        """Close the database connections."""
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -66,25 +65,25 @@ class Catalog:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that is the only writer from its first statement on."""
+        """Open a transaction that excludes other writers from its first statement on."""
         with translated(self.url), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A transaction that sees one moment of the catalog and blocks nobody."""
+        """Open a transaction on one snapshot of the catalog. It blocks nobody."""
         with translated(self.url), self._readers.begin() as connection:
             yield connection
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
-        """Keep one idle connection: SQLite folds its log into the file whenever the last one is closed."""
+        """Keep one idle connection open: SQLite merges its log into the file when the last one closes."""
         with translated(self.url), self._engine.connect():
             yield
 
     @contextmanager
     def queueing(self) -> Iterator[Connection]:
-        """A transaction on the inbox or the outbox: it waits for no other writer of other rows."""
+        """Open a transaction on the inbox or the outbox. It does not wait for writers of other rows."""
         with translated(self.url), self._queues.begin() as connection:
             yield connection
 
@@ -98,7 +97,16 @@ class Catalog:
         tool_version: str,
         flow_run_id: str | None = None,
     ) -> str:
-        """Record that a conversion starts; its id."""
+        """Record that a conversion starts, and return its id.
+
+        Args:
+            request: the options of the conversion, as JSON values.
+            source_uri: the URI of the source checkpoint.
+            destination_uri: the URI of the output.
+            verb: the command, such as ``consolidate``.
+            tool_version: the version of ckptcore.
+            flow_run_id: the id of the Prefect flow run, if any.
+        """
         with self.writing() as conn:
             return conversions.begin_conversion(
                 conn,
@@ -120,10 +128,19 @@ class Catalog:
         derived: CheckpointFacts,
         findings: Iterable[Finding] = (),
     ) -> str:
-        """Record that it published `derived`, made from `source`; the id of the derived one.
+        """Record that a conversion published `derived`, made from `source`.
 
-        findings: what was found on the source on the way (warnings, notes). Called twice, the second time
-        changes nothing.
+        A second call for the same conversion changes nothing.
+
+        Args:
+            conversion_id: the id that `begin` returned.
+            facts: the conversion's sizes, digests and times.
+            source: the checkpoint that was read.
+            derived: the checkpoint that was written.
+            findings: the warnings and notes about the source or the output.
+
+        Returns:
+            The id of the derived checkpoint.
         """
         with self.writing() as conn:
             return conversions.succeed(conn, _now(), conversion_id, facts, source, derived, findings)
@@ -137,16 +154,22 @@ class Catalog:
         findings: Iterable[Finding] = (),
         source: CheckpointFacts | None = None,
     ) -> None:
-        """Record that it failed. With `source`, its findings stand against that checkpoint."""
+        """Record that a conversion failed. If `source` is given, the findings are recorded against it."""
         with self.writing() as conn:
             conversions.fail(
                 conn, _now(), conversion_id, code=code, message=message, findings=findings, source=source
             )
 
     def record_verdict(self, conversion_id: str, checks: Iterable[tuple[str, str, str]]) -> str:
-        """Record what was proven of the export that a conversion wrote; the verdict, with what was known.
+        """Record the results of checks on the export that a conversion wrote.
 
-        checks: (check, ok or failed or not-done, summary). A check that was not done takes nothing back.
+        Args:
+            conversion_id: the conversion that wrote the export.
+            checks: (check, verdict, summary) each; the verdict is ``ok``, ``failed`` or ``not-done``. A check
+                that was not done revokes no earlier result.
+
+        Returns:
+            The verdict on the export over all checks recorded so far.
         """
         with self.writing() as conn:
             return export_verdicts.record(conn, _now(), conversion_id, checks)
@@ -159,10 +182,15 @@ class Catalog:
         level: str = "cover",
         kind: Kind = Kind.SOURCE,
     ) -> str:
-        """Record what a check of `level` found on a checkpoint; the checkpoint's id.
+        """Record the findings of a check on a checkpoint, and return the checkpoint's id.
 
-        Findings of earlier checks that were not deeper and are not repeated count as resolved. kind: what it
-        is where nothing is known of it; what is known to be derived stays so.
+        Findings of earlier checks that were not deeper and are not repeated count as resolved.
+
+        Args:
+            facts: the checkpoint that was checked.
+            findings: everything that the check found.
+            level: the level of the check.
+            kind: the kind to record for an unknown checkpoint. A known derived checkpoint stays derived.
         """
         if level not in LEVELS:
             raise UsageError(f"no check level {level!r}", hint=f"one of {', '.join(LEVELS)}")
@@ -170,7 +198,7 @@ class Catalog:
             return conversions.record_validation(conn, _now(), facts, findings, level, kind)
 
     def tag(self, ref: str, key: str, value: str | None) -> None:
-        """Put or change a tag of a checkpoint (id, unique prefix or URI); None removes it."""
+        """Set a tag of a checkpoint (id, unique prefix or URI). The value None removes the tag."""
         with self.writing() as conn:
             checkpoint = query.resolve_checkpoint(conn, ref)
             checkpoints.set_tag(conn, _now(), checkpoint, key, value)
@@ -183,38 +211,45 @@ class Catalog:
         state: str | None = None,
         run: str | None = None,
     ) -> tuple[CheckpointRow, ...]:
-        """Checkpoints, the newest first."""
+        """Return checkpoints, newest first."""
         with self.reading() as conn:
             return query.list_checkpoints(conn, limit, kind, state, run)
 
     def conversions(self, limit: int | None = 50, *, state: str | None = None) -> tuple[ConversionRow, ...]:
-        """Conversions, the newest first: failed and running ones too."""
+        """Return conversions, newest first, including failed and running ones."""
         with self.reading() as conn:
             return query.list_conversions(conn, limit, state)
 
     def show(self, ref: str, *, tensors: bool = True) -> CheckpointDetail | ConversionDetail:
-        """All about a checkpoint (id, unique prefix or URI) or a conversion (id or prefix).
+        """Return the details of a checkpoint (id, unique prefix or URI) or a conversion (id or prefix).
 
-        tensors: False leaves the list of tensors out, which can be long.
+        Args:
+            ref: the checkpoint or conversion.
+            tensors: False omits the list of tensors, which can be long.
         """
         with self.reading() as conn:
             return query.show(conn, ref, tensors)
 
     def at(self, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
-        """What stands at a place now, or was the last to, and its files; None where nothing was recorded."""
+        """Return the current or last checkpoint at a URI with its files, or None if none was recorded."""
         with self.reading() as conn:
             return query.at(conn, normal_uri(uri))
 
     def lineage(self, ref: str, *, up: bool = True, down: bool = True) -> Lineage:
-        """What a checkpoint was made from and what was made from it, to the ends."""
+        """Return all ancestors (`up`) and descendants (`down`) of a checkpoint."""
         with self.reading() as conn:
             return lineage.lineage(conn, ref, up=up, down=down)
 
     def which(self, what: str) -> tuple[Origin, ...]:
-        """Where a file, a BLAKE3 digest (or a prefix of 8 digits and more) or a URI comes from.
+        """Find the origin of a file, a BLAKE3 digest (or its first 8 digits or more) or a URI.
 
-        A local file that is in no recorded checkpoint is recognised by its bytes: they are read
-        once. Several answers when the same bytes are in several places, the current ones first.
+        A local file outside all recorded checkpoints is recognised by its bytes, which are read once.
+
+        Returns:
+            One origin for each place with the same bytes, current ones first.
+
+        Raises:
+            UsageError: the catalog knows no such file, digest or URI.
         """
         digest = None
         with self.reading() as conn:
@@ -227,26 +262,30 @@ class Catalog:
         if not found:
             raise UsageError(
                 f"the catalog does not know {what}",
-                hint="`ckptcore catalog list` shows what it knows",
+                hint="`ckptcore catalog list` shows the recorded checkpoints",
                 digest=digest,
             )
         return tuple(found)
 
     def copies(self, fingerprint: str) -> tuple[Origin, ...]:
-        """Every checkpoint that holds the numbers of a fingerprint, in whatever format and topology.
+        """Find every checkpoint with the same tensor values, in any format and topology.
 
-        fingerprint: of a checkpoint or of a tensor, or a prefix of 8 digits and more.
+        Args:
+            fingerprint: the fingerprint of a checkpoint or a tensor, or its first 8 digits or more.
+
+        Raises:
+            UsageError: it is not a fingerprint, or the catalog knows no checkpoint or tensor with it.
         """
         if not lineage.is_digest(fingerprint):
             raise UsageError(
-                f"{fingerprint!r} is no fingerprint", hint="64 hex digits, or the first 8 and more"
+                f"{fingerprint!r} is not a fingerprint", hint="use 64 hex digits, or the first 8 or more"
             )
         with self.reading() as conn:
             found = lineage.with_fingerprint(conn, fingerprint)
         if not found:
             raise UsageError(
                 f"the catalog knows no checkpoint or tensor with the fingerprint {fingerprint}",
-                hint="`ckptcore fingerprint SRC` takes one",
+                hint="`ckptcore fingerprint SRC` computes one",
             )
         return tuple(found)
 

@@ -1,7 +1,7 @@
-"""Recording checkpoints: which row is it, what stood there before, and what is known against it?
+"""Record checkpoints: their rows, the rows that they replace, their findings and their tags.
 
-Every function works inside the writer's transaction that it is given: nobody else writes
-meanwhile, so reading a row and changing it is safe.
+Every function runs inside the given writer's transaction. Nobody else writes meanwhile, so reading a row and
+then changing it is safe.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 
 def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind: Kind) -> tuple[int, str]:
-    """The row of what stands at `facts.uri`: found again or new; (row id, public id).
+    """Find or insert the row of the checkpoint at `facts.uri`, and mark other rows of the URI as replaced.
 
     A row is one content at one URI. The same manifest with other file digests is other content.
-    All other rows of the URI are marked as replaced.
+
+    Returns:
+        (row id, public id).
     """
     uri, manifest = normal_uri(facts.uri), hex_digest(facts.manifest_digest)
     files = [(storable(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.files]
@@ -44,7 +46,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     ).where(Checkpoint.uri == uri, Checkpoint.manifest_digest == manifest)
     same = conn.execute(known.order_by(Checkpoint.replaced_at.is_not(None), Checkpoint.id.desc())).all()
     if content:
-        # Known content fills the unknown; unknown content is taken for what is known to be there.
+        # Prefer the row of this content, else one whose content is not known yet.
         same = [row for row in same if row.content_digest == content] or [
             row for row in same if not row.content_digest
         ]
@@ -67,8 +69,8 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
             _put_files(conn, row.id, files, Role.DATA)
         if extra:
             conn.execute(delete(CheckpointFile).where(*_files_in_role(row.id, Role.EXTRA)))
-            held = select(CheckpointFile.path).where(*_files_in_role(row.id, Role.DATA))
-            data = set(conn.execute(held).scalars())
+            stored = select(CheckpointFile.path).where(*_files_in_role(row.id, Role.DATA))
+            data = set(conn.execute(stored).scalars())
             _put_files(conn, row.id, [f for f in extra if f[0] not in data], Role.EXTRA)
         conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(changes))
         checkpoint, public = row.id, row.uuid
@@ -121,21 +123,28 @@ def note_findings(
     conversion: int | None,
     level: str | None,
 ) -> None:
-    """Write what was found, close what a check of `level` no longer finds, and settle the state.
+    """Insert findings, resolve those that a check of `level` no longer finds, and update the state.
 
-    level: the deepest level that was checked in full; None closes nothing.
-    A finding that a later check repeats stays one row; a conversion always gets rows of its own.
+    A finding that a later check repeats stays one row. A conversion always inserts rows of its own.
+
+    Args:
+        conn: a writer's transaction.
+        now: the time to record.
+        findings: the findings of the check.
+        checkpoint: the row id of the checkpoint, if any.
+        conversion: the row id of the conversion, if any.
+        level: the deepest level that was checked in full. None resolves nothing.
     """
-    told = {
+    new = {
         _identity(f.code, f.level, clean(f.message), _storable(f.fqn), _storable(f.file)): f for f in findings
     }
     if checkpoint is not None:
         closed = []
         for row in _open_findings(conn, checkpoint):
             same = _identity(row.code, row.level, row.message, row.fqn, row.file)
-            if same in told and conversion is None:
-                del told[same]
-            elif same in told or _depth(row.level) <= _depth(level):
+            if same in new and conversion is None:
+                del new[same]
+            elif same in new or _depth(row.level) <= _depth(level):
                 closed.append({"row": row.id})
         if closed:
             conn.execute(
@@ -155,7 +164,7 @@ def note_findings(
             "hint": clean(f.hint),
             "found_at": now,
         }
-        for f in told.values()
+        for f in new.values()
     ]
     if rows:
         conn.execute(insert(FindingRecord), rows)
@@ -164,9 +173,12 @@ def note_findings(
 
 
 def set_tag(conn: Connection, now: datetime, checkpoint: int, key: str, value: str | None) -> None:
-    """Put, change or (value None) remove a tag."""
+    """Set a tag, or remove it if the value is None."""
     if not key or key != key.strip():
-        raise UsageError(f"{key!r} cannot be the key of a tag", hint="give a word without blanks")
+        raise UsageError(
+            f"cannot set tag {key!r}: the key is empty or has blanks around it",
+            hint="give a word without blanks",
+        )
     conn.execute(delete(Tag).where(Tag.checkpoint_id == checkpoint, Tag.key == clean(key)))
     if value is not None:
         conn.execute(
@@ -175,7 +187,7 @@ def set_tag(conn: Connection, now: datetime, checkpoint: int, key: str, value: s
 
 
 def content_digest(files: Sequence[tuple[str, int, str | None]]) -> str:
-    """BLAKE3 over paths, sizes and digests, in the order of paths; '' unless all are known."""
+    """Return the BLAKE3 digest over sorted (path, size, digest); '' unless all digests are known."""
     if not files or any(digest is None for _, _, digest in files):
         return ""
     import blake3
@@ -200,15 +212,15 @@ def _put_files(
 
 
 def _note_fingerprints(conn: Connection, checkpoint: int, fingerprints: Mapping[str, str]) -> None:
-    """The newest word on tensors that are recorded already."""
+    """Update the fingerprints of tensors that are recorded already."""
     if not fingerprints:
         return
     here = Tensor.checkpoint_id == checkpoint
     known = {
         row.fqn: row.fingerprint for row in conn.execute(select(Tensor.fqn, Tensor.fingerprint).where(here))
     }
-    told = {storable(fqn): each for fqn, each in fingerprints.items()}
-    rows = [{"name": k, "found": v} for k, v in told.items() if k in known and known[k] != v]
+    newest = {storable(fqn): each for fqn, each in fingerprints.items()}
+    rows = [{"name": k, "found": v} for k, v in newest.items() if k in known and known[k] != v]
     if rows:
         named = Tensor.fqn == bindparam("name")
         change = update(Tensor).where(here, named).values(fingerprint=bindparam("found"))
@@ -250,7 +262,7 @@ def _run(conn: Connection, now: datetime, name: str | None) -> int | None:
 
 
 def _settle(conn: Connection, now: datetime, checkpoint: int, level: str | None) -> None:
-    """State and proof follow from the findings that are open now."""
+    """Derive the state and the verification of a checkpoint from its open findings."""
     codes = {row.code for row in _open_findings(conn, checkpoint) if row.severity == "error"}
     changes: dict[str, Any]
     if codes:
@@ -261,7 +273,7 @@ def _settle(conn: Connection, now: datetime, checkpoint: int, level: str | None)
         before = conn.execute(
             select(Checkpoint.verified_level).where(Checkpoint.id == checkpoint)
         ).scalar_one()
-        # A shallow look does not take back what a deeper one has proven.
+        # A shallow check does not revoke what a deeper one has proven.
         if level is not None and _depth(level) >= _depth(before):
             changes |= {"verified_at": now, "verified_level": level}
     conn.execute(update(Checkpoint).where(Checkpoint.id == checkpoint).values(changes))

@@ -1,11 +1,11 @@
-"""Claims: who makes one thing of one content, and has it been made?
+"""Claims: leases that let one process make an output while others wait for it.
 
-A claim is a row of its own for every (content of a source, destination, options). Whoever takes it works
-while its lease runs, and renews the lease; a worker that dies says nothing, and when the lease is over
-another may take the claim. What is done stays done. A taken row is known by its number of attempts, so that
-a worker which comes back late settles nothing.
+A claim is one row for each (content of a source, destination, options). Its owner works while the lease runs,
+and renews the lease. If a worker dies, its lease expires and another worker may take the claim. A finished
+claim stays done. The number of attempts identifies the taken row, so a worker that comes back late cannot end
+a claim that another one has taken.
 
-Every function works inside the transaction that it is given, a writer's where it changes something.
+Every function runs inside the given transaction. Functions that change something need a writer's transaction.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ckptcore.catalog.normalize import clean, normal_uri, storable
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-LEASE = timedelta(minutes=5)  # how long a worker may be silent
+LEASE = timedelta(minutes=5)  # how long a worker may go without renewing
 TAKEN, DONE, FAILED = "taken", "done", "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What is made of what. source_digest: of the content. options_digest: of all that decides the output."""
+    """The key of a claim: the source's content, the destination, and all options that affect the output."""
 
     source_digest: str
     destination: str
@@ -38,7 +38,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRow:
-    """One claim as it stands. mine: whether it was taken just now, by whoever asked."""
+    """One claim. mine: whether this call took it for the caller."""
 
     id: int
     key: Key
@@ -62,11 +62,21 @@ def take(
     owner: str,
     *,
     lease: timedelta = LEASE,
-    again: bool = False,
+    retry: bool = False,
 ) -> ClaimRow:
-    """The claim: the caller's from now on (`mine`), or how it stands: done, or in other hands.
+    """Take a claim for `owner`, or return it as it is: done, or taken by another process.
 
-    owner: who asks; the same owner takes his own claim again at once. again: take what is done, too.
+    Args:
+        conn: a writer's transaction.
+        now: the time to record.
+        key: what is made, of what, and where.
+        source: the URI of the source.
+        owner: the caller. An owner can take its own claim twice.
+        lease: how long the claim is reserved without a renewal.
+        retry: take the claim even if it is done.
+
+    Returns:
+        The claim. `mine` tells whether the caller owns it now.
     """
     values = {
         "source_digest": key.source_digest,
@@ -88,7 +98,7 @@ def take(
     if made is not None:
         return _claim_row(row, mine=True)
     busy = row.state == TAKEN and row.due_at > now and row.owner != storable(owner)
-    if busy or (row.state == DONE and not again):
+    if busy or (row.state == DONE and not retry):
         return _claim_row(row)
     values |= {"attempts": row.attempts + 1, "ended_at": None, "error_code": None, "error_message": None}
     conn.execute(update(Claim).where(Claim.id == row.id).values(values))
@@ -96,29 +106,29 @@ def take(
 
 
 def renew(conn: Connection, now: datetime, claim: ClaimRow, *, lease: timedelta = LEASE) -> bool:
-    """The lease runs anew; False when the claim is the caller's no more."""
-    return conn.execute(update(Claim).where(*_held(claim)).values(due_at=now + lease)).rowcount == 1
+    """Renew the lease. Return False if the caller no longer owns the claim."""
+    return conn.execute(update(Claim).where(*_owned(claim)).values(due_at=now + lease)).rowcount == 1
 
 
 def done(conn: Connection, now: datetime, claim: ClaimRow) -> bool:
-    """What was claimed is made; False when the claim is the caller's no more."""
-    return conn.execute(update(Claim).where(*_held(claim)).values(state=DONE, ended_at=now)).rowcount == 1
+    """Mark a claim as done. Return False if the caller no longer owns it."""
+    return conn.execute(update(Claim).where(*_owned(claim)).values(state=DONE, ended_at=now)).rowcount == 1
 
 
 def failed(conn: Connection, now: datetime, claim: ClaimRow, code: str, message: str) -> bool:
-    """It could not be made, and may be tried again; False when the claim is the caller's no more."""
+    """Mark a claim as failed, free for a retry. Return False if the caller no longer owns it."""
     values = {"state": FAILED, "ended_at": now, "error_code": code, "error_message": clean(message)}
-    return conn.execute(update(Claim).where(*_held(claim)).values(values)).rowcount == 1
+    return conn.execute(update(Claim).where(*_owned(claim)).values(values)).rowcount == 1
 
 
-def standing(conn: Connection, key: Key) -> ClaimRow | None:
-    """How a claim stands, or None when nobody ever took it."""
+def current(conn: Connection, key: Key) -> ClaimRow | None:
+    """Return a claim, or None if it was never taken."""
     row = conn.execute(select(Claim.__table__).where(*_is(key))).first()
     return None if row is None else _claim_row(row)
 
 
 def of_destination(conn: Connection, destination: str) -> tuple[ClaimRow, ...]:
-    """Every claim on a destination, the newest first."""
+    """Return every claim on a destination, newest first."""
     wanted = select(Claim.__table__).where(Claim.destination_uri == normal_uri(destination))
     return tuple(_claim_row(row) for row in conn.execute(wanted.order_by(Claim.id.desc())))
 
@@ -131,7 +141,7 @@ def _is(key: Key) -> tuple[Any, ...]:
     )
 
 
-def _held(claim: ClaimRow) -> tuple[Any, ...]:
+def _owned(claim: ClaimRow) -> tuple[Any, ...]:
     return Claim.id == claim.id, Claim.attempts == claim.attempts, Claim.state == TAKEN
 
 

@@ -1,7 +1,7 @@
-"""Recording conversions: what is written when one begins, succeeds, fails, or a check ends?
+"""Record conversions: their start, success or failure, and the results of checks.
 
-Every function works inside the writer's transaction that it is given: nobody else writes
-meanwhile, so reading a row and changing it is safe.
+Every function runs inside the given writer's transaction. Nobody else writes meanwhile, so reading a row and
+then changing it is safe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptcore.errors import CatalogError, Finding, UsageError
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-# Codes of what is found of the output, and not of the source.
+# Codes of findings about the output, not the source.
 _OF_OUTPUT = frozenset({"found-files", "left-beside", "not-loadable"})
 
 
@@ -39,7 +39,7 @@ def begin_conversion(
     tool_version: str,
     flow_run_id: str | None,
 ) -> str:
-    """A new running conversion; its id."""
+    """Insert a running conversion and return its id."""
     new = str(uuid.uuid4())
     conn.execute(
         insert(Conversion).values(
@@ -67,9 +67,12 @@ def succeed(
     derived: CheckpointFacts,
     findings: Iterable[Finding] = (),
 ) -> str:
-    """Both checkpoints, the edge between them, and the end of the conversion; the derived's id.
+    """Record the success of a conversion: both checkpoints, the edge between them, and the end.
 
-    Called twice (a retried task), the second time changes nothing.
+    A second call (a retried task) changes nothing.
+
+    Returns:
+        The public id of the derived checkpoint.
     """
     row = _conversion(conn, conversion)
     if row.state == Outcome.SUCCEEDED:
@@ -104,8 +107,8 @@ def succeed(
             error_message=None,
         )
     )
-    # Runs that were killed say nothing. Only one can hold a destination, and this one has just
-    # published there: whoever began before it and still "runs" is gone.
+    # Killed runs leave no record. Only one conversion can have a destination at a time, and this one has just
+    # published there: an earlier one that still "runs" is gone.
     conn.execute(
         update(Conversion)
         .where(
@@ -117,7 +120,7 @@ def succeed(
             state=Outcome.FAILED.value,
             ended_at=now,
             error_code="interrupted",
-            error_message=f"ended without a word; {conversion} wrote the destination",
+            error_message=f"the process ended unexpectedly; {conversion} wrote the destination",
         )
     )
     return derived_uuid
@@ -133,11 +136,11 @@ def fail(
     findings: Iterable[Finding],
     source: CheckpointFacts | None,
 ) -> None:
-    """The end of a conversion that published nothing."""
+    """Record the end of a conversion that published nothing."""
     row = _conversion(conn, conversion)
     if row.state == Outcome.SUCCEEDED:
         raise CatalogError(
-            f"conversion {conversion} is recorded as succeeded and cannot fail any more",
+            f"cannot fail conversion {conversion}: it is recorded as succeeded",
             hint="begin a new conversion for a new attempt",
         )
     source_id = None
@@ -161,7 +164,7 @@ def record_validation(
     level: str,
     kind: Kind = Kind.SOURCE,
 ) -> str:
-    """What a check of `level` found; the checkpoint's id. It closes what it no longer finds."""
+    """Record a check of `level`, resolve what it no longer finds, and return the checkpoint's id."""
     checkpoint, public = put_checkpoint(conn, now, facts, kind)
     note_findings(conn, now, findings, checkpoint=checkpoint, conversion=None, level=level)
     return public
@@ -170,9 +173,11 @@ def record_validation(
 def adopt(
     conn: Connection, now: datetime, derived: str, *, source_uri: str, source_digest: str, tool_version: str
 ) -> str | None:
-    """A conversion that the output itself tells of, without its times and sizes; the source's URI.
+    """Record the conversion that an output's own metadata names, without times and sizes.
 
-    None, and nothing changed, when a conversion of that output is known, or no checkpoint has that manifest.
+    Returns:
+        The URI of the source. None, with nothing changed, if a conversion of that output is known or no
+        checkpoint has that manifest.
     """
     made = conn.execute(select(Checkpoint.id, Checkpoint.uri).where(Checkpoint.uuid == derived)).one()
     same = Checkpoint.manifest_digest == hex_digest(source_digest)
@@ -186,9 +191,13 @@ def adopt(
 
 
 def adopt_equal(conn: Connection, now: datetime, derived: str, *, tool_version: str) -> str | None:
-    """As `adopt`, for an output that tells of no source: the one source that holds the same numbers.
+    """Record the conversion of an output whose metadata names no source, by its fingerprint.
 
-    Where several do, the one of the step that the output's name tells. Which verb it was is not known.
+    The source is the only present one with the same fingerprint. If there are several, it is the only one of
+    the same step, which comes from the output's name. The verb is unknown and recorded as ``rebuilt``.
+
+    Returns:
+        As `adopt`.
     """
     wanted = select(Checkpoint.id, Checkpoint.uri, Checkpoint.step, Checkpoint.fingerprint)
     made = conn.execute(wanted.where(Checkpoint.uuid == derived)).one()
@@ -221,10 +230,10 @@ def _adopted(conn: Connection, now: datetime, made: Any, source: Any, verb: str,
     ended = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
     conn.execute(update(Conversion).where(Conversion.id == row.id).values(ended))
     run = select(Checkpoint.run_id).where(Checkpoint.id == source.id)
-    of_its_own: dict[str, Any] = {"kind": Kind.DERIVED.value}
-    if conn.execute(run).scalar() is not None:  # a destination's name is only a guess
-        of_its_own |= {"run_id": None, "step": None}
-    conn.execute(update(Checkpoint).where(Checkpoint.id == made.id).values(of_its_own))
+    changes: dict[str, Any] = {"kind": Kind.DERIVED.value}
+    if conn.execute(run).scalar() is not None:  # the run in a destination's name is only a guess
+        changes |= {"run_id": None, "step": None}
+    conn.execute(update(Checkpoint).where(Checkpoint.id == made.id).values(changes))
     _inherit(conn, source.id, made.id)
     return str(source.uri)
 
@@ -236,7 +245,7 @@ def _conversion(conn: Connection, conversion: str) -> Any:
         .with_for_update()
     ).first()
     if row is None:
-        raise UsageError(f"the catalog has no conversion {conversion}", hint="begin it first")
+        raise UsageError(f"the catalog has no conversion {conversion}", hint="record its start first")
     return row
 
 
@@ -249,13 +258,13 @@ def _output_of(conn: Connection, conversion: int) -> str:
 
 
 def _of_the_same_run(conn: Connection, source: int, derived: CheckpointFacts) -> CheckpointFacts:
-    """What is made from a step of a run belongs to it: a destination's name is only a guess."""
+    """Drop the run that a destination's name suggests if the source's run is known."""
     known = conn.execute(select(Checkpoint.run_id).where(Checkpoint.id == source)).scalar()
     return derived if known is None else replace(derived, run=None, step=None)
 
 
 def _inherit(conn: Connection, source: int, derived: int) -> None:
-    """The run and step of the source, where the derived one has none."""
+    """Copy the run and the step of the source to a derived checkpoint that has none."""
     made_from = select(Checkpoint).where(Checkpoint.id == source).subquery()
     conn.execute(
         update(Checkpoint)

@@ -1,11 +1,11 @@
-"""Opening the catalog: which database, with which habits, and is its schema the one we know?
+"""Open the catalog's database and check that its schema is the one of this version.
 
-1. `parse` makes a SQLAlchemy URL of what the user gave.
-2. `engine_for` gives a database the habits a catalog needs: transactions that hold from the first
-   read on, a patient wait for other writers, foreign keys.
-3. `connect` looks at the schema's revision, makes a fresh SQLite database, refuses all others.
+1. `parse` turns the user's text into a SQLAlchemy URL.
+2. `engine_for` sets a database up for a catalog: transactions that lock before the first read, a long wait
+   for other writers, foreign keys.
+3. `connect` checks the revision of the schema. It sets up a fresh SQLite database and refuses all others.
 
-Alembic is not imported here: on every run the schema is normally at `HEAD` already.
+Alembic is not imported here: the schema is normally at `HEAD` already.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "00
 HEAD = REVISIONS[-1]
 
 PSYCOPG = "postgresql+psycopg"
-CONNECT_S = 15  # for a server that does not answer
+CONNECT_S = 15  # seconds until a server counts as unreachable
 
-WAIT_MS = 30_000  # for another writer; measured waits of 8 busy writers stay below one second
+WAIT_MS = 30_000  # wait for another writer; measured waits of 8 busy writers stay below one second
 
-# What makes a transaction a writer from its first statement on. SQLite's default begins as a
-# reader: two processes read the same row, both write, and one update is lost.
+# The statement that makes a transaction a writer before its first read. SQLite's default begins as a reader:
+# two processes read the same row, both write, and one update is lost.
 WRITER_BEGIN = {
     "sqlite": "BEGIN IMMEDIATE",
-    # Any constant: one writer at a time, who waits as long as on SQLite.
+    # Any constant: one writer at a time, which waits as long as on SQLite.
     "postgresql": f"SELECT set_config('lock_timeout', '{WAIT_MS}', true), pg_advisory_xact_lock(7163384699)",
 }
-# What makes several statements see one moment.
+# Several statements read one snapshot.
 READER_BEGIN = {"sqlite": "BEGIN", "postgresql": "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"}
-# Queues are taken from by rows: on PostgreSQL nobody waits there for a conversion that is being recorded.
+# Queues lock single rows: on PostgreSQL they do not wait for a conversion that is being recorded.
 QUEUE_BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SET LOCAL lock_timeout = {WAIT_MS}"}
-BEGIN = "ckptcore_begin"  # execution option: one of the three tables; a writer's by default
+BEGIN = "ckptcore_begin"  # execution option: one of the three tables; WRITER_BEGIN by default
 
-# https://www.postgresql.org/docs/current/errcodes-appendix.html: connections, too many of them, shutdown
-# and start, deadlocks and lost races, a lock that was waited for too long.
+# SQLSTATE prefixes of errors that pass: connections, too many of them, shutdown and start, deadlocks and
+# serialization failures, lock timeouts. https://www.postgresql.org/docs/current/errcodes-appendix.html
 PASSING_STATES = ("08", "53300", "57P", "40", "55P03")
-PASSING_WORDS = (
+PASSING_TEXTS = (
     "starting up",
     "shutting down",
     "recovery mode",
@@ -86,30 +86,30 @@ CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
 
 
 def default_url() -> str:
-    """``CKPTCORE_CATALOG_URL``, or a SQLite file in the user-data folder of the platform."""
+    """Return ``CKPTCORE_CATALOG_URL``, or the path of a SQLite file in the platform's user-data folder."""
     given = os.environ.get("CKPTCORE_CATALOG_URL")
     return given or str(platformdirs.user_data_path("ckptcore") / "catalog.sqlite")
 
 
 def connect(url: str, *, create: bool) -> Engine:
-    """An engine on the catalog at `url` with the schema at `HEAD`. Raises as `open_catalog`."""
+    """Return an engine for the catalog at `url`, with its schema at `HEAD`. Raises as `open_catalog`."""
     parsed = parse(url)
     path = sqlite_path(parsed)
-    shown = parsed.render_as_string(hide_password=True)
+    public_url = parsed.render_as_string(hide_password=True)
     if path is not None:
-        if not create and not os.path.exists(path):  # a name that no file can have is none that is there
+        if not create and not os.path.exists(path):  # also False for a name that no file can have
             raise CatalogError(
                 f"there is no catalog at {path}",
-                hint="the first conversion makes it; name another with --catalog URL",
-                url=shown,
+                hint="the first conversion creates it; name another with --catalog URL",
+                url=public_url,
                 missing=True,
             )
         if create:
             make_folder(path.parent)
     engine = engine_for(parsed)
     try:
-        with translated(shown):
-            _ensure_head(engine, shown, create)
+        with translated(public_url):
+            _ensure_head(engine, public_url, create)
     except BaseException:
         engine.dispose()
         raise
@@ -117,22 +117,22 @@ def connect(url: str, *, create: bool) -> Engine:
 
 
 def parse(url: str) -> URL:
-    """The URL of the catalog; a bare path is a SQLite file. Raises `CatalogError`."""
+    """Return the URL of the catalog. A bare path means a SQLite file. Raises `CatalogError`."""
     if "://" not in url:
         return URL.create("sqlite", database=os.path.abspath(os.path.expanduser(url)))
     try:
         parsed = make_url(url)
     except (exc.ArgumentError, ValueError) as error:
         raise CatalogError(
-            "the catalog's URL cannot be read",  # not shown: it may hold a password
+            "cannot parse the catalog's URL",  # without the URL: it may contain a password
             hint="use a path, sqlite:////absolute/path or postgresql+psycopg://user@host/database",
         ) from error
-    # What other tools write; SQLAlchemy before 2.1 would look for another driver.
+    # URLs of other tools name no driver; SQLAlchemy before 2.1 would look for psycopg2.
     return parsed.set(drivername=PSYCOPG) if parsed.drivername in ("postgresql", "postgres") else parsed
 
 
 def sqlite_path(url: URL) -> Path | None:
-    """The file of a SQLite URL; None for other servers and for databases in memory."""
+    """Return the file of a SQLite URL, or None for other servers and in-memory databases."""
     name = url.database
     if url.get_backend_name() != "sqlite" or not name or name.startswith((":memory:", "file:")):
         return None
@@ -140,25 +140,27 @@ def sqlite_path(url: URL) -> Path | None:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder of a SQLite file. Raises `CatalogError`."""
+    """Create the folder of a SQLite file. Raises `CatalogError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CatalogError(
-            f"the catalog's folder {folder} cannot be made: {error.strerror}",
+            f"cannot create the catalog's folder {folder}: {error.strerror}",
             hint="name another place with CKPTCORE_CATALOG_URL, or pass --no-catalog",
         ) from error
 
 
 def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
-    """An engine with the habits of this module.
+    """Return an engine with the settings of this module.
 
-    foreign_keys: off for migrations only: SQLite changes a table by dropping and rebuilding it,
-        and the drop would delete or refuse its children.
+    Args:
+        url: the database.
+        foreign_keys: False for migrations only. SQLite alters a table by dropping and rebuilding it, and the
+            drop would delete or refuse its children.
     """
     sqlite = url.get_backend_name() == "sqlite"
-    # A SQLite connection opens in a millisecond and must not be carried over a fork. A database
-    # in memory lives as long as its one connection.
+    # A SQLite connection opens in a millisecond and must not survive a fork. An in-memory database exists as
+    # long as its one connection.
     pool: type[Pool] | None = None
     options: dict[str, Any] = {"pool_pre_ping": True}
     if sqlite:
@@ -171,12 +173,12 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
         engine = create_engine(url, poolclass=pool, **options)
     except (exc.NoSuchModuleError, ModuleNotFoundError) as error:
         raise MissingDependency(
-            f"no driver for {url.drivername} is installed: {error}",
+            f"cannot open the catalog: no driver for {url.drivername} is installed ({error})",
             hint="for PostgreSQL: pip install 'ckptcore[postgres]'",
         ) from error
-    except exc.ArgumentError as error:  # a SQLite URL with a host, say
+    except exc.ArgumentError as error:  # for example a SQLite URL with a host
         raise CatalogError(
-            f"the catalog's URL {url.render_as_string(hide_password=True)} cannot be used",
+            f"cannot use the catalog's URL {url.render_as_string(hide_password=True)}",
             hint="use a path, sqlite:////absolute/path or postgresql+psycopg://user@host/database",
         ) from error
     if sqlite:
@@ -184,11 +186,11 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
 
         @event.listens_for(engine, "connect")
         def _habits(connection: Any, _record: Any) -> None:
-            connection.isolation_level = None  # or the driver would begin where it sees fit
+            connection.isolation_level = None  # or the driver would begin transactions on its own
             connection.execute(f"PRAGMA busy_timeout={WAIT_MS}")
             _set_journal(connection, journal)
-            # A commit may be lost when the machine loses power, but never torn: the truth lies
-            # beside the checkpoints.
+            # A power cut may lose a commit but never tears one: the files beside the checkpoints are the
+            # source of truth.
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
 
@@ -197,7 +199,7 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
         begin = connection.get_execution_options().get(BEGIN, WRITER_BEGIN)
         statement = begin.get(connection.dialect.name)
         if begin is QUEUE_BEGIN and sqlite:
-            # Whoever was told that an event is kept does not send it again: not even a power cut may take it.
+            # A sender does not repeat an event that was accepted: not even a power cut may lose it.
             connection.exec_driver_sql("PRAGMA synchronous=FULL")
         if statement:
             connection.exec_driver_sql(statement)
@@ -206,65 +208,68 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
 
 
 def connect_arguments(url: URL) -> dict[str, Any]:
-    """What psycopg is given beside the URL; the URL's own query goes before it."""
+    """Return arguments for psycopg beside the URL. The URL's own query takes precedence."""
     known = {"connect_timeout": CONNECT_S, "application_name": "ckptcore"}
     return {k: v for k, v in known.items() if k not in url.query}
 
 
 @contextmanager
 def translated(url: str) -> Iterator[None]:
-    """Raise `CatalogError` for what the database says, without statement and parameters.
+    """Translate database errors, without their statement and parameters.
 
-    Raises `CatalogAway` for what passes when one waits, and `UsageError` for a value that no column can hold.
+    Raises:
+        CatalogAway: the error passes with time.
+        UsageError: no column can store the value.
+        CatalogError: any other error.
     """
     try:
         yield
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"the catalog cannot hold this text: {error.reason} (got {quoted(error.object)})",
+            f"the catalog cannot store this text: {error.reason} (got {quoted(error.object)})",
             hint=_PLAIN_TEXT,
         ) from error
-    except ValueError as error:  # a time, a JSON text or an enumeration that somebody edited
+    except ValueError as error:  # an edited time, JSON text or enumeration value
         raise CatalogError(
             f"cannot read a row of the catalog: {type(error).__name__}: {error}",
-            hint="put back a backup of it, or record its checkpoints anew with `ckptcore catalog rebuild`",
+            hint="restore a backup, or record its checkpoints again with `ckptcore catalog rebuild`",
             url=url,
         ) from error
-    except OverflowError as error:  # SQLite's driver, of a number beyond 64 bits
-        raise UsageError(f"the catalog cannot hold this number: {error}", hint=_PLAIN_NUMBER) from error
+    except OverflowError as error:  # SQLite's driver, for a number beyond 64 bits
+        raise UsageError(f"the catalog cannot store this number: {error}", hint=_PLAIN_NUMBER) from error
     except exc.SQLAlchemyError as error:
-        said = getattr(error, "orig", None) or error
+        message = str(getattr(error, "orig", None) or error).strip()
         if _passes(error):
-            raise CatalogAway(f"the catalog does not answer: {str(said).strip()}", url=url) from error
+            raise CatalogAway(f"the catalog does not answer: {message}", url=url) from error
         if isinstance(error, exc.DataError):
-            raise UsageError(
-                f"the catalog cannot hold this value: {str(said).strip()}", hint=_PLAIN_TEXT
-            ) from error
+            raise UsageError(f"the catalog cannot store this value: {message}", hint=_PLAIN_TEXT) from error
         raise CatalogError(
-            f"the catalog cannot be used: {str(said).strip()}",
+            f"cannot use the catalog: {message}",
             hint="check the path, its permissions and the free space, or pass --no-catalog",
             url=url,
         ) from error
 
 
 def _passes(error: exc.SQLAlchemyError) -> bool:
-    """Whether waiting helps: the server is away, stopping or starting, or others keep the lock."""
+    """Return whether waiting helps: the server is away, stopping or starting, or others keep the lock."""
     if not isinstance(error, exc.DBAPIError):
         return isinstance(error, exc.TimeoutError)
-    said, state = str(error.orig), getattr(error.orig, "sqlstate", None)
+    message, state = str(error.orig), getattr(error.orig, "sqlstate", None)
     if isinstance(error.orig, sqlite3.OperationalError):
-        return "locked" in said
+        return "locked" in message
     if state is not None:
         return str(state).startswith(PASSING_STATES)
-    # Without a state no session came about: a server that refuses one says FATAL and why.
+    # Without a state there was no session: a server that refuses one says FATAL and why.
     gone = error.connection_invalidated or isinstance(error, exc.OperationalError)
-    return gone and ("FATAL" not in said or any(words in said for words in PASSING_WORDS))
+    return gone and ("FATAL" not in message or any(text in message for text in PASSING_TEXTS))
 
 
 def journal_mode(path: Path, mounts: str | None = None) -> str:
-    """WAL on a local file system, DELETE where several machines may share the file.
+    """Return WAL for a local file system and DELETE where several machines may share the file.
 
-    mounts: the text of /proc/self/mounts; read when None.
+    Args:
+        path: the SQLite file.
+        mounts: the text of /proc/self/mounts; read if None.
     """
     if mounts is None:
         table = Path("/proc/self/mounts")
@@ -272,20 +277,20 @@ def journal_mode(path: Path, mounts: str | None = None) -> str:
     folder = os.path.realpath(path.parent)
     best, kind = "", ""
     for line in mounts.splitlines():
-        words = line.split()
-        if len(words) < 3:
+        fields = line.split()
+        if len(fields) < 3:
             continue
-        point = words[1].replace("\\040", " ")
+        point = fields[1].replace("\\040", " ")
         inside = folder == point or folder.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
-            best, kind = point, words[2]
+            best, kind = point, fields[2]
     return "DELETE" if kind.startswith(SHARED_FILE_SYSTEMS) else "WAL"
 
 
 def revision(connection: Connection) -> str | None:
-    """The schema revision; None for a database without any table.
+    """Return the schema revision, or None for a database without tables.
 
-    Raises `CatalogError` when the tables are somebody else's.
+    Raises `CatalogError` if the tables are not a catalog's.
     """
     tables = inspect(connection).get_table_names()
     foreign = [name for name in tables if name != "alembic_version"]
@@ -301,14 +306,14 @@ def revision(connection: Connection) -> str | None:
     return None
 
 
-def _ensure_head(engine: Engine, shown: str, create: bool) -> None:
+def _ensure_head(engine: Engine, public_url: str, create: bool) -> None:
     with engine.execution_options(**{BEGIN: READER_BEGIN}).begin() as connection:
         found = revision(connection)
     if found == HEAD:
         return
     if found is None and engine.dialect.name == "sqlite" and create:
         with engine.begin() as connection:
-            # Another process may have been faster; the writer's lock is ours only now.
+            # Another process may have been faster: check once more under the writer's lock.
             if revision(connection) is None:
                 Base.metadata.create_all(connection)
                 make_views(connection)
@@ -317,30 +322,32 @@ def _ensure_head(engine: Engine, shown: str, create: bool) -> None:
         return
     if found is None:
         raise CatalogError(
-            "the catalog's database has no tables yet", hint="run `ckptcore catalog upgrade` once", url=shown
+            "the catalog's database has no tables yet",
+            hint="run `ckptcore catalog upgrade` once",
+            url=public_url,
         )
     if found in REVISIONS:
         raise CatalogError(
             f"the catalog's schema is {found}, this version needs {HEAD}",
             hint="run `ckptcore catalog upgrade`",
-            url=shown,
+            url=public_url,
         )
     raise CatalogError(
-        f"the catalog's schema {found} is newer than this version, which knows {HEAD}",
+        f"the catalog's schema must be {HEAD} (got {found}, of a newer version of ckptcore)",
         hint="upgrade ckptcore, name another catalog, or pass --no-catalog",
-        url=shown,
+        url=public_url,
     )
 
 
 def _set_journal(connection: Any, mode: str) -> None:
-    """Switch once per file; processes that come to a fresh file together take turns."""
+    """Switch the journal mode once per file. Processes that open a fresh file together take turns."""
     deadline = time.monotonic() + WAIT_MS / 1000
     while connection.execute("PRAGMA journal_mode").fetchone()[0].upper() not in (mode, "MEMORY"):
         try:
             connection.execute(f"PRAGMA journal_mode={mode}")
         except sqlite3.OperationalError as error:
             if "readonly" in str(error):
-                return  # a catalog that may only be read stays as it is
+                return  # a read-only catalog stays as it is
             # Switching ignores the busy timeout: SQLite will not wait for an exclusive lock here.
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise

@@ -1,8 +1,8 @@
-"""Keep verdicts on exports: what is known of each check, and what it amounts to?
+"""Record the verdicts on exports, check by check.
 
-A verdict belongs to the conversion that wrote the export. Of each check the newest word counts; a check that
-could not be done later, because the source is gone, say, does not take back what was proven before. One that
-failed counts until it is made again.
+A verdict belongs to the conversion that wrote the export. The newest result of each check counts. A check
+that cannot be done later, for example because the source was deleted, does not revoke an earlier result. A
+failed check counts until it is repeated.
 """
 
 from __future__ import annotations
@@ -25,15 +25,22 @@ FAILED, NOT_DONE, UNPROVEN, OK = "failed", "not-done", "unproven", "ok"
 
 
 def record(conn: Connection, now: datetime, conversion: str, checks: Iterable[tuple[str, str, str]]) -> str:
-    """Stores the outcome of checks; the verdict on all that are known.
+    """Record the results of checks and return the verdict over all checks recorded so far.
 
-    checks: (check, ok or failed or not-done, summary). Raises `UsageError` for an unknown conversion.
+    Args:
+        conn: a writer's transaction.
+        now: the time to record.
+        conversion: the public id of the conversion that wrote the export.
+        checks: (check, verdict, summary) each; the verdict is ``ok``, ``failed`` or ``not-done``.
+
+    Raises:
+        UsageError: the catalog has no such conversion.
     """
     row = conn.execute(
         select(Conversion.id, Conversion.export_checks).where(Conversion.uuid == conversion).with_for_update()
     ).first()
     if row is None:
-        raise UsageError(f"the catalog has no conversion {conversion}", hint="begin it first")
+        raise UsageError(f"the catalog has no conversion {conversion}", hint="record its start first")
     known: dict[str, dict[str, str]] = json.loads(row.export_checks or "{}")
     for name, verdict, summary in checks:
         if verdict != NOT_DONE or known.get(name, {}).get("verdict", NOT_DONE) == NOT_DONE:

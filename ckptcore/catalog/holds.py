@@ -1,6 +1,6 @@
-"""Holds: which checkpoints must not be deleted, for how long, and why?
+"""Holds: reasons, with an optional end, why a checkpoint must not be deleted.
 
-Every function works inside the transaction that it is given, a writer's where it changes something.
+Every function runs inside the given transaction. Functions that change something need a writer's transaction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HoldRow:
-    """One hold. until: when it ends by itself, or None. released_at: when somebody ended it, or None."""
+    """One hold. until: when it expires, or None. released_at: when it was released, or None."""
 
     id: str
     checkpoint: str
@@ -38,11 +38,13 @@ class HoldRow:
 def place(
     conn: Connection, now: datetime, ref: str, reason: str, *, owner: str = "", until: datetime | None = None
 ) -> str:
-    """Holds what `ref` names; the id of the hold. Raises `UsageError`."""
+    """Place a hold on the checkpoint that `ref` names, and return the hold's id. Raises `UsageError`."""
     if not reason.strip():
-        raise UsageError("a hold needs a reason", hint="say who will need the checkpoint, and what for")
+        raise UsageError("a hold needs a reason", hint="say who needs the checkpoint, and what for")
     if until is not None and until <= now:
-        raise UsageError(f"the hold would be over already: {until.isoformat()}", hint="name a time to come")
+        raise UsageError(
+            f"the end of a hold must be in the future (got {until.isoformat()})", hint="name a later time"
+        )
     new = str(uuid.uuid4())
     conn.execute(
         insert(Hold).values(
@@ -58,14 +60,14 @@ def place(
 
 
 def release(conn: Connection, now: datetime, hold: str) -> None:
-    """Ends a hold; a second time changes nothing. Raises `UsageError` for an id that is not there."""
+    """Release a hold. A second call changes nothing. Raises `UsageError` for an unknown id."""
     if conn.execute(select(Hold.id).where(Hold.uuid == hold)).first() is None:
-        raise UsageError(f"there is no hold {hold}", hint="`ckptcore catalog hold list` shows them")
+        raise UsageError(f"there is no hold {hold}", hint="`ckptcore catalog hold list` lists all holds")
     conn.execute(update(Hold).where(Hold.uuid == hold, Hold.released_at.is_(None)).values(released_at=now))
 
 
-def held(conn: Connection, now: datetime, ref: str | None = None) -> tuple[HoldRow, ...]:
-    """The holds that are in force, the oldest first: on what `ref` names, or all."""
+def active(conn: Connection, now: datetime, ref: str | None = None) -> tuple[HoldRow, ...]:
+    """Return the holds in force, oldest first: all, or those on the checkpoint that `ref` names."""
     wanted = select(Hold, Checkpoint.uuid.label("checkpoint"), Checkpoint.uri).join(Checkpoint)
     if ref is not None:
         wanted = wanted.where(Hold.checkpoint_id == resolve_checkpoint(conn, ref))
@@ -73,7 +75,7 @@ def held(conn: Connection, now: datetime, ref: str | None = None) -> tuple[HoldR
 
 
 def in_force(now: datetime) -> tuple[ColumnElement[bool], ...]:
-    """The conditions on `Hold` under which it counts at `now`."""
+    """Return the conditions on `Hold` under which a hold is in force at `now`."""
     return Hold.released_at.is_(None), or_(Hold.until.is_(None), Hold.until > now)
 
 

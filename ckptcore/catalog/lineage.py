@@ -1,4 +1,4 @@
-"""Lineage: what was this made from, what was made from it, and where does this file come from?"""
+"""Find the ancestors and descendants of checkpoints and the origin of files, digests and fingerprints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _READ = 1 << 20  # bytes per read; larger fresh buffers are slower
 
 
 def lineage(conn: Connection, ref: str, *, up: bool, down: bool) -> Lineage:
-    """Everything upstream and downstream of the checkpoint that `ref` names, nearest first."""
+    """Return everything upstream and downstream of the checkpoint that `ref` names, nearest first."""
     row_id = resolve_checkpoint(conn, ref)
     row = conn.execute(checkpoint_rows().where(Checkpoint.id == row_id)).one()
     return Lineage(
@@ -45,7 +45,7 @@ def lineage(conn: Connection, ref: str, *, up: bool, down: bool) -> Lineage:
 
 
 def which(conn: Connection, what: str) -> list[Origin]:
-    """By digest where `what` looks like one and is known, else by URI, else by containing URI."""
+    """Find origins by digest if `what` looks like a known one, else by URI, else by the containing URI."""
     found: list[Origin] = []
     if is_digest(what):
         found = _by_digest(conn, hex_digest(what))
@@ -53,14 +53,14 @@ def which(conn: Connection, what: str) -> list[Origin]:
 
 
 def with_fingerprint(conn: Connection, fingerprint: str) -> list[Origin]:
-    """The checkpoints whose fingerprint this is; where there is none, those with a tensor whose it is."""
+    """Find the checkpoints with this fingerprint or, if there are none, those with such a tensor."""
     wanted = hex_digest(fingerprint)
     for column, rows in (
         (Checkpoint.fingerprint, select(Checkpoint.id)),
         (Tensor.fingerprint, select(Checkpoint.id).join(Tensor, Tensor.checkpoint_id == Checkpoint.id)),
     ):
-        whole = len(wanted) == _DIGEST_LENGTH
-        same = column == wanted if whole else begins(column, wanted)
+        complete = len(wanted) == _DIGEST_LENGTH
+        same = column == wanted if complete else begins(column, wanted)
         found = dict.fromkeys(conn.execute(rows.where(same).order_by(*current_first())).scalars())
         if found:
             return [_origin_of(conn, row, None) for row in found]
@@ -68,12 +68,12 @@ def with_fingerprint(conn: Connection, fingerprint: str) -> list[Origin]:
 
 
 def is_digest(text: str) -> bool:
-    """Whether a text looks like a digest, or like the beginning of one."""
+    """Return whether a text looks like a digest or the beginning of one."""
     return _DIGEST.fullmatch(text.lower()) is not None
 
 
 def digest_of_file(path: str) -> str | None:
-    """The BLAKE3 digest of a local file; None where there is no such file."""
+    """Return the BLAKE3 digest of a local file, or None if there is no such file."""
     import blake3
 
     if not os.path.isfile(path):
@@ -84,7 +84,7 @@ def digest_of_file(path: str) -> str | None:
             while count := file.readinto(buffer):
                 digest.update(memoryview(buffer)[:count])
     except OSError as error:
-        raise SourceUnreadable(f"{path} cannot be read: {error.strerror}", path=path) from error
+        raise SourceUnreadable(f"cannot read {path}: {error.strerror}", path=path) from error
     return digest.hexdigest()
 
 
@@ -115,7 +115,7 @@ def _by_place(conn: Connection, uri: str) -> list[Origin]:
     if exact is not None:
         return [_origin_of(conn, exact.id, _only_file(conn, exact.id, uri))]
     above = conn.execute(here.where(Checkpoint.uri.in_(parents(uri)))).all()
-    # The innermost folder first; there, what stands there now before what was replaced.
+    # The innermost folder first; within it, the current checkpoint before replaced ones.
     for row in sorted(above, key=lambda row: (-len(row.uri), row.state == State.REPLACED)):
         inside = uri[len(row.uri) :].lstrip("/")
         file = conn.execute(
@@ -129,7 +129,7 @@ def _by_place(conn: Connection, uri: str) -> list[Origin]:
 
 
 def _only_file(conn: Connection, checkpoint: int, uri: str) -> FileRow | None:
-    """The file of a checkpoint that is a single file itself."""
+    """Return the file of a checkpoint that is a single file itself."""
     files = conn.execute(
         select(CheckpointFile).where(CheckpointFile.checkpoint_id == checkpoint).limit(2)
     ).all()
@@ -154,10 +154,10 @@ def _origin_of(conn: Connection, checkpoint: int, file: FileRow | None) -> Origi
 
 
 def _steps(conn: Connection, start: int, near: Direction, far: Direction) -> tuple[LineageStep, ...]:
-    """The conversions reached by going from the `near` end of each to its `far` end."""
+    """Return the conversions reached by going from the `near` end of each to its `far` end."""
     reached = select(Checkpoint.id).where(Checkpoint.id == start).cte("reached", recursive=True)
     here, there = aliased(ConversionIO), aliased(ConversionIO)
-    # UNION, not UNION ALL: a checkpoint that was converted onto itself must not go round for ever.
+    # UNION, not UNION ALL: a checkpoint that was converted onto itself must not loop forever.
     reached = reached.union(
         select(there.checkpoint_id)
         .join(here, here.conversion_id == there.conversion_id)
@@ -189,7 +189,7 @@ def _steps(conn: Connection, start: int, near: Direction, far: Direction) -> tup
 
 
 def _depths(start: int, edges: list[tuple[int, int]]) -> dict[int, int]:
-    """How many edges each end is away from `start`."""
+    """Return how many edges each checkpoint is away from `start`."""
     ahead = defaultdict(list)
     for here, there in edges:
         ahead[here].append(there)

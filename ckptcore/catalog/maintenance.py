@@ -1,6 +1,6 @@
-"""Tending: which checkpoints are due to be looked at, what came of it, and which are deleted?
+"""Maintain recorded checkpoints: find those due for a check, record results, mark deletions.
 
-Every function works inside the transaction that it is given, a writer's where it changes something.
+Every function runs inside the given transaction. Functions that change something need a writer's transaction.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 _ALIVE = (State.PRESENT.value, State.DAMAGED.value, State.INCOMPLETE.value, State.GONE.value)
-_STALE = timedelta(days=1)  # a conversion that has "run" for longer was killed without a word
+_STALE = timedelta(days=1)  # a conversion that "runs" for longer was killed and left no record
 
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """What holds a checkpoint: tags, names that stand for it, reasons to keep it, who reads it now."""
+    """Why a checkpoint must stay: tag keys, alias names, reasons of holds, ids or owners of readers."""
 
     tags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Ties:
 
 
 def due(conn: Connection) -> tuple[CheckpointRow, ...]:
-    """What should be there, the longest unproven first."""
+    """Return the checkpoints that should exist, the longest unverified first."""
     last = func.coalesce(Checkpoint.checked_at, Checkpoint.verified_at)
     wanted = checkpoint_rows().where(Checkpoint.state.in_(_ALIVE))
     ordered = wanted.order_by(last.is_not(None), last, Checkpoint.id)
@@ -46,26 +46,26 @@ def due(conn: Connection) -> tuple[CheckpointRow, ...]:
 
 
 def checked(conn: Connection, now: datetime, public: str, level: str, findings: Iterable[Finding]) -> None:
-    """What a look of `level` at a registered checkpoint found; state and proof follow from it."""
+    """Record the findings of a check of `level`, and derive the checkpoint's state from them."""
     row = resolve_checkpoint(conn, public)
     note_findings(conn, now, findings, checkpoint=row, conversion=None, level=level)
     looked(conn, now, public)
 
 
 def gone(conn: Connection, now: datetime, public: str) -> None:
-    """Nothing is at its place any more; the row stays."""
+    """Record that nothing is at the checkpoint's URI any more. The row stays."""
     values = {"state": State.GONE.value, "verified_at": None, "verified_level": None, "checked_at": now}
     here = (Checkpoint.uuid == public, Checkpoint.state.in_(_ALIVE))
     conn.execute(update(Checkpoint).where(*here).values(values))
 
 
 def looked(conn: Connection, now: datetime, public: str) -> None:
-    """It had its turn."""
+    """Record the time of a check, whatever its result."""
     conn.execute(update(Checkpoint).where(Checkpoint.uuid == public).values(checked_at=now))
 
 
 def sources(conn: Connection, root: str | None = None, run: str | None = None) -> tuple[CheckpointRow, ...]:
-    """The sources that are there: below a root, or of a run."""
+    """Return the present sources, below a root or of a run if given."""
     wanted = checkpoint_rows().where(
         Checkpoint.kind == Kind.SOURCE.value, Checkpoint.state == State.PRESENT.value
     )
@@ -74,12 +74,12 @@ def sources(conn: Connection, root: str | None = None, run: str | None = None) -
     if run is not None:
         wanted = wanted.where(TrainingRun.name == run)
     found = (checkpoint_row(row) for row in conn.execute(wanted.order_by(Checkpoint.id)))
-    # SQLite's LIKE takes /runs/A for /runs/a.
+    # SQLite's LIKE matches /runs/A for /runs/a.
     return tuple(r for r in found if root is None or r.uri.startswith(root.rstrip("/") + "/"))
 
 
 def children(conn: Connection, public: str) -> tuple[tuple[ConversionRow, CheckpointRow], ...]:
-    """What was made of a checkpoint and is there, with the conversion that made it."""
+    """Return the present checkpoints made from one, each with the conversion that made it."""
     row = resolve_checkpoint(conn, public)
     read = select(ConversionIO.conversion_id).where(
         ConversionIO.checkpoint_id == row, ConversionIO.direction == Direction.IN.value
@@ -106,7 +106,7 @@ def children(conn: Connection, public: str) -> tuple[tuple[ConversionRow, Checkp
 
 
 def ties(conn: Connection, now: datetime, public: str) -> Ties:
-    """What holds a checkpoint at this moment."""
+    """Return why a checkpoint must stay at this moment."""
     row = resolve_checkpoint(conn, public)
     uri = select(Checkpoint.uri).where(Checkpoint.id == row).scalar_subquery()
     reading = select(Conversion.uuid).where(
@@ -128,13 +128,13 @@ def ties(conn: Connection, now: datetime, public: str) -> Ties:
 
 
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
-    """Other checkpoints that are there and lie in this one's folder."""
+    """Return the URIs of other existing checkpoints inside this one's folder."""
     below = Checkpoint.uri.startswith(uri.rstrip("/") + "/", autoescape=True)
     return tuple(conn.execute(select(Checkpoint.uri).where(below, Checkpoint.state.in_(_ALIVE))).scalars())
 
 
 def deleted(conn: Connection, now: datetime, row: CheckpointRow) -> bool:
-    """It is deleted on purpose from now on; False when its row is not what it was."""
+    """Mark a checkpoint as deleted on purpose. Return False if its row has changed since it was read."""
     here = (
         Checkpoint.uuid == row.id,
         Checkpoint.uri == row.uri,
@@ -147,18 +147,18 @@ def deleted(conn: Connection, now: datetime, row: CheckpointRow) -> bool:
 
 
 def restored(conn: Connection, public: str) -> None:
-    """It was not deleted after all."""
+    """Mark a deleted checkpoint as present: its deletion did not happen."""
     here = (Checkpoint.uuid == public, Checkpoint.state == State.DELETED.value)
     conn.execute(update(Checkpoint).where(*here).values(state=State.PRESENT.value, deleted_at=None))
 
 
 def state_of(conn: Connection, public: str) -> str | None:
-    """The state of a checkpoint, or None for one that this catalog does not know."""
+    """Return the state of a checkpoint, or None if this catalog does not know it."""
     return conn.execute(select(Checkpoint.state).where(Checkpoint.uuid == public)).scalar()
 
 
 def known_below(conn: Connection, root: str) -> tuple[str, ...]:
-    """The places below a root where sources are, or were."""
+    """Return the URIs below a root where sources are or were."""
     above = root.rstrip("/") + "/"
     below = Checkpoint.uri.startswith(above, autoescape=True)
     wanted = select(Checkpoint.uri).where(below, Checkpoint.kind == Kind.SOURCE.value).distinct()

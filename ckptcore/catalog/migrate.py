@@ -1,4 +1,4 @@
-"""Migrations: how does an older catalog become one of this version?
+"""Migrate older catalogs to the schema of this version.
 
 `upgrade` runs the scripts of `alembic/` through the engine of `database.py`. Development commands
 (`alembic check`, `alembic revision --autogenerate`) find the same scripts through pyproject.toml.
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
 
 def upgrade(url: str) -> tuple[str | None, str]:
-    """Run what is missing, all or nothing; the revisions before and after.
+    """Run the missing migrations, all or none, and return the revisions before and after.
 
-    Raises `CatalogError` when the database cannot be used, is not a catalog, or is newer.
+    Raises `CatalogError` if the database cannot be used, is not a catalog, or has a newer schema.
     """
     return migrate(url, HEAD)
 
 
 def migrate(url: str, target: str) -> tuple[str | None, str]:
-    """Go up to the revision `target`; `upgrade` is the case of `HEAD`."""
+    """Migrate up to the revision `target`; see `upgrade`, which is the case of `HEAD`."""
     with migrating(url) as connection:
         before = revision(connection)
         if before != target:
             if before is not None and before not in REVISIONS:
                 raise CatalogError(
-                    f"the catalog's schema {before} is newer than this version, which knows {HEAD}",
+                    f"cannot migrate: the catalog's schema {before} is newer than this version's {HEAD}",
                     hint="upgrade ckptcore",
                 )
             config = configuration()
@@ -57,10 +57,10 @@ def migrate(url: str, target: str) -> tuple[str | None, str]:
 
 @contextmanager
 def migrating(url: str) -> Iterator[Connection]:
-    """A connection in one transaction, fit for migrations: others wait, foreign keys are off, views away.
+    """Open a transaction for migrations: other writers wait, foreign keys are off, views are dropped.
 
-    Views would keep tables from being changed. Leaving it makes them again where the schema is `HEAD`,
-    checks the foreign keys, and only then commits.
+    Views would keep tables from being changed. On exit, the views are recreated if the schema is `HEAD`,
+    and the foreign keys are checked before the commit.
     """
     parsed = parse(url)
     path = sqlite_path(parsed)
@@ -77,8 +77,8 @@ def migrating(url: str) -> Iterator[Connection]:
                 broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
                 if broken:
                     raise CatalogError(
-                        f"a migration would leave {len(broken)} rows without their parent, "
-                        f"first in table {broken[0][0]}; nothing was changed",
+                        f"cannot migrate: the number of rows without their parent would be {len(broken)}, "
+                        f"first in table {broken[0][0]}. Nothing was changed",
                         hint="report this with the revision the catalog was at",
                     )
     finally:
@@ -86,19 +86,19 @@ def migrating(url: str) -> Iterator[Connection]:
 
 
 def configuration() -> Config:
-    """Alembic's configuration: the scripts, wherever this installation keeps them."""
+    """Return Alembic's configuration with the folder of the migration scripts."""
     config = Config()
     config.set_main_option("script_location", str(scripts_folder()).replace("%", "%%"))
     return config
 
 
 def scripts_folder() -> Path:
-    """`alembic/` of a checkout, or its copy inside an installed package."""
+    """Return `alembic/` of a checkout, or its copy inside an installed package."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "_migrations", package.parent / "alembic"):
         if (folder / "env.py").is_file():
             return folder
     raise CatalogError(
-        f"the migration scripts are in neither {package / '_migrations'} nor {package.parent / 'alembic'}",
-        hint="install ckptcore again",
+        f"cannot find the migration scripts in {package / '_migrations'} or {package.parent / 'alembic'}",
+        hint="reinstall ckptcore",
     )

@@ -1,8 +1,8 @@
-"""Catalog tables: which facts are rows, and how do they hang together?
+"""The tables of the catalog.
 
-Values are TEXT and states are plain strings: both have always outgrown their limits elsewhere.
-JSON stands as text, and only in columns that nobody filters by. Every foreign key is indexed.
-The same tables serve SQLite and PostgreSQL; a change here needs a migration in `alembic/versions`.
+Values are TEXT and states are plain strings, without a maximum length. JSON is stored as text, and only in
+columns that nobody filters by. Every foreign key is indexed. The same tables serve SQLite and PostgreSQL.
+A change here needs a migration in `alembic/versions`.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """An aware time. SQLite forgets the zone, so it is put back on the way out."""
+    """A time with a zone. SQLite does not store the zone, so it is set to UTC when a row is read."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Convert a time to UTC. Raises `ValueError` for one without a zone."""
         if value is None:
             return None
         if value.tzinfo is None:
-            raise ValueError(f"a time without a zone: {value!r}")
+            raise ValueError(f"a time must have a zone (got {value!r})")
         return value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Return a stored time with the zone UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
-# SQLite numbers rows by itself only in a column that is declared INTEGER.
+# SQLite numbers rows itself only in a column declared INTEGER.
 _Id = BigInteger().with_variant(Integer(), "sqlite")
 
-# Names that Alembic can refer to when a constraint must be dropped one day.
+# Names by which Alembic can drop a constraint.
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -73,11 +75,11 @@ class TrainingRun(Base):
 
 
 class Checkpoint(Base):
-    """One content at one URI: what stands there later is another row.
+    """One content at one URI. Other content at the same URI is another row.
 
     content_digest is '' while unknown, because NULLs would all count as different in the key.
     dtypes is a comma-separated list, the dtype with the most bytes first. origin is JSON.
-    num_files counts the files that hold what the manifest names.
+    num_files counts the files with the data that the manifest names.
     """
 
     __tablename__ = "checkpoint"
@@ -112,7 +114,7 @@ class Checkpoint(Base):
 
 
 class CheckpointFile(Base):
-    """A file of a checkpoint, relative to its URI. role: see `values.Role`."""
+    """A file of a checkpoint, relative to its URI. role: see `types.Role`."""
 
     __tablename__ = "checkpoint_file"
 
@@ -124,7 +126,7 @@ class CheckpointFile(Base):
 
 
 class Tensor(Base):
-    """A logical tensor of a checkpoint; shape is a JSON list of elements."""
+    """A logical tensor of a checkpoint. shape is a JSON list of sizes in elements."""
 
     __tablename__ = "tensor"
 
@@ -139,10 +141,10 @@ class Tensor(Base):
 class Conversion(Base):
     """One run of a conversion, recorded when it begins. request and timings are JSON.
 
-    source_stamp, source_ctime: digests over what the source's files were read as, see
-    `ckptcore.execution.source_stamps`; NULL where it is not known, and the latter where the store has no such
-    time. export_verdict: what `verify-export` said last, NULL where nobody asked; export_checks (JSON) is its
-    word on each check, see `export_verdicts.py`.
+    source_stamp, source_ctime: digests over the stamps of the source's files when they were read, see
+    `ckptcore.execution.source_stamps`. NULL if unknown; the latter also if the store has no such time.
+    export_verdict: the last verdict of `verify-export`, NULL if it never ran. export_checks (JSON): its
+    results by check, see `export_verdicts.py`.
     """
 
     __tablename__ = "conversion"
@@ -176,7 +178,7 @@ class Conversion(Base):
 
 
 class ConversionIO(Base):
-    """Which checkpoints a conversion read (in) and wrote (out): the edges of lineage."""
+    """A checkpoint that a conversion read (in) or wrote (out): an edge of lineage."""
 
     __tablename__ = "conversion_io"
     __table_args__ = (Index(None, "checkpoint_id", "direction"),)
@@ -187,7 +189,7 @@ class ConversionIO(Base):
 
 
 class FindingRecord(Base):
-    """What a check reported; open until a check at least as deep no longer reports it."""
+    """A finding of a check. It stays open until a check at least as deep no longer reports it."""
 
     __tablename__ = "finding"
     __table_args__ = (Index(None, "checkpoint_id", "resolved_at"),)
@@ -207,7 +209,7 @@ class FindingRecord(Base):
 
 
 class Tag(Base):
-    """A word that people or other tools put on a checkpoint."""
+    """A key and a value that a user or another tool sets on a checkpoint."""
 
     __tablename__ = "tag"
     __table_args__ = (Index(None, "key", "value"),)
@@ -235,9 +237,9 @@ class WatchedRoot(Base):
 
 
 class Sighting(Base):
-    """What a sweep saw at a place, and what it took that for; findings is JSON.
+    """What a sweep saw at a URI, and how it classified that. findings is JSON.
 
-    stamp changes when a file there is written again. source_digest stands for the content that was whole.
+    stamp changes when a file there is rewritten. source_digest identifies the complete content.
     """
 
     __tablename__ = "sightings"
@@ -258,7 +260,7 @@ class Sighting(Base):
 
 
 class Claim(Base):
-    """Who makes one thing of one content, or has made it; see `claims.py`."""
+    """A lease on making one output of one content, or the record that it was made; see `claims.py`."""
 
     __tablename__ = "claims"
     __table_args__ = (UniqueConstraint("source_digest", "destination_uri", "options_digest"),)
@@ -279,9 +281,9 @@ class Claim(Base):
 
 
 class Inbox(Base):
-    """An event that was accepted and is worked on until it is done or has failed; see `queues.py`.
+    """An accepted event, processed until it is done or has failed; see `queues.py`.
 
-    attempts_before: how many of its attempts were made before somebody put it back, last.
+    attempts_before: the number of attempts before the last retry by a user.
     """
 
     __tablename__ = "inbox"
@@ -307,7 +309,7 @@ class Inbox(Base):
 
 
 class Outbox(Base):
-    """A message that waits until its endpoint has it; key makes it one of its kind there. body is JSON.
+    """A message to an endpoint. (endpoint, key) is unique. body is JSON.
 
     attempts_before: as in the inbox.
     """
@@ -331,7 +333,7 @@ class Outbox(Base):
 
 
 class Alias(Base):
-    """A name that stands for one checkpoint at a time; version counts its moves."""
+    """A name for one checkpoint at a time. version counts how often it was set."""
 
     __tablename__ = "aliases"
 
@@ -343,7 +345,7 @@ class Alias(Base):
 
 
 class Hold(Base):
-    """Why a checkpoint must not be deleted: until it is released, or its time is over."""
+    """A reason why a checkpoint must not be deleted, until the hold is released or expires."""
 
     __tablename__ = "holds"
     __table_args__ = (Index(None, "checkpoint_id", "released_at"),)

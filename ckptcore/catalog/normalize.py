@@ -1,6 +1,6 @@
-"""Catalog texts: in which one spelling does a name, a digest or a URL stand in the database?
+"""Normalize text before it is stored: names, messages, digests and URLs.
 
-What comes from a checkpoint can be any string, and what comes from a user can hold a password.
+Text from a checkpoint can be any string. Text from a user can contain a password.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ckptcore.redaction import bare_url, redacted
 
 
 def storable(text: str) -> str:
-    """`text` as every database can hold it: the name of a tensor, say, which must stay what it is.
+    r"""Return `text` with lone surrogates (file names that are not UTF-8) and NULs as escapes.
 
-    Lone surrogates (file names that are not UTF-8) and NULs are written out as escapes.
+    Every database can store the result. Names, such as those of tensors, otherwise stay as they are.
 
-    >>> storable("a\\x00b"), storable("blocks.token=1")
-    ('a\\\\x00b', 'blocks.token=1')
+    >>> storable("a\x00b"), storable("blocks.token=1")
+    ('a\\x00b', 'blocks.token=1')
     """
     if text.isascii() and "\x00" not in text:
         return text
@@ -27,7 +27,7 @@ def storable(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """`text` as every database can hold it, without credentials: messages, and what people write.
+    """Return `text` as `storable`, without credentials: for messages and what people write.
 
     >>> clean("cannot read s3://me:secret@bucket/a")
     'cannot read s3://bucket/a'
@@ -36,12 +36,12 @@ def clean(text: str) -> str:
 
 
 def clean_json(value: Any) -> str:
-    """`value` as canonical JSON; credentials of URLs left out, what is not JSON as its `str`."""
+    """Return `value` as canonical JSON, without credentials in URLs. Other objects become their `str`."""
     return json.dumps(_storable_tree(value), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
 
 def hex_digest(digest: str) -> str:
-    """A digest without the name of its function, in lower case.
+    """Return a digest in lower case, without the name of its function.
 
     >>> hex_digest("blake3:AB12")
     'ab12'
@@ -50,9 +50,9 @@ def hex_digest(digest: str) -> str:
 
 
 def normal_uri(uri: str) -> str:
-    """One spelling per place: local paths absolute, links followed; no trailing slash, no credentials.
+    """Return the one spelling of a location: local paths absolute, links followed, no trailing slash.
 
-    Who may read a place is not what it is: the same checkpoint, named by two people, is one row.
+    Credentials are removed: the same checkpoint, named by two people, is one row.
 
     >>> normal_uri("s3://bucket/run/step-10/")
     's3://bucket/run/step-10'
@@ -64,13 +64,13 @@ def normal_uri(uri: str) -> str:
         path = rest if found else uri
         try:
             return storable(os.path.realpath(os.path.expanduser(path)))
-        except ValueError:  # a NUL, or a surrogate that means no byte: no file can be called so
+        except ValueError:  # no file can have a name with a NUL, or with a surrogate that means no byte
             return storable(path)
     return storable(bare_url(f"{scheme}://{rest}").rstrip("/"))
 
 
 def parents(uri: str) -> list[str]:
-    """The folders that a normal URI lies in, nearest first.
+    """Return the folders that contain a normal URI, nearest first.
 
     >>> parents("s3://bucket/a/b")
     ['s3://bucket/a', 's3://bucket']
@@ -90,7 +90,7 @@ def parents(uri: str) -> list[str]:
 
 
 def _storable_tree(value: Any) -> Any:
-    if isinstance(value, str):  # a pattern of names is no secret, whatever it looks like
+    if isinstance(value, str):  # a pattern of names is not a secret, even if it looks like one
         return clean(value) if "://" in value else storable(value)
     if value is None or isinstance(value, bool | int | float):
         return value

@@ -1,4 +1,4 @@
-"""Reading the catalog: which checkpoints and conversions are there, and what is one of them?"""
+"""Read checkpoints and conversions from the catalog, and resolve ids, aliases and URIs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from ckptcore.errors import Conflict, Finding, UsageError
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
-OPENED_BY = frozenset({"config.json", "adapter_config.json"})  # by which transformers and PEFT know a model
+OPENED_BY = frozenset({"config.json", "adapter_config.json"})  # transformers and PEFT open a model by these
 PREFIX = re.compile(r"[0-9a-f][0-9a-f-]{3,35}")
 
 
 def list_checkpoints(
     conn: Connection, limit: int | None, kind: str | None, state: str | None, run: str | None
 ) -> tuple[CheckpointRow, ...]:
-    """Checkpoints, the newest first."""
+    """Return checkpoints, newest first."""
     wanted = checkpoint_rows()
     if kind is not None:
         wanted = wanted.where(Checkpoint.kind == _member_value(Kind, kind))
@@ -58,7 +58,7 @@ def list_checkpoints(
 
 
 def list_conversions(conn: Connection, limit: int | None, state: str | None) -> tuple[ConversionRow, ...]:
-    """Conversions, the newest first."""
+    """Return conversions, newest first."""
     wanted = select(Conversion)
     if state is not None:
         wanted = wanted.where(Conversion.state == _member_value(Outcome, state))
@@ -67,7 +67,7 @@ def list_conversions(conn: Connection, limit: int | None, state: str | None) -> 
 
 
 def show(conn: Connection, ref: str, tensors: bool) -> CheckpointDetail | ConversionDetail:
-    """All about what `ref` names."""
+    """Return the details of the checkpoint or conversion that `ref` names."""
     table, row_id = resolve(conn, ref)
     if table is Conversion:
         return _conversion_detail(conn, row_id)
@@ -75,42 +75,44 @@ def show(conn: Connection, ref: str, tensors: bool) -> CheckpointDetail | Conver
 
 
 def at(conn: Connection, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
-    """What stands at a normal URI now, or was the last to, and its files; None where nothing was recorded."""
+    """Return the current or last checkpoint at a normal URI with its files, or None."""
     there = checkpoint_rows().where(Checkpoint.uri == uri).order_by(*current_first())
     row = conn.execute(there).first()
     return None if row is None else (checkpoint_row(row), _files_of(conn, row.id))
 
 
 def files_at(conn: Connection, uri: str) -> tuple[FileRow, ...]:
-    """The files of every checkpoint that is, or was, recorded at a normal URI."""
+    """Return the files of every checkpoint that is, or was, recorded at a normal URI."""
     rows = select(CheckpointFile).join(Checkpoint, Checkpoint.id == CheckpointFile.checkpoint_id)
     return tuple(FileRow(r.path, r.nbytes, r.digest) for r in conn.execute(rows.where(Checkpoint.uri == uri)))
 
 
 def resolve_checkpoint(conn: Connection, ref: str) -> int:
-    """The row id of the checkpoint that `ref` names. Raises `UsageError`."""
+    """Return the row id of the checkpoint that `ref` names. Raises `UsageError`."""
     table, row_id = resolve(conn, ref)
     if table is Conversion:
         raise UsageError(
             f"{ref} is a conversion, not a checkpoint",
-            hint=f"`ckptcore catalog show {ref}` names its checkpoints",
+            hint=f"`ckptcore catalog show {ref}` shows its checkpoints",
         )
     return row_id
 
 
 def require_kept(conn: Connection, ref: str) -> int:
-    """The row id of a checkpoint that was not deleted on purpose. Raises `UsageError`, `Conflict`."""
+    """Return the row id of a checkpoint that was not deleted by `retire`. Raises `UsageError`, `Conflict`."""
     row = resolve_checkpoint(conn, ref)
-    told = conn.execute(select(Checkpoint.deleted_at).where(Checkpoint.id == row)).scalar()
-    if told is not None:
-        raise Conflict(f"{ref} was deleted on {told:%Y-%m-%d %H:%M} UTC", hint="name another checkpoint")
+    deleted_at = conn.execute(select(Checkpoint.deleted_at).where(Checkpoint.id == row)).scalar()
+    if deleted_at is not None:
+        raise Conflict(
+            f"{ref} was deleted on {deleted_at:%Y-%m-%d %H:%M} UTC", hint="name another checkpoint"
+        )
     return row
 
 
 def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], int]:
-    """Which row an id, a unique prefix of one (4 digits and more), an alias or a URI means.
+    """Find the row of an id, a unique prefix of an id (4 digits or more), an alias or a URI.
 
-    A URI means what stands there now; of what was replaced, the newest. Raises `UsageError`.
+    A URI names its current checkpoint, or the newest of the replaced ones. Raises `UsageError`.
     """
     if PREFIX.fullmatch(ref.lower()):
         tables: tuple[type[Checkpoint | Conversion], ...] = (Checkpoint, Conversion)
@@ -125,7 +127,7 @@ def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], 
             return found[0][:2]
         if found:
             raise UsageError(
-                f"{ref} is the beginning of several ids: "
+                f"{ref} is a prefix of several ids: "
                 + ", ".join(sorted(public for _, _, public in found)[:5]),
                 hint="give more of the id",
             )
@@ -144,24 +146,27 @@ def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], 
 
 
 def begins(column: Any, digits: str) -> ColumnElement[bool]:
-    """Whether hex text begins so. An index serves the range, which LIKE alone gets on neither database."""
+    """Return the condition that hex text begins with `digits`.
+
+    An index serves the range. Neither database uses one for LIKE alone.
+    """
     return and_(column >= digits, column < digits + "g", column.startswith(digits, autoescape=True))
 
 
 def current_first() -> tuple[ColumnElement[Any], ...]:
-    """The order in which checkpoints answer for a URI."""
+    """Return the order of checkpoints at one URI: the current one first, then the newest."""
     return Checkpoint.replaced_at.is_not(None), Checkpoint.id.desc()
 
 
 def checkpoint_rows() -> Select[Any]:
-    """The query whose rows `checkpoint_row` understands."""
+    """Return the query whose rows `checkpoint_row` reads."""
     return select(Checkpoint, TrainingRun.name.label("run_name")).outerjoin(
         TrainingRun, TrainingRun.id == Checkpoint.run_id
     )
 
 
 def checkpoint_row(row: Any) -> CheckpointRow:
-    """A row of `checkpoint_rows` as a value."""
+    """Convert a row of `checkpoint_rows`."""
     return CheckpointRow(
         id=row.uuid,
         kind=row.kind,
@@ -187,7 +192,7 @@ def checkpoint_row(row: Any) -> CheckpointRow:
 
 
 def conversion_row(row: Any) -> ConversionRow:
-    """A row of ``select(Conversion)`` as a value."""
+    """Convert a row of ``select(Conversion)``."""
     return ConversionRow(
         id=row.uuid,
         verb=row.verb,
@@ -217,7 +222,7 @@ def conversion_row(row: Any) -> ConversionRow:
 
 
 def conversions_of(conn: Connection, checkpoint: int, direction: Direction) -> tuple[ConversionRow, ...]:
-    """The conversions that wrote (out) or read (in) a checkpoint, the newest first."""
+    """Return the conversions that wrote (out) or read (in) a checkpoint, newest first."""
     wanted = (
         select(Conversion)
         .join(ConversionIO, ConversionIO.conversion_id == Conversion.id)
@@ -228,7 +233,7 @@ def conversions_of(conn: Connection, checkpoint: int, direction: Direction) -> t
 
 
 def checkpoints_of(conn: Connection, conversion: str, direction: Direction) -> tuple[CheckpointRow, ...]:
-    """The checkpoints that a conversion (public id) read (in) or wrote (out)."""
+    """Return the checkpoints that a conversion (public id) read (in) or wrote (out)."""
     wanted = (
         checkpoint_rows()
         .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
@@ -269,7 +274,7 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
 
 
 def _loadable(written_by: Sequence[ConversionRow], names: Set[str]) -> str | None:
-    """See `CheckpointDetail`. Every exported folder has a card: without, its files are not recorded."""
+    """See `CheckpointDetail`. Exported folders have a card; without one, the files are not recorded."""
     exported = any(c.verb == "export" and c.state == Outcome.SUCCEEDED for c in written_by)
     return "no" if exported and "README.md" in names and not names & OPENED_BY else None
 
@@ -298,12 +303,12 @@ def _findings(conn: Connection, wanted: Select[Any]) -> tuple[Finding, ...]:
 
 
 def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """layers.2 before layers.10."""
+    """Return the key of natural order: layers.2 before layers.10."""
     return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name))
 
 
 def _member_value(kind: type[Kind | State | Outcome], value: str) -> str:
     names = [member.value for member in kind]
     if value not in names:
-        raise UsageError(f"{value!r} is none of {', '.join(names)}")
+        raise UsageError(f"the value must be one of {', '.join(names)} (got {value!r})")
     return value

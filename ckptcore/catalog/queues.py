@@ -1,20 +1,19 @@
-"""The inbox and the outbox: queues of rows, none of which is lost, or worked on twice at a time.
+"""The inbox and the outbox: durable queues of rows, each processed by one worker at a time.
 
-- The inbox holds events. One is accepted once, however often it is sent: (source, event id) is unique. It
-  says that something may have happened; what it names is looked at before anything is believed.
-- The outbox holds messages to others. One is put in the transaction that makes it true, and sent after it;
-  one (endpoint, key) is one message. Sending is at least once: the id stays the same over all attempts.
+- The inbox stores events. (source, event id) is unique, so an event is accepted once, however often it is
+  sent. An event only says that something may have happened; the flow inspects the URI itself.
+- The outbox stores messages to endpoints. A message is inserted in the transaction that makes it true and
+  sent afterwards. (endpoint, key) is unique. Delivery is at least once, with the same id on every attempt.
 
-A row is *waiting*, then *taken* for as long as its lease runs, then *done* or *failed*. A worker that dies
-says nothing: when the lease is over the row can be taken again. A taken row is known by its number of
-attempts, so that a worker which comes back late cannot settle what somebody else has taken since.
+A row is *waiting*, then *taken* while its lease runs, then *done* or *failed*. If a worker dies, the lease
+expires and the row can be taken by another one. The number of attempts identifies the taken row, so a worker
+that comes back late cannot end a row that another worker has taken since.
 
-A failed row can be put back: its tries are counted from there, and what is made for it gets another key, so
-that it is no repeat of what had failed. What has ended is forgotten after `KEEP`; until then an id that comes
-again is recognised.
+A failed row can be retried. Its tries then count from zero, and it has another key, so a run of it is not
+mistaken for the failed one. Ended rows are deleted after `KEEP`; until then a repeated id is recognised.
 
-Every function works inside a transaction of `Catalog.queueing`, `Outbox.put` in `Catalog.writing` as well. On
-PostgreSQL rows that others hold are skipped; on SQLite there is one writer at a time.
+Every function runs inside a transaction of `Catalog.queueing`; `Outbox.put` also in `Catalog.writing`.
+PostgreSQL skips rows that others have locked; SQLite has one writer at a time.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from ckptcore.errors import UsageError
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-LEASE = timedelta(minutes=5)  # how long a worker may be silent
-KEEP = timedelta(days=90)  # how long what has ended is remembered
+LEASE = timedelta(minutes=5)  # how long a worker may take without a result
+KEEP = timedelta(days=90)  # how long ended rows are kept
 _COLUMNS = {"id": "uuid", "row": "id"}  # field -> column, where they differ
 
 
 class Stage(StrEnum):
-    """Where a row of a queue stands."""
+    """The state of a row in a queue."""
 
     WAITING = "waiting"
     TAKEN = "taken"
@@ -52,7 +51,7 @@ class Stage(StrEnum):
 
 
 class _Tried:
-    """What both kinds of rows can say of their attempts."""
+    """The count of tries that both kinds of rows share."""
 
     __slots__ = ()
     attempts: int
@@ -60,13 +59,13 @@ class _Tried:
 
     @property
     def tries(self) -> int:
-        """How often the row was taken since it came, or was put back."""
+        """How often the row was taken since it arrived or was last retried by a user."""
         return self.attempts - self.attempts_before
 
 
 @dataclass(frozen=True, slots=True)
 class NewEvent:
-    """An event as it arrived; the fields are those of `InboxEvent`."""
+    """An event as it arrived. The fields are those of `InboxEvent`."""
 
     source: str
     event_id: str
@@ -79,12 +78,11 @@ class NewEvent:
 
 @dataclass(frozen=True, slots=True)
 class InboxEvent(_Tried):
-    """One event.
+    """One event of the inbox.
 
-    source, event_id: unique together. type: what the sender calls it. uri, run: "" where it named none; step:
-    None. body: as it came. state: waiting, taken, done or failed. attempts: how often it was taken.
-    flow_run_id: the run that works on it. attempts_before: those of its attempts that were made before
-    somebody put it back, last.
+    source, event_id: unique together. type: the sender's name for the event. uri, run: "" if the sender named
+    none; step: None. body: as received. state: a `Stage`. attempts: how often the row was taken. flow_run_id:
+    the flow run that processes it. attempts_before: attempts before the last retry by a user.
     """
 
     id: str
@@ -107,17 +105,17 @@ class InboxEvent(_Tried):
 
     @property
     def key(self) -> str:
-        """What identifies this event, and this event after somebody put it back."""
+        """The idempotency key of this event; a retry by a user changes it."""
         return f"{self.id}:{self.attempts_before}" if self.attempts_before else self.id
 
 
 @dataclass(frozen=True, slots=True)
 class Message(_Tried):
-    """One message.
+    """One message of the outbox.
 
-    endpoint: the name of who is to hear it. key: what makes it one of its kind there. type: what happened.
-    body: plain values. state: waiting, taken, done or failed. attempts: how often it was taken;
-    attempts_before: before somebody put it back, last.
+    endpoint: the name of the receiver. key: unique for the endpoint. type: what happened. body: plain values.
+    state: a `Stage`. attempts: how often the row was taken. attempts_before: attempts before the last retry
+    by a user.
     """
 
     id: str
@@ -142,10 +140,10 @@ class Queue(Generic[Row]):
     """One queue of the catalog.
 
     Args:
-        table: Its model.
-        row: What a row is given as.
-        key: The two columns that are unique together; the first says whom a row is from, or for.
-        put_back: What a row is given besides when it is put back.
+        table: its model.
+        row: the class of the returned rows.
+        key: the two columns that are unique together. The first is the source or the endpoint.
+        on_retry: column values that a retry by a user sets, beside those of the state.
     """
 
     def __init__(
@@ -153,11 +151,11 @@ class Queue(Generic[Row]):
         table: type[models.Inbox] | type[models.Outbox],
         row: type[Row],
         key: tuple[str, str],
-        put_back: Mapping[str, Any] | None = None,
+        on_retry: Mapping[str, Any] | None = None,
     ) -> None:
         self._table, self._key = table, key
         self._row: type[Row] = row
-        self._put_back = put_back or {}
+        self._on_retry = on_retry or {}
 
     def take(
         self,
@@ -168,15 +166,15 @@ class Queue(Generic[Row]):
         lease: timedelta = LEASE,
         only: Collection[str] | None = None,
     ) -> list[Row]:
-        """Take rows whose time has come, the longest due first; they are the caller's for a lease.
+        """Take due rows, longest due first. They are the caller's while the lease runs.
 
         Args:
-            conn: A transaction of `Catalog.queueing`.
-            now: When.
-            limit: How many at most.
-            lease: For how long.
-            only: Only rows of these sources, or for these endpoints; None means all. Others are not touched,
-                nor counted as tried.
+            conn: a transaction of `Catalog.queueing`.
+            now: the current time.
+            limit: the most rows to take.
+            lease: how long the rows are reserved.
+            only: the sources or endpoints to take from; None means all. Other rows are not touched, nor
+                counted as tried.
         """
         table = self._table
         chosen = () if only is None else (getattr(table, self._key[0]).in_(only),)
@@ -198,22 +196,27 @@ class Queue(Generic[Row]):
         ]
 
     def done(self, conn: Connection, now: datetime, row: Row, **columns: Any) -> bool:
-        """End a row that needs no more work; False when its lease was over and somebody else has it."""
+        """End a finished row. Return False if its lease expired and another worker has taken it."""
         return self._settle(conn, row, Stage.DONE, ended_at=now, **columns)
 
     def later(self, conn: Connection, row: Row, due_at: datetime, why: str | None, **columns: Any) -> bool:
-        """Have a row taken again at ``due_at``; False as in `done`. why: what went wrong, or None."""
+        """Schedule a row for another attempt at `due_at`, with an error `why` if any. Returns as `done`."""
         return self._settle(conn, row, Stage.WAITING, due_at=due_at, error=why, **columns)
 
     def failed(self, conn: Connection, now: datetime, row: Row, why: str) -> bool:
-        """End a row that nobody is to try again by himself (`again` puts it back); False as in `done`."""
+        """End a row that is not to be tried automatically; `retry` reopens it. Returns as `done`."""
         return self._settle(conn, row, Stage.FAILED, ended_at=now, error=why)
 
-    def again(self, conn: Connection, now: datetime, ref: str | None) -> tuple[str, ...]:
-        """Put failed rows back to the waiting ones; their ids.
+    def retry(self, conn: Connection, now: datetime, ref: str | None) -> tuple[str, ...]:
+        """Reopen failed rows and return their ids.
 
-        ref: the id of one, or its beginning; None means all. Raises `UsageError` when no failed row, or more
-        than one, has it.
+        Args:
+            conn: a transaction of `Catalog.queueing`.
+            now: the time from which the rows are due.
+            ref: the id of a row or its beginning; None means all failed rows.
+
+        Raises:
+            UsageError: no failed row, or more than one, has the id.
         """
         table = self._table
         failed = table.state == Stage.FAILED.value
@@ -221,11 +224,11 @@ class Queue(Generic[Row]):
         found = conn.execute(select(table.id, table.uuid).where(chosen).order_by(table.id)).all()
         if ref is not None and (len(found) != 1 or not ref):
             name = table.__tablename__
-            why = "is the beginning of several ids" if found else f"is no failed row of the {name}"
+            why = "is a prefix of several ids" if found else f"is not a failed row of the {name}"
             raise UsageError(
-                f"{ref!r} {why}", hint=f"`ckptcore catalog {name} list --state failed` shows them"
+                f"{ref!r} {why}", hint=f"`ckptcore catalog {name} list --state failed` lists them"
             )
-        values = {"state": Stage.WAITING.value, "due_at": now, "ended_at": None, **self._put_back}
+        values = {"state": Stage.WAITING.value, "due_at": now, "ended_at": None, **self._on_retry}
         for row in found:
             conn.execute(
                 update(table)
@@ -235,27 +238,27 @@ class Queue(Generic[Row]):
         return tuple(row.uuid for row in found)
 
     def listed(self, conn: Connection, state: str | None = None, limit: int = 50) -> tuple[Row, ...]:
-        """Rows of a stage, or all that are not done, the newest first. Raises `UsageError`."""
+        """Return rows of a stage, or all that are not done, newest first. Raises `UsageError`."""
         if state is not None and state not in list(Stage):
-            raise UsageError(f"{state!r} is no stage of a row", hint=", ".join(Stage))
+            raise UsageError(f"unknown state {state!r}", hint=f"use one of {', '.join(Stage)}")
         table = self._table
         wanted = table.state != Stage.DONE.value if state is None else table.state == state
         newest = select(table.__table__).where(wanted).order_by(table.id.desc()).limit(limit)
         return tuple(self._read(row) for row in conn.execute(newest))
 
     def depth(self, conn: Connection) -> dict[str, int]:
-        """How many rows are waiting, taken, done and failed."""
+        """Return the number of rows in each stage."""
         counted = select(self._table.state, func.count()).group_by(self._table.state)
         found = {row[0]: row[1] for row in conn.execute(counted)}
         return {stage.value: found.get(stage.value, 0) for stage in Stage}
 
     def forget(self, conn: Connection, before: datetime) -> int:
-        """Delete the rows that ended before a time; how many."""
+        """Delete the rows that ended before a time and return how many."""
         table, ended = self._table, (Stage.DONE.value, Stage.FAILED.value)
         return conn.execute(delete(table).where(table.state.in_(ended), table.ended_at < before)).rowcount
 
     def _insert(self, conn: Connection, due_at: datetime, values: Mapping[str, Any]) -> tuple[Row, bool]:
-        """The row of a key, and whether it is new: of several that put one at once, one does."""
+        """Insert a row, or read the one with the same key; also return whether it is new."""
         table = self._table
         insert: Any = import_module(f"sqlalchemy.dialects.{conn.dialect.name}").insert
         columns = [getattr(table, name) for name in self._key]
@@ -282,7 +285,7 @@ class Queue(Generic[Row]):
         error: str | None = None,
         **columns: Any,
     ) -> bool:
-        """How a taken row ends; False, and nothing changed, when it was taken again since."""
+        """End a taken row. Return False, with nothing changed, if it has been taken since."""
         table = self._table
         message = None if error is None else clean(error)
         values = {"state": stage.value, "ended_at": ended_at, "error_message": message, **columns}
@@ -294,13 +297,13 @@ class Queue(Generic[Row]):
         return read
 
     def _values(self, row: Any) -> dict[str, Any]:
-        """The fields of a row of the table."""
+        """Return the fields of a row of the table."""
         return {f.name: getattr(row, _COLUMNS.get(f.name, f.name)) for f in fields(self._row)}
 
 
 class _Inbox(Queue[InboxEvent]):
     def accept(self, conn: Connection, now: datetime, event: NewEvent) -> tuple[InboxEvent, bool]:
-        """The event's row, and whether it is new: sent again, the first one stays as it is."""
+        """Insert an event and return its row and whether it is new. A repeated event changes nothing."""
         values = {
             "source": storable(event.source),
             "event_id": storable(event.event_id),
@@ -314,10 +317,12 @@ class _Inbox(Queue[InboxEvent]):
         return self._insert(conn, now, values)
 
     def get(self, conn: Connection, event_id: str) -> InboxEvent:
-        """The event with this id of ours. Raises `UsageError`."""
+        """Return the event with this row id (not the sender's). Raises `UsageError`."""
         row = conn.execute(select(self._table.__table__).where(self._table.uuid == event_id)).first()
         if row is None:
-            raise UsageError(f"the inbox has no event {event_id}", hint="take the id that the 202 answered")
+            raise UsageError(
+                f"the inbox has no event {event_id}", hint="use the id in the receiver's 202 reply"
+            )
         return self._read(row)
 
 
@@ -325,7 +330,7 @@ class _Outbox(Queue[Message]):
     def put(
         self, conn: Connection, now: datetime, endpoint: str, key: str, *, type: str, body: Mapping[str, Any]
     ) -> tuple[Message, bool]:
-        """The message's row, and whether it is new: put again, the first one stays as it is."""
+        """Insert a message and return its row and whether it is new. A repeated message changes nothing."""
         values = {
             "endpoint": storable(endpoint),
             "key": storable(key),
@@ -339,11 +344,11 @@ class _Outbox(Queue[Message]):
         return super()._values(row) | {"body": json.loads(row.body)}
 
 
-# A run of an event that is put back is another run.
-inbox = _Inbox(models.Inbox, InboxEvent, ("source", "event_id"), put_back={"flow_run_id": None})
+# A retried event gets a new flow run.
+inbox = _Inbox(models.Inbox, InboxEvent, ("source", "event_id"), on_retry={"flow_run_id": None})
 outbox = _Outbox(models.Outbox, Message, ("endpoint", "key"))
 
 
 def forget(conn: Connection, now: datetime, keep: timedelta = KEEP) -> int:
-    """Delete the rows of both queues that ended longer ago than ``keep``; how many."""
+    """Delete the rows of both queues that ended longer ago than `keep`, and return how many."""
     return inbox.forget(conn, now - keep) + outbox.forget(conn, now - keep)

@@ -1,6 +1,6 @@
-"""Sightings: what did a sweep see at a place, when did that change, and what was it taken for?
+"""Record what sweeps saw at each URI: its files' stamp, its condition, and when it changed.
 
-Every function works inside the transaction that it is given, a writer's where it changes something.
+Every function runs inside the given transaction. Functions that change something need a writer's transaction.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Condition(StrEnum):
-    """What a place was taken for.
+    """How a sweep classified a URI.
 
-    whole: a complete checkpoint at rest. writing: its files changed not long ago. broken: it lies still, and
-    is not complete. unread: it could not be looked at.
+    whole: a complete checkpoint whose files are at rest. writing: files changed recently. broken: its
+    files are at rest, but it is not complete. unread: it could not be read.
     """
 
-    WHOLE = "whole"
+    COMPLETE = "whole"
     WRITING = "writing"
     BROKEN = "broken"
     UNREAD = "unread"
@@ -37,8 +37,10 @@ class Condition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SightingRow:
-    """One place. stamp: of its files, and how they were judged. source_digest, manifest_digest: of what was
-    whole there."""
+    """One URI. stamp: of its files and of the rules that classified them.
+
+    source_digest, manifest_digest: of the complete checkpoint that was there.
+    """
 
     uri: str
     root: str
@@ -54,7 +56,7 @@ class SightingRow:
 
 
 def note(conn: Connection, seen: SightingRow) -> None:
-    """Record what was seen at a place. The newest sighting replaces the last, but for when the first was."""
+    """Record a sighting. It replaces the last one of its URI, except for the time of the first."""
     values = {
         "root": normal_uri(seen.root),
         "step": seen.step,
@@ -72,13 +74,13 @@ def note(conn: Connection, seen: SightingRow) -> None:
 
 
 def below(conn: Connection, root: str) -> dict[str, SightingRow]:
-    """What was seen below a root, by place."""
+    """Return the sightings below a root, by URI."""
     wanted = select(Sighting.__table__).where(_is_below_root(Sighting.uri, normal_uri(root)))
     return {row.uri: _sighting_row(row) for row in conn.execute(wanted)}
 
 
 def outputs_below(conn: Connection, root: str) -> frozenset[str]:
-    """The places below a root where conversions write, or have written."""
+    """Return the URIs below a root where conversions write, or have written."""
     top = normal_uri(root)
     begun = select(Conversion.destination_uri).where(_is_below_root(Conversion.destination_uri, top))
     known = select(Checkpoint.uri).where(

@@ -1,17 +1,17 @@
-"""SQL in a process of its own: one statement, and what it may cost is the operating system's to bound.
+"""Run one SQL statement in a process of its own, with limits that the operating system enforces.
 
-A library that asks a database holds what it is sent, however much that is: one value of PostgreSQL, one
-message of an error, is up to 1 GB. A look at the clock comes between two steps of SQLite's machine, and one
-step can be a call that takes hours: a LIKE with many wildcards, say. So the statement runs where it can be
-killed and where memory ends. This file is run by its path, with the standard library alone (and psycopg for
-PostgreSQL), which takes a few hundredths of a second:
+A database library holds whatever it is sent: one value of PostgreSQL, or one error message, can be 1 GB. The
+clock is checked between two steps of SQLite's virtual machine. One step can be a call that takes hours, such
+as a LIKE with many wildcards. So the statement runs in a process that can be killed and whose memory is
+limited. This file is run by its path and imports only the standard library (and psycopg for PostgreSQL). A
+start takes a few hundredths of a second:
 
     standard input    JSON: an `Asked`
     standard output   JSON: {"columns", "rows"}, or {"error", "kind"}
 
-That nothing is changed is the database's doing. SQLite opens the file for reading, `query_only` is set, and
-the authoriser allows nothing but to select, read a column, call a function and recurse. PostgreSQL runs a
-READ ONLY transaction that is never committed, as a cursor, which is a query and nothing else.
+The database prevents changes. SQLite opens the file read-only, `query_only` is set, and the authorizer allows
+only select, column reads, function calls and recursion. PostgreSQL runs a READ ONLY transaction that is never
+committed, as a cursor, which only accepts queries.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from datetime import date, datetime
 from decimal import Decimal
 from typing import Any, TypedDict
 
-# What a statement may do. Not: attach another file, change a setting, begin or end a transaction, write.
+# Permitted actions. Excluded: attach a file, change a setting, begin or end a transaction, write.
 ALLOWED = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 )
-STEPS = 10_000  # of SQLite's machine between two looks at the clock
+STEPS = 10_000  # steps of SQLite's virtual machine between two looks at the clock
 LONGEST = 64 << 20  # bytes of one value
 PATTERN = (
-    1000  # bytes of a LIKE or GLOB pattern: the time it takes grows with the length to the wildcards' power
+    1000  # bytes of a LIKE or GLOB pattern: its time grows with the length to the power of the wildcards
 )
-ANSWER = 64 << 20  # bytes of all values together, about
-MESSAGE = 2000  # characters of what a database says is wrong
+ANSWER = 64 << 20  # approximate bytes of all values together
+MESSAGE = 2000  # characters of a database's error message
 LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: LONGEST,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: PATTERN,
@@ -48,18 +48,18 @@ LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
     sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
 }
-# The interpreter's share, and that of an answer: as the database sends it, as values, and as JSON.
+# Memory of the interpreter and of an answer: as sent by the database, as values, and as JSON.
 OWN = 8 * ANSWER + (256 << 20)
-GRACE = 0.5  # seconds between the clock's word and the end of a process that does not hear it
+GRACE = 0.5  # seconds from the timeout to the kill of a process that does not react
 
-# Kinds of errors: what a caller can act on.
-REFUSED = "refused"  # the database says no
-STOPPED = "stopped"  # the time is over
+# Kinds of errors that a caller can act on.
+REFUSED = "refused"  # the database rejected the statement
+STOPPED = "stopped"  # out of time
 AWAY = "away"  # the server does not answer
-ADMINISTRATOR = "administrator"  # nothing would hold this role back
+ADMINISTRATOR = "administrator"  # a READ ONLY transaction would not stop this role
 TOO_LARGE = f"the answer has more than {ANSWER >> 20} MiB"
 
-# Roles of PostgreSQL to whom a function that looks like reading can do more.
+# Roles of PostgreSQL for which a function that seems to read can do more.
 ADMINISTRATORS = (
     "pg_execute_server_program",
     "pg_write_server_files",
@@ -71,10 +71,10 @@ ADMINISTRATORS = (
 
 
 class Asked(TypedDict):
-    """One question. place: a URI of SQLite, or what psycopg connects with. rows: how many are wanted.
+    """One query. place: a SQLite URI, or connection arguments of psycopg. rows: the number wanted.
 
-    patience: seconds that connecting may take, beside those of the statement. heap: bytes that the database
-    itself may use in this process. path: where packages are imported from.
+    patience: seconds for connecting, beside those of the statement. heap: bytes that the database library may
+    use in this process. path: where packages are imported from.
     """
 
     place: str | dict[str, Any]
@@ -88,11 +88,11 @@ class Asked(TypedDict):
 
 
 class _Failed(Exception):
-    """What is answered instead of rows: a text, and its kind."""
+    """An error to return instead of rows: (text, kind)."""
 
 
 def main() -> None:
-    """Answers one question."""
+    """Read one query from standard input and write its answer."""
     asked: Asked = json.load(sys.stdin)
     _bound(asked["seconds"] + asked["patience"] + GRACE, asked["heap"] + OWN)
     ask = _sqlite if isinstance(asked["place"], str) else _postgresql
@@ -101,22 +101,22 @@ def main() -> None:
     except _Failed as error:
         answer = json.dumps(_error(*error.args))
     except MemoryError:
-        answer = json.dumps(_error(f"out of memory: one question may take {asked['heap'] + OWN >> 20} MiB"))
+        answer = json.dumps(_error(f"out of memory: a query may use {asked['heap'] + OWN >> 20} MiB"))
     sys.stdout.write(answer)
 
 
-def _error(said: str, kind: str = REFUSED) -> dict[str, str]:
-    return {"error": said if len(said) <= MESSAGE else said[:MESSAGE] + " ...", "kind": kind}
+def _error(text: str, kind: str = REFUSED) -> dict[str, str]:
+    return {"error": text if len(text) <= MESSAGE else text[:MESSAGE] + " ...", "kind": kind}
 
 
 def _sqlite(asked: Asked) -> dict[str, Any]:
-    """The names of the columns, and rows of values as `_packed` has them. Raises `_Failed`, `MemoryError`."""
+    """Return column names and rows of `_packed` values. Raises `_Failed`, `MemoryError`."""
     end = time.monotonic() + asked["seconds"]
     statement = f"EXPLAIN QUERY PLAN {asked['statement']}" if asked["explain"] else asked["statement"]
     connection = sqlite3.connect(str(asked["place"]), uri=True, isolation_level=None)
     try:
         connection.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
-        # Sorting and grouping spill into no file, and are bounded as all else is.
+        # Sorting and grouping use memory, not files, within the same limits.
         connection.execute("PRAGMA temp_store=MEMORY")
         connection.execute(f"PRAGMA hard_heap_limit={asked['heap']}")
         connection.execute("PRAGMA query_only=ON")
@@ -131,8 +131,8 @@ def _sqlite(asked: Asked) -> dict[str, Any]:
         return {"columns": [column[0] for column in cursor.description], "rows": rows}
     # Python 3.11 has a Warning for two statements in one; a NUL in a statement is a ValueError.
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
-        said = str(error)
-        raise _Failed(said, STOPPED if said == "interrupted" else REFUSED) from error
+        message = str(error)
+        raise _Failed(message, STOPPED if message == "interrupted" else REFUSED) from error
     finally:
         connection.close()
 
@@ -142,7 +142,7 @@ def _authorise(action: int, *_names: str | None) -> int:
 
 
 def _postgresql(asked: Asked) -> dict[str, Any]:
-    """As `_sqlite`."""
+    """Return the same as `_sqlite`, from PostgreSQL."""
     sys.path[:] = asked["path"]
     import psycopg
 
@@ -151,15 +151,15 @@ def _postgresql(asked: Asked) -> dict[str, Any]:
         connection = psycopg.connect(**asked["place"])
     except psycopg.Error as error:
         raise _Failed(str(error), AWAY) from error
-    signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + GRACE)  # the statement's time begins now
+    signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + GRACE)  # connecting does not count
     try:
         return _in_transaction(connection, asked)
     except psycopg.errors.QueryCanceled as error:
         raise _Failed(str(error), STOPPED) from error
     except psycopg.Error as error:
-        # What has no state comes from here, not from the server: it is gone, or its answer had no room.
+        # An error without a state is libpq's own: the server is gone, or its answer had no room.
         if error.sqlstate is None and isinstance(error, psycopg.OperationalError):
-            if any(words in str(error) for words in ("memory", "buffer")):
+            if any(cause in str(error) for cause in ("memory", "buffer")):
                 raise MemoryError from error
             raise _Failed(str(error), AWAY) from error
         raise _Failed(str(error)) from error
@@ -172,17 +172,17 @@ def _in_transaction(connection: Any, asked: Asked) -> dict[str, Any]:
         cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         milliseconds = str(int(asked["seconds"] * 1000))
         cursor.execute("SELECT set_config('statement_timeout', %s, true)", (milliseconds,))
-        # A cursor can be declared for a query only. Prepared, because that takes one statement at a time.
+        # Only queries can be declared as a cursor. Prepared, because that accepts one statement only.
         query = asked["statement"].strip().rstrip(";")
         if asked["explain"]:
             cursor.execute(f"EXPLAIN {query}".encode(), prepare=True)
             found: Iterable[Any] = cursor if cursor.description else ()
         else:
             cursor.execute(f"DECLARE asked NO SCROLL CURSOR FOR {query}".encode(), prepare=True)
-            # One row after the other: what is not fetched yet waits at the server.
+            # Row by row: rows that are not fetched yet stay at the server.
             found = cursor.stream(f"FETCH {asked['rows']} FROM asked")
         rows = _packed_rows(found, asked["rows"])
-        # A stream of no rows describes nothing: without rows the names are asked for by themselves.
+        # A stream of no rows has no description: fetch the column names separately.
         if cursor.description is None and not asked["explain"]:
             cursor.execute("FETCH 0 FROM asked")
         if cursor.description is None:
@@ -191,8 +191,8 @@ def _in_transaction(connection: Any, asked: Asked) -> dict[str, Any]:
 
 
 def _require_plain_role(cursor: Any) -> None:
-    """Raises `_Failed` where the database itself would not hold a function back."""
-    # The one who logged in counts, and not who he is now: a statement could go back to that.
+    """Raise `_Failed` if the READ ONLY transaction would not stop this role."""
+    # The login role counts, not the current one: a statement could switch back to it.
     cursor.execute(
         "SELECT session_user, rolsuper, rolreplication, ARRAY(SELECT m.rolname::text FROM pg_roles m"
         " WHERE m.rolname = ANY(%s) AND pg_has_role(session_user, m.oid, 'MEMBER'))"
@@ -207,7 +207,7 @@ def _require_plain_role(cursor: Any) -> None:
     ]
     if found:
         raise _Failed(
-            f"cannot ask as {name}: no transaction keeps {', '.join(found)} from changing anything",
+            f"cannot query as {name} ({', '.join(found)}): a read-only transaction would not prevent changes",
             ADMINISTRATOR,
         )
 
@@ -231,7 +231,7 @@ def _packed_size(value: Any, packed: Any) -> int:
     return len(sized) if isinstance(sized, bytes | str) else 16
 
 
-# What is not JSON: under its kind, as a text that `UNPACK` reads.
+# Values without a JSON form: {kind: text}, where `UNPACK` parses the text.
 PACK: tuple[tuple[type | tuple[type, ...], str, Callable[[Any], str]], ...] = (
     ((bytes, memoryview), "hex", lambda value: value.hex()),
     (datetime, "datetime", lambda value: value.isoformat()),
@@ -256,7 +256,7 @@ def _packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """A value of a row, as the database's library had it; what no JSON and no `PACK` has, as a text."""
+    """Return a packed value as the database library returned it. Unknown types arrive as text."""
     if not isinstance(value, dict):
         return value
     ((kind, text),) = value.items()
@@ -264,13 +264,13 @@ def unpacked(value: Any) -> Any:
 
 
 def _bound(seconds: float, nbytes: int) -> None:
-    """Bounds this process, whether or not its parent is still there: its time and its memory."""
-    # Nothing handles this signal: it ends the process in the middle of a call.
+    """Limit this process's time and memory, whether or not its parent still exists."""
+    # The default action of this signal ends the process even in the middle of a call.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     most = {resource.RLIMIT_AS: nbytes, resource.RLIMIT_CORE: 0}
     for kind, value in most.items():
-        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
             resource.setrlimit(kind, (value, value))
 
 

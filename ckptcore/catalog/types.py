@@ -1,6 +1,6 @@
-"""Catalog values: what is told to the catalog, and what does it answer?
+"""The values that the catalog takes and returns.
 
-Plain frozen values, so that nothing outside this folder ever holds a database row.
+Plain frozen values: no code outside this package gets a database row.
 Ids are UUIDs as text; times are aware and in UTC; sizes are bytes; shapes are tuples of elements.
 """
 
@@ -14,24 +14,24 @@ from typing import Any
 
 from ckptcore.errors import Finding
 
-# The check levels, shallowest first: a check speaks for its own level and for those before it.
+# The check levels, shallowest first: a check covers its own level and all before it.
 LEVELS = ("files", "cover", "bytes", "values")
 
 
 class Kind(StrEnum):
-    """source: found, as a training job left it. derived: written by a conversion."""
+    """source: found, as a training job wrote it. derived: written by a conversion."""
 
     SOURCE = "source"
     DERIVED = "derived"
 
 
 class State(StrEnum):
-    """What the newest word about a checkpoint is.
+    """The latest known state of a checkpoint.
 
-    present: nothing is known against it. damaged: its open findings include an error.
+    present: no open errors. damaged: its open findings include an error.
     incomplete: it is still being written, or its save was aborted.
-    replaced: something else stands at its URI now. gone: nothing was there when it was last looked for.
-    deleted: it was deleted on purpose, by `ckptcore retire`.
+    replaced: other content is at its URI now. gone: nothing was there at the last check.
+    deleted: `ckptcore retire` deleted it.
     """
 
     PRESENT = "present"
@@ -43,10 +43,10 @@ class State(StrEnum):
 
 
 class Role(StrEnum):
-    """What a file of a checkpoint is for.
+    """The purpose of a file in a checkpoint.
 
-    data: it holds what the manifest names: tensors and objects. extra: it belongs to what was published, and
-    holds none: config, tokenizer, index, metadata, card.
+    data: tensors and objects that the manifest names. extra: a published file without any: config, tokenizer,
+    index, metadata, card.
     """
 
     DATA = "data"
@@ -54,7 +54,7 @@ class Role(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a conversion stands."""
+    """The state of a conversion."""
 
     RUNNING = "running"
     SUCCEEDED = "succeeded"
@@ -70,21 +70,23 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """What is known of one checkpoint when it is recorded.
+    """The facts to record about one checkpoint.
 
-    uri: its folder or file; local paths are stored absolute and with symbolic links followed.
-    format: the name of its on-disk format.
-    manifest_digest: digest of its manifest, without a prefix.
-    nbytes: the bytes of its tensors.
-    tensors: (fqn, dtype, shape, nbytes) of every tensor; FQNs are unique.
-    files: (path relative to `uri`, nbytes, BLAKE3 hex digest or None) of every file that holds what the
-        manifest names, paths unique. extra: the same of every other file that was published, or found.
-    step, run: training step, and the name of the training run, where known.
-    origin: what the checkpoint says about its writer: ranks, mesh, versions. Stored as JSON.
-    verified: the check level that this very run has proven, or None.
-    fingerprint: of what it holds (`ckptcore.fingerprints.sums`), or None; fingerprints: of those of its
-    tensors
-        that are known, by FQN.
+    Attributes:
+        uri: its folder or file. Local paths are stored absolute, with symbolic links followed.
+        format: the name of its on-disk format.
+        manifest_digest: digest of its manifest, without a prefix.
+        nbytes: the bytes of its tensors.
+        tensors: (fqn, dtype, shape, nbytes) of every tensor. FQNs are unique.
+        files: (path relative to `uri`, nbytes, BLAKE3 hex digest or None) of every file with data that the
+            manifest names. Paths are unique.
+        step: the training step, if known.
+        run: the name of the training run, if known.
+        origin: what the checkpoint records about its writer: ranks, mesh, versions. Stored as JSON.
+        verified: the check level that this run has proven, or None.
+        fingerprint: of the checkpoint's tensors (`ckptcore.fingerprints.sums`), or None.
+        fingerprints: the known fingerprints of its tensors, by FQN.
+        extra: as `files`, for every other file that was published or found.
     """
 
     uri: str
@@ -103,15 +105,15 @@ class CheckpointFacts:
 
     def __post_init__(self) -> None:
         if self.verified is not None and self.verified not in LEVELS:
-            raise ValueError(f"verified={self.verified!r} is none of {', '.join(LEVELS)}")
+            raise ValueError(f"verified must be one of {', '.join(LEVELS)} (got {self.verified!r})")
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionFacts:
-    """What is known of one conversion when it has published its output.
+    """The facts to record about a conversion that has published its output.
 
-    plan_digest: of the plan that was carried out. bytes_in, bytes_out: read and written.
-    peak_memory: bytes resident, or None. timings: stage -> seconds. map_digest, fingerprint, source_stamp,
+    plan_digest: of the executed plan. bytes_in, bytes_out: read and written.
+    peak_memory: resident bytes, or None. timings: seconds by stage. map_digest, fingerprint, source_stamp,
     source_ctime: see `ConversionRow`.
     """
 
@@ -128,13 +130,15 @@ class ConversionFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """One checkpoint as the catalog knows it.
+    """One recorded checkpoint.
 
-    dtypes: the dtypes of its tensors, the one with the most bytes first.
-    content_digest: digest over its files' digests; None where not every file has one.
-    fingerprint: of the numbers it holds, whatever its format and topology; None where nobody has taken it.
-    verified_at, verified_level: when, and to which check level, it was last proven whole.
-    deleted_at: when it was deleted on purpose.
+    Attributes:
+        dtypes: the dtypes of its tensors, the one with the most bytes first.
+        content_digest: digest over its files' digests; None if a file has none.
+        verified_at: when it was last proven complete.
+        verified_level: the check level of that proof.
+        fingerprint: of its tensor values in any format and topology; None if it was never computed.
+        deleted_at: when `retire` deleted it.
     """
 
     id: str
@@ -171,7 +175,7 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One tensor of a checkpoint; shape in elements. fingerprint: where it is known."""
+    """One tensor of a checkpoint. shape: in elements. fingerprint: None if unknown."""
 
     fqn: str
     dtype: str
@@ -182,14 +186,20 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class ConversionRow:
-    """One run of a conversion. timings: stage -> seconds. peak_memory: bytes.
+    """One run of a conversion.
 
-    fingerprint: of what was carried, under its new names and before any cast; map_digest: of what was done
-    to the names. None where no fingerprint was taken. source_stamp, source_ctime: digests
-    (`ckptcore.execution.source_stamps.digest`) over identity and status time of every file of the source that
-    was used, as they were before its first byte was read; None where that is not known, or the store has no
-    such time. export_verdict: ok, failed or unproven, as `verify-export` has it; None where nobody asked.
-    export_checks: check -> its verdict, summary and when (``at``); export_verified_at: when the last of them.
+    Attributes:
+        timings: seconds by stage.
+        peak_memory: bytes.
+        map_digest: of the renaming of tensors; None if no fingerprint was computed.
+        fingerprint: of the converted tensors, under their new names and before any cast; None if it was not
+            computed.
+        source_stamp: digest (`ckptcore.execution.source_stamps.digest`) over the identity of every source
+            file, as it was before the first byte was read; None if unknown.
+        source_ctime: the same over the status times; None if unknown or the store has no such time.
+        export_verdict: ok, failed or unproven, from `verify-export`; None if it never ran.
+        export_checks: verdict, summary and time (``at``) by check.
+        export_verified_at: the time of the last check.
     """
 
     id: str
@@ -219,17 +229,17 @@ class ConversionRow:
 
     @property
     def made_for(self) -> str:
-        """The verb, and the ranks it wrote for: ``reshard for fsdp=4,tp=2``."""
+        """The verb and the mesh of the output: ``reshard for fsdp=4,tp=2``."""
         mesh = self.request.get("mesh")
         return f"{self.verb} for {mesh}" if mesh else self.verb
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDetail:
-    """All about one checkpoint: what it holds, what wrote it, what used it, what is open.
+    """Everything about one checkpoint: contents, conversions that wrote or read it, open findings.
 
-    loadable: ``no`` for an exported folder that lacks the file by which transformers, or PEFT, knows a model;
-    None where nothing speaks against it.
+    loadable: ``no`` for an exported folder without the file by which transformers or PEFT opens a model; else
+    None.
     """
 
     checkpoint: CheckpointRow
@@ -244,7 +254,7 @@ class CheckpointDetail:
 
 @dataclass(frozen=True, slots=True)
 class ConversionDetail:
-    """All about one conversion: what went in, what came out, what was found on the way."""
+    """Everything about one conversion: its sources, its outputs and its findings."""
 
     conversion: ConversionRow
     sources: tuple[CheckpointRow, ...]
@@ -254,7 +264,7 @@ class ConversionDetail:
 
 @dataclass(frozen=True, slots=True)
 class LineageStep:
-    """One conversion between two checkpoints; depth counts conversions from the one asked for."""
+    """One conversion between two checkpoints. depth: conversions from the checkpoint of the query."""
 
     depth: int
     source: CheckpointRow
@@ -264,7 +274,7 @@ class LineageStep:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Where a checkpoint comes from (ancestors) and what became of it (descendants)."""
+    """The ancestors of a checkpoint and its descendants."""
 
     checkpoint: CheckpointRow
     ancestors: tuple[LineageStep, ...]
@@ -273,11 +283,13 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """An answer to "where did this come from?".
+    """Where a file or checkpoint comes from.
 
-    file: the file concerned, or None when a whole checkpoint was asked for.
-    conversion: the newest conversion that wrote the checkpoint; None for a source.
-    sources: the checkpoints that this conversion read.
+    Attributes:
+        checkpoint: the checkpoint that contains it.
+        file: the file, or None if the query named a checkpoint.
+        conversion: the newest conversion that wrote the checkpoint; None for a source.
+        sources: the checkpoints that this conversion read.
     """
 
     checkpoint: CheckpointRow
@@ -287,7 +299,7 @@ class Origin:
 
 
 def as_dict(value: Any) -> Any:
-    """The JSON face of a value of this module: dicts and lists, times in ISO 8601."""
+    """Convert a value of this module to JSON values: dicts and lists, times in ISO 8601."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: as_dict(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, datetime):

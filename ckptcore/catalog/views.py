@@ -1,7 +1,7 @@
-"""Views: the questions that people ask in SQL, answered under names that last.
+"""Views for SQL queries by users. Their names and columns are stable.
 
-They hold no data, so they are never altered: a migration drops them first and makes those of its `HEAD`
-last (`migrate.migrating`). A change here needs a revision, or catalogs of today would keep the old ones.
+Views hold no data, so they are never altered: a migration first drops them and last creates those of its
+`HEAD` (`migrate.migrating`). A change here needs a revision, or existing catalogs would keep the old views.
 The README beside this file describes every column.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-# What the two databases spell differently.
+# Expressions that differ between the two databases.
 _SPELLINGS = {
     "sqlite": {
         "took": "(julianday(v.ended_at) - julianday(v.started_at)) * 86400.0",
@@ -29,10 +29,10 @@ _SPELLINGS = {
     },
 }
 
-# In the order in which they can be made: later ones may use earlier ones.
+# In order of creation: later views may use earlier ones.
 VIEWS = {
-    # Per verb and dtype: what one conversion made must not hide what another made of the same step. By the
-    # run's name and not its id: then both databases look at one run only, where one is asked for.
+    # Per verb and dtype: one conversion's output must not hide another's of the same step. By the run's name,
+    # not its id: then both databases read one run only, if the query names one.
     "latest_outputs": """
 SELECT k.run, c.step, c.format, c.dtypes, k.verb, c.uuid AS checkpoint, c.uri, c.total_bytes AS bytes,
        c.fingerprint, c.verified_level, c.verified_at
@@ -71,7 +71,7 @@ JOIN conversion v    ON v.id = o.conversion_id
 JOIN checkpoint s    ON s.id = i.checkpoint_id
 JOIN checkpoint d    ON d.id = o.checkpoint_id
 WHERE o.direction = 'out'""",
-    # UNION, not UNION ALL: what was converted onto itself must not go round for ever.
+    # UNION, not UNION ALL: a checkpoint that was converted onto itself must not loop forever.
     "lineage_pairs": """
 WITH RECURSIVE made (checkpoint_id, ancestor_id) AS (
   SELECT o.checkpoint_id, i.checkpoint_id
@@ -135,24 +135,24 @@ WHERE v.state = 'succeeded'""",
 }
 
 
-def dropping() -> list[str]:
-    """The statements that remove every view, whichever are there."""
+def drop_statements() -> list[str]:
+    """Return the statements that drop every view, if it exists."""
     return [f"DROP VIEW IF EXISTS {name}" for name in reversed(VIEWS)]
 
 
-def making(dialect: str) -> list[str]:
-    """The statements that make them. dialect: sqlite or postgresql."""
+def create_statements(dialect: str) -> list[str]:
+    """Return the statements that create the views. dialect: sqlite or postgresql."""
     spelled = _SPELLINGS[dialect]
     return [f"CREATE VIEW {name} AS{Template(query).substitute(spelled)}" for name, query in VIEWS.items()]
 
 
 def drop_views(conn: Connection) -> None:
-    """Removes every view."""
-    for statement in dropping():
+    """Drop every view."""
+    for statement in drop_statements():
         conn.exec_driver_sql(statement)
 
 
 def make_views(conn: Connection) -> None:
-    """Makes them in a database that has all tables of `HEAD` and no views."""
-    for statement in making(conn.dialect.name):
+    """Create the views in a database with all tables of `HEAD` and no views."""
+    for statement in create_statements(conn.dialect.name):
         conn.exec_driver_sql(statement)

@@ -1,6 +1,6 @@
-"""Watched roots: which folders are swept for new checkpoints, and what is made of what is found there?
+"""Watched roots: folders that are swept for new checkpoints, with the options of their conversion.
 
-Every function works inside the transaction that it is given, a writer's where it changes something.
+Every function runs inside the given transaction. Functions that change something need a writer's transaction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RootRow:
     """One watched root.
 
     include: globs on paths relative to `uri`; empty means everything. target: the options of the conversion.
-    swept_at, swept_note: when it was last looked through, and what came of it.
+    swept_at, swept_note: the time and the summary of the last sweep.
     """
 
     name: str
@@ -48,11 +48,11 @@ def add(
     include: Sequence[str] = (),
     target: Mapping[str, Any] | None = None,
 ) -> RootRow:
-    """Watches `uri` under a name of its own. Raises `UsageError` when the name is taken."""
+    """Add a watched root. Raises `UsageError` if the name is empty or taken."""
     if not name.strip():
-        raise UsageError("a watched root needs a name", hint="for example that of the training run")
+        raise UsageError("a watched root needs a name", hint="for example the name of the training run")
     if _root_rows(conn, name):
-        raise UsageError(f"there is a watched root {name} already", hint="remove it first, or name another")
+        raise UsageError(f"the watched root {name} exists already", hint="remove it, or use another name")
     conn.execute(
         insert(WatchedRoot).values(
             name=storable(name),
@@ -67,35 +67,37 @@ def add(
 
 
 def remove(conn: Connection, name: str) -> None:
-    """Watches it no more. Raises `UsageError`."""
+    """Remove a watched root. Raises `UsageError` if it does not exist."""
     get(conn, name)
     conn.execute(delete(WatchedRoot).where(WatchedRoot.name == storable(name)))
 
 
 def enable(conn: Connection, name: str, enabled: bool) -> RootRow:
-    """Goes on, or pauses. Raises `UsageError`."""
+    """Enable or pause a watched root. Raises `UsageError` if it does not exist."""
     get(conn, name)
     conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(enabled=enabled))
     return get(conn, name)
 
 
 def swept(conn: Connection, now: datetime, name: str, note: str = "") -> None:
-    """Notes that it was looked through. Raises `UsageError`."""
+    """Record that a root was swept. Raises `UsageError` if it does not exist."""
     get(conn, name)
     values = {"swept_at": now, "swept_note": clean(note)}
     conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(values))
 
 
 def get(conn: Connection, name: str) -> RootRow:
-    """The root of this name. Raises `UsageError`."""
+    """Return the watched root with this name. Raises `UsageError` if it does not exist."""
     found = _root_rows(conn, name)
     if not found:
-        raise UsageError(f"there is no watched root {name}", hint="`ckptcore catalog root list` shows them")
+        raise UsageError(
+            f"there is no watched root {name}", hint="`ckptcore catalog root list` lists all watched roots"
+        )
     return found[0]
 
 
 def every(conn: Connection, *, enabled: bool | None = None) -> tuple[RootRow, ...]:
-    """All watched roots by name; enabled: only those that are, or are not."""
+    """Return all watched roots, sorted by name; only the enabled or the paused ones if asked for."""
     return tuple(root for root in _root_rows(conn, None) if enabled is None or root.enabled is enabled)
 
 

@@ -74,7 +74,7 @@ def place_hold(
     end = None if until is None else until.replace(tzinfo=UTC)
     with opened(catalog) as found, found.writing() as conn:
         holds.place(conn, _now(), ref, reason, owner=owner, until=end)
-        rows = holds.held(conn, _now(), ref)
+        rows = holds.active(conn, _now(), ref)
     answer(rows, output)
 
 
@@ -88,7 +88,7 @@ def list_holds(
     from ckptcore.catalog import holds
 
     with opened(catalog) as found, found.reading() as conn:
-        rows = holds.held(conn, _now(), ref)
+        rows = holds.active(conn, _now(), ref)
     answer(rows, output)
 
 

@@ -48,7 +48,7 @@ def _verbs(app: typer.Typer, name: str) -> None:
                 hint=f"`ckptcore catalog {name} list --state failed` shows them",
             )
         with opened(catalog) as found, found.queueing() as conn:
-            ids = _queue(name).again(conn, datetime.now(UTC), ref)
+            ids = _queue(name).retry(conn, datetime.now(UTC), ref)
         if output is Output.JSON:
             write_json({"put_back": list(ids)})
             return

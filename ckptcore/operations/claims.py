@@ -84,7 +84,7 @@ def rewritten(catalog: Catalog, key: Key, source: str) -> bool:
 def claimed(catalog: Catalog, key: Key, source: str, who: str, *, again: bool = False) -> Iterator[ClaimRow]:
     """The claim; if it is `mine` held while the block runs, done when that ends, failed when it raises."""
     with catalog.writing() as conn:
-        claim = claims.take(conn, datetime.now(UTC), key, source, who, again=again)
+        claim = claims.take(conn, datetime.now(UTC), key, source, who, retry=again)
     if not claim.mine:
         yield claim
         return

@@ -101,7 +101,7 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
         errors = tuple(f for f in report.findings if f.severity == "error" and f.code not in UNREADABLE_CODES)
         if not errors:
             return Look(
-                Condition.WHOLE, stamp, changed, "", (), source_digest(manifest), manifest.digest, manifest
+                Condition.COMPLETE, stamp, changed, "", (), source_digest(manifest), manifest.digest, manifest
             )
         return Look(
             Condition.BROKEN, stamp, changed, errors[0].message, errors, None, manifest.digest, manifest
@@ -130,7 +130,7 @@ def _remembered(before: SightingRow, stamp: str) -> bool:
     if before.state == Condition.BROKEN:
         return before.stamp == stamp
     # What an older version found whole is proven anyway before it is converted, and there may be very many.
-    return before.state == Condition.WHOLE and before.stamp.split(" by ")[0] == stamp.split(" by ")[0]
+    return before.state == Condition.COMPLETE and before.stamp.split(" by ")[0] == stamp.split(" by ")[0]
 
 
 def _changed_at(

@@ -251,7 +251,7 @@ def _item(root: RootRow, candidate: Candidate, request: Request | None, why: str
         seen.source_digest or "",
         seen.manifest_digest or "",
     )
-    if seen.state is not Condition.WHOLE:
+    if seen.state is not Condition.COMPLETE:
         return replace(item, standing=Standing(seen.state.value), why=seen.message)
     return item if request is not None else replace(item, standing=Standing.REFUSED, why=why)
 
@@ -259,7 +259,7 @@ def _item(root: RootRow, candidate: Candidate, request: Request | None, why: str
 def _towards(catalog: Catalog, item: SweepItem, request: Request, now: datetime, again: bool) -> SweepItem:
     """How a whole checkpoint stands towards its target."""
     with catalog.reading() as conn:
-        claim = claims.standing(conn, key_of(request, item.source_digest))
+        claim = claims.current(conn, key_of(request, item.source_digest))
     if claim is not None:
         if claim.state == DONE or (claim.state != FAILED and claim.due_at > now):
             return _stands(item, claim)

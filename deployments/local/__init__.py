@@ -1,13 +1,13 @@
-"""The whole system on this machine, without containers: ``make up``, ``make down``.
+"""Run the complete system on one machine without containers: ``make up``, ``make down``.
 
-PostgreSQL, Prefect's server, a worker and the webhook receiver are real processes in sessions of their own.
-`state` is the folder that they live in, `process` starts and ends one, `services` is the table of them,
-`postgres` knows how Debian keeps PostgreSQL, `lifecycle` puts them in order, `drain` stops the work without
+PostgreSQL, Prefect's server, a worker and the webhook receiver run as processes in sessions of their own.
+`state` is their folder, `process` starts and ends one process, `services` is the table of them, `postgres`
+sets up Debian's PostgreSQL, `lifecycle` starts and stops everything in order, `drain` stops runs without
 losing any.
 
-This is no supervisor: it starts four processes in order, finds them again, ends them without losing a run,
-and `make up` again mends what died. A supervisor from the package index would replace `process` alone, 160 of
-these 1,050 lines: the state and its secrets, Debian's PostgreSQL, readiness in order and the drain are not
-its work, and its configuration would hold the secrets. What must restart by itself runs under systemd,
-Compose or Kubernetes, whose files are in `deployments` too (decision 74 in DESIGN.md).
+This is not a supervisor: it starts four processes in order, finds them again, and ends them without losing a
+run; a second `make up` restarts what died. A supervisor from the package index would replace only `process`,
+160 of these 1,050 lines. It does not handle the state and its secrets, Debian's PostgreSQL, ordered readiness
+or the drain, and its configuration would contain the secrets. For automatic restarts use systemd, Compose or
+Kubernetes, whose files are in `deployments` too (decision 74 in DESIGN.md).
 """

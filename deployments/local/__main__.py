@@ -1,4 +1,4 @@
-"""``python -m deployments.local up|down|status``"""
+"""Start, stop or inspect the local system: ``python -m deployments.local up|down|status``."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from deployments.local.lifecycle import down, up
 from deployments.local.services import SERVICES
 from deployments.local.state import Choices, LocalState, Ports, folder, load
 
-PATIENCE = 60.0  # seconds that runs get to end
+PATIENCE = 60.0  # seconds for runs to end
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = terminal.parser(prog="python -m deployments.local", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     starting = verbs.add_parser("up", help="start PostgreSQL, Prefect, a worker and the webhook receiver")
     for port in fields(Ports):
         starting.add_argument(
-            f"--{port.name}-port", type=int, help=f"default {port.default}; 0 takes a free one"
+            f"--{port.name}-port", type=int, help=f"default {port.default}; 0 picks a free port"
         )
-    starting.add_argument("--root", help="where checkpoints are announced; default STATE/checkpoints")
-    starting.add_argument("--exports", help="where they are converted to; default STATE/exports")
-    starting.add_argument("--limit", type=int, help="runs at a time; default 2")
+    starting.add_argument("--root", help="folder of announced checkpoints; default STATE/checkpoints")
+    starting.add_argument("--exports", help="folder of converted checkpoints; default STATE/exports")
+    starting.add_argument("--limit", type=int, help="concurrent runs; default 2")
     stopping = verbs.add_parser(
-        "down", help="end them; runs that do not end in time go on after the next `up`"
+        "down", help="stop everything; runs that do not end in time are resumed by the next `up`"
     )
-    stopping.add_argument("--patience", type=float, default=PATIENCE, help="seconds that runs get to end")
-    verbs.add_parser("status", help="which of them run")
+    stopping.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for runs to end")
+    verbs.add_parser("status", help="print which services run, as JSON")
     given = parser.parse_args()
     try:
         {"up": _up, "down": _down, "status": _status}[given.verb](given)
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _up(given: argparse.Namespace) -> None:
-    terminal.block(told(up(folder(), _choices(given, folder()), _say)), indent="")
+    terminal.block(next_steps(up(folder(), _choices(given, folder()), _say)), indent="")
 
 
 def _down(given: argparse.Namespace) -> None:
@@ -65,7 +65,7 @@ def _status(given: argparse.Namespace) -> None:
 
 
 def _choices(given: argparse.Namespace, at: Path) -> Choices | None:
-    """What the arguments change of what was chosen before; None when nothing."""
+    """Return the earlier choices with the arguments' changes, or None if nothing changes."""
     state = load(at) if at.exists() else None
     before = state.choices if state is not None else Choices()
     named = {f.name: getattr(given, f"{f.name}_port") for f in fields(Ports)}
@@ -77,8 +77,8 @@ def _choices(given: argparse.Namespace, at: Path) -> Choices | None:
     return None if wanted == before else wanted
 
 
-def told(state: LocalState) -> str:
-    """What a person does next."""
+def next_steps(state: LocalState) -> str:
+    """Return the addresses and first commands to print after `up`."""
     example = f"{state.root.rstrip('/')}/llama/step-300"
     return f"""
 UI       http://127.0.0.1:{state.choices.ports.prefect}   (it asks for PREFECT_API_AUTH_STRING)
@@ -91,15 +91,15 @@ Announce a checkpoint below {state.root}:
   curl -H "Authorization: Bearer $CKPTCORE_HOOK_TOKEN" -H 'content-type: application/json' \\
     -d '{{"uri": "{example}", "run": "llama", "step": 300}}' {state.receiver}/hooks/curl
 
-Ask for what came of it:
+Query the results:
 
   {_program()} catalog sql "SELECT run, step, uri FROM latest_exports"
 
-`make down` ends all of it."""
+`make down` stops everything."""
 
 
 def _program() -> str:
-    """``ckptcore`` as a shell finds it from here: the environment that this runs in need not be active."""
+    """Return the command for ``ckptcore`` here: its environment need not be active in the user's shell."""
     ours = Path(sys.executable).with_name("ckptcore")
     found = shutil.which("ckptcore")
     if not ours.exists() or (found is not None and Path(found).samefile(ours)):

@@ -1,11 +1,11 @@
-"""Drain: a pool that takes no new runs, and runs that go on another time.
+"""Drain the work pool and resume it.
 
-``pause=SECONDS``  no new runs; wait for those that run, and print the ids of those that still do
-``requeue=IDS``    these and others that have not ended are due again, as soon as somebody works
-``resume``         the deployments are made or brought up to date, and the pool takes runs again
+``pause=SECONDS``  stop taking runs, wait for active runs, and print the ids of those still active
+``requeue=IDS``    reschedule these runs, and others that have not ended
+``resume``         create or update the deployments, and take runs again
 
-The worker of `make up` ends with everything else, so all runs of the pool are its runs; `deployments.worker`
-knows its own among those of others.
+The worker of `make up` ends with everything else, so all runs of the pool are its own. `deployments.worker`
+distinguishes its runs from those of other workers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from prefect.exceptions import ObjectNotFound
 from ckptcore.utils import terminal
 from deployments import POOL
 from deployments.deploy import deploy
-from deployments.release_runs import active, due_again
+from deployments.release_runs import active, reschedule
 
 
 def pause(seconds: float) -> list[UUID]:
-    """No new runs; the runs that still run when all have ended, or after a while."""
+    """Pause the pool and wait for its runs; return the ids of those still active after `seconds`."""
     with get_client(sync_client=True) as client:
         try:
             client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))
@@ -39,9 +39,10 @@ def pause(seconds: float) -> list[UUID]:
 
 
 def requeue(ids: Iterable[UUID]) -> None:
-    """Runs whose worker is gone are due again. Call it when no worker of the pool is left.
+    """Reschedule runs whose worker has ended. Call it when no worker of the pool is left.
 
-    ids: of runs that were stopped: some say of themselves, with their last words, that they crashed.
+    Args:
+        ids: ids of the stopped runs, some of which reported a crash as they ended.
     """
     with get_client(sync_client=True) as client:
         stopped = {id: client.read_flow_run(id) for id in ids} | {run.id: run for run in active(client, POOL)}
@@ -49,11 +50,11 @@ def requeue(ids: Iterable[UUID]) -> None:
         left = [
             id for id, state in states.items() if state is None or state.is_crashed() or not state.is_final()
         ]
-        due_again(client, (stopped[id] for id in left))
+        reschedule(client, (stopped[id] for id in left))
 
 
 def resume() -> None:
-    """Deployments up to date, and runs are taken again."""
+    """Create or update the deployments, and let the pool take runs."""
     deploy()
     with get_client(sync_client=True) as client:
         client.update_work_pool(POOL, WorkPoolUpdate(is_paused=False))

@@ -1,4 +1,4 @@
-"""Lifecycle: everything up, in order and ready; everything down, with nothing lost and nothing left."""
+"""Start all services in order, each once the one before is ready; stop them without losing a run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ from deployments.local.state import Choices, LocalState, load, locked, settle, w
 
 READY_SECONDS = 180.0  # the first start migrates Prefect's database
 LOOK = 0.2
-# PostgreSQL: SIGINT rolls open transactions back; SIGTERM would wait for every client to leave.
+# PostgreSQL: SIGINT rolls open transactions back; SIGTERM would wait for every client to disconnect.
 HOW = {"postgres": signal.SIGINT}
 
 Say = Callable[[str], None]
 
 
 def up(folder: Path, wanted: Choices | None, say: Say) -> LocalState:
-    """Start what does not run, mend what half runs, and wait until all of it is ready.
+    """Start or restart the services that do not run as wanted, and wait until all are ready.
 
-    Raises `UsageError` with the last words of what does not come up.
+    Args:
+        folder: the state folder.
+        wanted: new choices; None keeps the earlier ones.
+        say: called with each line of progress.
+
+    Raises:
+        UsageError: a service does not start. The message has the end of its log.
     """
     with locked(folder):
         state = settle(folder, wanted)
@@ -42,7 +48,7 @@ def up(folder: Path, wanted: Choices | None, say: Say) -> LocalState:
                 say(f"catalog: schema {after}" + ("" if before == after else f", was {before or 'none'}"))
                 verbs = ["resume"]
                 if not _runs(service, state):
-                    # Its runs end with it, also those that a dead one left.
+                    # End the runs of the last worker, even if it is dead.
                     process.end("worker", folder, service.patience)
                     verbs = ["requeue", "resume"]
                 _run_drainer(state, *verbs)
@@ -51,19 +57,22 @@ def up(folder: Path, wanted: Choices | None, say: Say) -> LocalState:
 
 
 def down(folder: Path, patience: float, say: Say) -> None:
-    """End everything: first the work, then the processes, in the opposite order.
+    """Stop everything: first the runs, then the processes, in reverse order.
 
-    patience: seconds that runs get to end; those that do not go on after the next `up`.
+    Args:
+        folder: the state folder.
+        patience: seconds for runs to end. The next `up` resumes the others.
+        say: called with each line of progress.
     """
     state = load(folder)
     if state is None:
-        say(f"nothing was ever up in {folder}")
+        say(f"nothing to stop: no `up` was run in {folder}")
         return
     with locked(folder):
         stopped: str | None = None
         by_name = {service.name: service for service in SERVICES}
         if process.known("prefect", folder) and by_name["prefect"].is_ready(state):
-            # Without a worker nobody ends a run.
+            # Without a worker no run can end.
             wait = patience if process.known("worker", folder) else 0
             stopped = _tried(say, state, f"pause={wait}")
         for service in reversed(SERVICES):
@@ -80,14 +89,14 @@ def down(folder: Path, patience: float, say: Say) -> None:
 def _bring_up(service: Service, state: LocalState, say: Say) -> None:
     running = process.known(service.name, state.folder)
     if running is not None and _runs(service, state):
-        say(f"{service.name}: runs already (process {running.pid})")
+        say(f"{service.name}: already running (process {running.pid})")
         service.after(state)
         return
     process.end(service.name, state.folder, service.patience, HOW.get(service.name, signal.SIGTERM))
     if service.is_ready(state):
         raise UsageError(
-            f"somebody else's {service.name} answers at the port that is ours",
-            hint="end it, or name other ports: make up UP='--prefect-port 0 --receiver-port 0'",
+            f"cannot start {service.name}: its port is already used by another {service.name}",
+            hint="stop that one, or choose other ports: make up UP='--prefect-port 0 --receiver-port 0'",
         )
     command, env = service.command(state), service.env(state)
     started = process.start(service.name, state.folder, command, env, **service.how())
@@ -95,10 +104,10 @@ def _bring_up(service: Service, state: LocalState, say: Say) -> None:
     while not service.is_ready(state):
         if started.poll() is not None or time.monotonic() > until:
             ended = "ended" if started.poll() is not None else f"is not ready after {READY_SECONDS:.0f} s"
-            words = process.tail(service.name, state.folder)
+            log = process.tail(service.name, state.folder)
             process.end(service.name, state.folder, service.patience)
             raise UsageError(
-                f"{service.name} {ended}:\n{words}", hint=f"{state.folder}/log/{service.name}.log has more"
+                f"{service.name} {ended}:\n{log}", hint=f"{state.folder}/log/{service.name}.log has more"
             )
         time.sleep(LOOK)
     say(f"{service.name}: started (process {started.pid})")
@@ -106,23 +115,23 @@ def _bring_up(service: Service, state: LocalState, say: Say) -> None:
 
 
 def _tried(say: Say, state: LocalState, argument: str) -> str | None:
-    """What the drainer answers; everything is to end in any case, so a failure is only told."""
+    """Return the drainer's output. A failure is only printed: everything must end in any case."""
     try:
         return _run_drainer(state, argument)
     except UsageError as error:
-        say(f"{error.message}\nruns that are stopped now go on after the heartbeat's automation has seen it")
+        say(f"{error.message}\nan automation resumes stopped runs once it has missed their heartbeat")
         return None
 
 
 def _runs(service: Service, state: LocalState) -> bool:
-    """Whether it runs as it is wanted now."""
+    """Return whether the service runs with the current configuration, and is ready."""
     running = process.known(service.name, state.folder)
     wanted = process.made_of(service.command(state), service.env(state))
     return running is not None and running.made == wanted and service.is_ready(state)
 
 
 def _run_drainer(state: LocalState, *arguments: str) -> str:
-    # A process of its own: Prefect reads its settings once, and these are not ours.
+    # A separate process: Prefect reads its settings once, and they differ from this process's.
     command = [sys.executable, "-m", "deployments.local.drain", *arguments]
     done = subprocess.run(command, env=client_env(state), capture_output=True, text=True, check=False)
     if done.returncode:

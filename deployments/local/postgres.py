@@ -1,4 +1,4 @@
-"""PostgreSQL: a server of our own from Debian's programs, in its own folder, under a user without rights."""
+"""Set up and run a PostgreSQL server from Debian's packages, in its own folder, as an unprivileged user."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from deployments.local.state import OWNERS, VARIABLE, LocalState
 if TYPE_CHECKING:
     import psycopg
 
-# Debian keeps server programs out of PATH.
+# Debian installs server programs outside PATH.
 DEBIAN = Path("/usr/lib/postgresql")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
-# What an older version made as the administrator: tables, views, sequences that are no column's own, enums.
-# REASSIGN OWNED does not take what is the administrator's.
+# Objects that an older version created as the administrator: tables, views, sequences that belong to no
+# column, enums. REASSIGN OWNED does not change the administrator's objects.
 _RELATIONS = """
     SELECT 'TABLE', relname FROM pg_class
     WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p', 'v', 'm', 'S')
@@ -34,18 +34,18 @@ _RELATIONS = """
 
 
 def programs() -> Path:
-    """The folder of initdb and postgres, the newest; raises `MissingDependency`."""
+    """Return the folder of the newest initdb and postgres. Raises `MissingDependency`."""
     newest = sorted(DEBIAN.glob("*/bin"), key=lambda p: -int(p.parent.name)) if DEBIAN.is_dir() else []
     found = shutil.which("initdb")
     folders = [*newest, *([Path(os.path.realpath(found)).parent] if found else [])]
     for folder in folders:
         if os.access(folder / "initdb", os.X_OK):
             return folder
-    raise MissingDependency("PostgreSQL's server is not installed", hint="apt-get install postgresql")
+    raise MissingDependency("PostgreSQL's server is not installed", hint="run apt-get install postgresql")
 
 
 def prepare(state: LocalState) -> Path:
-    """The server's data folder, made where there is none. Raises `UsageError`."""
+    """Return the server's data folder, and create it if needed. Raises `UsageError`."""
     home = state.folder / "postgres"
     data = home / "data"
     home.mkdir(mode=0o700, exist_ok=True)
@@ -54,7 +54,7 @@ def prepare(state: LocalState) -> Path:
         os.chown(home, run_as["user"], run_as["group"])
     if data.exists():
         return data
-    new = home / "data.new"  # what a killed initdb leaves must not be taken for a whole one
+    new = home / "data.new"  # a killed initdb must not leave a folder that looks complete
     shutil.rmtree(new, ignore_errors=True)
     password = home / "password"
     with open(os.open(password, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -89,7 +89,7 @@ def prepare(state: LocalState) -> Path:
 
 
 def command(state: LocalState, data: Path) -> list[str]:
-    """How the server is started: it listens on the loopback address alone."""
+    """Return the command that starts the server. It listens on the loopback address only."""
     settings = (
         "listen_addresses=127.0.0.1",
         f"port={state.choices.ports.postgres}",
@@ -101,7 +101,7 @@ def command(state: LocalState, data: Path) -> list[str]:
 
 
 def is_ready(state: LocalState) -> bool:
-    """Whether it takes connections with our password."""
+    """Return whether the server accepts connections with the stored password."""
     import psycopg
 
     try:
@@ -112,9 +112,9 @@ def is_ready(state: LocalState) -> bool:
 
 
 def make_databases(state: LocalState) -> None:
-    """The databases of Prefect and of the catalog, each with an owner who may do nothing else.
+    """Create the databases of Prefect and of the catalog, each with an owner without other rights.
 
-    What an older version made as the administrator becomes the owner's.
+    Objects that an older version created as the administrator become the owner's.
     """
     from psycopg.sql import SQL, Identifier, Literal
 
@@ -122,7 +122,7 @@ def make_databases(state: LocalState) -> None:
         roles = {row[0] for row in connection.execute("SELECT rolname FROM pg_roles").fetchall()}
         there = {row[0] for row in connection.execute("SELECT datname FROM pg_database").fetchall()}
         for name, secret in OWNERS.items():
-            # Encrypted here: a statement that fails is logged with all its words.
+            # Encrypted here: the server logs the full text of a failed statement.
             password = connection.pgconn.encrypt_password(
                 state.secrets[secret].encode(), name.encode(), b"scram-sha-256"
             ).decode()
@@ -140,7 +140,7 @@ def make_databases(state: LocalState) -> None:
 
 
 def _as_administrator(state: LocalState, database: str) -> psycopg.Connection[tuple[Any, ...]]:
-    """A connection in which each statement is a transaction of its own."""
+    """Open a connection with autocommit: each statement is a transaction."""
     import psycopg
 
     return psycopg.connect(
@@ -155,7 +155,7 @@ def _as_administrator(state: LocalState, database: str) -> psycopg.Connection[tu
 
 
 def unprivileged() -> dict[str, Any]:
-    """How `subprocess` runs something that refuses root: as ``postgres``, else ``nobody``."""
+    """Return `subprocess` arguments for programs that refuse root: user ``postgres``, else ``nobody``."""
     if os.geteuid() != 0:
         return {}
     names = {user.pw_name for user in pwd.getpwall()}

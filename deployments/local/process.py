@@ -1,7 +1,7 @@
-"""Process: one of our processes, started in a session of its own, found again by its pid file, ended.
+"""Start a service as a process in its own session, find it by its pid file, and end it.
 
-A pid file says which process it was, by its time of start too: numbers are given again. What a process starts
-inherits its mark, a variable of the environment: runs of a worker have sessions of their own.
+A pid file also records the process's start time, because pids are reused. Child processes inherit a mark, an
+environment variable: runs of a worker have sessions of their own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 MARK = "CKPTCORE_UP_SERVICE"
-STEP = 0.1  # seconds between two looks
-TIDY_SECONDS = 5.0  # for what a process leaves behind
+STEP = 0.1  # seconds between two checks
+TIDY_SECONDS = 5.0  # for child processes that a service leaves behind
 
 
 @dataclass(frozen=True, slots=True)
 class KnownProcess:
-    """A process of a pid file. started: in clock ticks since boot. made: digest of command and settings."""
+    """The process of a pid file. started: in clock ticks since boot. made: digest of command and settings."""
 
     pid: int
     started: int
@@ -34,9 +34,14 @@ class KnownProcess:
 def start(
     name: str, folder: Path, command: Sequence[str], env: Mapping[str, str], **how: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a process that outlives this one; its words go to ``log/NAME.log``.
+    """Start a process that outlives this one. Its output goes to ``log/NAME.log``.
 
-    how: further arguments of `subprocess.Popen`, as user and group.
+    Args:
+        name: the service.
+        folder: the state folder.
+        command: the program and its arguments.
+        env: the complete environment.
+        how: further arguments of `subprocess.Popen`, such as user and group.
     """
     own = dict(env) | {MARK: _owner_mark(name, folder)}
     with (folder / "log" / f"{name}.log").open("ab") as log:
@@ -56,19 +61,19 @@ def start(
 
 
 def made_of(command: Sequence[str], env: Mapping[str, str]) -> str:
-    """A digest of how a process is started: it is started anew when that changes."""
-    told = json.dumps([list(command), sorted(env.items())])
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    """Return a digest of command and environment. A service is restarted when it changes."""
+    text = json.dumps([list(command), sorted(env.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def known(name: str, folder: Path) -> KnownProcess | None:
-    """The process of a pid file while it lives."""
+    """Return the process of a pid file if it is alive."""
     record = _known_process(name, folder)
     return record if record is not None and is_alive(record) else None
 
 
 def is_alive(one: KnownProcess) -> bool:
-    """Whether it is still that process, and no mere entry of one that ended."""
+    """Return whether the pid still belongs to that process, and it is not a zombie."""
     try:
         state, started = _stat(one.pid)
     except OSError:
@@ -77,15 +82,16 @@ def is_alive(one: KnownProcess) -> bool:
 
 
 def end(name: str, folder: Path, patience: float, how: signal.Signals = signal.SIGTERM) -> bool:
-    """Ask a process to end, and make it after ``patience`` seconds; its children go with it.
+    """End a process and its children; kill it after `patience` seconds.
 
-    Whether it ended by itself.
+    Returns:
+        Whether it ended by itself.
     """
     one, by_itself = _known_process(name, folder), True
     if one is not None and is_alive(one):
         os.kill(one.pid, how)
         by_itself = _gone(one, patience)
-    # What it started, also when it did not live to tidy up.
+    # Its children, even if it died before it could end them.
     for group_signal in (signal.SIGTERM, signal.SIGKILL):
         for pid in marked(name, folder):
             _kill(pid, group_signal)
@@ -97,25 +103,25 @@ def end(name: str, folder: Path, patience: float, how: signal.Signals = signal.S
 
 
 def marked(name: str, folder: Path) -> list[int]:
-    """Living processes that a service is, or has started."""
+    """Return the pids of a service and of all processes that it started."""
     return having(f"{MARK}={_owner_mark(name, folder)}")
 
 
 def having(setting: str) -> list[int]:
-    """Living processes with this line, ``NAME=value``, in their environment."""
+    """Return the pids of living processes with this line, ``NAME=value``, in their environment."""
     mark, found = setting.encode(), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
                     found.append(int(entry))
-            except OSError:  # it has ended, or is not ours to look at
+            except OSError:  # it has ended, or belongs to another user
                 continue
-    return found  # one that has ended and waits for its parent has no environment any more
+    return found  # a zombie has no environment, so it is not included
 
 
 def tail(name: str, folder: Path, lines: int = 15) -> str:
-    """The last words of a process."""
+    """Return the last lines of a service's log."""
     try:
         text = (folder / "log" / f"{name}.log").read_text(errors="replace")
     except OSError:
@@ -147,7 +153,7 @@ def _kill(pid: int, how: signal.Signals) -> None:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and time of start of a process: proc(5). The name before them may hold anything."""
+    """Return state and start time of a process; see proc(5). The name before them can contain anything."""
     rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return rest[0], int(rest[19])
 

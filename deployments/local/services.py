@@ -1,4 +1,4 @@
-"""Services: the table of processes, in the order in which they need each other."""
+"""The table of services, in the order of their dependencies, with their commands and environments."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from deployments import POOL
 from deployments.local import postgres
 from deployments.local.state import LocalState
 
-WORKER = "local"  # its name at the server
+WORKER = "local"  # the worker's name on the Prefect server
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """name: of its log and pid file. command, env: how it is started. how: more arguments of `Popen`.
+    """One service.
 
-    is_ready: whether it does its work. after: done once it does, every time. patience: seconds that it has
-    to end by itself.
+    Attributes:
+        name: the name of its log and pid file.
+        command: the program and its arguments.
+        env: its complete environment.
+        is_ready: whether it does its work.
+        how: further arguments of `subprocess.Popen`.
+        after: runs once the service is ready, on every `up`.
+        patience: seconds for it to end by itself.
     """
 
     name: str
@@ -38,7 +44,7 @@ class Service:
 
 
 def client_env(state: LocalState) -> dict[str, str]:
-    """The environment of everything that speaks to Prefect's server and to the catalog."""
+    """Return the environment of every client of Prefect's server and of the catalog."""
     return _inherited() | {
         "PREFECT_HOME": str(state.folder / "prefect"),
         "PREFECT_API_URL": state.api,
@@ -49,29 +55,29 @@ def client_env(state: LocalState) -> dict[str, str]:
         "CKPTCORE_CATALOG_URL": state.catalog,
         "DO_NOT_TRACK": "1",
         "PYTHONUNBUFFERED": "1",
-        # Prefect's runner makes a folder of a fixed name there, which would be that of whoever came first.
+        # Prefect's runner creates a folder of a fixed name there, which would belong to its first user.
         "TMPDIR": str(state.folder / "tmp"),
     }
 
 
 def server_env(state: LocalState) -> dict[str, str]:
-    """The environment of Prefect's server."""
+    """Return the environment of Prefect's server."""
     return client_env(state) | {
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": state.database("postgresql+asyncpg", "prefect"),
         "PREFECT_SERVER_API_AUTH_STRING": f"admin:{state.secrets['PREFECT_PASSWORD']}",
-        # Without it the UI asks port 4200 whatever the server's port is.
+        # Without it the UI calls port 4200, whatever the server's port is.
         "PREFECT_SERVER_UI_API_URL": state.api,
-        # The newer UI asks a third party for its settings, even where nothing may be told.
+        # The newer UI loads its settings from a third party, even with telemetry off.
         "PREFECT_SERVER_UI_V2_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        # Leases in memory would be lost with the server, and their slots never freed.
+        # In-memory leases would be lost with the server, and their slots never freed.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     }
 
 
 def worker_env(state: LocalState) -> dict[str, str]:
-    """The environment of the worker, and of the runs that it starts."""
+    """Return the environment of the worker and of the runs that it starts."""
     return client_env(state) | {
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_WORKER_WEBSERVER_HOST": "127.0.0.1",
@@ -80,15 +86,15 @@ def worker_env(state: LocalState) -> dict[str, str]:
 
 
 def receiver_env(state: LocalState) -> dict[str, str]:
-    """The environment of the receiver: its secrets too."""
+    """Return the environment of the receiver, including its secrets."""
     hooks = {name: value for name, value in state.secrets.items() if name.startswith("CKPTCORE_HOOK_")}
-    # A part of how it is started, so that another configuration starts it anew.
+    # Part of the environment, so that a changed configuration restarts the receiver.
     config = hashlib.sha256(receiver_config(state).encode()).hexdigest()
     return client_env(state) | hooks | {"CKPTCORE_UP_CONFIG": config}
 
 
 def receiver_config(state: LocalState) -> str:
-    """The receiver's configuration, TOML."""
+    """Return the receiver's configuration, TOML."""
     return f"""# Written by `make up`; edit deployments/receiver/example.toml for a receiver of your own.
 roots = [{_quoted(state.root)}]
 destination = {_quoted(state.exports.rstrip("/") + "/{path}")}
@@ -104,17 +110,17 @@ secrets = ["CKPTCORE_HOOK_TOKEN"]
 
 
 def user_env(state: LocalState) -> str:
-    """What a shell needs to speak to all of it: lines for `.`"""
+    """Return shell lines that export the addresses and secrets of the system, for ``. env.sh``."""
     env = client_env(state)
-    shown = {
+    addresses = {
         name: env[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "CKPTCORE_CATALOG_URL")
     }
     hooks = {name: value for name, value in state.secrets.items() if name.startswith("CKPTCORE_HOOK_")}
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in (shown | hooks).items())
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in (addresses | hooks).items())
 
 
 def _inherited() -> dict[str, str]:
-    # Settings of somebody else's server must not leak in, nor what says nothing about this machine.
+    # Settings of another Prefect server must not leak in. Only variables about this machine are kept.
     kept = ("HOME", "PATH", "LANG", "TZ", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     cloud = ("AWS_", "FSSPEC_", "GOOGLE_", "AZURE_", "SSL_", "LC_")
     return {k: v for k, v in os.environ.items() if k in kept or k.startswith(cloud)}
@@ -167,7 +173,7 @@ def _receiver(state: LocalState) -> list[str]:
 
 
 def _works(state: LocalState) -> bool:
-    """Whether the worker that was started last asks for work: its health is good before it can do any."""
+    """Return whether the current worker polls for runs: its health check is good before it can do that."""
     if not _answers(f"http://127.0.0.1:{state.choices.ports.worker}/health"):
         return False
     try:

@@ -1,6 +1,6 @@
-"""State: the folder of a local installation, its ports, its secrets, its addresses.
+"""The state of a local installation: its folder, ports, secrets and addresses.
 
-Made once; what stands in it wins over defaults, so that a second `up` finds what the first made.
+It is created once. Stored values take precedence over defaults, so a second `up` uses those of the first.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 
 VARIABLE = "CKPTCORE_STATE"
-# Databases, and the secret that is the password of the owner, a user of the same name without other rights.
+# Databases, and the password secret of each owner, a user of the same name without other rights.
 OWNERS = {"prefect": "POSTGRES_PREFECT_PASSWORD", "ckptcore": "POSTGRES_CKPTCORE_PASSWORD"}
-# PostgreSQL will not run as root, and other users see nothing of root's home.
+# PostgreSQL refuses to run as root, and other users cannot read root's home.
 ROOT_STATE = Path("/var/lib/ckptcore/up")
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """TCP ports on the loopback address; 0 takes a free one, once."""
+    """TCP ports on the loopback address. 0 picks a free port, once."""
 
     prefect: int = 4200
     receiver: int = 8080
     postgres: int = 5440
-    worker: int = 8090  # its health alone
+    worker: int = 8090  # health checks only
 
     def settled(self) -> Ports:
-        """The same with free ports for those that are 0."""
+        """Return the ports with free ones instead of 0."""
         probes = {f.name: socket.socket() for f in fields(self) if getattr(self, f.name) == 0}
-        for probe in probes.values():  # all at once, or one port would be given twice
+        for probe in probes.values():  # all open at once, or the same port could be picked twice
             probe.bind(("127.0.0.1", 0))
         found = replace(self, **{name: probe.getsockname()[1] for name, probe in probes.items()})
         for probe in probes.values():
@@ -51,9 +51,9 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the user may choose.
+    """The user's choices.
 
-    root: where checkpoints are announced. exports: where they are converted to. limit: runs at a time.
+    root: folder of announced checkpoints. exports: folder of converted ones. limit: concurrent runs.
     """
 
     ports: Ports = Ports()
@@ -64,7 +64,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """folder: absolute. secrets: by the names of environment variables."""
+    """A local installation. folder: absolute. secrets: by names of environment variables."""
 
     folder: Path
     choices: Choices
@@ -72,33 +72,34 @@ class LocalState:
 
     @property
     def api(self) -> str:
-        """Prefect's API."""
+        """The URL of Prefect's API."""
         return f"http://127.0.0.1:{self.choices.ports.prefect}/api"
 
     @property
     def receiver(self) -> str:
-        """The receiver's address."""
+        """The URL of the receiver."""
         return f"http://127.0.0.1:{self.choices.ports.receiver}"
 
     @property
     def root(self) -> str:
-        """Where checkpoints are announced."""
+        """The folder of announced checkpoints."""
         return self.choices.root or str(self.folder / "checkpoints")
 
     @property
     def exports(self) -> str:
-        """Where they are converted to."""
+        """The folder of converted checkpoints."""
         return self.choices.exports or str(self.folder / "exports")
 
     @property
     def catalog(self) -> str:
-        """The catalog's URL, password included."""
+        """The URL of the catalog, including its password."""
         return self.database("postgresql+psycopg", "ckptcore")
 
     def database(self, driver: str, name: str) -> str:
-        """The URL of a database of our PostgreSQL, as its owner.
+        """Return the URL of a database of the local PostgreSQL, as its owner.
 
-        As the administrator where no `up` has made owners yet: `down` ends what an older version started.
+        Before the first `up` of this version there are no owners. The URL is then the administrator's, so
+        that `down` can end what an older version started.
         """
         secret = OWNERS[name]
         user, password = (
@@ -111,7 +112,7 @@ class LocalState:
 
 
 def folder() -> Path:
-    """Where the state is: ``CKPTCORE_STATE``, or below the user's state folder."""
+    """Return the state folder: ``CKPTCORE_STATE``, or a folder below the user's state folder."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given).expanduser().absolute()
@@ -119,9 +120,14 @@ def folder() -> Path:
 
 
 def settle(at: Path, wanted: Choices | None) -> LocalState:
-    """The state in a folder that is there, `locked`. wanted: None keeps the choices made before.
+    """Create or update the state in an existing folder. The caller holds `locked`.
 
-    Raises `UsageError` when the folder cannot be used.
+    Args:
+        at: the state folder.
+        wanted: new choices; None keeps the earlier ones.
+
+    Raises:
+        UsageError: the folder cannot be used.
     """
     try:
         at.chmod(0o711 if os.geteuid() == 0 else 0o700)
@@ -132,7 +138,7 @@ def settle(at: Path, wanted: Choices | None) -> LocalState:
     found = load(at)
     known = {} if found is None else found.secrets
     found = replace(found or LocalState(at, Choices(), {}), secrets=_new_secrets() | dict(known))
-    if found.secrets != known:  # an older version knew fewer
+    if found.secrets != known:  # an older version had fewer
         _write(at / "secrets.json", found.secrets)
     if wanted is not None or not (at / "choices.json").exists():
         chosen = wanted or found.choices
@@ -142,7 +148,7 @@ def settle(at: Path, wanted: Choices | None) -> LocalState:
 
 
 def load(at: Path) -> LocalState | None:
-    """The state in a folder; None where nothing was ever up."""
+    """Return the state in a folder, or None if no `up` was run there. Raises `UsageError`."""
     try:
         known = json.loads((at / "secrets.json").read_text())
         chosen = json.loads((at / "choices.json").read_text()) if (at / "choices.json").exists() else {}
@@ -152,13 +158,13 @@ def load(at: Path) -> LocalState | None:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
-            f"the state in {at} cannot be read: {error}", hint="set it aside and begin anew"
+            f"cannot read the state in {at}: {error}", hint="move it away, and run `make up` again"
         ) from error
 
 
 @contextmanager
 def locked(at: Path) -> Iterator[None]:
-    """One `up` or `down` at a time. Raises `UsageError` when the folder cannot be made."""
+    """Lock the folder for one `up` or `down`. Raises `UsageError` if the folder cannot be created."""
     try:
         at.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -167,13 +173,13 @@ def locked(at: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            terminal.line("waiting for another `up` or `down` of this state", err=True)
+            terminal.line("waiting for another `up` or `down` of this installation", err=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _unusable(at: Path, error: OSError) -> UsageError:
-    return UsageError(f"{at} cannot be the state folder: {error.strerror}", hint=f"set {VARIABLE}")
+    return UsageError(f"cannot use {at} as the state folder: {error.strerror}", hint=f"set {VARIABLE}")
 
 
 def _new_secrets() -> dict[str, str]:
@@ -191,7 +197,7 @@ def _write(path: Path, value: object) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """A file that nobody else may read at any moment, and that is never seen half-written."""
+    """Write a file atomically that only its owner can ever read."""
     new = path.with_suffix(".new")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,6 +1,6 @@
-"""The webhook receiver: a training system says that a checkpoint is there, and a flow is started.
+"""The webhook receiver: a training system announces a checkpoint, and a flow is started.
 
-`app` takes requests, `verify` proves who sent them, `event` reads them by the table in `senders`, `roots`
-says which places they may name, `inbox` keeps them, `dispatch` turns them into flow runs, `notify` tells
-others how it ended. ``python -m deployments.receiver CONFIG.toml`` runs it.
+`app` takes requests, `verify` checks who sent them, `event` parses them by the table in `senders`, `roots`
+checks the URIs that they name, `inbox` stores them, `dispatch` turns them into flow runs, `notify` reports
+the results. ``python -m deployments.receiver CONFIG.toml`` runs it.
 """

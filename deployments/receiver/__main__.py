@@ -1,4 +1,4 @@
-"""``python -m deployments.receiver CONFIG.toml [--host ADDRESS] [--port NUMBER]``"""
+"""Run the receiver: ``python -m deployments.receiver CONFIG.toml [--host ADDRESS] [--port NUMBER]``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ckptcore.utils import terminal
 
 
 def main() -> None:
-    """Serve until a signal comes; a second one ends it at once."""
+    """Serve until a signal. A second signal ends the process at once."""
     parser = terminal.parser(prog="python -m deployments.receiver", description="Receive webhooks.")
-    parser.add_argument("config", type=Path, help="TOML file; deployments/receiver/example.toml shows one")
+    parser.add_argument("config", type=Path, help="TOML file; example: deployments/receiver/example.toml")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at; put TLS in front of others"
+        "--host", default="127.0.0.1", help="address to listen on; put a TLS proxy in front of others"
     )
-    parser.add_argument("--port", type=int, default=8080, help="0 takes a free one and tells it")
+    parser.add_argument("--port", type=int, default=8080, help="0 picks a free port and prints it")
     parser.add_argument(
-        "--check", action="store_true", help="only look whether the file and secrets are right"
+        "--check", action="store_true", help="only check the file, the secrets and the catalog"
     )
     given = parser.parse_args()
     terminal.log_to_stderr()

@@ -1,12 +1,12 @@
-"""App: the receiver's HTTP face.
+"""The receiver's HTTP API.
 
     POST    /hooks/SOURCE    an event; 202 as soon as it is in the inbox
     OPTIONS /hooks/SOURCE    the handshake of CloudEvents senders
     GET     /healthz         the process runs
-    GET     /readyz          the inbox can be written and events are being started
+    GET     /readyz          the inbox accepts events, and events are being started
 
-In the order of a request: is the source known, the type right, the body small enough, the proof good; then it
-is parsed, its place compared with the allowed roots, and the event kept. Only then is it answered.
+A request is checked in this order: source, content type, size of the body, signature or token. Then it is
+parsed, its URI is checked against the allowed roots, and the event is stored. Only then is it answered.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _log = logging.getLogger("deployments.receiver")
 
 
 class Background(Protocol):
-    """What works beside the requests: it starts runs and sends notifications."""
+    """Background work: start runs and send notifications."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start the background threads."""
 
     def wake(self) -> None:
-        """There is something new in the inbox."""
+        """Process new events in the inbox now."""
 
     def stop(self) -> None:
-        """End, in bounded time."""
+        """Stop, in bounded time."""
 
     def trouble(self) -> str:
-        """Why events are not being started, or ""."""
+        """Return why events are not being started, or ""."""
 
 
 def make_app(
@@ -61,7 +61,14 @@ def make_app(
     background: Background | None = None,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
-    """The application. clock: seconds since 1970."""
+    """Return the application.
+
+    Args:
+        senders: the configured sources, by name.
+        box: the inbox and the outbox.
+        background: the background work, started and stopped with the application.
+        clock: returns seconds since 1970.
+    """
     keeper = Keeper(box, clock)
 
     @asynccontextmanager
@@ -73,12 +80,12 @@ def make_app(
             await asyncio.to_thread(background.stop)
         keeper.close()
 
-    # No pages of documentation: they load scripts from elsewhere.
+    # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="ckptcore webhook receiver", docs_url=None, redoc_url=None, lifespan=life)
 
     @app.post("/hooks/{source}", status_code=202, responses=RESPONSES, openapi_extra=BODY)
     async def receive(source: str, request: Request) -> Response:
-        """Take an event. A repeat is answered with the id of the first, and starts nothing."""
+        """Accept an event. A repeated event returns the id of the first and starts nothing."""
         try:
             sender = _sender(senders, source)
             headers = _headers(request)
@@ -87,14 +94,14 @@ def make_app(
             verify(sender.dialect, sender.header, sender.secrets, headers, body, clock())
             event = read_event(sender.dialect, sender.name, headers, body, sender.accepts)
             if not event.wanted:
-                _log.info("%s: %s is not an announcement, left", source, event.type)
+                _log.info("%s: %s is not an announcement, ignored", source, event.type)
                 return JSONResponse({"status": "ignored", "type": event.type}, 202)
             order = order_of(sender, event.uri, event.run, event.step)
             kept = await keeper.keep(event, order.uri, body)
         except RequestRefused as refused:
             _log.warning("%s: %d %s %s", shown(source), refused.status, refused.name, refused.why)
             return JSONResponse(
-                refused.told, refused.status, headers=RETRY_AFTER if refused.status == 503 else None
+                refused.reply, refused.status, headers=RETRY_AFTER if refused.status == 503 else None
             )
         if kept.new and background is not None:
             background.wake()
@@ -103,28 +110,28 @@ def make_app(
 
     @app.options("/hooks/{source}", responses={404: RESPONSES[404]})
     async def handshake(source: str, request: Request) -> Response:
-        """Agree to be sent CloudEvents (cloudevents/spec, http-webhook.md, 4: abuse protection)."""
+        """Accept CloudEvents from the origin (cloudevents/spec, http-webhook.md, 4: abuse protection)."""
         if source not in senders or senders[source].dialect.envelope != "cloudevents":
-            return JSONResponse(RequestRefused("unknown-source").told, 404)
+            return JSONResponse(RequestRefused("unknown-source").reply, 404)
         origin = request.headers.get("webhook-request-origin", "")
         allowed = {"webhook-allowed-origin": origin, "webhook-allowed-rate": "*"} if origin else {}
         return Response(status_code=200, headers={"allow": "POST, OPTIONS"} | allowed)
 
     @app.get("/healthz")
     async def healthy() -> dict[str, str]:
-        """The process runs and answers."""
+        """Return 200: the process runs."""
         return {"status": "ok"}
 
     @app.get("/readyz", responses={503: {"description": "not ready", "model": dict[str, str]}})
     async def ready() -> Response:
-        """Whether an event would be taken, and whether taken ones are being started."""
+        """Return whether events are accepted, and whether accepted ones are being started."""
         state = {"inbox": "ok", "starting": "ok"}
         try:
             await keeper.check()
         except (CkptError, TimeoutError) as error:
             state["inbox"] = getattr(error, "message", "no answer")
         state["starting"] = (background.trouble() if background is not None else "") or "ok"
-        # Events are taken while Prefect is away: that is what the inbox is for.
+        # The inbox accepts events while Prefect is away.
         return JSONResponse(state, 200 if state["inbox"] == "ok" else 503)
 
     return app
@@ -133,10 +140,10 @@ def make_app(
 def _accepted(kept: Kept) -> dict[str, str]:
     if kept.new:
         return {"status": "accepted", "id": kept.id}
-    told = {"status": "duplicate", "id": kept.id, "state": kept.state}
-    if kept.state == Stage.FAILED:  # nothing starts it again by itself
-        told["hint"] = f"it has failed; `ckptcore catalog inbox again {kept.id}` puts it back"
-    return told
+    reply = {"status": "duplicate", "id": kept.id, "state": kept.state}
+    if kept.state == Stage.FAILED:  # it is not retried automatically
+        reply["hint"] = f"the event failed; retry it with `ckptcore catalog inbox again {kept.id}`"
+    return reply
 
 
 def _sender(senders: Mapping[str, Sender], source: str) -> Sender:
@@ -148,17 +155,17 @@ def _sender(senders: Mapping[str, Sender], source: str) -> Sender:
 def _require_type(sender: Sender, headers: Mapping[str, str]) -> None:
     media = headers.get("content-type", "").split(";")[0].strip().lower()
     if media not in sender.dialect.media:
-        raise RequestRefused("unsupported-type", f"{', '.join(sorted(sender.dialect.media))} is")
+        raise RequestRefused("unsupported-type", f"use {' or '.join(sorted(sender.dialect.media))}")
 
 
 def _headers(request: Request) -> dict[str, str]:
-    """By lower-case name; raises `RequestRefused` when one that counts is given twice."""
+    """Return the headers by lower-case name. Raises `RequestRefused` if a relevant one is repeated."""
     found: dict[str, str] = {}
     for name, value in request.headers.items():
         counts = name in ONCE or name.startswith(("webhook-", "x-", "ce-"))
         if name in found and counts and name not in ADDED_BY_PROXIES:
-            # A proxy and we could each look at another one.
-            raise RequestRefused("malformed", f"{name} is given twice")
+            # A proxy and this process could each use another one.
+            raise RequestRefused("malformed", f"the header {name} is repeated")
         found.setdefault(name, value)
     return found
 
@@ -166,19 +173,19 @@ def _headers(request: Request) -> dict[str, str]:
 async def _body(request: Request, headers: Mapping[str, str], most: int) -> bytes:
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > most:
-        raise RequestRefused("too-large", f"{most} bytes are")
+        raise RequestRefused("too-large", f"the maximum is {most} bytes")
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
                 if size > most:
-                    raise RequestRefused("too-large", f"{most} bytes are")
+                    raise RequestRefused("too-large", f"the maximum is {most} bytes")
                 parts.append(part)
     except TimeoutError as error:
         raise RequestRefused("too-slow") from error
     except ClientDisconnect as error:
-        raise RequestRefused("malformed", "the sender went away") from error
+        raise RequestRefused("malformed", "the sender closed the connection") from error
     return b"".join(parts)
 
 
@@ -193,14 +200,14 @@ def _answer(description: str, required: list[str], **properties: Any) -> dict[st
 
 
 def _refusal(status: int) -> dict[str, Any]:
-    names = [f"{name}: {words}" for name, (s, words) in REFUSALS.items() if s == status]
+    names = [f"{name}: {text}" for name, (s, text) in REFUSALS.items() if s == status]
     return _answer("; ".join(names), ["error", "message"], error=_TEXT, message=_TEXT)
 
 
 _STATUS = {"enum": ["accepted", "duplicate", "ignored"]}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     202: _answer(
-        "accepted, repeated or left",
+        "accepted, repeated or ignored",
         ["status"],
         status=_STATUS,
         id=_TEXT,

@@ -1,6 +1,7 @@
-"""Background: starting, following, notifying and looking for watched roots, in threads beside the requests.
+"""Background threads: start and follow runs, send notifications, reload watched roots.
 
-What waits for strangers has a thread of its own: starts wait for nobody but Prefect and the database.
+Notifications have a thread of their own, because they wait for other servers. Starts wait only for Prefect
+and the database.
 """
 
 from __future__ import annotations
@@ -16,37 +17,37 @@ from deployments.receiver.dispatch import Away
 from deployments.receiver.inbox import Mailbox
 from deployments.receiver.settings import Sender, is_plain
 
-IDLE = 2.0  # seconds between rounds when nothing is new; another receiver's rows are seen then
+IDLE = 2.0  # seconds between rounds without news; rows of other receivers are noticed then
 STOP_SECONDS = 15.0
-ROOTS_SECONDS = 15.0  # between two looks into the catalog for watched roots
+ROOTS_SECONDS = 15.0  # between two reads of the watched roots from the catalog
 
 _log = logging.getLogger("deployments.receiver")
 
 
 class Loop:
-    """Rounds of steps until it is stopped. A step that fails is told, and tried again in the next round."""
+    """A thread that repeats steps until it is stopped. A failed step is reported and repeated later."""
 
     def __init__(
         self, steps: Mapping[str, Callable[[], int]], idle: float = IDLE, beside: Loop | None = None
     ) -> None:
-        # beside: another one, that begins and ends with this one, and whose troubles are told with its own.
+        # beside: another loop that starts and stops with this one; `trouble` reports both.
         self._steps, self._idle, self._beside = steps, idle, beside
         self._news, self._end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"receiver-{'-'.join(steps)}", daemon=True)
         self._trouble: dict[str, str] = {}
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
         if self._beside is not None:
             self._beside.start()
 
     def wake(self) -> None:
-        """Do a round now."""
+        """Run the steps now."""
         self._news.set()
 
     def stop(self) -> None:
-        """End after the step that runs. What is not done then is done by the next process."""
+        """Stop after the current step. The next process continues from the rows."""
         until = time.monotonic() + STOP_SECONDS
         loops = [self] if self._beside is None else [self, self._beside]
         for loop in loops:
@@ -57,7 +58,7 @@ class Loop:
                 loop._thread.join(max(0.0, until - time.monotonic()))
 
     def trouble(self) -> str:
-        """The steps that failed in their last round, or ""."""
+        """Return the steps that failed in their last round with their errors, or ""."""
         own = [f"{name}: {why}" for name, why in sorted(self._trouble.items())]
         other = self._beside.trouble() if self._beside is not None else ""
         return "; ".join([*own, other] if other else own)
@@ -72,23 +73,23 @@ class Loop:
                 try:
                     busy = step() > 0 or busy
                     self._trouble.pop(name, None)
-                except Exception as error:  # the thread must outlive whatever the database or Prefect do
+                except Exception as error:  # the thread must survive any error of the database or Prefect
                     if name not in self._trouble:
-                        # That the database or Prefect is away needs no traceback.
+                        # An unreachable database or Prefect server needs no traceback.
                         known = isinstance(error, CkptError | Away)
-                        _log.error("%s failed, it is tried again: %s", name, error, exc_info=not known)
+                        _log.error("%s failed and is retried: %s", name, error, exc_info=not known)
                     self._trouble[name] = beginning(f"{type(error).__name__}: {error}", 300)
                     failed = True
-            if failed:  # news does not mend it
+            if failed:  # a new event does not repair it
                 self._end.wait(self._idle)
             elif not busy:
                 self._news.wait(self._idle)
 
 
 class Watched:
-    """Keeps the senders' roots as the catalog has them, where the configuration says so.
+    """Updates the senders' watched roots from the catalog, if the configuration wants that.
 
-    For one thread; senders are read by another.
+    One thread calls `refresh`; another one reads the senders.
     """
 
     def __init__(self, box: Mailbox, senders: Mapping[str, Sender]) -> None:
@@ -96,12 +97,12 @@ class Watched:
         self._senders = [sender for sender in senders.values() if sender.watches]
 
     def refresh(self) -> int:
-        """Look again, when it is time; raises `CatalogError`. What was allowed stays so until then."""
+        """Read the roots if it is time. Raises `CatalogError`; the earlier roots then stay allowed."""
         if self._senders and time.monotonic() >= self._next:
             found = self._box.watched()
             odd = [root for root in found if not is_plain(root)]
             if odd:
-                _log.warning("watched, but not allowed to be named by events: %s", ", ".join(odd))
+                _log.warning("watched roots that events cannot name: %s", ", ".join(odd))
             for sender in self._senders:
                 sender.watched = tuple(root for root in found if root not in odd)
             self._next = time.monotonic() + ROOTS_SECONDS

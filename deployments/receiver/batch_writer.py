@@ -1,7 +1,7 @@
-"""Keeper: events go into the inbox together, as many as wait, and are answered when they are durable.
+"""Write waiting events to the inbox in batches; reply to each once it is durable.
 
-A transaction costs the same for one event and for fifty. One is written at a time; what comes meanwhile
-waits for the next, so that the database is never asked faster than it answers.
+A transaction costs the same for one event and for fifty. One batch is written at a time, and new events wait
+for the next, so the database gets no more requests than it can answer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from deployments.receiver.event import Event
 from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.inbox import Kept, Mailbox
 
-SECONDS = 5.0  # for the inbox to take an event; senders wait 10 to 30 s
-MAX_WAITING = 512  # events; more are refused at once, and sent again
-MAX_TOGETHER = 64
-FRESH = 1.0  # seconds that a check of the inbox tells how it is
-TOGETHER = 0.005  # seconds that an event waits for others to come along
+SECONDS = 5.0  # for the inbox to store an event; senders wait 10 to 30 s
+MAX_WAITING = 512  # events; others are refused at once, and their senders retry
+MAX_TOGETHER = 64  # events in a batch
+FRESH = 1.0  # seconds that the result of a check is reused
+TOGETHER = 0.005  # seconds that an event waits for others
 
 _log = logging.getLogger("deployments.receiver")
 
 
 @dataclass(frozen=True, slots=True)
 class PendingEvent:
-    """An event to keep. uri: as it was allowed. body: as it came. kept: is told its row."""
+    """An event to store. uri: the allowed, normalized one. body: as received. kept: gets its row."""
 
     event: Event
     uri: str
@@ -38,7 +38,7 @@ class PendingEvent:
 
 
 class Keeper:
-    """Writes events for one event loop. clock: seconds since 1970."""
+    """Stores events in batches, for one event loop. clock: returns seconds since 1970."""
 
     def __init__(self, box: Mailbox, clock: Callable[[], float]) -> None:
         self._box, self._clock = box, clock
@@ -46,10 +46,10 @@ class Keeper:
         self._waiting: list[PendingEvent] = []
         self._writer: asyncio.Task[None] | None = None
         self._check: asyncio.Future[None] | None = None
-        self._checked = 0.0  # when it ended, by the event loop's clock
+        self._checked = 0.0  # end of the last check, by the event loop's clock
 
     async def keep(self, event: Event, uri: str, body: bytes) -> Kept:
-        """The event's row; raises `RequestRefused` when the inbox does not answer."""
+        """Store an event and return its row. Raises `RequestRefused` if the inbox does not answer."""
         if len(self._waiting) >= MAX_WAITING:
             raise RequestRefused("unavailable", "too many events are waiting for the inbox")
         kept: asyncio.Future[Kept] = asyncio.get_running_loop().create_future()
@@ -59,14 +59,14 @@ class Keeper:
         try:
             return await asyncio.wait_for(kept, SECONDS)
         except TimeoutError as error:
-            # It may be written yet. Sent again, it is then a repeat.
+            # The write may still succeed. The repeated event is then a duplicate.
             raise RequestRefused("unavailable", f"the inbox did not answer in {SECONDS:.0f} s") from error
 
     async def check(self) -> None:
-        """Raise `CatalogError` or TimeoutError when the inbox does not answer.
+        """Raise `CatalogError` or `TimeoutError` if the inbox does not answer.
 
-        Anybody may ask, as often as he likes: one check runs at a time, for all who wait for it, and its
-        answer holds for `FRESH` seconds. Events wait for the same thread.
+        One check runs at a time, for all who wait for it. Its result is reused for `FRESH` seconds. Events
+        use the same thread.
         """
         loop = asyncio.get_running_loop()
         if self._check is None or (self._check.done() and loop.time() >= self._checked + FRESH):
@@ -78,14 +78,14 @@ class Keeper:
         self._checked = at
 
     def close(self) -> None:
-        """Finish what is being written, and give the connections back."""
+        """Finish the current batch and close the connections."""
         self._thread.shutdown()
         self._box.close()
 
     async def _write(self) -> None:
         while self._waiting:
             await asyncio.sleep(TOGETHER)
-            # Those whose sender was told to come again are not in a hurry any more.
+            # Skip events whose senders were asked to retry.
             batch = [entry for entry in self._waiting[:MAX_TOGETHER] if not entry.kept.done()]
             del self._waiting[:MAX_TOGETHER]
             if not batch:
@@ -94,14 +94,14 @@ class Keeper:
                 now = datetime.fromtimestamp(self._clock(), UTC)
                 events = [(entry.event, entry.uri, entry.body) for entry in batch]
                 loop = asyncio.get_running_loop()
-                told: Sequence[Kept] = await loop.run_in_executor(self._thread, self._box.put, events, now)
-            except Exception as error:  # whatever it is, the senders must be told to come again
+                rows: Sequence[Kept] = await loop.run_in_executor(self._thread, self._box.put, events, now)
+            except Exception as error:  # whatever the error, the senders must be asked to retry
                 known = isinstance(error, CkptError)
                 _log.error("the inbox cannot be written: %s", error, exc_info=not known)
                 for entry in batch:
                     if not entry.kept.done():
                         entry.kept.set_exception(RequestRefused("unavailable", str(error)))
                 continue
-            for entry, one in zip(batch, told, strict=True):
+            for entry, one in zip(batch, rows, strict=True):
                 if not entry.kept.done():
                     entry.kept.set_result(one)

@@ -1,9 +1,8 @@
-"""Start: rows of the inbox become flow runs, and ended runs become messages.
+"""Turn rows of the inbox into flow runs, and ended runs into messages.
 
-A row is taken, its run is started or looked at, and the row goes back until the next look. Each step can be
-repeated: Prefect gives the run of an idempotency key back instead of making a second one, and a row changes
-in one transaction. So a process that ends between any two steps leaves nothing that the next round, here or
-elsewhere, does not finish.
+A row is taken, its run is started or inspected, and the row is scheduled for the next look. Each step can be
+repeated: Prefect returns the existing run of an idempotency key, and a row changes in one transaction. So if
+a process ends between two steps, the next round finishes its work, here or on another receiver.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from deployments.receiver.settings import NotifyTarget, Sender
 from tasks.attempts import given_up
 
 LIMIT = 20  # rows of one round
-LOOKS = (2, 5, 10, 20, 30)  # seconds until a run is looked at again
-# Seconds until a start is tried again, then hourly: an event is given up after about two days.
+LOOKS = (2, 5, 10, 20, 30)  # seconds until a run is inspected again
+# Seconds until a start is retried, then hourly: an event fails after about two days.
 DELAYS = (2, 5, 15, 60, 300, 900)
 HOURLY = 3600
 MAX_ATTEMPTS = 50
-# A crashed run may be taken up again by an automation; until then it has not failed.
+# An automation may resume a crashed run; until then it has not failed.
 CRASHED_FOR = timedelta(minutes=30)
-# Automations are told by events. A server that is killed forgets those that it has not looked at; one that is
-# started anew leaves for a quarter of an hour what follows on an event that it has not seen itself (Prefect,
-# server/events/ordering). What automations should have noticed by then is taken up here.
+# Automations react to events. A killed server loses the events that it has not processed. A restarted one
+# ignores for a quarter of an hour events that follow on one that it has not seen (Prefect,
+# server/events/ordering). Runs that automations should have noticed by then are resumed here.
 OVERLOOKED = {"CRASHED": timedelta(seconds=45), "PENDING": timedelta(seconds=120)}
-DEFAULT_BEAT = timedelta(seconds=180)  # Prefect's own; prefect.yaml has 30 s
-BEATS = 4  # of a run that runs, and of which nothing was heard
-MOST_BEGUN = 5  # as in flows/resume.py: a run that kills its process again and again has failed
+DEFAULT_BEAT = timedelta(seconds=180)  # Prefect's default; prefect.yaml sets 30 s
+BEATS = 4  # missed heartbeats until a running run counts as overlooked
+MOST_BEGUN = 5  # as in flows/resume.py: a run that kills its process repeatedly has failed
 
 _log = logging.getLogger("deployments.receiver")
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How a run is.
+    """The state of a flow run.
 
-    kind: Prefect's state type. since: of that state; of one that runs, its last sign of life. message: for
-    people. begun: how often it was started. beat: between two signs of life.
+    kind: Prefect's state type. since: the time of that state, or of the last heartbeat of a running run.
+    message: for users. begun: how often the run was started. beat: the interval of its heartbeats.
     """
 
     kind: str
@@ -56,28 +55,28 @@ class RunState:
 
 
 class Away(Exception):
-    """Prefect does not answer: nothing else need be tried now."""
+    """Prefect does not answer. Nothing else should be tried in this round."""
 
 
 class FlowRuns(Protocol):
-    """What is asked of Prefect; everything raises `Away` when it does not answer."""
+    """The calls to Prefect. All raise `Away` if it does not answer."""
 
     def start(
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
     ) -> str:
-        """The id of the run that has this key, made if there was none."""
+        """Return the id of the run with this idempotency key; start it if there is none."""
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
-        """By id; a run that is no longer known is not there."""
+        """Return the states of runs by id. A run that Prefect no longer knows is missing."""
 
     def resume(self, id: str, why: str) -> None:
-        """Let a run go on that nobody works on."""
+        """Resume a run that no worker processes."""
 
     def give_up(self, id: str, why: str) -> None:
-        """Let a run be failed that was started often enough."""
+        """Fail a run that was started too often."""
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
-        """Make an event of Prefect, about a checkpoint, that automations can be triggered by."""
+        """Send Prefect an event about a checkpoint, which can trigger automations."""
 
 
 def work(
@@ -87,9 +86,23 @@ def work(
     targets: Mapping[str, NotifyTarget],
     now: datetime | None = None,
 ) -> int:
-    """One round; how many rows were started, put back or ended. Raises `Away`, with the rows put back."""
+    """Run one round.
+
+    Args:
+        box: the inbox and the outbox.
+        runs: the calls to Prefect.
+        senders: the configured sources, by name.
+        targets: the configured targets of notifications, by name.
+        now: the current time.
+
+    Returns:
+        How many rows were started, postponed or ended.
+
+    Raises:
+        Away: Prefect does not answer. The rows are scheduled for a retry.
+    """
     one = _Round(box, runs, senders, targets, now or datetime.now(UTC))
-    # Others' events are theirs, with whom they tell; to take one and put it back would count as a try.
+    # Only events of these senders: to take another receiver's event and return it would count as a try.
     rows = box.take(one.now, LIMIT, list(senders))
     fresh = [row for row in rows if row.flow_run_id is None]
     away: Away | None = None
@@ -107,14 +120,14 @@ def work(
     try:
         states = runs.states([row.flow_run_id or "" for row in going]) if going else {}
     except Away:
-        for row in going:  # or nobody would look at them before their lease is over
+        for row in going:  # or they would be inspected only after their lease
             box.running(row, row.flow_run_id or "", one.now + timedelta(seconds=LOOKS[0]))
         raise
     return len(fresh) + sum(one.look(row, states.get(row.flow_run_id or "")) for row in going)
 
 
 def outcome_of(state: RunState | None, now: datetime) -> str | None:
-    """``succeeded`` or ``failed``; None while the run has not ended. state: None when it is not known."""
+    """Return ``succeeded`` or ``failed``, or None for a run that has not ended. state: None if unknown."""
     if state is None:
         return "failed"
     if state.kind == "CRASHED":
@@ -123,13 +136,13 @@ def outcome_of(state: RunState | None, now: datetime) -> str | None:
 
 
 def is_overlooked(state: RunState, now: datetime) -> bool:
-    """Whether nobody works on a run, and nobody else has seen it."""
+    """Return whether no worker processes a run, and no automation has noticed that."""
     patience = BEATS * state.beat if state.kind == "RUNNING" else OVERLOOKED.get(state.kind)
     return patience is not None and now - state.since > patience
 
 
 def delay_after(attempts: int) -> float:
-    """Seconds until the next try.
+    """Return the seconds until the next try.
 
     >>> [delay_after(n) for n in (1, 6, 7, 49)]
     [2, 900, 3600, 3600]
@@ -146,11 +159,11 @@ class _Round:
     now: datetime
 
     def start(self, row: InboxEvent) -> None:
-        """Start the run of an event, or put the event back."""
+        """Start the run of an event, or schedule a retry."""
         try:
             order = order_of(self.senders[row.source], row.uri, row.run, row.step)
         except RequestRefused as refused:
-            self.end(row, "failed", refused.told["message"])
+            self.end(row, "failed", refused.reply["message"])
             return
         try:
             run = self.runs.start(
@@ -162,7 +175,7 @@ class _Round:
             )
         except Away:
             raise
-        except Exception as error:  # whatever ails Prefect, the event is kept
+        except Exception as error:  # the event is kept, whatever Prefect's error
             self.postpone(row, beginning(f"{type(error).__name__}: {error}", 1000), delay_after(row.tries))
             return
         self.box.running(row, run, self.now + timedelta(seconds=LOOKS[0]))
@@ -170,19 +183,21 @@ class _Round:
         self.tell("ckptcore.checkpoint.announced", row, {"flow_run_id": run, **order.parameters})
 
     def postpone(self, row: InboxEvent, why: str, seconds: float) -> None:
-        """Try again in some seconds; give the event up when that has been done often."""
+        """Schedule a retry in some seconds, or fail the event after too many tries."""
         if row.tries >= MAX_ATTEMPTS:
-            self.end(row, "failed", f"given up after {row.tries} tries: {why}")
+            self.end(row, "failed", f"gave up after {row.tries} tries: {why}")
             return
-        _log.warning("%s: event %s could not be started, again in %d s: %s", row.source, row.id, seconds, why)
+            _log.warning(
+                "%s: event %s could not be started, next try in %d s: %s", row.source, row.id, seconds, why
+            )
         self.box.later(row, self.now + timedelta(seconds=seconds), why)
 
     def look(self, row: InboxEvent, state: RunState | None) -> bool:
-        """Whether the run of an event has ended; then the event has, too."""
+        """Inspect the run of an event, and return whether it has ended; the event ends with it."""
         assert row.flow_run_id is not None
         outcome = outcome_of(state, self.now)
         if outcome is None:
-            # Attempts are takes; how often one was looked at is near enough to space the looks.
+            # `tries` counts takes, which is near enough to the number of looks to space them.
             if state is not None and is_overlooked(state, self.now):
                 if state.begun >= MOST_BEGUN:
                     why = given_up(state.begun, state.message)
@@ -190,7 +205,10 @@ class _Round:
                     self.end(row, "failed", why)
                     return True
                 _log.warning(
-                    "%s: event %s: run %s is overlooked, it goes on", row.source, row.id, row.flow_run_id
+                    "%s: event %s: resuming run %s, which no worker processes",
+                    row.source,
+                    row.id,
+                    row.flow_run_id,
                 )
                 self.runs.resume(
                     row.flow_run_id, f"{state.kind.lower()} and silent since {state.since:%H:%M:%S}"
@@ -202,7 +220,7 @@ class _Round:
         return True
 
     def end(self, row: InboxEvent, outcome: str, why: str) -> None:
-        """The event is done or has failed, and those who want to know are told."""
+        """End an event as done or failed, and put the notifications into the outbox."""
         type = f"conversion.{outcome}"
         data = {
             "uri": row.uri,
@@ -224,8 +242,8 @@ class _Round:
             self.tell(f"ckptcore.{type}", row, data)
 
     def tell(self, event: str, row: InboxEvent, payload: Mapping[str, Any]) -> None:
-        """An event of Prefect, at most once: who must not miss an end is a target of the outbox."""
+        """Send an event to Prefect, at most once. The outbox is the reliable way to learn of an end."""
         try:
             self.runs.tell(event, row.uri, payload)
         except Exception as error:
-            _log.warning("%s: no event %s at Prefect: %s", row.source, event, error)
+            _log.warning("%s: cannot send the event %s to Prefect: %s", row.source, event, error)

@@ -1,7 +1,7 @@
-"""Event: what does a request that proved itself announce?
+"""Parse the event in a verified request.
 
-The body is parsed here, once, and bounded: strict JSON, no key twice, text that any database can keep. What
-it says is a hint about a run and a place; it is never taken for the truth about a checkpoint.
+The body is parsed once, within bounds: strict JSON, no repeated keys, text that any database can store. The
+event is only a hint about a run and a URI. It is never trusted about the checkpoint itself.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from deployments.receiver.senders import CLOUDEVENTS_JSON, Dialect
 
 MAX_TEXT = 255  # characters of an id, a type, a run's name
 MAX_URI = 2048
-MAX_STEP = 2**53  # what JSON numbers keep exactly, in all languages
+MAX_STEP = 2**53  # exact as a JSON number in all languages
 _STEP = re.compile(r"[0-9]{1,16}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # databases keep neither NUL nor half characters
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # databases store neither NULs nor lone surrogates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One announcement.
 
-    source: the name it is configured under. event_id: unique within the source; made of the body where the
-    sender has none. type: what happened, "" where the sender does not say. wanted: whether that type
-    announces a checkpoint. uri, run: "" where the event names none. step: None where it names none.
+    Attributes:
+        source: the name of the configured source.
+        event_id: unique within the source; a digest of the body if the sender has no ids.
+        type: what happened, or "" if the sender has no types.
+        wanted: whether this type announces a checkpoint.
+        uri: the URI of the checkpoint, or "".
+        run: the name of the training run, or "".
+        step: the training step, or None.
     """
 
     source: str
@@ -50,15 +55,23 @@ def read_event(
     body: bytes,
     accepts: frozenset[str] | None = None,
 ) -> Event:
-    """The event in a verified request; raises `RequestRefused`.
+    """Return the event of a verified request.
 
-    headers: by lower-case name. accepts: types that announce a checkpoint, in place of the dialect's.
+    Args:
+        dialect: the format of the sender's events.
+        source: the name of the configured source.
+        headers: by lower-case name.
+        body: as received.
+        accepts: the types that announce a checkpoint, instead of the dialect's.
+
+    Raises:
+        RequestRefused: the request contains no such event.
     """
     document = _document(dialect, headers, body)
     type = ".".join(_text_at(document, headers, place, "the type") for place in dialect.type).strip(".")
     allowed = dialect.accepts if accepts is None else accepts
     if allowed is not None and not type and "" not in allowed:
-        raise RequestRefused("not-understood", f"it does not say what happened ({', '.join(dialect.type)})")
+        raise RequestRefused("not-understood", f"the event has no type ({', '.join(dialect.type)})")
     return Event(
         source=source,
         event_id=_id(dialect, source, document, headers, body),
@@ -71,7 +84,7 @@ def read_event(
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """A JSON object; raises `RequestRefused`.
+    """Parse a JSON object. Raises `RequestRefused`.
 
     >>> parse(b'{"a": [1]}')
     {'a': [1]}
@@ -92,14 +105,14 @@ def _document(dialect: Dialect, headers: Mapping[str, str], body: bytes) -> dict
         return parse(body)
     if _media(headers) == CLOUDEVENTS_JSON:  # structured mode
         document = parse(body)
-    else:  # binary mode: attributes are headers, percent-encoded; the body is the data
+    else:  # binary mode: attributes are percent-encoded headers; the body is the data
         document = {name[3:]: unquote(value) for name, value in headers.items() if name.startswith("ce-")}
         document["data"] = parse(body)
     if document.get("specversion") != "1.0":
-        raise RequestRefused("not-understood", "not a CloudEvent of version 1.0")
+        raise RequestRefused("not-understood", "the event is not a CloudEvent of version 1.0")
     missing = [name for name in ("id", "source", "type") if not document.get(name)]
     if missing:
-        raise RequestRefused("not-understood", f"a CloudEvent without {', '.join(missing)}")
+        raise RequestRefused("not-understood", f"the CloudEvent has no {', '.join(missing)}")
     return document
 
 
@@ -112,11 +125,11 @@ def _id(
 ) -> str:
     parts = [_text_at(document, headers, place, "the event's id", 2 * MAX_TEXT) for place in dialect.id]
     if parts and all(parts):
-        joined = " ".join(parts)  # a CloudEvent's source is a URI: it holds no blank
+        joined = " ".join(parts)  # unambiguous: a CloudEvent's source is a URI, without blanks
         if len(joined) <= MAX_TEXT:
             return joined
         body = joined.encode()
-    # Sent again, it is the same bytes from the same source; that is all that is known.
+    # A repeat without an id is recognised by the same bytes from the same source.
     return hashlib.sha256(source.encode() + b"\n" + body).hexdigest()
 
 
@@ -133,7 +146,7 @@ def _first_text(
 def _text_at(
     document: dict[str, Any], headers: Mapping[str, str], place: str, what: str, most: int = MAX_TEXT
 ) -> str:
-    """The text or whole number at a place, as text; "" where there is none."""
+    """Return the text or whole number at a place as text, or ""."""
     value: Any
     if place.startswith("@"):
         value = headers.get(place[1:])
@@ -144,14 +157,14 @@ def _text_at(
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise RequestRefused("not-understood", f"{what} ({place}) is not a text")
+        raise RequestRefused("not-understood", f"{what} ({place}) must be a string or a whole number")
     if isinstance(value, int) and abs(value) > MAX_STEP:
-        raise RequestRefused("not-understood", f"{what} ({place}) is too large a number")
+        raise RequestRefused("not-understood", f"{what} ({place}) is larger than 2**53")
     text = str(value)
     if len(text) > most:
         raise RequestRefused("not-understood", f"{what} ({place}) is longer than {most} characters")
     if _CONTROL.search(text):
-        raise RequestRefused("not-understood", f"{what} ({place}) holds characters that no name has")
+        raise RequestRefused("not-understood", f"{what} ({place}) contains control characters")
     return text
 
 
@@ -159,17 +172,17 @@ def _step_number(text: str) -> int | None:
     if not text:
         return None
     if not _STEP.fullmatch(text) or int(text) > MAX_STEP:
-        raise RequestRefused("not-understood", "the step is not a whole number")
+        raise RequestRefused("not-understood", f"the step must be a whole number from 0 to {MAX_STEP}")
     return int(text)
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Two readers of one object with a key twice would see two different events.
+    # Two parsers could read two different events from an object with a repeated key.
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("an object repeats a key")
     return found

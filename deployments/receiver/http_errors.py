@@ -1,29 +1,29 @@
-"""Refusals: what is a request told that is not taken?
+"""The reasons why a request is refused, with their HTTP status and message.
 
-A closed table: name -> status and words. What a sender is told about its proof is one sentence, whatever was
-wrong with it; the log has the details.
+Errors of signatures and tokens share one message, whatever was wrong; the log has the details.
 """
 
 from __future__ import annotations
 
 REFUSALS: dict[str, tuple[int, str]] = {
-    "malformed": (400, "the request cannot be read"),
-    "unauthorized": (401, "the proof is missing, wrong or too old"),
-    "forbidden-root": (403, "the place named is not below an allowed root"),
-    "unknown-source": (404, "no such source is configured"),
+    "malformed": (400, "the request cannot be parsed"),
+    "unauthorized": (401, "the signature or token is missing, wrong or too old"),
+    "forbidden-root": (403, "the URI is not below an allowed root"),
+    "unknown-source": (404, "no source of this name is configured"),
     "too-slow": (408, "the request did not arrive in time"),
-    "too-large": (413, "the body is larger than allowed"),
-    "unsupported-type": (415, "the content type is not one of this kind of sender"),
-    "not-understood": (422, "the event does not say what a checkpoint's announcement must say"),
-    "headers-too-large": (431, "the head of the request is larger than allowed"),
-    "unavailable": (503, "the inbox cannot be written now; send it again"),
+    "too-large": (413, "the body is too large"),
+    "unsupported-type": (415, "the content type is not supported for this kind of sender"),
+    "not-understood": (422, "the event does not announce a checkpoint"),
+    "headers-too-large": (431, "the headers of the request are too large"),
+    "unavailable": (503, "the inbox cannot store the event now; send it again"),
 }
 
 
 class RequestRefused(Exception):
-    """A request that is not taken.
+    """A request that is refused.
 
-    name: a key of `REFUSALS`. why: for the log, and for the sender unless it is about its proof.
+    name: a key of `REFUSALS`. why: the details for the log. The sender gets them unless the status is 401 or
+    503.
     """
 
     def __init__(self, name: str, why: str = "") -> None:
@@ -36,8 +36,8 @@ class RequestRefused(Exception):
         return REFUSALS[self.name][0]
 
     @property
-    def told(self) -> dict[str, str]:
-        """What the sender may know."""
-        words = REFUSALS[self.name][1]
-        detail = f"{words}: {self.why}" if self.why and self.status not in (401, 503) else words
-        return {"error": self.name, "message": detail}
+    def reply(self) -> dict[str, str]:
+        """The body of the reply."""
+        text = REFUSALS[self.name][1]
+        message = f"{text}: {self.why}" if self.why and self.status not in (401, 503) else text
+        return {"error": self.name, "message": message}

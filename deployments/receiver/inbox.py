@@ -1,8 +1,8 @@
-"""Inbox and outbox: what was accepted and is not done, and what others have to be told.
+"""The receiver's view of the inbox (accepted events) and the outbox (messages to send).
 
-Rows of the catalog. One is written before the sender is answered, and each step of its way is one
-transaction: whatever is stopped, killed or unplugged, the next process goes on from the rows. A row that
-was taken is back when its lease is over.
+Both are rows of the catalog. An event is stored before its sender gets a reply, and each later step is one
+transaction. Whatever is stopped, killed or unplugged, the next process continues from the rows. A taken row
+becomes free when its lease expires.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.queues import InboxEvent, Message, NewEvent, inbox, outbox
 from deployments.receiver.event import Event
 
-LEASE = timedelta(minutes=2)  # a process that took rows and died holds them no longer
+LEASE = timedelta(minutes=2)  # rows of a process that died are free after this time
 
 __all__ = ["InboxEvent", "Kept", "Mailbox", "Message", "News"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """A message to put into the outbox. target: a name of the configuration. key: no second one has it
-    there."""
+    """A message for the outbox. target: a name in the configuration. key: unique for the target."""
 
     target: str
     key: str
@@ -37,7 +36,7 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The row of an event. new: not sent before. state: waiting, taken, done or failed."""
+    """The row of an event. new: False for a repeated event. state: waiting, taken, done or failed."""
 
     id: str
     new: bool
@@ -45,22 +44,25 @@ class Kept:
 
 
 class Mailbox:
-    """Inbox and outbox of one catalog; see `ckptcore.catalog.open_catalog` for the URL and the errors.
+    """The inbox and the outbox of one catalog.
 
-    Every method is one transaction, and raises `CatalogError` when the database is away.
+    See `ckptcore.catalog.open_catalog` for the URL and the errors. Every method is one transaction. It raises
+    `CatalogError` if the database does not answer.
     """
 
     def __init__(self, url: str | None = None, turn: threading.Lock | None = None) -> None:
-        # turn: shared by the boxes of a process. SQLite lets writers poll for their turn, and they oversleep.
+        # turn: shared by the mailboxes of a process. SQLite's writers poll for their turn and wait too long.
         self._catalog = open_catalog(url)
         self._turn = turn or threading.Lock()
         self._open = ExitStack()
         self._open.enter_context(self._catalog.kept_open())
 
     def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> list[Kept]:
-        """Keep events, given with URI and body; the row of each.
+        """Store events and return the row of each.
 
-        The URI is as it was allowed, which need not be how the event spells it; the body is as it came.
+        Args:
+            events: (event, URI, body) each. The URI is the allowed, normalized one; the body is as received.
+            now: the time to record.
         """
         found = []
         with self._transaction() as conn:
@@ -71,24 +73,25 @@ class Mailbox:
         return found
 
     def take(self, now: datetime, limit: int, sources: Collection[str]) -> Sequence[InboxEvent]:
-        """Events of these sources to start or to look at; nobody else gets them while the lease runs."""
+        """Take events of these sources. Nobody else gets them while the lease runs."""
         with self._transaction() as conn:
             return inbox.take(conn, now, limit=limit, lease=LEASE, only=sources)
 
     def later(self, row: InboxEvent, at: datetime, why: str) -> None:
-        """The start failed; try again at a time."""
+        """Schedule another try to start an event."""
         with self._transaction() as conn:
             inbox.later(conn, row, at, why)
 
     def running(self, row: InboxEvent, flow_run_id: str, look_at: datetime) -> None:
-        """A run works on the event; look at it at a time."""
+        """Record the run of an event, and schedule the next look at it."""
         with self._transaction() as conn:
             inbox.later(conn, row, look_at, None, flow_run_id=flow_run_id)
 
     def end(self, row: InboxEvent, now: datetime, failure: str | None, news: Sequence[News]) -> bool:
-        """The event is done, or has failed; with it, in the same transaction, what others are told.
+        """End an event, and put messages about it into the outbox in the same transaction.
 
-        False, and nothing is told, when somebody else has taken the row since.
+        Returns:
+            False, with no messages stored, if another process has taken the row since.
         """
         with self._transaction() as conn:
             good = failure is None
@@ -98,30 +101,30 @@ class Mailbox:
             return mine
 
     def messages(self, now: datetime, limit: int, targets: Collection[str]) -> Sequence[Message]:
-        """Messages to these targets, to send; nobody else gets them while the lease runs."""
+        """Take messages to these targets. Nobody else gets them while the lease runs."""
         with self._transaction() as conn:
             return outbox.take(conn, now, limit=limit, lease=LEASE, only=targets)
 
     def sent(self, message: Message, now: datetime) -> None:
-        """The message has arrived."""
+        """Record that a message was delivered."""
         with self._transaction() as conn:
             outbox.done(conn, now, message)
 
-    def unsent(self, message: Message, now: datetime, why: str, again: datetime | None) -> None:
-        """It has not; try again at a time, or not by itself."""
+    def unsent(self, message: Message, now: datetime, why: str, retry_at: datetime | None) -> None:
+        """Record a failed delivery, and schedule a retry unless `retry_at` is None."""
         with self._transaction() as conn:
-            if again is None:
+            if retry_at is None:
                 outbox.failed(conn, now, message, why)
             else:
-                outbox.later(conn, message, again, why)
+                outbox.later(conn, message, retry_at, why)
 
     def watched(self) -> list[str]:
-        """The roots that are swept for new checkpoints."""
+        """Return the URIs of the enabled watched roots."""
         with self._catalog.reading() as conn:
             return [root.uri for root in roots.every(conn, enabled=True)]
 
     def check(self) -> None:
-        """Raise `CatalogError` when the database does not answer or the tables are not there."""
+        """Raise `CatalogError` if the database does not answer or lacks the tables."""
         with self._transaction() as conn:
             inbox.depth(conn)
 
@@ -131,6 +134,6 @@ class Mailbox:
             yield conn
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._open.close()
         self._catalog.close()

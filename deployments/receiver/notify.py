@@ -1,7 +1,7 @@
-"""Notify: the outbox is sent, signed as Standard Webhooks are, until it arrives.
+"""Send the messages of the outbox as signed Standard Webhooks, with retries.
 
-standard-webhooks/standard-webhooks, spec/standard-webhooks.md: the same id for every try, a schedule over
-days, 410 ends it, no redirects are followed.
+standard-webhooks/standard-webhooks, spec/standard-webhooks.md: the same id on every try, a schedule over
+days, 410 ends the tries, redirects are not followed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import NotifyTarget
 from deployments.receiver.verify import key_of, sign
 
-# Seconds between tries, as the specification proposes them: about three days in all.
+# Seconds between tries, as the specification suggests: about three days in total.
 SCHEDULE = (5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400)
-TIMEOUT = 20.0  # to connect, to send, and to be answered, each; a lease is longer than all of them
+TIMEOUT = 20.0  # seconds each to connect, to send and to wait; a lease is longer than all of them
 LIMIT = 10  # messages at once
 GONE = 410
 
@@ -38,10 +38,10 @@ def send_due(
     env: Mapping[str, str] = os.environ,
     now: datetime | None = None,
 ) -> int:
-    """Send what is due, all of it at once; how many messages were tried.
+    """Send the due messages in parallel, and return how many were tried.
 
-    Takes no longer than the slowest answer, and so less than the lease of what was taken. Messages to others
-    than ``targets`` are left to the receiver that has those.
+    This takes as long as the slowest reply, which is less than the lease of the messages. Messages to other
+    targets than `targets` are left to the receivers that have those.
     """
     now = now or datetime.now(UTC)
     messages = box.messages(now, LIMIT, list(targets))
@@ -52,7 +52,7 @@ def send_due(
     def post(message: Message) -> None:
         answers[message.id] = _post(message, targets[message.endpoint], client, env, now)
 
-    # Daemons: a process that is told to end waits for no stranger.
+    # Daemon threads: a process that ends does not wait for other servers.
     threads = [threading.Thread(target=post, args=(message,), daemon=True) for message in messages]
     for thread in threads:
         thread.start()
@@ -64,30 +64,30 @@ def send_due(
             box.sent(message, now)
             continue
         tries = message.tries  # this one included
-        again = None if gone or tries > len(SCHEDULE) else now + timedelta(seconds=SCHEDULE[tries - 1])
-        box.unsent(message, now, error, again)
-        _log.warning("%s was not told (%s), again at %s", message.endpoint, error, again or "no time")
+        retry_at = None if gone or tries > len(SCHEDULE) else now + timedelta(seconds=SCHEDULE[tries - 1])
+        box.unsent(message, now, error, retry_at)
+        _log.warning("cannot notify %s (%s), next try: %s", message.endpoint, error, retry_at or "none")
     return len(messages)
 
 
 def _post(
     message: Message, target: NotifyTarget, client: httpx.Client, env: Mapping[str, str], now: datetime
 ) -> tuple[str, bool]:
-    """What went wrong, or "", and whether nothing needs to be sent to the target any more."""
+    """Send one message. Return the error, or "", and whether the target wants no more messages."""
     body = json.dumps(message.body, separators=(",", ":"), sort_keys=True).encode()
     try:
         headers = signed(message.id, body, env[target.secret], now)
-        # The answer's own body is nobody's: it is not waited for.
+        # The body of the reply is not read.
         with client.stream(
             "POST", target.url, content=body, headers=headers, timeout=TIMEOUT, follow_redirects=False
         ) as answer:
             return "" if answer.is_success else f"HTTP {answer.status_code}", answer.status_code == GONE
-    except Exception as failure:  # whatever ails one target, the others are told
+    except Exception as failure:  # an error of one target must not affect the others
         return beginning(f"{type(failure).__name__}: {failure}", 500), False
 
 
 def signed(id: str, body: bytes, secret: str, now: datetime) -> dict[str, str]:
-    """The headers of one try; id: the message's, the same for every try."""
+    """Return the signed headers of one try. id: the message's id, the same on every try."""
     time = str(int(now.timestamp()))
     key = key_of(secret, _STANDARD.key)
     return {

@@ -1,4 +1,4 @@
-"""Prefect's runs: the few calls that the receiver makes, over the server's API."""
+"""The receiver's calls to the API of Prefect's server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tasks.attempts import begun
 
 
 class PrefectRuns:
-    """See `deployments.receiver.dispatch.FlowRuns`. One client for all: making one is slower than a call."""
+    """See `deployments.receiver.dispatch.FlowRuns`. One client for all calls: creating one is slow."""
 
     def __init__(self) -> None:
         if get_current_settings().api.url is None:
@@ -36,40 +36,42 @@ class PrefectRuns:
         self._client.__enter__()
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._client.__exit__(None, None, None)
 
     def start(
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
     ) -> str:
-        """The id of the run that has this key, made if there was none."""
+        """Return the id of the run with this idempotency key; start it if there is none."""
         with _answering():
             try:
                 found = self._client.read_deployment_by_name(deployment)
             except ObjectNotFound as error:
                 raise UsageError(f"the Prefect server has no deployment {deployment}") from error
             wrong = _misfits(deployment, parameters, found.parameter_openapi_schema or {})
-            if wrong:  # the run would die before it begins, as often as it is started
-                raise UsageError("; ".join(wrong), hint="mend [parameters] of the receiver's configuration")
+            if wrong:  # the run would fail before it begins, on every start
+                raise UsageError(
+                    "; ".join(wrong), hint="correct [parameters] in the receiver's configuration"
+                )
             run = self._client.create_flow_run_from_deployment(
                 found.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
             )
             return str(run.id)
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
-        """By id; a run that is no longer known is not there."""
+        """Return the states of runs by id. A run that Prefect no longer knows is missing."""
         wanted = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(id) for id in ids]))
         with _answering():
             found = self._client.read_flow_runs(flow_run_filter=wanted, limit=len(ids))
             return {str(run.id): self._state(run) for run in found}
 
     def resume(self, id: str, why: str) -> None:
-        """Let a run go on that nobody works on, under its id; finished files have their receipts."""
+        """Resume a run that no worker processes, under its id. Complete files have their receipts."""
         with _answering():
             self._client.set_flow_run_state(UUID(id), AwaitingRetry(message=why), force=True)
 
     def give_up(self, id: str, why: str) -> None:
-        """Let a run be failed that was started often enough."""
+        """Fail a run that was started too often."""
         with _answering():
             self._client.set_flow_run_state(UUID(id), Failed(message=beginning(why, 2000)), force=True)
 
@@ -80,33 +82,33 @@ class PrefectRuns:
         since = state.timestamp.astimezone(UTC)
         found = RunState(state.type.value, since, state.message or "", begun(run), self._beat(run))
         if state.is_running() and is_overlooked(found, datetime.now(UTC)):
-            found = replace(found, since=max(since, self._heard_of(run)))
-        if is_overlooked(found, datetime.now(UTC)):  # it is about to be started again, or given up
+            found = replace(found, since=max(since, self._last_event_at(run)))
+        if is_overlooked(found, datetime.now(UTC)):  # it is about to be resumed or failed
             return replace(found, begun=begun(run, self._client.read_flow_run_states(run.id)))
         return found
 
     def _beat(self, run: FlowRun) -> timedelta:
-        """Between two signs of life of a run, as its deployment's environment has it."""
+        """Return the interval of a run's heartbeats, from its deployment's environment."""
         id = run.deployment_id
         if id is None:
             return DEFAULT_BEAT
         if id not in self._beats:
             try:
                 env = self._client.read_deployment(id).job_variables.get("env") or {}
-            except ObjectNotFound:  # deleted since; its runs are not
+            except ObjectNotFound:  # deleted since, but its runs were not
                 env = {}
-            told = str(env.get("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", ""))
-            self._beats[id] = timedelta(seconds=int(told)) if told.isdecimal() else DEFAULT_BEAT
+            seconds = str(env.get("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", ""))
+            self._beats[id] = timedelta(seconds=int(seconds)) if seconds.isdecimal() else DEFAULT_BEAT
         return self._beats[id]
 
-    def _heard_of(self, run: FlowRun) -> datetime:
-        """When a run was last heard of: at its last event."""
+    def _last_event_at(self, run: FlowRun) -> datetime:
+        """Return the time of a run's last event."""
         wanted = {"filter": {"resource": {"id": [f"prefect.flow-run.{run.id}"]}}, "limit": 1}
         found = self._client._client.post("/events/filter", json=wanted).json()["events"]  # newest first
         return datetime.fromisoformat(found[0]["occurred"]) if found else datetime.min.replace(tzinfo=UTC)
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
-        """Make an event of Prefect, about a checkpoint, that automations can be triggered by."""
+        """Send Prefect an event about a checkpoint, which can trigger automations."""
         made = {
             "id": str(uuid4()),
             "occurred": datetime.now(UTC).isoformat(),
@@ -114,12 +116,12 @@ class PrefectRuns:
             "resource": {"prefect.resource.id": f"ckptcore.announced.{uri}", "prefect.resource.name": uri},
             "payload": dict(payload),
         }
-        # The client's own way of sending events is a queue in another thread; here it is one of four calls.
+        # Prefect's client queues events in another thread; here it is one API call.
         self._client._client.post("/events", json=[made]).raise_for_status()
 
 
 def _misfits(deployment: str, parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
-    """Why the deployed flow cannot be called so; the server looks at the types, and at no name."""
+    """Return why the deployed flow cannot be called so. The server checks types, but not names."""
     known = schema.get("properties") or {}
     flow = deployment.partition("/")[0]
     return [unknown(flow, name, known) for name in parameters if name not in known]
@@ -134,4 +136,4 @@ def _answering() -> Iterator[None]:
     except httpx.HTTPStatusError as error:
         if error.response.status_code < 500:
             raise
-        raise Away(f"Prefect answers {error.response.status_code}: its database may be away") from error
+        raise Away(f"Prefect replied {error.response.status_code}: its database may be down") from error

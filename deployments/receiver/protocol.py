@@ -1,9 +1,8 @@
-"""Protocol: what is looked at before a request is one?
+"""uvicorn's HTTP/1.1 protocol with timeouts and strict parsing of request heads.
 
-uvicorn's HTTP/1.1 with what it leaves out: a time in which the head of a request must have arrived, and
-another for its body; and no leniency about where a head ends. A proxy in front and we must see the same
-requests in the same bytes. So lines that end without a carriage return, folded headers, and two ways of
-saying how long the body is are refused, and what is sent before an answer is taken for no second request.
+The head of a request must arrive in time, and so must its body. A proxy and the receiver must agree where
+requests begin and end. So these are refused: lines that end without a carriage return, folded headers, and
+two declarations of a body's length. Bytes that arrive before the reply never count as a second request.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from deployments.receiver.http_errors import RequestRefused
 
-HEAD_SECONDS = 10.0  # for the head of a request to arrive, from the first byte or the connection on
-BODY_SECONDS = 15.0  # for its body; the application's own time, which it says in words, is over before
+HEAD_SECONDS = 10.0  # for the head of a request, from its first byte or from the start of the connection
+BODY_SECONDS = 15.0  # for its body; the application's shorter limit replies with an error before that
 MAX_HEAD = 64 << 10  # bytes
 MAX_HEADERS = 100
 END = b"\r\n\r\n"
-# A line feed alone, a carriage return alone, a header that goes on in the next line, a NUL.
+# A line feed alone, a carriage return alone, a folded header, a NUL.
 _WRONG = re.compile(rb"(?<!\r)\n|\r(?=[^\n])|\r\n[ \t]|\x00")
 _ONCE = (b"content-length", b"transfer-encoding", b"host", b"content-type")
 
@@ -31,23 +30,23 @@ _ONCE = (b"content-length", b"transfer-encoding", b"host", b"content-type")
 class Protocol(H11Protocol):
     """One connection."""
 
-    _head = bytearray()  # of a request that has begun to arrive
+    _head = bytearray()  # the part of a request's head that has arrived
     _watch: asyncio.TimerHandle | None = None
-    _more = False  # whether bytes came after a request that is not answered yet
+    _more = False  # whether bytes arrived after a request without a reply
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Gives the sender some time to say what it wants."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
         self._head = bytearray()
         self._wait(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets it."""
+        """Stop the timer."""
         self._unwatch()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Hands a head on when all of it is there, and bodies as they come."""
+        """Forward a head once it is complete, and bodies as they arrive."""
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE:
@@ -57,7 +56,7 @@ class Protocol(H11Protocol):
             seen = len(self._head)
             self._head += data
             try:
-                if not _is_whole(self._head, seen):
+                if not _is_complete(self._head, seen):
                     return
             except RequestRefused as refused:
                 self._refuse(refused)
@@ -71,7 +70,7 @@ class Protocol(H11Protocol):
             self._more = True
 
     def on_response_complete(self) -> None:
-        """Waits for the next request, unless the sender did not wait for the answer."""
+        """Wait for the next request, unless bytes arrived before the reply."""
         if self._more and not self.transport.is_closing():
             self.server_state.total_requests += 1
             self.transport.close()
@@ -92,16 +91,16 @@ class Protocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE and self._head:
-            self._refuse(RequestRefused("too-slow", "its head"))
+            self._refuse(RequestRefused("too-slow", "its head is incomplete"))
         elif self.conn.their_state is h11.IDLE:
-            self.transport.close()  # nothing was asked
+            self.transport.close()  # no request has begun
         else:
-            self.transport.abort()  # whoever sends a body for so long reads no answer
+            self.transport.abort()  # a sender this slow reads no reply
 
     def _refuse(self, refused: RequestRefused) -> None:
-        self.logger.warning("refused before it was a request: %d %s", refused.status, refused.why)
+        self.logger.warning("refused while reading the head: %d %s", refused.status, refused.why)
         self._unwatch()
-        body = json.dumps(refused.told).encode()
+        body = json.dumps(refused.reply).encode()
         lines = (
             f"HTTP/1.1 {refused.status} {STATUS_PHRASES.get(refused.status, b'').decode()}",
             "content-type: application/json",
@@ -114,29 +113,29 @@ class Protocol(H11Protocol):
         self.transport.close()
 
 
-def _is_whole(head: bytearray, seen: int) -> bool:
-    """Whether the head of a request is there, and as it must be; raises `RequestRefused`.
+def _is_complete(head: bytearray, seen: int) -> bool:
+    """Return whether the head of a request is complete. Raises `RequestRefused` if it is not valid.
 
-    seen: how much of it was looked at before; no byte is looked at many times.
+    seen: how many bytes were checked before, so that no byte is checked many times.
     """
     end = head.find(END, max(0, seen - len(END) + 1))
     size = len(head) if end < 0 else end + len(END)
     wrong = _WRONG.search(head, max(0, seen - 2), size)
     if wrong is not None:
         raise RequestRefused(
-            "malformed", f"a line of its head does not end with CR LF (at byte {wrong.start()})"
+            "malformed", f"a line of the head does not end with CR LF (at byte {wrong.start()})"
         )
     if size > MAX_HEAD:
-        raise RequestRefused("headers-too-large", f"{MAX_HEAD} bytes are")
+        raise RequestRefused("headers-too-large", f"the maximum is {MAX_HEAD} bytes")
     if end < 0:
         return False
     request, *lines = bytes(head[:end]).split(b"\r\n")
     if len(lines) > MAX_HEADERS:
-        raise RequestRefused("headers-too-large", f"{MAX_HEADERS} headers are")
+        raise RequestRefused("headers-too-large", f"the maximum is {MAX_HEADERS} headers")
     named = Counter(line.partition(b":")[0].strip().lower() for line in lines)
     for name in _ONCE:
         if named[name] > 1:
-            raise RequestRefused("malformed", f"{name.decode()} is given twice")
+            raise RequestRefused("malformed", f"the header {name.decode()} is repeated")
     if named[b"transfer-encoding"] and (named[b"content-length"] or not request.endswith(b"HTTP/1.1")):
-        raise RequestRefused("malformed", "the length of its body is given in two ways")
+        raise RequestRefused("malformed", "the length of the body is declared in two ways")
     return True

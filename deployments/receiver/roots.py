@@ -1,7 +1,7 @@
-"""Roots: may an event name this place, and where does its conversion go?
+"""Check the URIs in events against the allowed roots, and derive the destinations of their conversions.
 
-Only text is looked at: the receiver need not see the file system. The flow asks again, with links resolved,
-where the files are.
+Only text is compared: the receiver need not see the file system. The flow checks again, with links resolved,
+on the machine that has the files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptcore.utils.text import shown
 from deployments.receiver.http_errors import RequestRefused
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-# Letters and digits of any script, and what names of runs and steps are made of. Not among them: what a URL
+# Letters and digits of any script, and the usual characters in names of runs and steps. Excluded: what a URL
 # would decode (%), cut off (? #), expand (* [ {) or chain (two colons, below).
 _PLAIN = re.compile(r"[\w ./~+=@,:()!-]+")
 _PART = re.compile(r"[\w+=@,:()!~.-]+")
@@ -23,7 +23,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, slots=True)
 class AllowedPlace:
-    """An allowed place. uri: as flows get it. root: the allowed root. path: below the root."""
+    """An allowed checkpoint. uri: normalized. root: the allowed root. path: the URI relative to the root."""
 
     uri: str
     root: str
@@ -31,7 +31,7 @@ class AllowedPlace:
 
 
 def place_of(uri: str, roots: Sequence[str]) -> AllowedPlace:
-    """The place that a URI names, below one of the roots; raises `RequestRefused`.
+    """Return the place of a URI below one of the roots. Raises `RequestRefused`.
 
     >>> place_of("file:///runs/llama/step-7/", ["/runs"])
     AllowedPlace(uri='/runs/llama/step-7', root='/runs', path='llama/step-7')
@@ -48,7 +48,7 @@ def place_of(uri: str, roots: Sequence[str]) -> AllowedPlace:
 
 
 def normal(uri: str) -> str:
-    """A path or URL without its ways of saying the same twice; raises `RequestRefused`.
+    """Return the one spelling of a path or URL. Raises `RequestRefused`.
 
     >>> normal("S3://bucket/a"), normal("file://localhost/a/")
     ('s3://bucket/a', '/a')
@@ -64,16 +64,16 @@ def normal(uri: str) -> str:
     if not scheme and not rest.startswith("/"):
         raise RequestRefused("forbidden-root", f"{shown(uri, 120)} is not an absolute path")
     parts = rest.rstrip("/").split("/")
-    # An object store keeps empty and dotted parts as they are, a file system folds them.
+    # An object store keeps empty and dotted parts, a file system resolves them.
     if any(part in ("", ".", "..") for part in parts[0 if scheme else 1 :]):
         raise RequestRefused("forbidden-root", f"{shown(uri, 120)} has parts that are empty or dots")
     return f"{scheme}://{'/'.join(parts)}" if scheme else "/".join(parts)
 
 
 def filled(template: str, *, run: str, step: int | None, **more: str) -> str:
-    """A template with ``{run}``, ``{step}`` and ``more`` put in; raises `RequestRefused`.
+    """Fill in a template with ``{run}``, ``{step}`` and the fields in `more`.
 
-    A run or step that would be more than one part of a path is refused.
+    Raises `RequestRefused` for a run or step that is not a single part of a path.
 
     >>> filled("/out/{run}/{path}", run="llama", step=None, path="a/b")
     '/out/llama/a/b'
@@ -85,5 +85,5 @@ def filled(template: str, *, run: str, step: int | None, **more: str) -> str:
         if not _PART.fullmatch(value) or value in (".", ".."):
             raise RequestRefused("not-understood", f"the {name} {shown(value)} cannot be part of a path")
         values[name] = value
-    # In one go: what was put in is not looked at again.
+    # In one pass: inserted values are not expanded.
     return _FIELD.sub(lambda found: values.get(found[1], found[0]), template)

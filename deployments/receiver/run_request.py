@@ -1,7 +1,7 @@
-"""Orders: what does an event ask for, under today's configuration?
+"""Derive the flow run for an event from the configuration.
 
-Asked twice: when the event comes in, to refuse it while its sender listens, and when it is started. A root
-that was taken from the configuration in between counts.
+This is done twice: when the event arrives, so that its sender gets the error, and when the run is started. A
+root that was removed from the configuration in between is then no longer allowed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ class Order:
 
 
 def order_of(sender: Sender, uri: str, run: str, step: int | None) -> Order:
-    """The run that an event asks for; raises `RequestRefused`.
+    """Return the run to start for an event. Raises `RequestRefused`.
 
-    uri: "" where the event names none, and the configuration makes one.
+    Args:
+        sender: the configured source.
+        uri: the URI in the event. If it is "", the source's template gives one.
+        run: the name of the training run, or "".
+        step: the training step, or None.
     """
     uri = uri or filled(sender.source.uri or "", run=run, step=step)
     if not uri:
-        raise RequestRefused("not-understood", f"it names no place ({', '.join(sender.dialect.uri)})")
+        raise RequestRefused("not-understood", f"the event names no URI ({', '.join(sender.dialect.uri)})")
     place = place_of(uri, sender.roots)
     parameters = sender.parameters | {
         "source": place.uri,

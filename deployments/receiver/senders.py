@@ -1,7 +1,7 @@
-"""Dialects: which senders are known, how does each prove itself, and how does it name things?
+"""The kinds of senders: how each signs its requests, and where its events keep their values.
 
-A row per kind of sender. A *place* says where a value stands: ``data/uri`` inside the event, ``@name`` in a
-header. Facts are from the senders' own code or documentation, named at each row.
+One row for each kind. A *place* locates a value: ``data/uri`` inside the event, ``@name`` in a header. Facts
+are from the senders' own code or documentation, named at each row.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ CLOUDEVENTS_JSON = "application/cloudevents+json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What one kind of sender sends.
+    """The format of one kind of sender.
 
-    proof: the header with the signature, or with the token where `signed` is None.
-    signed: what the HMAC-SHA256 is over: ``id``, ``time``, ``body`` and what stands between them.
-    encoding, prefix: how a signature is spelled; several may be given, separated by blanks.
-    key: how a secret becomes a key: its text, or base64 behind ``whsec_``.
-    time: the header with the signed time, seconds since 1970; None when nothing is signed but the body.
-    id: places that together tell one event from another; none when the sender has no such thing.
-    type: places that together say what happened, joined by a dot.
-    accepts: the types that announce a checkpoint; None takes all. Others are acknowledged and left.
-    uri, run, step: places to look at, the first that holds something counts.
-    media: content types.
-    envelope: what must be put together before places are looked up.
+    Attributes:
+        proof: the header with the signature, or with the token if `signed` is None.
+        signed: the input of the HMAC-SHA256: ``id``, ``time``, ``body`` and the text between them.
+        encoding: the encoding of a signature. Several signatures may be given, separated by blanks.
+        prefix: the text before each signature.
+        key: how a secret becomes a key: its text, or base64 after ``whsec_``.
+        time: the header with the signed time, in seconds since 1970; None if only the body is signed.
+        id: places that together identify an event; none if the sender has no ids.
+        type: places that together name what happened, joined by a dot.
+        accepts: the types that announce a checkpoint; None accepts all. Others are acknowledged and ignored.
+        uri: places of the URI; the first one with a value counts.
+        run: places of the training run, likewise.
+        step: places of the step, likewise.
+        media: content types.
+        envelope: how to assemble the event before places are looked up.
     """
 
     proof: str
@@ -57,8 +61,8 @@ DIALECTS: dict[str, Dialect] = {
         time="webhook-timestamp",
         id=("@webhook-id",),
     ),
-    # cloudevents/spec, http-protocol-binding.md and http-webhook.md: the bearer token is the proof, a
-    # repeat has the same source and id.
+    # cloudevents/spec, http-protocol-binding.md and http-webhook.md: a bearer token, and the same source and
+    # id on a repeat.
     "cloudevents": Dialect(
         proof="authorization",
         id=("source", "id"),
@@ -90,7 +94,7 @@ DIALECTS: dict[str, Dialect] = {
         step=("step",),
     ),
     # determined-ai/determined, master/internal/webhooks/shipper.go. Its events name an experiment and no
-    # place.
+    # URI.
     "determined": Dialect(
         proof="x-determined-ai-signature",
         signed=("time", ",", "body"),
@@ -103,9 +107,9 @@ DIALECTS: dict[str, Dialect] = {
         run=("event_data/experiment/id",),
         step=(),
     ),
-    # docs.github.com, "Validating webhook deliveries"; a repository_dispatch carries values of one's own.
-    # Only the body is signed. X-GitHub-Delivery is not: with another one, what was overheard would be news.
-    # X-GitHub-Event is not, either; whatever it says, place, run and step are those that were signed.
+    # docs.github.com, "Validating webhook deliveries"; a repository_dispatch has a free payload. Only the
+    # body is signed. X-GitHub-Delivery is not: with another one, a recorded request would be a new event.
+    # X-GitHub-Event is not, either; whatever it is, URI, run and step are the signed ones.
     "github": Dialect(
         proof="x-hub-signature-256",
         signed=("body",),
@@ -118,7 +122,7 @@ DIALECTS: dict[str, Dialect] = {
         step=("client_payload/step", "step"),
     ),
     # docs.aws.amazon.com, SageMaker "Training job state change", sent by an API destination with an API key.
-    # Its events name no checkpoint: S3OutputPath is where all jobs put theirs.
+    # Its events name no checkpoint: S3OutputPath is shared by all jobs.
     "eventbridge": Dialect(
         proof="x-api-key",
         id=("id",),
@@ -128,7 +132,7 @@ DIALECTS: dict[str, Dialect] = {
         run=("detail/TrainingJobName",),
         step=(),
     ),
-    # Ours, for scripts: an epilog, curl, a shell at the end of a job.
+    # ckptcore's own, for scripts: an epilog, curl, a shell at the end of a job.
     "bearer": Dialect(
         proof="authorization", id=("@idempotency-key",), uri=("uri",), run=("run",), step=("step",)
     ),

@@ -1,4 +1,4 @@
-"""Serve: settings, database, Prefect and HTTP put together in one process."""
+"""Run the receiver: settings, database, Prefect client and HTTP server in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import uvicorn
 
-import flows  # noqa: F401  # settles Prefect's environment
+import flows  # noqa: F401  # sets Prefect's environment first
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 from deployments.receiver.app import make_app
@@ -22,23 +22,23 @@ from deployments.receiver.notify import send_due
 from deployments.receiver.protocol import MAX_HEAD, Protocol
 from deployments.receiver.settings import load
 
-CONNECTIONS = 1024  # open at a time; a body is at most `max_body`, and waits at most ten seconds
-GRACE = 10  # seconds that open requests get when the process is told to end
+CONNECTIONS = 1024  # open at a time; each body is at most `max_body`, and takes at most ten seconds
+GRACE = 10  # seconds for open requests after a signal
 
 
 def check(config: Path) -> None:
-    """Raise `UsageError` or `CatalogError` when the receiver could not serve with this file."""
+    """Raise `UsageError` or `CatalogError` if the receiver cannot serve with this file."""
     settings, _ = load(config)
     Mailbox(settings.catalog).close()
 
 
 def serve(config: Path, host: str, port: int) -> None:
-    """Serve until SIGTERM or SIGINT; says where, on stdout, when it listens."""
+    """Serve until SIGTERM or SIGINT. Prints the address on stdout once it listens."""
     from deployments.receiver.prefect_runs import PrefectRuns
 
     settings, senders = load(config)
     runs = PrefectRuns()
-    # One each: requests never wait for the loops' transactions in a pool of connections.
+    # One mailbox each: requests never wait in a connection pool for the loops' transactions.
     turn = threading.Lock()
     box, rows, news = (Mailbox(settings.catalog, turn) for _ in range(3))
     with _listening(host, port) as listener, httpx.Client() as client:
@@ -64,10 +64,10 @@ def serve(config: Path, host: str, port: int) -> None:
         )
         terminal.line(f"listening at http://{host}:{listener.getsockname()[1]}")
         for number in (signal.SIGTERM, signal.SIGINT):
-            # uvicorn raises the signal again when it has ended in order; that is no reason to die of it.
+            # uvicorn raises the signal again after an orderly shutdown; it must not kill the process.
             signal.signal(number, lambda *_: None)
-        # What has been imported stays. To look through it for garbage, again and again, would keep every
-        # sender waiting for a tenth of a second.
+        # Imported objects stay alive. Without this, each full garbage collection would delay every sender by
+        # a tenth of a second.
         gc.collect()
         gc.freeze()
         server.run(sockets=[listener])
@@ -81,4 +81,4 @@ def _listening(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise UsageError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error

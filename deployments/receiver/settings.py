@@ -1,6 +1,7 @@
-"""Settings: one TOML file says who may send, with which secrets, about which places.
+"""Read the receiver's TOML file: the sources, their secrets and the roots that they may name.
 
-Secrets stand in the environment; the file names the variables. What does not fit is refused at start, whole.
+Secrets are environment variables, and the file contains their names. A file with any error is refused at
+start.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from deployments.receiver.roots import normal
 from deployments.receiver.senders import DIALECTS, Dialect
 from deployments.receiver.verify import key_of
 
-MIN_SECRET = 16  # characters: shorter ones can be tried out
+MIN_SECRET = 16  # characters: shorter secrets could be guessed
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 FIELDS = re.compile(r"\{([^{}]*)\}")
 
@@ -32,12 +33,20 @@ class _Strict(BaseModel):
 
 
 class SourceSettings(_Strict):
-    """A sender. Its name in the file is the last part of its URL, ``/hooks/NAME``.
+    """A source of events. Its name in the file is the last part of its URL, ``/hooks/NAME``.
 
-    secrets: names of environment variables, all of them live: put the new one beside the old one, change the
-    sender, take the old one away. header: where a token stands, when not where the kind has it. roots: of
-    this source alone. uri: a template for senders whose events name no place. events: types that announce a
-    checkpoint, in place of the kind's own. destination, deployment, parameters: in place of the general ones.
+    Attributes:
+        kind: the kind of sender, a key of `DIALECTS`.
+        secrets: names of environment variables. All secrets are valid: to change one, add the new one, change
+            the sender, then remove the old one.
+        header: the header with the token, if it is not the kind's own.
+        roots: the allowed roots of this source, instead of the general ones.
+        uri: a template for senders whose events name no URI.
+        events: the types that announce a checkpoint, instead of the kind's own.
+        max_body: instead of the general one, in bytes.
+        destination: instead of the general one.
+        deployment: instead of the general one.
+        parameters: added to the general ones; they take precedence.
     """
 
     kind: str
@@ -53,8 +62,7 @@ class SourceSettings(_Strict):
 
 
 class NotifyTarget(_Strict):
-    """Somebody who is told how a conversion ended. secret: name of the environment variable,
-    ``whsec_...``."""
+    """A receiver of notifications. secret: the environment variable with its secret, ``whsec_...``."""
 
     url: str = Field(pattern="^https?://")
     secret: str
@@ -65,12 +73,18 @@ class NotifyTarget(_Strict):
 
 
 class ReceiverSettings(_Strict):
-    """The file.
+    """The configuration file.
 
-    roots: places that events may name, and everything below them. watched_roots: so are those
-    that the catalog watches. destination: a template with ``{path}``
-    (below the root), ``{run}``, ``{step}``. deployment: the Prefect deployment to run. parameters: more
-    parameters for it. max_body: bytes. catalog: its URL; by default that of `ckptcore.catalog.default_url`.
+    Attributes:
+        roots: events may name these URIs and everything below them.
+        watched_roots: whether the catalog's watched roots are allowed too.
+        destination: a template with ``{path}`` (relative to the root), ``{run}`` and ``{step}``.
+        deployment: the Prefect deployment to run.
+        parameters: further parameters of the flow.
+        max_body: the largest body of a request, in bytes.
+        catalog: its URL; by default that of `ckptcore.catalog.default_url`.
+        sources: the sources of events, by name.
+        notify: the receivers of notifications, by name.
     """
 
     roots: list[str] = []
@@ -85,7 +99,7 @@ class ReceiverSettings(_Strict):
 
 
 class Sender:
-    """A configured source with what is looked up at every request."""
+    """A configured source, with the values that every request needs."""
 
     def __init__(
         self, name: str, source: SourceSettings, settings: ReceiverSettings, env: Mapping[str, str]
@@ -105,41 +119,41 @@ class Sender:
 
     @property
     def roots(self) -> list[str]:
-        """What its events may name, and everything below."""
+        """The roots that its events may name."""
         return [*self._roots, *self.watched]
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[ReceiverSettings, dict[str, Sender]]:
-    """The settings and the senders by name; raises `UsageError` with everything that is wrong."""
+    """Return the settings, and the senders by name. Raises `UsageError` with all errors in the file."""
     try:
         settings = ReceiverSettings.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError) as error:
         raise UsageError(
-            f"{path} cannot be used: {error}", hint="deployments/receiver/example.toml is a whole one"
+            f"cannot use {path}: {error}", hint="see deployments/receiver/example.toml for a complete file"
         ) from error
     wrong = [*problems(settings, env)]
     if wrong:
         raise UsageError(
-            f"{path} cannot be used: " + "; ".join(wrong), hint="nothing is received before all is right"
+            f"cannot use {path}: " + "; ".join(wrong), hint="correct the file, or set the variables"
         )
     return settings, {name: Sender(name, source, settings, env) for name, source in settings.sources.items()}
 
 
 def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:
-    """What pydantic cannot see: names, kinds, roots, templates, and secrets that are not there."""
+    """Return the errors that pydantic cannot see: names, kinds, roots, templates, missing secrets."""
     found = []
     for name, source in settings.sources.items():
         if not NAME.fullmatch(name):
-            found.append(f"source {name!r}: a name is small letters, digits and hyphens")
+            found.append(f"source {name!r}: the name must be lower-case letters, digits and hyphens")
         if source.kind not in DIALECTS:
-            found.append(f"source {name}: kind {source.kind!r} is not one of {', '.join(DIALECTS)}")
+            found.append(f"source {name}: kind must be one of {', '.join(DIALECTS)} (got {source.kind!r})")
             continue
         dialect = DIALECTS[source.kind]
         found += [f"source {name}: {each}" for each in _parameter_problems(settings, source)]
         if not dialect.uri and not source.uri:
-            found.append(f"source {name}: events of {source.kind} name no place; set `uri`")
+            found.append(f"source {name}: events of kind {source.kind} name no URI; set `uri`")
         if dialect.signed is not None and source.header:
-            found.append(f"source {name}: the header of a signature is fixed")
+            found.append(f"source {name}: the header of a signature cannot be changed; remove `header`")
         found += _secrets(f"source {name}", source.secrets, dialect.key, env)
         found += _template(f"source {name}: uri", source.uri, {"run", "step"})
         found += _template(f"source {name}: destination", source.destination, {"path", "run", "step"})
@@ -153,17 +167,17 @@ def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:
         found += _url(f"notify {name}", target.url)
     if not settings.roots and not settings.watched_roots:
         bare = [name for name, source in settings.sources.items() if not source.roots]
-        found += [f"source {name}: no roots, so nothing could be announced" for name in bare]
+        found += [f"source {name}: there are no allowed roots; set `roots`" for name in bare]
     found += _template("destination", settings.destination, {"path", "run", "step"})
     found += [f"root {root!r} is not a plain path or URL" for root in settings.roots if not is_plain(root)]
     return found
 
 
 def _parameter_problems(settings: ReceiverSettings, source: SourceSettings) -> list[str]:
-    """Whether the flow takes what its runs would be given: those of the configuration, and of an event."""
+    """Return why the flow does not accept the parameters of the configuration and of an event together."""
     of_event = {"source": "/runs/a", "destination": "/exports/a", "root": "/runs", "run": "a", "step": 1}
     own = settings.parameters | source.parameters
-    taken = [f"the parameter {name!r} is an event's to give" for name in own if name in of_event]
+    taken = [f"the parameter {name!r} comes from the event; remove it" for name in own if name in of_event]
     return taken + misfits_of(source.deployment or settings.deployment, own | of_event)
 
 
@@ -185,9 +199,9 @@ def _secrets(whose: str, names: list[str], kind: str, env: Mapping[str, str]) ->
 
 def _url(whose: str, url: str) -> list[str]:
     try:
-        return [] if httpx.URL(url).host else [f"{whose}: {url!r} names no host"]
+        return [] if httpx.URL(url).host else [f"{whose}: {url!r} has no host"]
     except httpx.InvalidURL as error:
-        return [f"{whose}: {url!r} is no URL: {error}"]
+        return [f"{whose}: {url!r} is not a URL: {error}"]
 
 
 def _template(what: str, template: str | None, known: set[str]) -> list[str]:
@@ -196,7 +210,7 @@ def _template(what: str, template: str | None, known: set[str]) -> list[str]:
 
 
 def is_plain(root: str) -> bool:
-    """Whether a root can be compared with what events name."""
+    """Return whether a root can be compared with the URIs in events."""
     try:
         return bool(normal(root))
     except RequestRefused:

@@ -1,7 +1,7 @@
-"""Verify: did the holder of a secret send exactly these bytes, and just now?
+"""Verify the signature or the token of a request, and the age of a signature.
 
-Nothing of the body is parsed before. Every live secret is tried, and every comparison is made to its end: how
-long it takes says nothing about which secret, or which part of a signature, was right.
+The body is not parsed before. Every valid secret is tried, and every comparison runs to its end. So the time
+does not reveal which secret, or which part of a signature, was right.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Mapping, Sequence
 from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.senders import Dialect
 
-WINDOW = 300  # seconds that a signed time may be away from ours, as the Standard Webhooks library has it
+WINDOW = 300  # seconds that a signed time may differ from the clock, as in the Standard Webhooks library
 MAX_SIGNATURES = 8  # a sender that changes its secret signs twice
 BEARER = "bearer "
-# No quotes, braces and blanks: what is signed is joined by dots, and a body must not be taken for an id.
+# No quotes, braces and blanks: signed parts are joined by dots, and a body must not pass for an id.
 _ID = re.compile(r"[A-Za-z0-9._:~/+=-]{1,255}")
 _TIME = re.compile(r"[0-9]{1,11}")
 
 
 def key_of(secret: str, kind: str) -> bytes:
-    """The HMAC key of a secret; raises ValueError when it is not spelled as its kind demands.
+    """Return the HMAC key of a secret. Raises `ValueError` if the secret is not valid for its kind.
 
     kind: ``text`` or ``whsec``.
 
@@ -37,14 +37,12 @@ def key_of(secret: str, kind: str) -> bytes:
     try:
         key = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
     except binascii.Error as error:
-        raise ValueError(
-            f"a secret of this kind is base64, with or without whsec_ before it: {error}"
-        ) from error
+        raise ValueError(f"the secret must be base64, with or without whsec_ before it: {error}") from error
     return key
 
 
 def sign(dialect: Dialect, key: bytes, body: bytes, *, id: str = "", time: str = "") -> str:
-    """One signature as it stands in the header, prefix included."""
+    """Return one signature as in the header, including its prefix."""
     assert dialect.signed is not None
     parts = {"id": id.encode(), "time": time.encode(), "body": body}
     message = b"".join(parts.get(part, part.encode()) for part in dialect.signed)
@@ -63,10 +61,15 @@ def verify(
     body: bytes,
     now: float,
 ) -> None:
-    """Raise `RequestRefused` unless one of the secrets proves the request.
+    """Raise `RequestRefused` unless one of the secrets verifies the request.
 
-    header: where the proof stands; a token's header may differ from its dialect's. secrets: keys or tokens.
-    headers: by lower-case name. now: seconds since 1970.
+    Args:
+        dialect: the format of the sender.
+        header: the header with the signature or token. A token's header can differ from its dialect's.
+        secrets: HMAC keys or tokens.
+        headers: by lower-case name.
+        body: as received.
+        now: seconds since 1970.
     """
     given = headers.get(header, "")
     if not given:
@@ -79,11 +82,11 @@ def verify(
         id, time = _signed_headers(dialect, headers, now)
         candidates = [one.encode() for one in given.split()[:MAX_SIGNATURES]]
         expected = [sign(dialect, key, body, id=id, time=time).encode() for key in secrets]
-    # Made to the end: `any` over a generator would stop at the first that fits.
-    # Of digests, because comparing what differs in length ends at once, and would tell the length of a token.
+    # A list: `any` over a generator would stop at the first match. Digests are compared, because comparing
+    # different lengths ends at once and would reveal a token's length.
     fits = [hmac.compare_digest(_sha256(one), _sha256(other)) for one in candidates for other in expected]
     if not any(fits):
-        raise RequestRefused("unauthorized", "no secret fits")
+        raise RequestRefused("unauthorized", "no secret matches")
 
 
 def _sha256(proof: bytes) -> bytes:
@@ -96,11 +99,11 @@ def _signed_headers(dialect: Dialect, headers: Mapping[str, str], now: float) ->
     if "id" in dialect.signed:
         id = headers.get(dialect.id[0].removeprefix("@"), "")
         if not _ID.fullmatch(id):
-            raise RequestRefused("unauthorized", "the event's id is missing or cannot be one")
+            raise RequestRefused("unauthorized", "the event's id is missing or not valid")
     if dialect.time is not None:
         time = headers.get(dialect.time, "")
         if not _TIME.fullmatch(time):
-            raise RequestRefused("unauthorized", "the signed time is missing or is none")
+            raise RequestRefused("unauthorized", "the signed time is missing or not a time")
         if abs(now - int(time)) > WINDOW:
             raise RequestRefused("unauthorized", f"signed at {time}, {now - int(time):+.0f} s from now")
     return id, time

@@ -1,4 +1,4 @@
-"""Announce what a Lightning trainer has saved; needs send.py beside it.
+"""Announce the checkpoints of a Lightning trainer; needs send.py beside it.
 
 trainer = Trainer(callbacks=[ModelCheckpoint(...), AnnounceCheckpoint(run="llama")])
 """
@@ -21,51 +21,56 @@ log = logging.getLogger(__name__)
 
 
 class AnnounceCheckpoint(Callback):
-    """Tell the receiver of the last checkpoint when training ends, whichever way it ends.
+    """Announce the last checkpoint when training ends, normally or with an exception.
 
-    run: what the training run is called. every: tell of each one as soon as it is saved.
+    Lightning calls `ModelCheckpoint` callbacks after all others, at the end of an epoch and of a failed run.
+    Their attributes do not give the step of a file. All of them save by `Trainer.save_checkpoint`
+    (lightning, pytorch/callbacks/model_checkpoint.py), so this callback wraps that method.
 
-    Lightning calls savers after all other callbacks, at the end of an epoch and at that of a failed run, and
-    what they show says nothing about the step of a file. All of them save by `Trainer.save_checkpoint`
-    (lightning, pytorch/callbacks/model_checkpoint.py), so it is there that this one listens.
+    Args:
+        run: the name of the training run.
+        every: announce each checkpoint as soon as it is saved.
     """
 
     def __init__(self, run: str = "", every: bool = False) -> None:
         self.run, self.every = run, every
-        self._trainer: Any = None  # whose saves are listened to
+        self._trainer: Any = None  # the trainer whose method is wrapped
         self._last: tuple[str, int] | None = None  # path and step
-        self._told: tuple[str, int] | None = None
+        self._announced: tuple[str, int] | None = None
         self._ended = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wrap the trainer's `save_checkpoint`."""
         if stage != "fit":
             return
-        self._last = self._told = None
+        self._last = self._announced = None
         self._ended = False
-        if self._trainer is trainer:  # it is fitted once more
+        if self._trainer is trainer:  # a second call of fit
             return
         self._trainer, save = trainer, trainer.save_checkpoint
 
         @functools.wraps(save)
-        def save_and_say(filepath: Any, *args: Any, **options: Any) -> None:
+        def save_and_announce(filepath: Any, *args: Any, **options: Any) -> None:
             save(filepath, *args, **options)
             self._saved(trainer, str(filepath))
 
-        trainer.save_checkpoint = save_and_say
+        trainer.save_checkpoint = save_and_announce
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._end(trainer)  # savers that save now, too, come after this
+        """Announce the last checkpoint. Later ones, by other callbacks, are announced as they are saved."""
+        self._end(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Announce the last checkpoint."""
         if stage == "fit":
             self._end(trainer)
 
     def _saved(self, trainer: Any, path: str) -> None:
         step = int(trainer.global_step)
         if os.path.basename(path.rstrip("/")).startswith("."):
-            return  # of the tuner, who takes it away again
+            return  # a temporary file of the tuner
         if self._last is not None and self._last[1] == step:
-            return  # the same once more under another name, such as last.ckpt, which will be written over
+            return  # a second file of the same step, such as last.ckpt, which the next save overwrites
         self._last = (path if "://" in path else os.path.abspath(path), step)
         if self.every or self._ended:
             self._tell(trainer)
@@ -75,12 +80,12 @@ class AnnounceCheckpoint(Callback):
         self._tell(trainer)
 
     def _tell(self, trainer: Any) -> None:
-        if not trainer.is_global_zero or self._last is None or self._last == self._told:
+        if not trainer.is_global_zero or self._last is None or self._last == self._announced:
             return
-        self._told = path, step = self._last
+        self._announced = path, step = self._last
         try:
             answer = announce(path, self.run, step)
-        except (OSError, KeyError, ValueError) as error:  # a training run must not die of its messenger
+        except (OSError, KeyError, ValueError) as error:  # must not end the training run
             log.warning("%s was not announced: %s", path, error)
         else:
-            log.info("%s is announced: %s", path, answer)
+            log.info("announced %s: %s", path, answer)

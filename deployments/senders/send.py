@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Announce a checkpoint, with nothing but Python's own library; copy the file to where the job runs.
+"""Announce a checkpoint with Python's standard library only; copy this file to where the job runs.
 
     export CKPT_HOOK_URL=https://hooks.example/hooks/trainer CKPT_HOOK_SECRET=whsec_...
     python send.py URI [RUN [STEP]]
 
-or ``from send import announce`` and ``announce("/checkpoints/llama/step-300", "llama", 300)``. Signed as
-Standard Webhooks are (standard-webhooks/standard-webhooks, spec/standard-webhooks.md).
+or ``from send import announce`` and ``announce("/checkpoints/llama/step-300", "llama", 300)``. Requests are
+signed as Standard Webhooks (standard-webhooks/standard-webhooks, spec/standard-webhooks.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import urllib.request
 import uuid
 from typing import Any
 
-WAITS = (1, 2, 5, 10, 20, 30, 60, 60, 60)  # seconds between tries; what was refused is not tried again
+WAITS = (1, 2, 5, 10, 20, 30, 60, 60, 60)  # seconds between tries; a refused request is not repeated
 TIMEOUT = 20
 
 
@@ -36,10 +36,21 @@ def announce(
     secret: str | None = None,
     waits: tuple[float, ...] = WAITS,
 ) -> dict[str, Any]:
-    """Tell the receiver that a checkpoint is at ``uri``; its answer. Call it on one rank, when the save is
-    done.
+    """Announce the checkpoint at `uri`. Call it on one rank when the save is complete.
 
-    url, secret: by default CKPT_HOOK_URL and CKPT_HOOK_SECRET. Raises OSError when it could not be told.
+    Args:
+        uri: the checkpoint.
+        run: the name of the training run.
+        step: the training step.
+        url: the receiver; by default CKPT_HOOK_URL.
+        secret: by default CKPT_HOOK_SECRET.
+        waits: seconds between tries.
+
+    Returns:
+        The receiver's reply.
+
+    Raises:
+        OSError: the receiver refused the event or did not answer.
     """
     address, shared = url or os.environ["CKPT_HOOK_URL"], secret or os.environ["CKPT_HOOK_SECRET"]
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -60,12 +71,12 @@ def announce(
             with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
-            told = error.read().decode(errors="replace")
+            reply = error.read().decode(errors="replace")
             if wait is None or (error.code < 500 and error.code not in (408, 429)):
-                raise OSError(f"HTTP {error.code}: {told}") from error
+                raise OSError(f"HTTP {error.code}: {reply}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # Nobody listens, or who listened went away in the middle of the answer: sent again, an event that
-            # was kept is a repeat.
+            # No connection, or it broke before the reply was complete. If the event was stored, the repeat is
+            # a duplicate.
             if wait is None:
                 raise OSError(f"no answer: {error!r}") from error
         time.sleep(wait)

@@ -3,8 +3,8 @@
 #
 #   CKPT_HOOK_URL=https://hooks.example/hooks/trainer CKPT_HOOK_SECRET=whsec_... send.sh URI [RUN [STEP]]
 #
-# Signed as Standard Webhooks are. openssl takes the key as an argument, which other users of the machine can see
-# for a moment; send.py has no such moment.
+# Requests are signed as Standard Webhooks. openssl takes the key as an argument, which other users of the machine
+# can see for a moment; with send.py they cannot.
 set -euo pipefail
 : "${CKPT_HOOK_URL:?the address, as in https://hooks.example/hooks/trainer}"
 : "${CKPT_HOOK_SECRET:?the shared secret, whsec_...}"
@@ -17,7 +17,7 @@ id=msg_$(openssl rand -hex 16)
 body='{"type":"checkpoint.saved","timestamp":"'$(date -u +%FT%TZ)'","data":{"uri":"'$uri'","run":"'$run'","step":'${step:-null}'}}'
 key=$(printf %s "${CKPT_HOOK_SECRET#whsec_}" | openssl base64 -d -A | od -An -vtx1 | tr -d ' \n')
 
-# A repeat has the same id and is taken for one. The signed time is good for five minutes: each try is signed anew.
+# All tries have the same id, so repeats are recognised. A signature is valid for five minutes: each try has its own.
 send() {
   local now signature
   now=$(date +%s)
@@ -31,8 +31,8 @@ for wait in 1 2 5 10 20 30 60 60 60 ''; do
   if answer=$(send); then status=${answer##*$'\n'}; else status=none; fi
   case "$status" in
     2*) printf '%s\n' "${answer%$'\n'*}"; exit 0 ;;
-    none | 408 | 429 | 5*) [ -z "$wait" ] || sleep "$wait" ;;  # nobody there, or gone in the middle of the answer
-    *) break ;;                                                # what was refused is not tried again
+    none | 408 | 429 | 5*) [ -z "$wait" ] || sleep "$wait" ;;  # no connection, or lost during the reply
+    *) break ;;                                                # a refused request is not repeated
   esac
 done
 printf '%s\nHTTP status: %s\n' "${answer%$'\n'*}" "$status" >&2

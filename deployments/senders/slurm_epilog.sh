@@ -1,18 +1,18 @@
 #!/bin/bash
-# EpilogSlurmctld: announce the checkpoint of a job that has ended well. In slurm.conf:
+# EpilogSlurmctld: announce the checkpoint of a job that succeeded. In slurm.conf:
 #
 #   EpilogSlurmctld=/etc/slurm/ckptcore_epilog.sh
 #
-# A job says where its checkpoints are: sbatch --comment="ckpt=/checkpoints/llama/step-300 run=llama step=300".
-# /etc/ckptcore/hook.url holds the address, /etc/ckptcore/hook.header the line "Authorization: Bearer TOKEN";
-# both belong to SlurmUser, mode 0400. Slurm sets no PATH, and a script that fails or lingers must not
-# trouble the controller: this one always ends well, and at once.
+# A job names its checkpoint in its comment: sbatch --comment="ckpt=/checkpoints/llama/step-300 run=llama step=300".
+# /etc/ckptcore/hook.url has the address, /etc/ckptcore/hook.header the line "Authorization: Bearer TOKEN";
+# both belong to SlurmUser, mode 0400. Slurm sets no PATH. A script that fails or takes long would disturb
+# the controller: this one always succeeds, at once.
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
 etc=${CKPT_HOOK_ETC:-/etc/ckptcore}
 
 [ "${SLURM_JOB_EXIT_CODE2:-0:0}" = "0:0" ] || exit 0
 uri='' run=${SLURM_JOB_NAME:-} step=null
-set -f   # a comment is the user's: its * must not become names of files here
+set -f   # the comment comes from the user: no globbing
 for word in ${SLURM_JOB_COMMENT:-}; do
   case "$word" in
     ckpt=*) uri=${word#ckpt=} ;;
@@ -26,14 +26,14 @@ case "$step" in null) ;; '' | *[!0-9]*) exit 0 ;; esac
 while [[ $step == 0?* ]]; do step=${step#0}; done   # JSON has no 0300
 
 body='{"type":"job.completed","uri":"'$uri'","run":"'$run'","step":'$step'}'
-# The job's id makes a repeat one event; a requeued job that ends again has started at another time.
+# The job's id makes a repeat the same event; a requeued job has another start time.
 send() {
   printf %s "$body" | curl --silent --show-error --max-time 20 --retry 5 --retry-connrefused --retry-max-time 300 \
     --data-binary @- -H 'content-type: application/json' -H "@$etc/hook.header" \
     -H "idempotency-key: slurm-${SLURM_CLUSTER_NAME:-cluster}-${SLURM_JOB_ID:-0}-${SLURM_JOB_START_TIME:-0}" \
     "$(cat "$etc/hook.url")"
 }
-# curl does not ask again whoever goes away in the middle of an answer.
+# curl does not retry if the connection is lost during the reply.
 for wait in 1 5 20 60 ''; do
   send
   case $? in 7 | 18 | 28 | 52 | 55 | 56) [ -z "$wait" ] || sleep "$wait" ;; *) break ;; esac

@@ -4,10 +4,10 @@
     torch_exit.install(run="llama")
     ...
     dcp.save(state, checkpoint_id=path)      # or wait for the future of dcp.async_save
-    torch_exit.saved(path, step)             # on every rank: only rank 0 speaks
+    torch_exit.saved(path, step)             # on every rank; rank 0 announces
 
-It speaks at exit, also when the job ends with an exception: what was saved before is whole. A job that is
-killed says nothing; the scheduled sweep finds its checkpoints.
+The announcement is sent at exit, even after an exception: the last checkpoint was complete before. A job that
+is killed announces nothing; the scheduled sweep finds its checkpoints.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _run = ""
 
 
 def install(run: str = "") -> None:
-    """Speak at exit, on rank 0."""
+    """Announce the last checkpoint at exit, on rank 0. run: the name of the training run."""
     global _run
     _run = run
     if int(os.environ.get("RANK", "0")) == 0:
-        atexit.register(_speak)
+        atexit.register(_announce)
 
 
 def saved(path: str | os.PathLike[str], step: int | None = None) -> None:
-    """A checkpoint is whole: every rank has written its part."""
+    """Record that every rank has written its part of a checkpoint."""
     _last.clear()
     _last[os.path.abspath(path) if "://" not in str(path) else str(path)] = step
 
 
-def _speak() -> None:
+def _announce() -> None:
     for uri, step in _last.items():
         try:
-            print(f"{uri} is announced: {announce(uri, _run, step)}", file=sys.stderr)
+            print(f"announced {uri}: {announce(uri, _run, step)}", file=sys.stderr)
         except (OSError, KeyError, ValueError) as error:
             print(f"{uri} was not announced: {error}", file=sys.stderr)

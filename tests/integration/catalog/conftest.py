@@ -15,7 +15,7 @@ DATABASES = ("sqlite", "postgresql")
 
 @pytest.fixture(scope="session")
 def upgraded(postgres):
-    """The name of a PostgreSQL database that is a catalog: copying it is quicker than migrating."""
+    """The name of a PostgreSQL catalog to copy, which is faster than migrating."""
     with postgres.database() as made:
         upgrade(made)
         yield sqlalchemy.make_url(made).database
@@ -36,7 +36,7 @@ def url(request, tmp_path):
 
 @pytest.fixture(params=DATABASES)
 def bare(request, tmp_path):
-    """The URL of a database without any table."""
+    """The URL of a database without tables."""
     if request.param == "sqlite":
         yield str(tmp_path / "bare.sqlite")
         return
@@ -52,7 +52,7 @@ def catalog(url):
 
 @pytest.fixture
 def facts():
-    """Makes `CheckpointFacts`; `content` names the bytes of its one file."""
+    """Return a function that creates `CheckpointFacts`; `content` identifies the bytes of its one file."""
 
     def make(uri, *, manifest="m1", content=None, num_tensors=3, **more):
         tensors = [(f"layers.{i}.weight", "bfloat16", (4, 8), 64) for i in range(num_tensors)]
@@ -73,7 +73,7 @@ def facts():
 
 @pytest.fixture
 def convert(catalog):
-    """Records one whole conversion; (conversion id, derived id)."""
+    """Return a function that records one complete conversion and returns (conversion id, derived id)."""
 
     def make(source, derived, *, verb="export", **more):
         given = {
@@ -101,7 +101,7 @@ def convert(catalog):
 
 @pytest.fixture
 def python():
-    """Starts a Python of its own on a script: (script, *argv, **environment) -> Popen."""
+    """Return a function that starts a Python script: (script, *argv, **environment) -> Popen."""
     started = []
 
     def start(script, *argv, **environment):
@@ -125,7 +125,7 @@ def python():
 
 @pytest.fixture
 def finish():
-    """Waits for processes; their stdouts. Fails with the stderr of one that failed."""
+    """Return a function that waits for processes and returns their stdouts. It raises if one failed."""
 
     def wait(*processes):
         answers = [process.communicate(timeout=120) for process in processes]

@@ -1,4 +1,4 @@
-"""Aliases, holds and watched roots: does a name move only for who knows where it stands?"""
+"""Aliases, holds and watched roots: an alias moves only if it points where the caller expects."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -40,7 +40,7 @@ def two(catalog, facts):
 
 @pytest.fixture
 def write(catalog):
-    """Calls a function in a transaction of its own."""
+    """Return a function that calls another one in its own transaction."""
 
     def call(function, *given, **more):
         with catalog.writing() as conn:
@@ -61,21 +61,21 @@ def test_an_alias_is_set_and_moved(write, two):
         write(aliases.remove, "llama/best")
 
 
-def test_an_alias_moves_only_from_what_is_expected(write, two):
+def test_an_alias_moves_only_from_the_expected_checkpoint(write, two):
     write(aliases.set_alias, NOW, "best", two[0], expect=aliases.NOTHING)
-    with pytest.raises(Conflict, match=f"best stands for {two[0]} .*not for nothing") as caught:
+    with pytest.raises(Conflict, match=rf"it points to {two[0]} .*\(expected no checkpoint\)") as caught:
         write(aliases.set_alias, NOW, "best", two[1], expect=aliases.NOTHING)
     assert caught.value.exit_code == 23
-    with pytest.raises(Conflict, match=f"not for {two[1]}"):
+    with pytest.raises(Conflict, match=rf"it points to {two[0]}.*\(expected {two[1]}\)"):
         write(aliases.set_alias, NOW, "best", two[0], expect=two[1])
-    with pytest.raises(Conflict, match="other is not there, not for"):
+    with pytest.raises(Conflict, match=f"it does not exist \\(expected {two[1]}"):
         write(aliases.set_alias, NOW, "other", two[0], expect=two[1])
     assert [row.version for row in write(aliases.every)] == [1]
     assert write(aliases.set_alias, NOW, "best", two[1], expect=two[0][:8]).checkpoint == two[1]
     assert write(aliases.set_alias, NOW, "best", two[0], expect="best").version == 3
 
 
-def test_an_alias_answers_for_its_checkpoint(catalog, write, two):
+def test_an_alias_resolves_to_its_checkpoint(catalog, write, two):
     write(aliases.set_alias, NOW, "llama@best", two[1])
     assert catalog.show("llama@best").checkpoint.uri == "/runs/step-2"
     catalog.tag("llama@best", "eval", "1")
@@ -92,28 +92,28 @@ def test_no_move_is_lost(url, write, two, python, finish):
     write(aliases.set_alias, NOW, "best", two[0])
     finish(*[python(MOVE, url, *two) for _ in range(4)])
     [row] = write(aliases.every)
-    # Every move was seen by the next one: 100 of them from the first checkpoint end there.
+    # Every move saw the one before: 100 moves from the first checkpoint end at it.
     assert (row.version, row.checkpoint) == (101, two[0])
 
 
 def test_holds(write, two):
     hold = write(holds.place, NOW, two[0], "paper, table 3", owner="ana")
     short = write(holds.place, NOW, two[1], "until the evaluation", until=NOW + DAY)
-    assert [(h.id, h.checkpoint, h.reason, h.owner) for h in write(holds.held, NOW)] == [
+    assert [(h.id, h.checkpoint, h.reason, h.owner) for h in write(holds.active, NOW)] == [
         (hold, two[0], "paper, table 3", "ana"),
         (short, two[1], "until the evaluation", ""),
     ]
-    assert [h.id for h in write(holds.held, NOW + DAY)] == [hold]
-    assert [h.id for h in write(holds.held, NOW, two[1])] == [short]
+    assert [h.id for h in write(holds.active, NOW + DAY)] == [hold]
+    assert [h.id for h in write(holds.active, NOW, two[1])] == [short]
     write(holds.release, NOW, hold)
     write(holds.release, NOW + DAY, hold)
-    assert write(holds.held, NOW, "/runs/step-1") == ()
+    assert write(holds.active, NOW, "/runs/step-1") == ()
     for wrong in (
         lambda: write(holds.release, NOW, "nobody"),
         lambda: write(holds.place, NOW, two[0], " "),
         lambda: write(holds.place, NOW, two[0], "x", until=NOW),
     ):
-        with pytest.raises(UsageError, match=r"no hold nobody|needs a reason|over already"):
+        with pytest.raises(UsageError, match=r"no hold nobody|needs a reason|must be in the future"):
             wrong()
 
 
@@ -121,7 +121,7 @@ def test_watched_roots(write):
     target = {"to": "hf", "dtype": "bfloat16"}
     root = write(roots.add, NOW, "llama", "s3://me:secret@b/runs/", include=["step-*"], target=target)
     assert root == roots.RootRow("llama", "s3://b/runs", ("step-*",), target, True, NOW, None, None)
-    with pytest.raises(UsageError, match="watched root llama already"):
+    with pytest.raises(UsageError, match="watched root llama exists already"):
         write(roots.add, NOW, "llama", "/elsewhere")
     other = write(roots.add, NOW, "again", "/runs")
     assert write(roots.every) == (other, root)

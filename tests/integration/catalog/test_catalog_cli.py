@@ -1,4 +1,4 @@
-"""Does `ckptcore catalog` answer in lines that fit and JSON that parses?"""
+"""The output of `ckptcore catalog`: lines that fit a terminal, and JSON."""
 
 import json
 from datetime import UTC, datetime
@@ -23,12 +23,12 @@ def path(tmp_path, monkeypatch):
 
 @pytest.fixture
 def ask(path):
-    """Runs a command; its stdout. Lines of text must fit a terminal."""
+    """Return a function that runs a command and returns its stdout, whose lines must fit a terminal."""
 
-    def run(*words):
-        result = CliRunner().invoke(app, [*words], catch_exceptions=False, standalone_mode=False)
+    def run(*arguments):
+        result = CliRunner().invoke(app, [*arguments], catch_exceptions=False, standalone_mode=False)
         assert result.stderr == ""
-        if "json" not in words:
+        if "json" not in arguments:
             assert max(map(len, result.stdout.splitlines()), default=0) <= 100
         return result.stdout
 
@@ -37,7 +37,7 @@ def ask(path):
 
 @pytest.fixture
 def filled(path, facts):
-    """One conversion that worked, one that did not; (conversion, derived, failed)."""
+    """One successful conversion and one failed; (conversion, derived, failed)."""
     source = facts(LONG + "step-1000", step=1000, run="llama", origin={"ranks": 8})
     derived = facts(
         LONG + "model",
@@ -78,18 +78,18 @@ def filled(path, facts):
 def test_upgrade(ask, path):
     assert ask("upgrade") == f"the catalog went from schema none to {HEAD}\n"
     assert ask("upgrade") == f"the catalog is up to date (schema {HEAD})\n"
-    said = json.loads(ask("upgrade", "--output", "json"))
-    assert said == {"from": HEAD, "to": HEAD, "changed": False}
+    result = json.loads(ask("upgrade", "--output", "json"))
+    assert result == {"from": HEAD, "to": HEAD, "changed": False}
     with open_catalog(path, create=False) as catalog:
         assert catalog.list() == ()
 
 
 def test_list(ask, filled):
-    said = ask("list").splitlines()
-    assert said[0].split() == ["id", "kind", "format", "step", "tensors", "size", "state", "uri"]
-    assert said[1].split()[:4] == [filled[1][:8], "derived", "safetensors", "1000"]
-    assert said[2].split()[-2] == "damaged"
-    assert said[2].split()[-1].endswith("/step-1000")
+    lines = ask("list").splitlines()
+    assert lines[0].split() == ["id", "kind", "format", "step", "tensors", "size", "state", "uri"]
+    assert lines[1].split()[:4] == [filled[1][:8], "derived", "safetensors", "1000"]
+    assert lines[2].split()[-2] == "damaged"
+    assert lines[2].split()[-1].endswith("/step-1000")
     assert ask("list", "--state", "replaced") == "nothing found\n"
     [row] = json.loads(ask("list", "--kind", "source", "--run", "llama", "--output", "json"))
     assert (row["uri"], row["step"], row["run"]) == (LONG + "step-1000", 1000, "llama")
@@ -98,9 +98,9 @@ def test_list(ask, filled):
 
 
 def test_list_conversions(ask, filled):
-    said = ask("list", "--conversions")
-    assert [line.split()[2] for line in said.splitlines()[1:]] == ["failed", "succeeded"]
-    assert "damaged" in said
+    text = ask("list", "--conversions")
+    assert [line.split()[2] for line in text.splitlines()[1:]] == ["failed", "succeeded"]
+    assert "damaged" in text
     [row] = json.loads(ask("list", "--conversions", "--state", "failed", "--output", "json"))
     assert (row["id"], row["error_code"]) == (filled[2], "damaged")
     with pytest.raises(UsageError, match="choose checkpoints"):
@@ -108,24 +108,24 @@ def test_list_conversions(ask, filled):
 
 
 def test_show_a_checkpoint(ask, filled):
-    said = ask("show", filled[1][:8])
-    for words in (filled[1], "bytes, 2", "llama", "31 (bfloat16, float32)", "and 5 more files"):
-        assert words in said
-    assert "layers.29.weight" not in said
+    text = ask("show", filled[1][:8])
+    for expected in (filled[1], "bytes, 2", "llama", "31 (bfloat16, float32)", "and 5 more files"):
+        assert expected in text
+    assert "layers.29.weight" not in text
     assert "layers.29.weight" in ask("show", filled[1], "--tensors")
-    shown = json.loads(ask("show", LONG + "model", "--tensors", "--output", "json"))
-    assert (len(shown["files"]), len(shown["tensors"])) == (25, 31)
-    assert shown["tensors"][0]["shape"] == [4, 8]
-    assert shown["checkpoint"]["created_at"].endswith("+00:00")
+    detail = json.loads(ask("show", LONG + "model", "--tensors", "--output", "json"))
+    assert (len(detail["files"]), len(detail["tensors"])) == (25, 31)
+    assert detail["tensors"][0]["shape"] == [4, 8]
+    assert detail["checkpoint"]["created_at"].endswith("+00:00")
 
 
 def test_show_a_conversion(ask, filled):
-    said = ask("show", filled[2])
-    for words in ("damaged: 25 findings", "findings: 25 error", "and 5 more", "layers.0.mlp"):
-        assert words in said
-    shown = json.loads(ask("show", filled[2], "--output", "json"))
-    assert len(shown["findings"]) == 25
-    assert shown["conversion"]["state"] == "failed"
+    text = ask("show", filled[2])
+    for expected in ("damaged: 25 findings", "findings: 25 error", "and 5 more", "layers.0.mlp"):
+        assert expected in text
+    detail = json.loads(ask("show", filled[2], "--output", "json"))
+    assert len(detail["findings"]) == 25
+    assert detail["conversion"]["state"] == "failed"
     assert "1.25 s" in ask("show", filled[0])
 
 
@@ -143,9 +143,9 @@ def test_lineage(ask, filled):
 
 
 def test_which(ask, filled):
-    said = ask("which", LONG + "model/model-00003-of-00025.safetensors")
-    for words in ("model-00003-of-00025.safetensors, 10.0 GB", f"export {filled[0]}", f"{3:064x}"):
-        assert words in said
+    text = ask("which", LONG + "model/model-00003-of-00025.safetensors")
+    for expected in ("model-00003-of-00025.safetensors, 10.0 GB", f"export {filled[0]}", f"{3:064x}"):
+        assert expected in text
     [origin] = json.loads(ask("which", f"{3:064x}", "--output", "json"))
     assert origin["sources"][0]["uri"] == LONG + "step-1000"
 
@@ -153,8 +153,8 @@ def test_which(ask, filled):
 def test_tag(ask, filled):
     assert "eval.mmlu=71.3, owner=ana" in ask("tag", filled[1], "eval.mmlu=71.3", "owner=ana")
     assert "eval.mmlu=71.3 " in ask("tag", filled[1], "owner=") + " "
-    shown = json.loads(ask("show", filled[1], "--output", "json"))
-    assert shown["tags"] == {"eval.mmlu": "71.3"}
+    detail = json.loads(ask("show", filled[1], "--output", "json"))
+    assert detail["tags"] == {"eval.mmlu": "71.3"}
     with pytest.raises(UsageError, match="not KEY=VALUE"):
         ask("tag", filled[1], "oops")
 
@@ -166,10 +166,10 @@ def test_markup_in_names_is_only_text(ask, path, facts):
     assert "[red]" in ask("show", "/runs/[bold]x[/nope]")
 
 
-@pytest.mark.parametrize("words", [["show", "x"], ["tag", "x", "a=b"], ["lineage", "x"], ["which", "x"]])
-def test_no_catalog_yet(ask, path, words):
+@pytest.mark.parametrize("arguments", [["show", "x"], ["tag", "x", "a=b"], ["lineage", "x"], ["which", "x"]])
+def test_no_catalog_yet(ask, path, arguments):
     with pytest.raises(CatalogError, match="there is no catalog at"):
-        ask(*words)
+        ask(*arguments)
 
 
 def test_a_list_before_the_first_conversion_is_empty(path, tmp_path):
@@ -179,7 +179,7 @@ def test_a_list_before_the_first_conversion_is_empty(path, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_list_of_what_is_no_catalog_fails(ask, tmp_path):
+def test_listing_a_foreign_file_fails(ask, tmp_path):
     (tmp_path / "other.sqlite").write_text("no database" * 100)
     with pytest.raises(CatalogError, match="not a database"):
         ask("list", "--catalog", str(tmp_path / "other.sqlite"))
@@ -192,11 +192,11 @@ def test_a_catalog_named_on_the_command_line(ask, tmp_path):
 
 
 def test_alias(ask, filled):
-    said = ask("alias", "set", "best", filled[1], "--expect", "")
-    assert said.splitlines()[1].split()[:3] == ["best", filled[1][:8], "1"]
+    text = ask("alias", "set", "best", filled[1], "--expect", "")
+    assert text.splitlines()[1].split()[:3] == ["best", filled[1][:8], "1"]
     [row] = json.loads(ask("alias", "set", "best", "best", "--expect", filled[1], "--output", "json"))
     assert (row["name"], row["checkpoint"], row["version"]) == ("best", filled[1], 2)
-    with pytest.raises(Conflict, match=r"not for nothing; it was not changed"):
+    with pytest.raises(Conflict, match=r"\(expected no checkpoint\)"):
         ask("alias", "set", "best", filled[1], "--expect", "")
     assert filled[1] in ask("show", "best")
     ask("alias", "remove", "best")
@@ -220,8 +220,8 @@ def test_hold(ask, filled):
         )
     )
     assert (row["checkpoint"], row["until"]) == (filled[1], "2999-01-01T00:00:00+00:00")
-    said = ask("hold", "list").splitlines()
-    assert said[1].split()[:2] == [row["id"], filled[1][:8]]
+    lines = ask("hold", "list").splitlines()
+    assert lines[1].split()[:2] == [row["id"], filled[1][:8]]
     assert ask("hold", "list", LONG + "step-1000") == "nothing found\n"
     ask("hold", "release", row["id"])
     assert json.loads(ask("hold", "list", "--output", "json")) == []
@@ -266,10 +266,10 @@ def test_what_was_given_up_is_listed_and_put_back(ask, path):
         outbox.put(conn, now, "evaluation", "k", type="conversion.succeeded", body={})
         outbox.failed(conn, now, outbox.take(conn, now)[0], "HTTP 410")
         ids = [event.id for event in inbox.listed(conn, "failed")]
-    told = ask("inbox", "list")
-    assert (told.count("failed"), told.count("waiting")) == (2, 1)
-    assert ids[0][:8] in told
-    assert "[red]the" in told
+    text = ask("inbox", "list")
+    assert (text.count("failed"), text.count("waiting")) == (2, 1)
+    assert ids[0][:8] in text
+    assert "[red]the" in text
     assert "HTTP 410" in ask("outbox", "list", "--state", "failed")
     assert ask("outbox", "list", "--state", "done") == "nothing found\n"
     for wrong in (["again"], ["again", ids[0], "--failed"], ["list", "--state", "lost"], ["again", "zz"]):

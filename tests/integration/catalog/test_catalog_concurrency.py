@@ -1,4 +1,4 @@
-"""Do many processes at once lose nothing: no update, no catalog, no current state?"""
+"""Many concurrent processes lose no update, no catalog and no state."""
 
 import time
 
@@ -49,7 +49,7 @@ with open_catalog(sys.argv[1]) as catalog:
 """
 
 
-def test_all_may_make_the_same_fresh_file(python, finish, tmp_path):
+def test_concurrent_processes_create_one_fresh_file(python, finish, tmp_path):
     go = tmp_path / "go"
     started = [python(CREATE, tmp_path / "fresh", go, i) for i in range(PROCESSES)]
     while len(list(tmp_path.glob("ready*"))) < PROCESSES:

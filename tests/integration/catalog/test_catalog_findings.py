@@ -1,4 +1,4 @@
-"""Do the findings, the state and the proof of a checkpoint follow from what checks report?"""
+"""Findings, state and verification of a checkpoint follow from the results of checks."""
 
 import pytest
 from sqlalchemy import func, select
@@ -22,21 +22,21 @@ TORN = finding("crc-mismatch", "bytes", "stored CRC differs", file="__0_0.distcp
 STRAY = finding("stray-file", "files", "left over", file="old.distcp")
 
 
-def test_findings_stand_until_a_check_as_deep_no_longer_has_them(catalog, facts):
+def test_findings_stay_open_until_a_check_as_deep_omits_them(catalog, facts):
     here = facts("/runs/step-1")
     public = catalog.record_validation(here, [HOLE, TORN, STRAY], level="bytes")
     assert set(catalog.show(public).findings) == {HOLE, TORN, STRAY}
 
-    catalog.record_validation(here, [STRAY], level="cover")  # the hole is mended, the CRC unseen
+    catalog.record_validation(here, [STRAY], level="cover")  # the hole is repaired, the CRC was not checked
     assert set(catalog.show(public).findings) == {TORN, STRAY}
     assert catalog.show(public).checkpoint.state == "damaged"
     assert catalog.show(public).checkpoint.verified_at is None
 
     catalog.record_validation(here, [], level="bytes")
-    shown = catalog.show(public)
-    assert shown.findings == ()
-    assert (shown.checkpoint.state, shown.checkpoint.verified_level) == ("present", "bytes")
-    assert count(catalog, FindingRecord) == 3  # closed, not forgotten
+    detail = catalog.show(public)
+    assert detail.findings == ()
+    assert (detail.checkpoint.state, detail.checkpoint.verified_level) == ("present", "bytes")
+    assert count(catalog, FindingRecord) == 3  # closed, not deleted
 
 
 def test_a_repeated_finding_is_one_row(catalog, facts):
@@ -59,7 +59,7 @@ def test_a_conversion_has_rows_of_its_own(catalog, facts):
     assert catalog.show(conversion).findings == (HOLE,)
 
 
-def test_a_shallow_check_does_not_take_back_a_deep_one(catalog, facts):
+def test_a_shallow_check_does_not_revoke_a_deep_one(catalog, facts):
     public = catalog.record_validation(facts("/runs/step-1"), level="bytes")
     proven = catalog.show(public).checkpoint.verified_at
     catalog.record_validation(facts("/runs/step-1"), level="files")
@@ -78,5 +78,5 @@ def test_unfinished_is_not_damaged(catalog, facts):
 def test_unknown_levels(catalog, facts):
     with pytest.raises(UsageError, match="no check level 'deep'"):
         catalog.record_validation(facts("/runs/step-1"), level="deep")
-    with pytest.raises(ValueError, match="is none of files, cover, bytes, values"):
+    with pytest.raises(ValueError, match=r"one of files, cover, bytes, values \(got 'deep'\)"):
         facts("/runs/step-1", verified="deep")

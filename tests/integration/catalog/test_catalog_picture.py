@@ -1,4 +1,4 @@
-"""Does the picture of the tables in the catalog's README show each table once, with columns that it has?"""
+"""The diagram in the catalog's README has each table once, with existing columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scale: do questions read only what they ask for, and are they answered in time in a large catalog?"""
+"""Queries on a large catalog use indexes and answer in time."""
 
 import random
 import re
@@ -12,7 +12,7 @@ from ckptcore.catalog import aliases, open_catalog, upgrade
 from ckptcore.catalog.database import engine_for, parse
 from ckptcore.catalog.views import VIEWS
 
-# What a person or a flow asks of one thing: answered at once. n: an even number, of a derived checkpoint.
+# Queries about one object, answered at once. n: an even number, of a derived checkpoint.
 POINTS = {
     "show by id": lambda c, n: c.show(uuid_of("c", n), tensors=False),
     "show by prefix": lambda c, n: c.show(uuid_of("c", n)[:18], tensors=False),
@@ -40,7 +40,7 @@ POINTS = {
     "alias": lambda c, n: _alias(c, f"run-{n % 100 + 1}/best"),
 }
 
-# What is asked of all.
+# Queries about all objects.
 AGGREGATES = {
     **{f"all of {name}": f"SELECT count(*) FROM {name}" for name in VIEWS},
     "latest exports": "SELECT * FROM latest_exports",
@@ -58,9 +58,9 @@ AGGREGATES = {
 }
 
 BIG = ("checkpoint", "checkpoint_file", "tensor", "conversion", "conversion_io", "finding", "tag", "aliases")
-# aggregate -> what it must not read from end to end: all of it, where an index leads to what it asks for.
+# aggregate -> tables that it must not scan in full, because an index leads to the rows.
 BESIDE_THE_POINT = {"checkpoint_file", "tensor", "finding", "tag", "aliases"}
-NOT_WHOLE = {
+NOT_FULL = {
     **dict.fromkeys(AGGREGATES, BESIDE_THE_POINT),
     **{name: set(BIG) for name in ("all of incomplete", "incomplete", "failures", "a tensor everywhere")},
     "latest exports of a run": BESIDE_THE_POINT | {"checkpoint"},
@@ -78,11 +78,11 @@ def _alias(catalog, name):
         return aliases.get(conn, name)
 
 
-def read_whole(url, statements, *, indexes=True):
-    """The big tables that the database would read from end to end, by statement.
+def full_scans(url, statements, *, indexes=True):
+    """Return the big tables that the database would scan in full, by statement.
 
-    indexes: an index that is read from end to end counts, too. PostgreSQL reads a small table so in any case;
-    told not to, it still must where no index serves.
+    indexes: whether full scans of an index count, too. PostgreSQL scans a small table in full anyway; with
+    sequential scans off, it still must if no index serves.
     """
     found = {}
     engine = engine_for(parse(url))
@@ -114,8 +114,8 @@ def _unconditional(connection, statement, parameters):
     """(table, whether by an index) of what PostgreSQL's plan reads without a condition on a key."""
     connection.exec_driver_sql("SET enable_seqscan = off")
     tables = dict(connection.exec_driver_sql("SELECT indexname, tablename FROM pg_indexes").tuples().all())
-    [told] = connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {statement}", parameters).scalar_one()
-    found, todo = set(), [told["Plan"]]
+    [plan] = connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {statement}", parameters).scalar_one()
+    found, todo = set(), [plan["Plan"]]
     while todo:
         node = todo.pop()
         todo += node.get("Plans", ())
@@ -134,7 +134,7 @@ def small(url):
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def aggregated(request, tmp_path_factory):
-    """The URL of a catalog that is only read."""
+    """The URL of a read-only catalog."""
     if request.param == "sqlite":
         made = str(tmp_path_factory.mktemp("aggregated") / "catalog.sqlite")
         open_catalog(made).close()
@@ -161,13 +161,13 @@ def test_point_queries_use_indexes(small):
             seen.clear()
             ask(catalog, 500)
             assert seen or question == "begin"
-            assert read_whole(small, seen, indexes=False) == {}, question
+            assert full_scans(small, seen, indexes=False) == {}, question
 
 
 @pytest.mark.parametrize("question", AGGREGATES)
-def test_aggregates_leave_alone_what_they_do_not_ask_for(aggregated, question):
+def test_aggregates_do_not_scan_unrelated_tables(aggregated, question):
     sql = AGGREGATES[question]
-    assert read_whole(aggregated, [(sql, None)]).get(sql, set()) & NOT_WHOLE[question] == set()
+    assert full_scans(aggregated, [(sql, None)]).get(sql, set()) & NOT_FULL[question] == set()
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_aggregates_leave_alone_what_they_do_not_ask_for(aggregated, question):
         "SELECT f.path FROM (SELECT path FROM checkpoint_file g WHERE g.nbytes = 7) f",
     ],
 )
-def test_the_checks_above_see_a_scan(aggregated, sql):
+def test_a_full_table_scan_is_detected(aggregated, sql):
     [table] = {"checkpoint", "checkpoint_file"} & set(re.findall(r"FROM (\w+)", sql))
-    assert read_whole(aggregated, [(sql, None)], indexes=False) == {sql: {table}}
+    assert full_scans(aggregated, [(sql, None)], indexes=False) == {sql: {table}}
 
 
-def test_the_checks_above_see_an_index_read_whole(aggregated):
+def test_a_full_index_scan_is_detected(aggregated):
     sql = "SELECT count(*) FROM tensor"
-    assert read_whole(aggregated, [(sql, None)]) == {sql: {"tensor"}}
+    assert full_scans(aggregated, [(sql, None)]) == {sql: {"tensor"}}
 
 
 def _seconds(ask, *given):

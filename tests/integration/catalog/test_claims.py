@@ -1,4 +1,4 @@
-"""Claims and sightings: is one thing made of one content once, whoever asks, dies or comes late?"""
+"""Claims and sightings: an output is made once, whichever process asks, dies or comes late."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ with open_catalog(sys.argv[1]) as catalog:
 
 @pytest.fixture
 def claim(catalog):
-    """Calls a function of `claims` in a transaction of its own."""
+    """Return a function that calls one of `claims` in its own transaction."""
 
     def call(function, *given, **more):
         with catalog.writing() as conn:
@@ -43,7 +43,7 @@ def claim(catalog):
     return call
 
 
-def test_one_takes_it_and_what_is_done_stays_done(claim):
+def test_one_owner_takes_a_claim_and_a_done_claim_stays_done(claim):
     first = claim(claims.take, NOW, KEY, "/runs/step-1", "a")
     other = claim(claims.take, NOW, KEY, "/runs/step-1", "b")
     assert (first.mine, first.attempts) == (True, 1)
@@ -54,10 +54,10 @@ def test_one_takes_it_and_what_is_done_stays_done(claim):
     assert not claim(claims.done, NOW, first)
     later = claim(claims.take, NOW + timedelta(days=9), KEY, "/runs/step-1", "b")
     assert (later.mine, later.state) == (False, "done")
-    assert claim(claims.take, NOW, KEY, "/runs/step-1", "b", again=True).mine
+    assert claim(claims.take, NOW, KEY, "/runs/step-1", "b", retry=True).mine
 
 
-def test_a_lease_that_is_over_goes_to_the_next_and_the_first_settles_nothing(claim):
+def test_an_expired_claim_goes_to_the_next_owner_and_the_first_cannot_end_it(claim):
     first = claim(claims.take, NOW, KEY, "/s", "a")
     assert claim(claims.renew, NOW + timedelta(minutes=4), first)
     assert not claim(claims.take, NOW + timedelta(minutes=8), KEY, "/s", "b").mine
@@ -67,24 +67,24 @@ def test_a_lease_that_is_over_goes_to_the_next_and_the_first_settles_nothing(cla
         assert not claim(settle, NOW, first)
     assert not claim(claims.failed, NOW, first, "busy", "late")
     assert claim(claims.failed, NOW, second, "disk-full", "no room")
-    assert claim(claims.standing, KEY).error == "no room"
+    assert claim(claims.current, KEY).error == "no room"
     third = claim(claims.take, NOW, KEY, "/s", "c")
     assert (third.mine, third.error_code) == (True, None)
     assert [c.owner for c in claim(claims.of_destination, KEY.destination)] == ["c"]
 
 
-def test_the_same_owner_goes_on_at_once(claim):
+def test_the_same_owner_retakes_its_claim_at_once(claim):
     claim(claims.take, NOW, KEY, "/s", "flow run 1")
-    again = claim(claims.take, NOW, KEY, "/s", "flow run 1")
-    assert (again.mine, again.attempts) == (True, 2)
+    retried = claim(claims.take, NOW, KEY, "/s", "flow run 1")
+    assert (retried.mine, retried.attempts) == (True, 2)
 
 
 def test_processes_that_race_take_each_claim_once(catalog, url, python, finish):
-    said = finish(*[python(TAKE, url, f"p{n}") for n in range(PROCESSES)])
-    assert sorted(int(line) for text in said for line in text.split()) == list(range(25))
+    outputs = finish(*[python(TAKE, url, f"p{n}") for n in range(PROCESSES)])
+    assert sorted(int(line) for text in outputs for line in text.split()) == list(range(25))
 
 
-def test_sightings_are_one_per_place_and_keep_when_it_was_first_seen(catalog):
+def test_one_sighting_per_uri_keeps_its_first_time(catalog):
     first = SightingRow("/runs/step-1", "/runs", 1, Condition.WRITING, "s1", None, None, (), NOW, NOW, NOW)
     gone, later = finding("missing-file", "files", "gone", file="a"), NOW + timedelta(hours=1)
     second = replace(first, uri="/runs/step-1/", state=Condition.BROKEN, stamp="s2", findings=(gone,))

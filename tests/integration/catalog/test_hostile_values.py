@@ -1,4 +1,4 @@
-"""What no column can hold: is it refused, or written out, by every verb of the catalog, on every database?"""
+"""Values that no column can store are refused or escaped by every catalog command, on every database."""
 
 from datetime import UTC, datetime
 
@@ -11,11 +11,11 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.cli.main import run
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
-# A NUL is no text to PostgreSQL, a lone surrogate to nobody; a number may have more than 64 bits.
+# PostgreSQL stores no NUL, no database a lone surrogate; a number may have more than 64 bits.
 SHORT = ("a\0b", "k=\udc80")
 LONG = ("\0", "a\udc80", "\ud800", "k\0=v", "s3://b/\0", "s3://b/\udc80", str(2**63), str(2**64), *SHORT)
 VERBS = [verb for verb in commandline.verbs() if verb.words[0] == "catalog"]
-# Refused as usage or as a source, or done with an escape instead; never a trouble of the database or of ours.
+# Refused as usage or as a source, or stored with an escape; never an error of the database or of ckptcore.
 CODES = {0, 2, 8, 13, 23}
 
 
@@ -37,11 +37,11 @@ def filled(catalog, facts, url, request, tmp_path):
 def rows(url):
     with open_catalog(url) as catalog, catalog.reading() as conn:
         names = {row.name for row in (*aliases.every(conn), *roots.every(conn))}
-        return names | {row.uri for row in catalog.list()} | {row.id for row in holds.held(conn, NOW)}
+        return names | {row.uri for row in catalog.list()} | {row.id for row in holds.active(conn, NOW)}
 
 
 @pytest.mark.parametrize("values", [SHORT, pytest.param(LONG, marks=pytest.mark.soak)], ids=["short", "long"])
-def test_every_verb_answers_what_no_column_can_hold(values, filled, tmp_path, monkeypatch, capsys):
+def test_every_command_handles_values_that_no_column_can_store(values, filled, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before, failed, codes, calls = rows(filled), [], set(), 0
     for verb in VERBS:
@@ -50,14 +50,14 @@ def test_every_verb_answers_what_no_column_can_hold(values, filled, tmp_path, mo
             if parameter.flag or parameter.choices or parameter.name == "catalog":
                 continue
             for value in values:
-                words = argv_of(verb, needed | {parameter.name: (value,), "catalog": (filled,)})
-                code = run([word.replace(commandline.BOX, str(tmp_path)) for word in words])
-                said = "".join(capsys.readouterr())
+                arguments = argv_of(verb, needed | {parameter.name: (value,), "catalog": (filled,)})
+                code = run([argument.replace(commandline.BOX, str(tmp_path)) for argument in arguments])
+                output = "".join(capsys.readouterr())
                 codes.add(code)
                 calls += 1
-                if code not in CODES or "\0" in said or "\udc80" in said or "\ud800" in said:
-                    failed.append((words, code, said[-500:]))
+                if code not in CODES or "\0" in output or "\udc80" in output or "\ud800" in output:
+                    failed.append((arguments, code, output[-500:]))
     assert not failed, failed[:5]
     assert codes >= {0, 2}
     assert calls > 40 * len(values), "verbs or parameters are left out"
-    assert rows(filled) >= before  # nothing that was there has gone
+    assert rows(filled) >= before  # nothing was deleted

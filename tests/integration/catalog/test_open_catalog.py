@@ -1,4 +1,4 @@
-"""Is the catalog opened with the right habits, quickly, and refused with the right words?"""
+"""Opening a catalog: its settings, its speed, and the errors of what cannot be opened."""
 
 import contextlib
 import shutil
@@ -49,13 +49,13 @@ def test_in_memory():
         assert [row.destination_uri for row in catalog.conversions()] == ["/b"]
 
 
-def test_not_made_when_only_looked_for(path):
+def test_a_missing_catalog_is_not_created_without_create(path):
     with pytest.raises(CatalogError, match=f"there is no catalog at {path}"):
         open_catalog(str(path), create=False)
     assert not path.parent.exists()
 
 
-def test_an_empty_file_is_no_catalog_to_look_into(tmp_path):
+def test_an_empty_file_is_not_a_catalog(tmp_path):
     (tmp_path / "empty.sqlite").touch()
     with pytest.raises(CatalogError, match="no tables yet") as caught:
         open_catalog(str(tmp_path / "empty.sqlite"), create=False)
@@ -75,11 +75,11 @@ def test_older_schema_names_the_next_step(path, monkeypatch):
 def test_newer_schema_is_left_alone(path):
     open_catalog(str(path)).close()
     stamp(path, "9999")
-    with pytest.raises(CatalogError, match="9999 is newer than this version"):
+    with pytest.raises(CatalogError, match="got 9999, of a newer version"):
         open_catalog(str(path))
 
 
-def test_somebody_elses_database_is_left_alone(tmp_path):
+def test_a_foreign_database_is_left_alone(tmp_path):
     path = tmp_path / "other.sqlite"
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE songs (id INTEGER)")
@@ -100,9 +100,9 @@ def test_not_a_database(tmp_path):
     assert path.read_text() == "shopping list\n" * 100
 
 
-def test_a_folder_that_cannot_be(tmp_path):
+def test_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CatalogError, match=r"folder .* cannot be made"):
+    with pytest.raises(CatalogError, match=r"cannot create the catalog's folder "):
         open_catalog(str(tmp_path / "file" / "catalog.sqlite"))
 
 
@@ -125,7 +125,7 @@ def test_missing_driver_is_named():
         open_catalog("nosuch://host/x")
 
 
-def test_habits_of_every_connection(path):
+def test_settings_of_every_connection(path):
     engine = connect(str(path), create=True)
     found = {}
     with engine.connect() as connection:
@@ -135,7 +135,7 @@ def test_habits_of_every_connection(path):
     assert found == {"journal_mode": "wal", "synchronous": 1, "busy_timeout": 30_000, "foreign_keys": 1}
 
 
-def test_a_transaction_takes_its_tables_back(path):
+def test_a_rollback_removes_created_tables(path):
     engine = connect(str(path), create=True)
     with engine.connect() as connection:
         connection.execute(text("CREATE TABLE made (x INTEGER)"))
@@ -154,7 +154,7 @@ def test_readers_do_not_wait_for_a_writer(path):
         assert seen == [()]
 
 
-def test_a_writer_that_waits_for_too_long_may_try_again(path, monkeypatch):
+def test_a_lock_timeout_is_transient(path, monkeypatch):
     monkeypatch.setattr("ckptcore.catalog.database.WAIT_MS", 50)
     with (
         open_catalog(str(path)) as catalog,
@@ -166,7 +166,7 @@ def test_a_writer_that_waits_for_too_long_may_try_again(path, monkeypatch):
     assert caught.value.transient
 
 
-def test_a_catalog_that_may_only_be_read(path):
+def test_a_read_only_catalog(path):
     with open_catalog(str(path)) as catalog:
         catalog.begin({}, source_uri="/a", destination_uri="/b", verb="export", tool_version="1")
     with open_catalog(f"sqlite:///file:{path}?mode=ro&uri=true", create=False) as catalog:
@@ -176,7 +176,7 @@ def test_a_catalog_that_may_only_be_read(path):
 
 
 def test_switching_the_journal_waits_for_a_writer(path):
-    # SQLite's own busy timeout does not hold for this one statement.
+    # SQLite's own busy timeout does not apply to this statement.
     open_catalog(str(path)).close()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode=DELETE")

@@ -1,4 +1,4 @@
-"""Does PostgreSQL get habits of its own: one driver, one moment for readers, patience, words for failures?"""
+"""PostgreSQL: driver, snapshots for readers, lock timeouts and error messages."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def test_one_driver_for_all_spellings(scheme):
     assert parse(f"{scheme}://me@host/x").drivername == "postgresql+psycopg"
 
 
-def test_a_server_is_never_set_up_in_passing(postgres):
+def test_opening_never_creates_tables_on_a_server(postgres):
     with postgres.database() as url:
         with pytest.raises(CatalogError, match="no tables yet") as caught:
             open_catalog(url)
@@ -36,7 +36,7 @@ def test_a_server_is_never_set_up_in_passing(postgres):
             assert catalog.list() == ()
 
 
-def test_somebody_elses_database_is_left_alone(postgres):
+def test_a_foreign_database_is_left_alone(postgres):
     with postgres.database() as url:
         engine = sa.create_engine(url)
         with engine.begin() as connection:
@@ -47,7 +47,7 @@ def test_somebody_elses_database_is_left_alone(postgres):
                 refuses(url)
 
 
-def test_the_password_is_never_shown(url):
+def test_the_password_is_never_printed(url):
     wrong = sa.make_url(url).set(password="hunter2").render_as_string(hide_password=False)
     with pytest.raises(CatalogError, match="password authentication failed") as caught:
         open_catalog(wrong)
@@ -56,14 +56,14 @@ def test_the_password_is_never_shown(url):
         assert sa.make_url(url).password not in catalog.url
 
 
-def test_nobody_there():
+def test_an_unreachable_server_is_transient():
     with pytest.raises(CatalogAway, match=r"does not answer: .*onnection") as caught:
         open_catalog("postgresql://me:hunter2@127.0.0.1:1/x")
     assert caught.value.transient
     assert "hunter2" not in str(caught.value.as_dict())
 
 
-def test_waiting_does_not_help(postgres, url):
+def test_permanent_errors_are_not_transient(postgres, url):
     nowhere = sa.make_url(url).set(database="nowhere").render_as_string(hide_password=False)
     with pytest.raises(CatalogError, match="nowhere") as caught:
         open_catalog(nowhere)
@@ -76,7 +76,7 @@ def write_while_it_dies(catalog, server):
         connection.exec_driver_sql("SELECT 1")
 
 
-def test_a_server_that_dies_and_comes_back(facts):
+def test_a_restarting_server_is_transient(facts):
     with postgresql.serving(durable=True) as server, server.database() as url:
         upgrade(url)
         with open_catalog(url) as catalog:
@@ -92,14 +92,14 @@ def test_a_server_that_dies_and_comes_back(facts):
             assert len(catalog.list()) == 2
 
 
-def test_what_to_install(monkeypatch):
+def test_a_missing_driver_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(MissingDependency, match="psycopg") as caught:
         open_catalog("postgresql://host/x")
     assert "ckptcore[postgres]" in caught.value.hint
 
 
-def test_a_reader_sees_one_moment_and_changes_nothing(url, facts):
+def test_a_reader_has_one_snapshot_and_cannot_write(url, facts):
     with open_catalog(url) as catalog, catalog.reading() as reader:
         count = "SELECT count(*) FROM checkpoint"
         assert reader.exec_driver_sql(count).scalar() == 0
@@ -111,7 +111,7 @@ def test_a_reader_sees_one_moment_and_changes_nothing(url, facts):
         assert len(catalog.list()) == 1
 
 
-def test_a_writer_waits_only_so_long(url, monkeypatch, facts):
+def test_a_writer_has_a_lock_timeout(url, monkeypatch, facts):
     short = "SELECT set_config('lock_timeout', '200', true), pg_advisory_xact_lock(7163384699)"
     monkeypatch.setitem(sys.modules["ckptcore.catalog.database"].WRITER_BEGIN, "postgresql", short)
     with open_catalog(url) as catalog, catalog.writing():
@@ -144,7 +144,7 @@ def test_a_lost_connection_is_replaced(url, facts):
         assert [row.uri for row in catalog.list()] == ["/runs/step-1"]
 
 
-def test_the_url_may_say_more(url):
+def test_the_query_of_the_url_takes_precedence(url):
     named = sa.make_url(url).update_query_dict({"application_name": "sweep"})
     engine = engine_for(named)
     with engine.connect() as connection:

@@ -1,4 +1,4 @@
-"""Does the catalog give the right answers, by every name a person may use?"""
+"""Queries of the catalog by id, prefix, alias, URI, path and digest."""
 
 import time
 
@@ -46,9 +46,9 @@ def test_list_newest_first_and_filtered(catalog, chain):
     assert uris(catalog.list(kind="derived", run="b")) == ["/out/other"]
     assert uris(catalog.list(state="replaced")) == []
     assert uris(catalog.list(run="nobody")) == []
-    with pytest.raises(UsageError, match="'raw' is none of source, derived"):
+    with pytest.raises(UsageError, match=r"one of source, derived \(got 'raw'\)"):
         catalog.list(kind="raw")
-    with pytest.raises(UsageError, match="none of present, damaged, incomplete, replaced"):
+    with pytest.raises(UsageError, match="one of present, damaged, incomplete, replaced"):
         catalog.list(state="fine")
 
 
@@ -61,7 +61,7 @@ def test_conversions_newest_first_and_filtered(catalog, chain):
     ]
     assert [row.id for row in catalog.conversions(state="failed")] == [failed]
     assert len(catalog.conversions(limit=2, state="succeeded")) == 2
-    with pytest.raises(UsageError, match="none of running, succeeded, failed"):
+    with pytest.raises(UsageError, match="one of running, succeeded, failed"):
         catalog.conversions(state="ok")
 
 
@@ -77,7 +77,7 @@ def test_show_by_id_prefix_and_uri(catalog, chain):
 
 
 @pytest.mark.parametrize("ref", ["/nowhere", "abcd", "ffffffff-0000", "", "%", "s3://bucket/_"])
-def test_show_what_is_not_there(catalog, chain, ref):
+def test_show_an_unknown_id(catalog, chain, ref):
     with pytest.raises(UsageError, match="no checkpoint or conversion"):
         catalog.show(ref)
 
@@ -118,7 +118,7 @@ def test_lineage_both_ways(catalog, chain):
     assert catalog.lineage("/out/model", down=False).descendants == ()
 
 
-def test_a_failed_conversion_is_no_lineage(catalog, facts):
+def test_a_failed_conversion_is_not_in_the_lineage(catalog, facts):
     conversion = catalog.begin(
         {}, source_uri="/runs/s", destination_uri="/out/x", verb="export", tool_version="1"
     )
@@ -126,7 +126,7 @@ def test_a_failed_conversion_is_no_lineage(catalog, facts):
     assert catalog.lineage("/runs/s").descendants == ()
 
 
-def test_lineage_of_a_circle_ends(catalog, facts, convert):
+def test_lineage_of_a_cycle_ends(catalog, facts, convert):
     a, b = facts("/out/a", content="c1"), facts("/out/b", content="c2")
     convert(a, b)
     convert(b, a)
@@ -157,7 +157,7 @@ def test_which_by_uri(catalog, chain):
     assert (source.conversion, source.sources) == (None, ())
 
 
-def test_which_by_path_means_what_stands_there_now(catalog, facts, convert):
+def test_which_by_path_finds_the_current_checkpoint(catalog, facts, convert):
     first, _ = convert(facts("/runs/step-1"), facts("/out/model", content="c1"))
     second, _ = convert(facts("/runs/step-2"), facts("/out/model", content="c2"))
     [now] = catalog.which("/out/model/model.safetensors")
@@ -195,7 +195,7 @@ def test_which_by_digest(catalog, chain, facts, convert):
     assert uris(o.checkpoint for o in catalog.which("ab" * 32)) == ["/out/copy.pt", "/out/model.pt"]
 
 
-def test_which_knows_a_copied_file_by_its_bytes(catalog, facts, convert, tmp_path):
+def test_which_finds_a_copied_file_by_its_bytes(catalog, facts, convert, tmp_path):
     data = b"tensor" * 500_000
     digest = blake3.blake3(data).hexdigest()
     conversion, _ = convert(
@@ -211,7 +211,7 @@ def test_which_knows_a_copied_file_by_its_bytes(catalog, facts, convert, tmp_pat
     assert caught.value.values["digest"] == blake3.blake3(data[:-1]).hexdigest()
 
 
-def test_which_reads_from_what_cannot_be_read(catalog, tmp_path, monkeypatch):
+def test_which_reports_an_unreadable_file(catalog, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
 
     def refuse(*_args, **_options):
@@ -228,8 +228,7 @@ def test_which_does_not_guess(catalog, chain, what):
         catalog.which(what)
 
 
-# Every question above that a person waits for, and what must not happen for it: a scan of the
-# two tables that grow without limit.
+# Every interactive query above, and what it must not do: scan one of the two tables that grow without limit.
 @pytest.fixture
 def plans(tmp_path):
     """The query plan of a statement on an empty SQLite catalog."""
@@ -257,9 +256,9 @@ def plans(tmp_path):
     ],
 )
 def test_point_queries_use_an_index(plans, statement):
-    said = plans(statement)
-    assert "USING" in said
-    assert "TEMP B-TREE" not in said
+    plan = plans(statement)
+    assert "USING" in plan
+    assert "TEMP B-TREE" not in plan
 
 
 @pytest.mark.soak
@@ -294,5 +293,5 @@ def test_two_thousand_checkpoints_of_five_hundred_tensors(tmp_path, facts):
                 start = time.perf_counter()
                 assert ask(), name
                 took.append(time.perf_counter() - start)
-            # The best of six: what else runs on the machine is not what is asked about.
+            # The best of six: other load on the machine does not count.
             assert min(took) < 0.1, name

@@ -1,4 +1,4 @@
-"""Inbox and outbox: is every row worked on, by one at a time, whatever dies, comes twice or comes late?"""
+"""Inbox and outbox: one worker at a time processes each row, despite crashes, repeats and late workers."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -45,7 +45,7 @@ with open_catalog(sys.argv[1]) as catalog:
 
 @pytest.fixture
 def queue(catalog):
-    """Calls a function of `inbox` or `outbox` in a transaction of its own."""
+    """Return a function that calls one of `inbox` or `outbox` in its own transaction."""
 
     def call(function, *given, **more):
         with catalog.queueing() as conn:
@@ -78,35 +78,38 @@ def test_the_longest_due_is_taken_first_and_by_one_only(queue):
     assert [e.event_id for e in queue(inbox.take, NOW + timedelta(seconds=9))] == ["later"]
 
 
-def test_rows_of_others_are_neither_taken_nor_counted(queue):
+def test_rows_of_other_sources_are_neither_taken_nor_counted(queue):
     for source in ("mlflow", "slurm"):
         queue(inbox.accept, NOW, NewEvent(source, "e", uri="s3://b/e"))
     for endpoint in ("team", "others"):
         queue(outbox.put, NOW, endpoint, "c-1", type="t", body={})
     assert queue(inbox.take, NOW, limit=9, only=[]) == []
     assert [event.source for event in queue(inbox.take, NOW, limit=9, only=["slurm"])] == ["slurm"]
-    assert [told.endpoint for told in queue(outbox.take, NOW, limit=9, only=["team"])] == ["team"]
+    assert [message.endpoint for message in queue(outbox.take, NOW, limit=9, only=["team"])] == ["team"]
     assert {(event.source, event.attempts) for event in queue(inbox.listed)} == {("mlflow", 0), ("slurm", 1)}
-    assert {(told.endpoint, told.attempts) for told in queue(outbox.listed)} == {("team", 1), ("others", 0)}
+    assert {(message.endpoint, message.attempts) for message in queue(outbox.listed)} == {
+        ("team", 1),
+        ("others", 0),
+    }
 
 
-def test_what_a_dead_worker_took_is_taken_again(queue):
+def test_an_expired_lease_lets_another_worker_take_the_row(queue):
     accept(queue, "a")
     [lost] = queue(inbox.take, NOW, lease=LEASE)
     assert queue(inbox.take, NOW + LEASE - timedelta(seconds=1)) == []
-    [again] = queue(inbox.take, NOW + LEASE)
-    assert (again.id, again.attempts, lost.attempts) == (lost.id, 2, 1)
-    # It was not dead, only slow: it does not settle what is somebody else's now.
+    [retaken] = queue(inbox.take, NOW + LEASE)
+    assert (retaken.id, retaken.attempts, lost.attempts) == (lost.id, 2, 1)
+    # The first worker was only slow: it cannot end the row that another worker has taken.
     assert not queue(inbox.done, NOW + LEASE, lost)
     assert not queue(inbox.later, lost, NOW + LEASE, "no")
     assert queue(inbox.get, lost.id).state == "taken"
-    assert queue(inbox.done, NOW + LEASE, again, flow_run_id="f-1")
+    assert queue(inbox.done, NOW + LEASE, retaken, flow_run_id="f-1")
     ended = queue(inbox.get, lost.id)
     assert (ended.state, ended.flow_run_id, ended.ended_at) == ("done", "f-1", NOW + LEASE)
-    assert not queue(inbox.failed, NOW + LEASE, again, "too late")
+    assert not queue(inbox.failed, NOW + LEASE, retaken, "too late")
 
 
-def test_later_and_failed_and_again(queue):
+def test_later_failed_and_retry(queue):
     accept(queue, "a")
     [event] = queue(inbox.take, NOW)
     assert queue(inbox.later, event, NOW + timedelta(hours=1), "not complete: s3://me:secret@b/x")
@@ -117,10 +120,10 @@ def test_later_and_failed_and_again(queue):
     assert queue(inbox.failed, NOW, event, "three times is enough")
     assert queue(inbox.take, NOW + timedelta(days=9)) == []
     assert queue(inbox.depth) == {"waiting": 0, "taken": 0, "done": 0, "failed": 1}
-    assert queue(inbox.again, NOW, event.id) == (event.id,)
+    assert queue(inbox.retry, NOW, event.id) == (event.id,)
     assert [(e.attempts, e.tries) for e in queue(inbox.take, NOW)] == [(3, 1)]
-    with pytest.raises(UsageError, match="no failed row of the inbox"):
-        queue(inbox.again, NOW, event.id)
+    with pytest.raises(UsageError, match="not a failed row of the inbox"):
+        queue(inbox.retry, NOW, event.id)
     with pytest.raises(UsageError, match="no event nobody"):
         queue(inbox.get, "nobody")
 
@@ -138,7 +141,7 @@ def test_a_message_is_one_per_endpoint_and_key(queue, catalog):
     [two] = queue(outbox.take, NOW + LEASE)
     assert queue(outbox.failed, NOW, two, "410")
     assert queue(outbox.depth) == {"waiting": 0, "taken": 0, "done": 1, "failed": 1}
-    assert queue(outbox.again, NOW, two.id[:9]) == (two.id,)
+    assert queue(outbox.retry, NOW, two.id[:9]) == (two.id,)
     [back] = queue(outbox.listed)
     assert (back.state, back.attempts, back.tries, back.error_message) == ("waiting", 2, 0, "410")
 
@@ -154,40 +157,40 @@ def give_up(queue, *ids):
     return [event.id for event in taken]
 
 
-def test_what_is_put_back_is_another_start_and_no_old_worker_settles_it(queue):
+def test_a_retried_row_has_a_new_key_and_no_old_worker_can_end_it(queue):
     [public] = give_up(queue, "a")
     old = queue(inbox.get, public)
     assert old.key == public
-    queue(inbox.again, NOW, None)
+    queue(inbox.retry, NOW, None)
     [event] = queue(inbox.take, NOW)
     assert (event.id, event.tries, event.flow_run_id) == (public, 1, None)
     assert event.key == f"{public}:1"  # a run under the old key would be the one that failed
     assert not queue(inbox.done, NOW, old)
     queue(inbox.failed, NOW, event, "once more")
-    queue(inbox.again, NOW, None)
+    queue(inbox.retry, NOW, None)
     assert [e.key for e in queue(inbox.take, NOW)] == [f"{public}:2"]
 
 
-def test_which_rows_are_meant(queue):
+def test_retry_selects_rows_by_id_or_prefix(queue):
     ids = give_up(queue, *(f"e{n}" for n in range(30)))
     assert [e.id for e in queue(inbox.listed, limit=2)] == [ids[-1], ids[-2]]
     assert {e.state for e in queue(inbox.listed, "done")} == {"done"}
     assert len(queue(inbox.listed, "done", 99)) == 30
-    with pytest.raises(UsageError, match="no stage"):
+    with pytest.raises(UsageError, match="unknown state"):
         queue(inbox.listed, "lost")
     first = next(digit for digit in "0123456789abcdef" if sum(i.startswith(digit) for i in ids) > 1)
-    with pytest.raises(UsageError, match="beginning of several"):
-        queue(inbox.again, NOW, first)
+    with pytest.raises(UsageError, match="prefix of several ids"):
+        queue(inbox.retry, NOW, first)
     for nothing in ("%", "_", "", "nobody"):
-        with pytest.raises(UsageError, match=r"is no failed row|several"):
-            queue(inbox.again, NOW, nothing)
-    assert queue(inbox.again, NOW, ids[3]) == (ids[3],)
+        with pytest.raises(UsageError, match=r"is not a failed row|several"):
+            queue(inbox.retry, NOW, nothing)
+    assert queue(inbox.retry, NOW, ids[3]) == (ids[3],)
     assert queue(inbox.depth) == {"waiting": 1, "taken": 0, "done": 30, "failed": 29}
-    assert queue(inbox.again, NOW, None) == tuple(i for i in ids if i != ids[3])
-    assert queue(inbox.again, NOW, None) == ()
+    assert queue(inbox.retry, NOW, None) == tuple(i for i in ids if i != ids[3])
+    assert queue(inbox.retry, NOW, None) == ()
 
 
-def test_what_ended_long_ago_is_forgotten_and_till_then_a_repeat_is_one(queue):
+def test_old_ended_rows_are_deleted_and_repeats_are_recognised_until_then(queue):
     give_up(queue, "a")
     queue(outbox.put, NOW, "team", "k", type="t", body={})
     queue(outbox.done, NOW, queue(outbox.take, NOW)[0])
@@ -200,7 +203,7 @@ def test_what_ended_long_ago_is_forgotten_and_till_then_a_repeat_is_one(queue):
     assert queue(inbox.accept, NOW + queues.KEEP, NewEvent("mlflow", "a"))[1]
 
 
-def test_what_does_not_happen_is_not_told(catalog):
+def test_a_rolled_back_message_is_not_sent(catalog):
     class Stopped(Exception):
         pass
 
@@ -215,24 +218,24 @@ def test_what_does_not_happen_is_not_told(catalog):
         assert outbox.take(conn, NOW) == []
 
 
-def test_of_several_that_accept_the_same_event_one_is_first(url, python, finish):
-    said = finish(*[python(ACCEPT, url, i) for i in range(PROCESSES)])
-    lines = [line.split() for out in said for line in out.splitlines()]
+def test_concurrent_repeats_of_an_event_make_one_row(url, python, finish):
+    outputs = finish(*[python(ACCEPT, url, i) for i in range(PROCESSES)])
+    lines = [line.split() for out in outputs for line in out.splitlines()]
     for n in range(25):
-        told = [(public, new) for number, public, new in lines if int(number) == n]
-        assert len({public for public, _ in told}) == 1
-        assert sorted(new for _, new in told) == ["0"] * (PROCESSES - 1) + ["1"]
+        results = [(public, new) for number, public, new in lines if int(number) == n]
+        assert len({public for public, _ in results}) == 1
+        assert sorted(new for _, new in results) == ["0"] * (PROCESSES - 1) + ["1"]
 
 
 def test_many_workers_take_each_event_once(url, queue, python, finish):
     accept(queue, *(f"e{n}" for n in range(100)))
-    said = finish(*[python(TAKE, url) for _ in range(PROCESSES)])
-    worked = [line for out in said for line in out.splitlines()]
+    outputs = finish(*[python(TAKE, url) for _ in range(PROCESSES)])
+    worked = [line for out in outputs for line in out.splitlines()]
     assert sorted(worked) == sorted(f"e{n}" for n in range(100))
     assert queue(inbox.depth)["done"] == 100
 
 
-def test_rows_that_others_hold_are_skipped(postgres, upgraded):
+def test_locked_rows_are_skipped(postgres, upgraded):
     with postgres.database(upgraded) as url, open_catalog(url) as catalog, open_catalog(url) as other:
         with catalog.queueing() as conn:
             inbox.accept(conn, NOW, NewEvent("s", "a"))
@@ -241,7 +244,7 @@ def test_rows_that_others_hold_are_skipped(postgres, upgraded):
             theirs.execute(sa.text("SET LOCAL lock_timeout = '2s'"))
             assert [e.event_id for e in inbox.take(mine, NOW)] == ["a"]
             assert [e.event_id for e in inbox.take(theirs, NOW, limit=2)] == ["b"]
-        # Nor does a conversion that is being recorded keep a queue waiting.
+        # A conversion that is being recorded does not block a queue either.
         with catalog.writing(), other.queueing() as conn:
             conn.execute(sa.text("SET LOCAL lock_timeout = '2s'"))
             assert inbox.accept(conn, NOW, NewEvent("s", "c"))[1]

@@ -1,4 +1,4 @@
-"""Does what is recorded become the right rows, whatever was there before?"""
+"""Recording: the rows of conversions and checkpoints, after any earlier rows."""
 
 import json
 import os
@@ -50,16 +50,16 @@ def test_success_links_source_and_derived(catalog, facts, convert):
     warning = finding("stray-file", "files", "left over", file="x.distcp")
     conversion, public = convert(source, derived, findings=[warning])
 
-    shown = catalog.show(conversion)
-    assert shown.conversion.state == "succeeded"
-    assert shown.conversion.timings == {"plan": 0.25, "write": 2.0}
-    assert shown.conversion.bytes_in == source.nbytes
-    assert shown.conversion.peak_memory == 1 << 20
-    assert shown.conversion.plan_digest == "p" * 64
-    assert shown.findings == (warning,)
+    detail = catalog.show(conversion)
+    assert detail.conversion.state == "succeeded"
+    assert detail.conversion.timings == {"plan": 0.25, "write": 2.0}
+    assert detail.conversion.bytes_in == source.nbytes
+    assert detail.conversion.peak_memory == 1 << 20
+    assert detail.conversion.plan_digest == "p" * 64
+    assert detail.findings == (warning,)
 
     made = catalog.show(public)
-    [from_row], [made_row] = shown.sources, shown.derived
+    [from_row], [made_row] = detail.sources, detail.derived
     assert made.checkpoint == made_row
     assert (from_row.kind, from_row.uri, from_row.step, from_row.run) == ("source", "/runs/a/step-7", 7, "a")
     assert (from_row.origin, from_row.verified_level) == ({"ranks": 8}, "cover")
@@ -90,16 +90,16 @@ def test_derived_belongs_to_the_run_and_step_of_its_source(catalog, facts, conve
     assert count(catalog, TrainingRun) == 1
 
 
-def test_a_conversion_keeps_what_its_source_was_read_as(catalog, facts):
+def test_a_conversion_records_the_stamps_of_its_source(catalog, facts):
     done = ConversionFacts("p", 1, 1, None, {}, source_stamp="5" * 64, source_ctime="c" * 64)
     conversion = begin(catalog)
     catalog.succeed(conversion, done, source=facts("/a"), derived=facts("/b", content="c1"))
-    catalog.record_validation(facts("/a"))  # a source that is registered again takes nothing back
+    catalog.record_validation(facts("/a"))  # registering a source once more revokes nothing
     row = catalog.show(conversion).conversion
     assert (row.source_stamp, row.source_ctime) == ("5" * 64, "c" * 64)
 
 
-def test_success_told_twice_changes_nothing(catalog, facts):
+def test_a_second_success_changes_nothing(catalog, facts):
     conversion = begin(catalog)
     given = {
         "source": facts("/runs/step-1"),
@@ -114,19 +114,19 @@ def test_success_told_twice_changes_nothing(catalog, facts):
     assert count(catalog, FindingRecord) == 1
 
 
-def test_failure_keeps_its_error_and_stands_against_the_source(catalog, facts):
+def test_failure_records_its_error_and_findings_of_the_source(catalog, facts):
     conversion = begin(catalog)
     torn = finding("truncated-file", "files", "500 of 900 bytes", file="__0_0.distcp")
     catalog.fail(
         conversion, code="damaged", message="1 finding", findings=[torn], source=facts("/runs/step-1")
     )
-    shown = catalog.show(conversion)
-    assert shown.conversion.state == "failed"
-    assert (shown.conversion.error_code, shown.conversion.error_message) == ("damaged", "1 finding")
-    assert shown.conversion.ended_at is not None
-    assert shown.findings == (torn,)
-    assert [row.state for row in shown.sources] == ["damaged"]
-    assert shown.derived == ()
+    detail = catalog.show(conversion)
+    assert detail.conversion.state == "failed"
+    assert (detail.conversion.error_code, detail.conversion.error_message) == ("damaged", "1 finding")
+    assert detail.conversion.ended_at is not None
+    assert detail.findings == (torn,)
+    assert [row.state for row in detail.sources] == ["damaged"]
+    assert detail.derived == ()
 
 
 def test_failure_before_the_source_was_read(catalog):
@@ -147,7 +147,7 @@ def test_a_failed_conversion_may_still_succeed_but_not_the_other_way(catalog, fa
     )
     [row] = catalog.conversions()
     assert (row.state, row.error_code, row.error_message) == ("succeeded", None, None)
-    with pytest.raises(CatalogError, match="cannot fail any more"):
+    with pytest.raises(CatalogError, match=f"cannot fail conversion {conversion}"):
         catalog.fail(conversion, code="x", message="y")
     assert catalog.conversions() == (row,)
 
@@ -157,7 +157,7 @@ def test_unknown_conversion(catalog, facts):
         catalog.fail("nope", code="x", message="y")
 
 
-def test_success_ends_what_was_killed_before_it(catalog, facts):
+def test_success_ends_killed_conversions_of_the_destination(catalog, facts):
     killed, elsewhere = begin(catalog), begin(catalog, "/out/other")
     conversion, waiting = begin(catalog), begin(catalog)
     catalog.succeed(
@@ -191,7 +191,7 @@ def test_links_are_followed(catalog, facts, tmp_path):
     assert catalog.record_validation(facts(tmp_path / "step-1")) == first
 
 
-def test_other_content_replaces_what_stood_there(catalog, facts, convert):
+def test_other_content_replaces_the_checkpoint_at_the_uri(catalog, facts, convert):
     source = facts("/runs/step-1")
     _, first = convert(source, facts("/out/model", manifest="m1", content="c1"))
     _, second = convert(source, facts("/out/model", manifest="m2", content="c2"))
@@ -199,7 +199,7 @@ def test_other_content_replaces_what_stood_there(catalog, facts, convert):
     assert (rows[first].state, rows[second].state) == ("replaced", "present")
     assert rows[first].replaced_at is not None
     assert catalog.show("/out/model").checkpoint.id == second
-    # And back again: the row of the first content is the current one once more.
+    # The row of the first content becomes the current one once more.
     _, third = convert(source, facts("/out/model", manifest="m1", content="c1"))
     assert third == first
     rows = {row.id: row for row in catalog.list(kind="derived")}
@@ -208,7 +208,7 @@ def test_other_content_replaces_what_stood_there(catalog, facts, convert):
 
 
 def test_equal_manifests_with_other_bytes_are_other_content(catalog, facts, convert):
-    # Two steps of one run have equal manifests: only the digests of the files tell them apart.
+    # Two steps of one run have equal manifests: only the digests of their files differ.
     one, first = convert(facts("/runs/step-1"), facts("/out/model", content="c1"))
     two, second = convert(facts("/runs/step-2"), facts("/out/model", content="c2"))
     assert first != second
@@ -217,13 +217,13 @@ def test_equal_manifests_with_other_bytes_are_other_content(catalog, facts, conv
     assert [step.source.uri for step in catalog.lineage("/out/model").ancestors] == ["/runs/step-2"]
 
 
-def test_unknown_digests_are_taken_for_what_is_known(catalog, facts, convert):
+def test_unknown_digests_match_the_known_checkpoint(catalog, facts, convert):
     _, public = convert(facts("/runs/step-1"), facts("/out/model", content="c1"))
     seen = facts("/out/model", files=[("model.safetensors", 260, None)], format="safetensors")
     assert catalog.record_validation(seen, level="bytes") == public
-    shown = catalog.show(public)
-    assert shown.checkpoint.kind == "derived"
-    assert shown.files[0].digest is not None
+    detail = catalog.show(public)
+    assert detail.checkpoint.kind == "derived"
+    assert detail.files[0].digest is not None
 
 
 def test_digests_learned_later_fill_the_row(catalog, facts):
@@ -231,9 +231,9 @@ def test_digests_learned_later_fill_the_row(catalog, facts):
     public = catalog.record_validation(seen)
     assert catalog.show(public).checkpoint.content_digest is None
     assert catalog.record_validation(facts("/out/model", content="c1")) == public
-    shown = catalog.show(public)
-    assert shown.checkpoint.content_digest is not None
-    assert shown.files[0].digest == b"c1".hex().ljust(64, "0")
+    detail = catalog.show(public)
+    assert detail.checkpoint.content_digest is not None
+    assert detail.files[0].digest == b"c1".hex().ljust(64, "0")
 
 
 def test_run_and_step_learned_later_fill_the_row(catalog, facts):
@@ -252,7 +252,7 @@ def test_tags(catalog, facts):
     assert catalog.show(public).tags == {"eval.mmlu": "71.3", "owner": "ana"}
     catalog.tag(public, "owner", None)
     assert catalog.show(public).tags == {"eval.mmlu": "71.3"}
-    with pytest.raises(UsageError, match="cannot be the key"):
+    with pytest.raises(UsageError, match="cannot set tag ' '"):
         catalog.tag(public, " ", "x")
     with pytest.raises(UsageError, match="is a conversion"):
         catalog.tag(begin(catalog), "a", "b")
@@ -275,10 +275,10 @@ def test_credentials_are_not_kept(catalog, facts, url):
         findings=[found],
         source=facts(f"s3://me:{secret}@bucket/x"),
     )
-    shown = catalog.show(conversion)
-    assert secret not in str(shown)
-    assert shown.sources[0].uri == "s3://bucket/x"
-    assert shown.conversion.destination_uri == "https://host/x?X-Amz-Signature=...&v=1"
+    detail = catalog.show(conversion)
+    assert secret not in str(detail)
+    assert detail.sources[0].uri == "s3://bucket/x"
+    assert detail.conversion.destination_uri == "https://host/x?X-Amz-Signature=...&v=1"
     if "://" not in url:
         with open(url, "rb") as file:
             assert secret.encode() not in file.read()
@@ -296,8 +296,8 @@ def test_any_name_can_be_kept(catalog, facts):
         ),
         [Finding("hole", "cover", "in \udcff\x00", fqn="nul\x00byte")],
     )
-    shown = catalog.show(public)
-    assert {t.fqn for t in shown.tensors} == {
+    detail = catalog.show(public)
+    assert {t.fqn for t in detail.tensors} == {
         "наука.weight",
         "nul\\x00byte",
         "bad-\\udcff.bin",
@@ -305,11 +305,11 @@ def test_any_name_can_be_kept(catalog, facts):
         "😀",
         "",
     }
-    assert shown.checkpoint.uri == "/runs/step-\\udcfe"
-    assert shown.checkpoint.run == "run\\x00\\udcff"
-    assert shown.checkpoint.origin["set"] == [1, 3]
-    assert shown.findings[0].message == "in \\udcff\\x00"
-    json.dumps(shown.checkpoint.origin)
+    assert detail.checkpoint.uri == "/runs/step-\\udcfe"
+    assert detail.checkpoint.run == "run\\x00\\udcff"
+    assert detail.checkpoint.origin["set"] == [1, 3]
+    assert detail.findings[0].message == "in \\udcff\\x00"
+    json.dumps(detail.checkpoint.origin)
 
 
 def test_large_numbers_fit(catalog, facts):
@@ -323,12 +323,12 @@ def test_large_numbers_fit(catalog, facts):
             step=1 << 40,
         )
     )
-    shown = catalog.show(public)
-    assert shown.checkpoint.nbytes == shown.tensors[0].nbytes == shown.files[0].nbytes == huge
-    assert shown.tensors[0].shape == (1 << 40,)
+    detail = catalog.show(public)
+    assert detail.checkpoint.nbytes == detail.tensors[0].nbytes == detail.files[0].nbytes == huge
+    assert detail.tensors[0].shape == (1 << 40,)
 
 
-def test_what_cannot_be_recorded_leaves_nothing(catalog, facts):
+def test_a_failed_recording_leaves_no_rows(catalog, facts):
     twice = facts("/runs/step-1", tensors=[("w", "float32", (1,), 4)] * 2)
     with pytest.raises(CatalogError, match=r"(?i)unique"):
         catalog.record_validation(twice)
@@ -337,11 +337,11 @@ def test_what_cannot_be_recorded_leaves_nothing(catalog, facts):
 
 def test_an_empty_checkpoint(catalog):
     public = catalog.record_validation(CheckpointFacts("/runs/none", "dcp", "m", 0, (), ()))
-    shown = catalog.show(public)
-    assert (shown.files, shown.tensors, shown.checkpoint.dtypes) == ((), (), ())
+    detail = catalog.show(public)
+    assert (detail.files, detail.tensors, detail.checkpoint.dtypes) == ((), (), ())
 
 
-def test_names_stand_in_natural_order(catalog, facts):
+def test_names_are_in_natural_order(catalog, facts):
     public = catalog.record_validation(facts("/runs/step-1", num_tensors=12))
     names = [t.fqn for t in catalog.show(public).tensors]
     assert names == [*(f"layers.{i}.weight" for i in range(12)), "scale"]
@@ -379,7 +379,7 @@ def test_an_export_without_a_config_is_not_loadable(catalog, facts, convert, ver
     assert as_dict(catalog.show(public))["loadable"] == loadable
 
 
-def test_what_is_found_of_the_output_stands_against_it(catalog, facts, convert):
+def test_findings_of_the_output_are_recorded_against_it(catalog, facts, convert):
     found = [finding("not-loadable", "files", "no config"), finding("stray-file", "files", "x", file="x")]
     source, derived = (
         facts("/runs/a/step-7", verified="cover"),

@@ -1,4 +1,4 @@
-"""Are the migrations, the models and the constant `HEAD` one and the same schema?"""
+"""The migrations, the models and the constant `HEAD` have the same schema."""
 
 import hashlib
 import shutil
@@ -18,7 +18,7 @@ from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog.database import HEAD, REVISIONS
 from ckptcore.catalog.migrate import configuration, migrate, migrating
 from ckptcore.catalog.models import Base
-from ckptcore.catalog.views import VIEWS, making
+from ckptcore.catalog.views import VIEWS, create_statements
 from ckptcore.errors import CatalogError
 
 
@@ -41,7 +41,7 @@ def test_revisions_are_the_scripts():
     assert scripts.get_heads() == [HEAD]
 
 
-def test_a_fresh_catalog_is_what_the_migrations_make(tmp_path):
+def test_a_fresh_catalog_equals_a_migrated_one(tmp_path):
     open_catalog(str(tmp_path / "made.sqlite")).close()
     assert upgrade(str(tmp_path / "migrated.sqlite")) == (None, HEAD)
     made, migrated = schema(tmp_path / "made.sqlite"), schema(tmp_path / "migrated.sqlite")
@@ -60,7 +60,7 @@ def test_models_need_no_new_migration(bare, monkeypatch):
     command.check(configuration())  # raises when the models and the database differ
 
 
-def test_the_check_above_sees_a_difference(bare, monkeypatch):
+def test_a_difference_of_schemas_is_detected(bare, monkeypatch):
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
     upgrade(bare)
     with migrating(bare) as connection:
@@ -78,7 +78,7 @@ def test_alembic_finds_its_scripts_from_the_checkout(tmp_path, python, finish):
     assert current.strip() == f"{HEAD} (head)"
 
 
-def test_down_to_nothing_and_up_again(tmp_path, monkeypatch):
+def test_downgrade_to_nothing_and_upgrade(tmp_path, monkeypatch):
     path = tmp_path / "catalog.sqlite"
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(path))
     upgrade(str(path))
@@ -89,7 +89,7 @@ def test_down_to_nothing_and_up_again(tmp_path, monkeypatch):
     assert schema(path) == before
 
 
-# One row of every table, in the words of the schema where the table or its columns came; NOW is a time.
+# One row of every table, as SQL of the schema that added the table or its columns; NOW is a time.
 AT = {
     "0001": """
         INSERT INTO training_run VALUES (1, 'llama', NOW);
@@ -128,17 +128,19 @@ AT = {
     "0009": "UPDATE conversion SET export_verdict = 'ok', export_checks = '{}', export_verified_at = NOW",
 }
 
-# What the views of the newest schema are: a change needs a revision, or catalogs of today keep the old ones.
+# The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
 VIEWS_OF = ("0009", "1efee2bca50be4e2387987c9eabf4dc84705901d1ddc4eef8369afe56a0855de")
 
 
 def test_views_change_with_a_revision_only():
-    words = "\n".join(line for dialect in ("sqlite", "postgresql") for line in making(dialect))
-    now = HEAD, hashlib.sha256(words.encode()).hexdigest()
+    statements = "\n".join(
+        line for dialect in ("sqlite", "postgresql") for line in create_statements(dialect)
+    )
+    now = HEAD, hashlib.sha256(statements.encode()).hexdigest()
     assert now == VIEWS_OF, "a view is changed by a new revision; then VIEWS_OF is what is found here"
 
 
-def test_a_catalog_of_0005_gets_the_views_of_today(bare):
+def test_a_catalog_of_0005_gets_the_current_views(bare):
     migrate(bare, "0005")
     with migrating(bare) as connection:  # as they were when 0005 was made
         connection.exec_driver_sql("CREATE VIEW lineage_up AS SELECT 1 AS old")
@@ -161,25 +163,25 @@ def rows(url):
 def test_data_goes_up_and_down(bare, monkeypatch):
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
     assert tuple(AT) == REVISIONS, "write into AT what fills the columns of the new revision"
-    held = {}
+    before = {}
     for revision, statements in AT.items():
         migrate(bare, revision)
         with migrating(bare) as connection:
             for statement in filter(None, statements.split(";")):
                 connection.exec_driver_sql(statement.replace("NOW", "'2026-01-01 00:00:00+00:00'"))
-        held[revision] = rows(bare)
-    assert all(len(found) == 1 for found in held[HEAD].values())
-    assert set(held[HEAD]) == set(Base.metadata.tables)
+        before[revision] = rows(bare)
+    assert all(len(found) == 1 for found in before[HEAD].values())
+    assert set(before[HEAD]) == set(Base.metadata.tables)
     for revision in reversed(REVISIONS[:-1]):
         command.downgrade(configuration(), revision)
-        assert rows(bare) == held[revision]
+        assert rows(bare) == before[revision]
     assert upgrade(bare) == (REVISIONS[0], HEAD)
     found = rows(bare)
     assert {name: len(each) for name, each in found.items()} == {
-        name: int(name in held["0001"]) for name in held[HEAD]
+        name: int(name in before["0001"]) for name in before[HEAD]
     }
     first = found["checkpoint"][0]
-    assert first == held[HEAD]["checkpoint"][0] | {"fingerprint": None}
+    assert first == before[HEAD]["checkpoint"][0] | {"fingerprint": None}
     with open_catalog(bare) as catalog:
         assert catalog.show("/a").findings[0].code == "hole"
 
@@ -208,7 +210,7 @@ def test_upgrade_with_nothing_to_do(tmp_path):
     assert upgrade(str(tmp_path / "catalog.sqlite")) == (HEAD, HEAD)
 
 
-def test_upgrade_refuses_what_is_newer(tmp_path):
+def test_upgrade_refuses_a_newer_schema(tmp_path):
     path = tmp_path / "catalog.sqlite"
     open_catalog(str(path)).close()
     with sqlite3.connect(path) as connection:
@@ -218,7 +220,7 @@ def test_upgrade_refuses_what_is_newer(tmp_path):
         migrate(str(path), HEAD)
 
 
-def test_a_failing_migration_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failing_migration_changes_nothing(tmp_path, monkeypatch):
     path = tmp_path / "catalog.sqlite"
     scripts = tmp_path / "alembic"
     shutil.copytree(ROOT / "alembic", scripts, ignore=shutil.ignore_patterns("__pycache__"))
@@ -250,20 +252,20 @@ def test_rebuilding_a_parent_table_keeps_its_children(filled):
     connection.close()
 
 
-def test_a_migration_that_orphans_rows_is_undone(filled):
+def test_a_migration_that_orphans_rows_is_rolled_back(filled):
     def orphan():
         with migrating(filled) as connection:
             connection.exec_driver_sql("DELETE FROM checkpoint_file")
             connection.exec_driver_sql("DELETE FROM checkpoint")
 
-    with pytest.raises(CatalogError, match="6 rows without their parent, first in table tensor"):
+    with pytest.raises(CatalogError, match="rows without their parent would be 6, first in table tensor"):
         orphan()
     with sqlite3.connect(filled) as connection:
         assert connection.execute("SELECT count(*) FROM checkpoint").fetchone() == (1,)
     connection.close()
 
 
-def test_every_foreign_key_leads_an_index():
+def test_every_foreign_key_has_an_index():
     bare = []
     for table in Base.metadata.tables.values():
         leading = {next(iter(index.columns)).name for index in table.indexes}
@@ -274,7 +276,7 @@ def test_every_foreign_key_leads_an_index():
     assert bare == []
 
 
-def test_the_same_scripts_speak_postgresql(python, finish):
+def test_the_same_scripts_migrate_postgresql(python, finish):
     script = "import sys; from alembic.config import main; main(sys.argv[1:])"
     [sql] = finish(
         python(script, "upgrade", "head", "--sql", CKPTCORE_CATALOG_URL="postgresql+psycopg://h/d")
@@ -285,7 +287,7 @@ def test_the_same_scripts_speak_postgresql(python, finish):
     assert "created_at TIMESTAMP WITH TIME ZONE NOT NULL" in sql
 
 
-def test_an_installed_package_brings_its_scripts(tmp_path, python, finish):
+def test_an_installed_package_contains_the_scripts(tmp_path, python, finish):
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "ckptcore", tmp_path / "site" / "ckptcore", ignore=ignore)
     shutil.copytree(ROOT / "alembic", tmp_path / "site" / "ckptcore" / "_migrations", ignore=ignore)
@@ -295,8 +297,8 @@ def test_an_installed_package_brings_its_scripts(tmp_path, python, finish):
         "import ckptcore.catalog.migrate as migrate\n"
         "print(migrate.scripts_folder(), upgrade(sys.argv[2]))"
     )
-    [said] = finish(python(script, tmp_path / "site", tmp_path / "catalog.sqlite"))
-    assert said == f"{tmp_path}/site/ckptcore/_migrations (None, '{HEAD}')\n"
+    [output] = finish(python(script, tmp_path / "site", tmp_path / "catalog.sqlite"))
+    assert output == f"{tmp_path}/site/ckptcore/_migrations (None, '{HEAD}')\n"
 
 
 def test_the_migrations_folder_does_not_hide_alembic():

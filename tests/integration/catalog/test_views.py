@@ -1,4 +1,4 @@
-"""Views: is the newest output of a run found, and does none hide another that people ask for?"""
+"""Views: the newest output of a run, per verb, format and dtypes."""
 
 from datetime import UTC, datetime
 
@@ -11,7 +11,7 @@ from ckptcore.errors import UsageError
 
 @pytest.fixture
 def made(facts, convert):
-    """Records one output of a step: (destination, step, verb, dtype, format)."""
+    """Return a function that records one output: (destination, step, verb, dtype, format)."""
 
     def make(uri, step, *, verb="export", dtype="float32", run="llama", **more):
         source = facts(f"/{run}/step-{step}", run=run, step=step, verified="cover")
@@ -35,7 +35,7 @@ def ask(catalog):
 EXPORTS = "SELECT run, step, dtypes, uri FROM latest_exports ORDER BY run, dtypes"
 
 
-def test_no_export_where_nothing_was_made(ask):
+def test_without_conversions_there_is_no_export(ask):
     assert ask(EXPORTS) == []
     assert ask("SELECT * FROM latest_outputs") == []
 
@@ -61,7 +61,7 @@ def test_two_exports_of_a_step_are_two(made, ask):
     ]
 
 
-def test_one_that_was_made_twice_is_one(made, ask):
+def test_an_export_made_twice_is_one_row(made, ask):
     made("/exports/10", 10)
     made("/exports/10", 10)
     assert len(ask("SELECT uri FROM latest_outputs")) == 1
@@ -70,7 +70,7 @@ def test_one_that_was_made_twice_is_one(made, ask):
     assert len(ask("SELECT uri FROM latest_outputs")) == 2
 
 
-def test_what_is_gone_or_not_proven_gives_way_to_what_is(made, ask, catalog):
+def test_missing_or_unverified_exports_are_not_the_newest(made, ask, catalog):
     made("/exports/10", 10)
     lost = made("/exports/20", 20)
     with catalog.writing() as conn:
@@ -79,7 +79,7 @@ def test_what_is_gone_or_not_proven_gives_way_to_what_is(made, ask, catalog):
     assert ask(EXPORTS) == [("llama", 10, "float32", "/exports/10")]
 
 
-def test_an_export_that_failed_its_verification_is_no_newest_export(made, ask, catalog):
+def test_an_export_that_failed_its_verification_is_not_the_newest(made, ask, catalog):
     made("/exports/10", 10)
     newer = made("/exports/20", 20)
     conversion = catalog.show(newer).written_by[0].id
@@ -94,7 +94,7 @@ def test_an_export_that_failed_its_verification_is_no_newest_export(made, ask, c
     assert ask(EXPORTS) == [("llama", 20, "float32", "/exports/20")]
 
 
-def test_a_check_that_could_not_be_done_takes_nothing_back(made, catalog):
+def test_a_check_that_was_not_done_revokes_nothing(made, catalog):
     conversion = catalog.show(made("/exports/10", 10)).written_by[0].id
     assert (
         catalog.record_verdict(conversion, [("elements", "not-done", "gone"), ("names", "ok", "")])

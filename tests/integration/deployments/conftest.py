@@ -1,4 +1,4 @@
-"""Fixtures of the receiver's tests: an application with a clock that stands still, on a catalog."""
+"""Fixtures of the receiver's tests: an application with a fixed clock, on a catalog."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def application(
 
 @pytest.fixture
 def rows(application: tuple[TestClient, Path]) -> webhooks.Rows:
-    """What stands in the inbox; nothing at first."""
+    """The rows of the inbox; empty at first."""
     found = webhooks.Rows(application[1])
     found.clear()
     return found
@@ -65,5 +65,5 @@ def rows(application: tuple[TestClient, Path]) -> webhooks.Rows:
 
 @pytest.fixture
 def client(application: tuple[TestClient, Path], rows: webhooks.Rows) -> TestClient:
-    """A client of the application; for it, it is `webhooks.NOW`."""
+    """A client of the application, whose clock shows `webhooks.NOW`."""
     return application[0]

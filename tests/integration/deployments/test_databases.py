@@ -1,4 +1,4 @@
-"""Databases: has the product's user its own database, and nothing of the machine or of its neighbour?"""
+"""Each database user owns its own database, and can access neither the machine nor the other database."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMPOSE = ROOT / "deployments" / "compose.yaml"
 
 @pytest.fixture
 def server() -> Iterator[postgresql.Server]:
-    """One of its own: users belong to a whole server."""
+    """A separate server: users belong to a server."""
     if postgresql.programs() is None:
         pytest.skip("no PostgreSQL programs on this machine: apt-get install postgresql")
     with postgresql.serving() as found:
@@ -36,7 +36,7 @@ def server() -> Iterator[postgresql.Server]:
 
 @pytest.fixture
 def state(server: postgresql.Server, tmp_path: Path) -> LocalState:
-    """As `make up` settles it, for that server."""
+    """The state of `make up` for that server."""
     settle(tmp_path, Choices(ports=Ports(1, 1, server.port, 1)))
     found = load(tmp_path)
     assert found is not None
@@ -75,7 +75,7 @@ def test_make_up_gives_each_database_an_owner(state: LocalState) -> None:
     owners_do_their_work_and_nothing_else(state)
 
 
-def test_what_an_older_version_made_becomes_the_owners(state: LocalState, server: postgresql.Server) -> None:
+def test_objects_of_an_older_version_become_the_owners(state: LocalState, server: postgresql.Server) -> None:
     secrets = state.folder / "secrets.json"
     secrets.write_text(json.dumps({n: v for n, v in state.secrets.items() if n not in OWNERS.values()}))
     older = load(state.folder)
@@ -118,7 +118,7 @@ def test_compose_gives_each_database_an_owner(state: LocalState, server: postgre
     given = made["services"]["postgres"]["environment"]
     assert {*OWNERS.values(), "POSTGRES_PASSWORD"} == set(given)
     secrets = {name: state.secrets[name] for name in OWNERS.values()}
-    # As the image's entrypoint does it, but for the socket.
+    # As the image's entrypoint does it, except for the socket.
     done = subprocess.run(
         [
             psql,

@@ -61,13 +61,13 @@ def send(client: TestClient, hook: Hook, **headers: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_announcement_is_taken_once(kind: str, client: TestClient, rows: Rows) -> None:
+def test_an_announcement_is_accepted_once(kind: str, client: TestClient, rows: Rows) -> None:
     hook = HOOKS[kind]
     first = send(client, hook)
     assert (first.status_code, first.json()["status"]) == (202, "accepted")
-    again = send(client, hook.but(at=NOW + 60))
+    repeated = send(client, hook.but(at=NOW + 60))
     expected = {"status": "duplicate", "id": first.json()["id"], "state": "waiting"}
-    assert (again.status_code, again.json()) == (202, expected)
+    assert (repeated.status_code, repeated.json()) == (202, expected)
     ((source, event_id, _, uri, run, step, state),) = rows()
     assert (source, state) == (hook.source, "waiting")
     assert (uri, run, step) == MADE.get(kind, (URI, "llama", 7))
@@ -82,14 +82,14 @@ def test_an_announcement_is_taken_once(kind: str, client: TestClient, rows: Rows
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_forged_one_is_refused(kind: str, client: TestClient, rows: Rows) -> None:
+def test_a_forged_signature_is_refused(kind: str, client: TestClient, rows: Rows) -> None:
     hook = HOOKS[kind]
     other = "whsec_" + "QUJD" * 8 if hook.secret.startswith("whsec_") else "a-secret-that-is-none"
     answers = [send(client, hook.but(secret=other))]
     bare = {name: v for name, v in hook.headers.items() if hook.secret not in v and "ignature" not in name}
     answers.append(client.post(hook.path, content=hook.body, headers=bare))
     assert {a.status_code for a in answers} == {401}
-    # Whatever is wrong, the words are the same.
+    # The message is the same for every error.
     assert len({a.text for a in answers}) == 1
     assert rows() == []
 
@@ -104,7 +104,7 @@ def test_a_changed_body_is_refused(kind: str, client: TestClient, rows: Rows) ->
 
 @pytest.mark.parametrize("kind", TIMED)
 @pytest.mark.parametrize("seconds", [-301, 301])
-def test_a_stale_one_is_refused(kind: str, seconds: int, client: TestClient, rows: Rows) -> None:
+def test_a_stale_signature_is_refused(kind: str, seconds: int, client: TestClient, rows: Rows) -> None:
     hook = HOOKS[kind]
     assert send(client, hook.but(at=NOW + seconds)).status_code == 401
     assert rows() == []
@@ -113,7 +113,7 @@ def test_a_stale_one_is_refused(kind: str, seconds: int, client: TestClient, row
 
 @pytest.mark.parametrize("kind", TIMED)
 @pytest.mark.parametrize("time", ["", "now", "1e9", "-1", "+1760000000", "1760000000.0", "9" * 400, "\xb9"])
-def test_a_time_that_is_none_is_refused(kind: str, time: str, client: TestClient) -> None:
+def test_an_invalid_time_is_refused(kind: str, time: str, client: TestClient) -> None:
     hook = HOOKS[kind]
     (name,) = (name for name in hook.headers if "imestamp" in name)
     headers = hook.headers | {name: time.encode("latin-1")}
@@ -125,12 +125,12 @@ def test_the_body_is_bounded(kind: str, client: TestClient, rows: Rows) -> None:
     hook = HOOKS[kind].but(raw=HOOKS[kind].body + b" " * 4096)
     assert send(client, hook).status_code == 413
     pieces = (hook.body[start : start + 100] for start in range(0, len(hook.body), 100))
-    assert client.post(hook.path, content=pieces, headers=hook.headers).status_code == 413  # no length told
+    assert client.post(hook.path, content=pieces, headers=hook.headers).status_code == 413  # without a length
     assert rows() == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_event(kind: str, client: TestClient, rows: Rows) -> None:
+def test_requests_without_an_event_are_refused(kind: str, client: TestClient, rows: Rows) -> None:
     for body, status in NO_EVENTS:
         hook = HOOKS[kind].but(raw=body)
         assert send(client, hook).status_code == status, body[:40]
@@ -151,7 +151,7 @@ def test_the_type_must_be_one_of_the_kind(kind: str, client: TestClient, rows: R
 
 
 @pytest.mark.parametrize("kind", NAMING)
-def test_a_place_outside_is_refused(kind: str, client: TestClient, rows: Rows) -> None:
+def test_a_uri_outside_the_roots_is_refused(kind: str, client: TestClient, rows: Rows) -> None:
     for uri in OUTSIDE:
         answer = send(client, HOOKS[kind].naming(uri))
         assert (answer.status_code, answer.json()["error"]) == (403, "forbidden-root"), uri
@@ -159,12 +159,12 @@ def test_a_place_outside_is_refused(kind: str, client: TestClient, rows: Rows) -
 
 
 @pytest.mark.parametrize("uri", ["file:///runs/llama/step-7/", "file://localhost/runs/llama/step-7"])
-def test_spellings_of_a_place_are_one(uri: str, client: TestClient, rows: Rows) -> None:
+def test_spellings_of_a_uri_are_normalized(uri: str, client: TestClient, rows: Rows) -> None:
     assert send(client, HOOKS["bearer"].naming(uri)).status_code == 202
     assert [row[3] for row in rows()] == [URI]
 
 
-def test_determined_names_no_place_and_no_other(client: TestClient) -> None:
+def test_determined_uses_the_template_of_its_source(client: TestClient) -> None:
     event: dict[str, Any] = json.loads(json.dumps(HOOKS["determined"].event))
     for id in ("../../etc", "a/b", "..", "", None):
         event["event_data"]["experiment"]["id"] = id
@@ -173,7 +173,7 @@ def test_determined_names_no_place_and_no_other(client: TestClient) -> None:
     assert send(client, HOOKS["determined"].but(event=event)).status_code == 422
 
 
-def test_sagemaker_names_no_place(client: TestClient, rows: Rows) -> None:
+def test_sagemaker_uses_the_template_of_its_source(client: TestClient, rows: Rows) -> None:
     event: dict[str, Any] = json.loads(json.dumps(HOOKS["eventbridge"].event))
     del event["detail"]["TrainingJobName"]
     assert send(client, HOOKS["eventbridge"].but(event=event)).status_code == 422
@@ -198,12 +198,12 @@ def test_sagemaker_names_no_place(client: TestClient, rows: Rows) -> None:
         {"uri": "/runs/a", "step": "1_000"},
     ],
 )
-def test_what_is_not_understood(data: dict[str, Any], client: TestClient, rows: Rows) -> None:
+def test_events_that_are_not_understood(data: dict[str, Any], client: TestClient, rows: Rows) -> None:
     assert send(client, HOOKS["bearer"].but(event=data)).status_code == 422
     assert rows() == []
 
 
-def test_other_events_are_acknowledged_and_left(client: TestClient, rows: Rows) -> None:
+def test_other_events_are_acknowledged_and_ignored(client: TestClient, rows: Rows) -> None:
     ping = HOOKS["github"].but(sign=lambda *given: github(*given) | {"X-GitHub-Event": "ping"})
     failed = HOOKS["determined"].but(
         event=HOOKS["determined"].event | {"condition": {"state": "ERRORED"}, "event_id": "e"}
@@ -226,7 +226,7 @@ def test_unknown_sources_and_methods(client: TestClient) -> None:
     assert client.post("/hooks/", content=hook.body, headers=hook.headers).status_code in (404, 405)
 
 
-def test_all_secrets_are_live(client: TestClient) -> None:
+def test_all_secrets_are_valid(client: TestClient) -> None:
     hook = HOOKS["bearer"]
     for number, secret in enumerate((TOKEN, NEW_TOKEN)):
         answer = send(client, hook.but(secret=secret), **{"idempotency-key": f"k{number}"})
@@ -251,7 +251,7 @@ def test_one_good_signature_among_several_is_enough(client: TestClient) -> None:
         assert client.post(hook.path, content=hook.body, headers=headers).status_code == status, given
 
 
-def test_an_id_cannot_be_grown_out_of_the_body(client: TestClient) -> None:
+def test_an_id_cannot_be_extended_from_the_body(client: TestClient) -> None:
     # id.time.body is signed: a body with ".<time>.{...}" inside could be cut at another place.
     inner = '{"data":{"uri":"/runs/planted"}}'
     event = {"note": f"x.{int(NOW)}.", "data": {"uri": URI}}
@@ -274,7 +274,7 @@ def test_a_header_given_twice_is_refused(client: TestClient) -> None:
     assert client.post(hook.path, content=hook.body, headers=twice).status_code == 400
 
 
-def test_cloudevents_of_other_versions_and_halves(client: TestClient) -> None:
+def test_other_versions_and_incomplete_cloudevents_are_refused(client: TestClient) -> None:
     hook = HOOKS["cloudevents-structured"]
     for change in ({"specversion": "0.3"}, {"id": ""}, {"source": None}, {"type": ""}, {"data": "text"}):
         assert send(client, hook.but(event=hook.event | change)).status_code == 422
@@ -291,16 +291,16 @@ def test_cloudevents_modes_are_one_event(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bearer", "wandb"])
-def test_a_repeat_of_what_failed_says_so_and_how_it_is_put_back(
+def test_a_repeat_of_a_failed_event_names_the_retry_command(
     kind: str, client: TestClient, rows: Rows
 ) -> None:
     id = send(client, HOOKS[kind]).json()["id"]
     for state, hint in (("done", ""), ("failed", f"`ckptcore catalog inbox again {id}`")):
         rows.change(f"UPDATE inbox SET state = '{state}', ended_at = received_at")
-        told = send(client, HOOKS[kind]).json()
-        assert (told["status"], told["id"], told["state"]) == ("duplicate", id, state)
-        assert hint in told.get("hint", "")
-        assert ("hint" in told) == (state == "failed")
+        reply = send(client, HOOKS[kind]).json()
+        assert (reply["status"], reply["id"], reply["state"]) == ("duplicate", id, state)
+        assert hint in reply.get("hint", "")
+        assert ("hint" in reply) == (state == "failed")
     # The command is one.
     done = CliRunner().invoke(catalog, ["inbox", "again", id, "--catalog", str(rows.path)])
     assert done.exit_code == 0, done.output
@@ -323,11 +323,11 @@ def test_the_same_id_of_two_sources_is_two_events(client: TestClient, rows: Rows
 
 
 @pytest.mark.parametrize("kind", SIGNED)
-def test_what_was_overheard_is_no_news_under_another_id(kind: str, client: TestClient, rows: Rows) -> None:
+def test_a_recorded_request_is_a_repeat_under_another_id(kind: str, client: TestClient, rows: Rows) -> None:
     hook = HOOKS[kind]
     assert send(client, hook).json()["status"] == "accepted"
     for name in set(hook.headers) - {"content-type"}:
-        if "ignature" not in name:  # ids, times, types: whatever else it came with
+        if "ignature" not in name:  # ids, times, types: all other headers
             changed = hook.headers | {name: hook.headers[name][:-1] + "0"}
             answer = client.post(hook.path, content=hook.body, headers=changed)
             assert answer.status_code == 401 or answer.json()["status"] in ("duplicate", "ignored"), name

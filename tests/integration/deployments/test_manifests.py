@@ -1,4 +1,4 @@
-"""Manifests: do the files for containers, clusters and systemd fit their schemas, and what they start?
+"""The files for containers, clusters and systemd fit their schemas and the programs that they start.
 
 Docker and Kubernetes themselves do not run here.
 """
@@ -20,7 +20,7 @@ import yaml
 from paths import ROOT
 
 from deployments.receiver.settings import load
-from deployments.worker import PATIENCE, TELL
+from deployments.worker import PATIENCE, SERVER_SECONDS
 
 FOLDER = ROOT / "deployments"
 ROOT = FOLDER.parent
@@ -31,7 +31,7 @@ PROGRAMS = {"ckptcore", "prefect", "python"}  # what the image has on its PATH
 
 
 def memory_of_worker(limit: int, memory: int = 1024) -> int:
-    """MiB that a worker needs: deployments/README.md has the same in words."""
+    """The memory of a worker in MiB; deployments/README.md has the formula."""
     return 192 + limit * (512 + memory)
 
 
@@ -53,7 +53,7 @@ def containers() -> Iterator[dict[str, Any]]:
 
 
 def starts(command: list[str]) -> None:
-    """Fails unless the image could start it."""
+    """Fail unless the image can start it."""
     assert command[0] in PROGRAMS, command
     if command[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(command[2]) is not None, command
@@ -63,7 +63,7 @@ def limit_of(command: list[str]) -> int:
     return int(command[command.index("--limit") + 1])
 
 
-def test_compose_starts_what_is_there() -> None:
+def test_compose_starts_existing_programs() -> None:
     services = compose()["services"]
     assert {"postgres", "migrate", "deploy", "prefect", "worker", "receiver", "s3"} == services.keys()
     for name, service in services.items():
@@ -77,7 +77,7 @@ def test_compose_starts_what_is_there() -> None:
 
 
 def problems_of(found: dict[str, Any]) -> list[str]:
-    """What the Compose Specification's JSON schema has against a file, each with where it is."""
+    """Return the violations of the Compose Specification's JSON schema, with their paths."""
     schema = json.loads(COMPOSE_SCHEMA.read_text())
     errors = jsonschema.Draft7Validator(schema).iter_errors(found)
     return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in errors]
@@ -115,25 +115,25 @@ def test_compose_comes_up_from_nothing() -> None:
     # A new volume takes the owner of the image's folder, which must be there.
     assert services["prefect"]["volumes"] == ["prefect:/home/ckptcore/.prefect"]
     assert folders == "install -d -o ckptcore -g ckptcore -m 700 /home/ckptcore/.prefect"
-    # While the databases are made, the server answers on its socket alone.
+    # While the databases are created, the server listens on its socket only.
     probe = services["postgres"]["healthcheck"]["test"]
     assert probe[probe.index("-h") + 1] == "127.0.0.1"
     assert services["migrate"]["restart"] == services["deploy"]["restart"] == "on-failure"
-    # Folders of the host keep their owner, so whoever makes them must be told whose they have to be.
+    # Folders of the host keep their owner, so the file must name the owner that they need.
     for path in ("compose.yaml", "compose.env.example", "README.md"):
         assert f"install -d -o {user} -g {user} /srv/exports" in (FOLDER / path).read_text(), path
 
 
-def test_every_variable_of_compose_is_told() -> None:
+def test_every_variable_of_compose_is_documented() -> None:
     used = set(re.findall(r"\$\{(\w+)", (FOLDER / "compose.yaml").read_text()))
-    told = set(
+    documented = set(
         re.findall(r"^(?:# )?([A-Z_0-9]+)=", (FOLDER / "compose.env.example").read_text(), re.MULTILINE)
     )
-    assert used - told == {"CKPTCORE_VERSION"}
-    assert told <= used
+    assert used - documented == {"CKPTCORE_VERSION"}
+    assert documented <= used
 
 
-def test_the_receivers_that_they_start_have_their_settings(tmp_path: Path) -> None:
+def test_their_receivers_have_valid_settings(tmp_path: Path) -> None:
     texts = [
         compose()["configs"]["receiver"]["content"],
         (FOLDER / "kubernetes" / "receiver.toml").read_text(),
@@ -145,7 +145,7 @@ def test_the_receivers_that_they_start_have_their_settings(tmp_path: Path) -> No
         assert senders.keys() == {"trainer", "curl"}
 
 
-def test_kubernetes_starts_what_is_there() -> None:
+def test_kubernetes_starts_existing_programs() -> None:
     kinds = [one["kind"] for one in kubernetes()]
     assert kinds.count("Deployment") == 3
     assert kinds.count("Job") == 1
@@ -172,7 +172,7 @@ def test_kubernetes_fits_its_schemas() -> None:
         kube.validate(job, KUBERNETES, strict=True)
 
 
-def test_kustomize_puts_it_together(tmp_path: Path) -> None:
+def test_kustomize_builds_it(tmp_path: Path) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl on this machine")
     shutil.copytree(FOLDER / "kubernetes", tmp_path / "k")
@@ -257,9 +257,9 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     assert f"MemoryMax={memory_of_worker(limit)}M" in worker
 
 
-def test_a_worker_that_is_told_to_end_has_time_to_let_go() -> None:
-    """The longest way: the worker is killed, its runs too, and the server hardly answers."""
-    longest = 3 * PATIENCE + TELL + 10
+def test_a_stopped_worker_has_time_to_release_its_runs() -> None:
+    """The longest case: the worker and its runs are killed, and the server is slow."""
+    longest = 3 * PATIENCE + SERVER_SECONDS + 10
     (pod,) = [
         one["spec"]["template"]["spec"]
         for one in kubernetes()
@@ -272,11 +272,11 @@ def test_a_worker_that_is_told_to_end_has_time_to_let_go() -> None:
     assert "deployments.worker" in service["command"]
     unit = (FOLDER / "systemd" / "ckptcore-worker.service").read_text()
     assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) >= longest
-    assert "\nKillMode=mixed\n" in unit  # told all at once, runs would end before anybody could say so
+    assert "\nKillMode=mixed\n" in unit  # if all got the signal, runs would end without a report
     assert " -m deployments.worker " in unit
 
 
-def test_the_image_is_made_of_what_is_there() -> None:
+def test_the_image_is_built_from_existing_files() -> None:
     text = (FOLDER / "Dockerfile").read_text()
     copied = [
         word for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE) for word in line.split()

@@ -37,9 +37,9 @@ def outbox(url: str, columns: str = "endpoint, state") -> list[tuple[str, str]]:
     return found
 
 
-def test_what_does_not_arrive_is_sent_again_with_the_same_id(box: Mailbox, url: str) -> None:
+def test_failed_messages_are_retried_with_the_same_id(box: Mailbox, url: str) -> None:
     put(url)
-    only = {"all": TARGETS["all"]}  # the other one is another receiver's
+    only = {"all": TARGETS["all"]}  # the other message belongs to another receiver
     ids, now = set(), datetime.now(UTC)
     answers: list[int | Exception] = [500, httpx.ConnectError("refused"), 302, 429, 200]
 
@@ -60,9 +60,7 @@ def test_what_does_not_arrive_is_sent_again_with_the_same_id(box: Mailbox, url: 
 
 
 @pytest.mark.parametrize("broken", ["http://[::1", "silent", "no secret"])
-def test_a_target_that_is_broken_or_silent_keeps_nobody_else_waiting(
-    broken: str, box: Mailbox, url: str
-) -> None:
+def test_a_broken_or_silent_target_does_not_delay_others(broken: str, box: Mailbox, url: str) -> None:
     targets = {
         "all": NotifyTarget(url=broken if "[" in broken else "https://all.example", secret="WHSEC"),
         "good": TARGETS["good"],
@@ -75,7 +73,7 @@ def test_a_target_that_is_broken_or_silent_keeps_nobody_else_waiting(
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.host == "good.example":
             good.set()
-        elif not good.wait(120):  # until the other one was told, in the same round
+        elif not good.wait(120):  # until the other target was notified, in the same round
             raise AssertionError("one after the other")
         else:
             raise httpx.ReadTimeout("silent")
@@ -92,7 +90,7 @@ def test_a_target_that_is_broken_or_silent_keeps_nobody_else_waiting(
     assert why.split(":")[0] == {"silent": "ReadTimeout", "no secret": "KeyError"}.get(broken, "InvalidURL")
 
 
-def test_a_round_of_messages_is_over_before_its_lease() -> None:
+def test_a_round_of_messages_ends_before_its_lease() -> None:
     assert timedelta(seconds=3 * TIMEOUT) < LEASE  # to connect, to send, to be answered
 
 

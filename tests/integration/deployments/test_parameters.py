@@ -1,4 +1,4 @@
-"""Parameters: is a configuration that no run could begin with refused before any event is?"""
+"""A configuration with parameters that no run accepts is refused at start."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from deployments.receiver.settings import load
 
 OF_EVENT = {"source": "/a", "destination": "/b", "root": "/", "run": "x", "step": 1}
 WRONG: dict[str, tuple[str, str]] = {
-    "a name": ('verbb = "export"', "takes no parameter 'verbb' (did you mean 'verb'?)"),
+    "a name": ('verbb = "export"', "has no parameter 'verbb' (did you mean 'verb'?)"),
     "a choice": ('verb = "exprot"', "cannot be 'exprot'"),
     "a type": ('wait_minutes = "soon"', "cannot be 'soon'"),
     "a number": ("workers = 1.5", "cannot be 1.5"),
     "a list": ('dtype = ["bf16"]', "cannot be ['bf16']"),
     "a table": ("memory = {a = 1}", "cannot be {'a': 1}"),
     "a boolean": ('fingerprint = "perhaps"', "cannot be 'perhaps'"),
-    "a date": ("dtype = 2026-01-01", "cannot be sent to Prefect"),
-    "an event's": ('source = "/elsewhere"', "an event's to give"),
+    "a date": ("dtype = 2026-01-01", "not a JSON value"),
+    "an event's": ('source = "/elsewhere"', "comes from the event"),
 }
 
 
 @pytest.mark.parametrize("where", ["parameters", "sources.slurm.parameters"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_receiver_does_not_start_with_what_no_run_could_begin_with(
+def test_a_receiver_does_not_start_with_invalid_parameters(
     name: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line, said = WRONG[name]
+    line, expected = WRONG[name]
     config = tmp_path / "receiver.toml"
     config.write_text(webhooks.CONFIG + f"\n[{where}]\n{line}\n")
     with pytest.raises(UsageError) as caught:
         load(config, webhooks.SECRETS)
-    assert said in caught.value.message
+    assert expected in caught.value.message
     for variable, secret in webhooks.SECRETS.items():
         monkeypatch.setenv(variable, secret)
     with pytest.raises(UsageError):  # what `--check` does
@@ -51,18 +51,18 @@ def test_a_receiver_does_not_start_with_what_no_run_could_begin_with(
 def test_a_deployment_that_takes_no_event_is_refused(deployment: str, tmp_path: Path) -> None:
     config = tmp_path / "receiver.toml"
     config.write_text(f'deployment = "{deployment}"\n' + webhooks.CONFIG)
-    with pytest.raises(UsageError, match=f"the flow {deployment.split('/')[0]} takes no parameter 'root'"):
+    with pytest.raises(UsageError, match=f"the flow {deployment.split('/')[0]} has no parameter 'root'"):
         load(config, webhooks.SECRETS)
 
 
-def test_what_fits_is_taken(tmp_path: Path) -> None:
+def test_valid_parameters_are_accepted(tmp_path: Path) -> None:
     config = tmp_path / "receiver.toml"
     lines = 'verb = "consolidate"\ndtype = "bf16"\nwait_minutes = 5\nworkers = 2\nfingerprint = true\n'
-    for deployment in ("arrived/arrived", "somebody/elses"):
+    for deployment in ("arrived/arrived", "other/flow"):
         config.write_text(f'deployment = "{deployment}"\n{webhooks.CONFIG}\n[parameters]\n{lines}')
         assert load(config, webhooks.SECRETS)[1]["slurm"].parameters["workers"] == 2
-    # Of a deployment that is not ours nothing is known here; the server is asked before a run is made.
-    assert misfits_of("somebody/elses", {"anything": 1}) == []
+    # Unknown deployments cannot be checked here; the server is asked before a run is created.
+    assert misfits_of("other/flow", {"anything": 1}) == []
 
 
 def unlike(kinds: dict[str, Any], known: list[Any]) -> list[str]:
@@ -81,8 +81,8 @@ def unlike(kinds: dict[str, Any], known: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_it_is_what_prefect_itself_would_say(every: bool) -> None:
-    """Of every parameter of every deployment; by default once of those that several have."""
+def test_the_checks_agree_with_prefect(every: bool) -> None:
+    """Every parameter of every deployment; by default shared ones only once."""
     known: list[Any] = []
     for one in declared():
         kinds = flow_of(one).parameters.properties
@@ -110,12 +110,12 @@ def says_what_prefect_says(one: dict[str, Any], names: list[str]) -> None:
     assert not base or misfits(flow, {})
 
 
-def test_what_is_deployed_fits() -> None:
+def test_deployments_have_valid_parameters() -> None:
     deploy._require_flows_fit()
 
 
 @pytest.mark.parametrize("place", ["parameters", "triggers", "types"])
-def test_nothing_is_deployed_that_does_not_fit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_deployments_are_refused(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = yaml.safe_load(parameters.FILE.read_text())["deployments"]
     arrived = next(one for one in found if one["name"] == "arrived")
     if place == "parameters":
@@ -129,7 +129,7 @@ def test_nothing_is_deployed_that_does_not_fit(place: str, monkeypatch: pytest.M
         deploy.deploy(0.0)
 
 
-def test_a_value_that_is_put_in_later_is_not_looked_at() -> None:
+def test_a_value_that_prefect_replaces_is_not_checked() -> None:
     arrived = flow_of(next(one for one in declared() if one["name"] == "arrived"))
     block = {"$ref": {"block_document_id": "x"}}
     assert (

@@ -64,13 +64,13 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def patient(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time enough for a request that comes byte by byte, however busy the machine is."""
+    """Long timeouts, so that a request can arrive byte by byte on a busy machine."""
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 300)
     monkeypatch.setattr(protocol, "BODY_SECONDS", 300)
 
 
 def answer(port: int, *parts: bytes, pause: float = 0.0, wait: float = 120) -> bytes:
-    """What comes back until the other side closes; each part is a packet of its own."""
+    """Send each part as a packet of its own, and return the reply until the other side closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=wait) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         found = b""
@@ -116,7 +116,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_two_meanings_is_refused(name: str, port: int) -> None:
+def test_ambiguous_requests_are_refused(name: str, port: int) -> None:
     began = time.monotonic()
     found = answer(port, REFUSED[name])
     assert found.split(b" ")[1] in (b"400", b"501"), found
@@ -127,14 +127,14 @@ def test_what_has_two_meanings_is_refused(name: str, port: int) -> None:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("name", ["bare LF", "obs-fold", "bare CR", "length and chunks"])
-def test_also_when_it_comes_byte_by_byte(name: str, port: int) -> None:
+def test_ambiguous_requests_are_refused_byte_by_byte(name: str, port: int) -> None:
     found = answer(port, *(bytes([byte]) for byte in REFUSED[name]))
     assert b" 400 " in found
     assert seen == []
 
 
 @pytest.mark.usefixtures("patient")
-def test_what_is_right_is_answered(port: int) -> None:
+def test_valid_requests_are_answered(port: int) -> None:
     for parts in (
         [GET[:-2] + CLOSE],
         [bytes([byte]) for byte in GET[:-2] + CLOSE],
@@ -148,7 +148,7 @@ def test_what_is_right_is_answered(port: int) -> None:
     assert {body for _, _, body in seen} == {b"", b"a\nb", b"a\n "}
 
 
-def test_a_connection_takes_one_request_after_the_other(port: int) -> None:
+def test_a_connection_serves_successive_requests(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=120) as client:
         for number in range(3):
             client.sendall(GET if number else BODY + b"Content-Length: 2\r\n\r\nab")
@@ -157,14 +157,14 @@ def test_a_connection_takes_one_request_after_the_other(port: int) -> None:
                 found += client.recv(65536)
             time.sleep(
                 0.8 if number == 0 else 0
-            )  # longer than a head may take: that counts from its first byte
+            )  # longer than a head may take, whose time counts from its first byte
         client.sendall(b"GET /a HTTP/1.1\nHost: x\n\n")
         assert b" 400 " in client.recv(65536)
     assert len(seen) == 3
 
 
 @pytest.mark.parametrize("smuggled", [GET, b"GET /admin HTTP/1.1\nHost: x\n\n", b"\r\n" + GET, GET * 50])
-def test_what_comes_before_the_answer_is_no_second_request(smuggled: bytes, port: int) -> None:
+def test_bytes_before_the_reply_are_not_a_second_request(smuggled: bytes, port: int) -> None:
     first = BODY + b"Content-Length: 2\r\n\r\nab"
     chunked = BODY + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n"
     for parts in (
@@ -176,19 +176,19 @@ def test_what_comes_before_the_answer_is_no_second_request(smuggled: bytes, port
         seen.clear()
         found = answer(port, *parts)
         assert "/admin" not in [path for _, path, _ in seen]
-        if len(parts) == 1:  # else the first may have been answered before the second came
+        if len(parts) == 1:  # or the first could be answered before the second arrives
             assert found.count(b"HTTP/1.1 200") == len(seen) <= 1
 
 
 @pytest.mark.parametrize("part", [b"", b"G", GET[:-2], b"GET /a HTTP/1.1\r\nX-Slow: "])
-def test_half_a_head_has_its_time(part: bytes, port: int) -> None:
+def test_an_incomplete_head_times_out(part: bytes, port: int) -> None:
     began = time.monotonic()
     found = answer(port, part)
     assert 0.4 < time.monotonic() - began < 120
     assert found.startswith(b"HTTP/1.1 408 ") if part else found == b""
 
 
-def test_a_drop_now_and_then_gains_no_time(port: int) -> None:
+def test_slow_bytes_do_not_extend_the_timeout(port: int) -> None:
     began = time.monotonic()
     found = answer(port, GET[:-2], *(b"X-%d: 1\r\n" % n for n in range(200)), pause=0.1)
     assert b" 408 " in found or found == b""
@@ -197,7 +197,7 @@ def test_a_drop_now_and_then_gains_no_time(port: int) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/a", b"/unread"])
-def test_half_a_body_has_its_time(path: bytes, port: int) -> None:
+def test_an_incomplete_body_times_out(path: bytes, port: int) -> None:
     head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
     began = time.monotonic()
     answer(port, head, *([b"x"] * 40), pause=0.1)
@@ -212,7 +212,7 @@ def test_a_large_head_is_refused(port: int) -> None:
     assert seen == []
 
 
-def test_many_half_requests_keep_nobody_out(port: int) -> None:
+def test_many_incomplete_requests_do_not_block_others(port: int) -> None:
     half = [socket.create_connection(("127.0.0.1", port), timeout=120) for _ in range(300)]
     for one in half:
         one.sendall(b"GET /a HTTP/1.1\r\nX: ")

@@ -1,4 +1,4 @@
-"""Ready: whether events can be taken, and what senders are told when they cannot."""
+"""Readiness, and the replies to senders while events cannot be accepted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def send(client: TestClient, hook: Hook) -> httpx.Response:
     return client.post(hook.path, content=hook.body, headers=hook.headers)
 
 
-def test_without_its_database_it_asks_to_send_again(
+def test_without_its_database_it_asks_for_a_retry(
     client: TestClient, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "FRESH", 0.0)
@@ -29,7 +29,7 @@ def test_without_its_database_it_asks_to_send_again(
     try:
         answer = send(client, HOOKS["bearer"])
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        assert "inbox" not in answer.json()["message"].replace("the inbox cannot be written now", "")
+        assert answer.json()["message"] == "the inbox cannot store the event now; send it again"
         assert client.get("/readyz").status_code == 503
         assert client.get("/healthz").status_code == 200
     finally:
@@ -37,10 +37,10 @@ def test_without_its_database_it_asks_to_send_again(
     assert send(client, HOOKS["bearer"]).json()["status"] == "accepted"
 
 
-def test_who_asks_whether_it_is_ready_takes_no_time_from_events(
+def test_readiness_checks_do_not_delay_events(
     senders: dict[str, Sender], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "FRESH", 300.0)  # as if no time went by
+    monkeypatch.setattr(keeper, "FRESH", 300.0)  # with a stopped clock
     monkeypatch.setattr(keeper, "SECONDS", 300.0)
     asked: list[float] = []
 
@@ -58,9 +58,9 @@ def test_who_asks_whether_it_is_ready_takes_no_time_from_events(
             hook = HOOKS["bearer"]
             answer = await client.post(hook.path, content=hook.body, headers=hook.headers)
             assert answer.status_code == 202
-            assert len(asked) == 1  # the event was behind one check, not behind a hundred
+            assert len(asked) == 1  # the event waited for one check, not for a hundred
             assert {one.status_code for one in await asyncio.gather(*ready)} == {200}
-            assert (await client.get("/readyz")).status_code == 200  # remembered
+            assert (await client.get("/readyz")).status_code == 200  # cached
             assert len(asked) == 1
             monkeypatch.setattr(keeper, "FRESH", 0.0)
             assert (await client.get("/readyz")).status_code == 200
@@ -84,6 +84,6 @@ def test_a_database_that_does_not_answer_is_not_waited_for(
     end = time.monotonic() + 120
     while not rows() and time.monotonic() < end:
         time.sleep(0.05)
-    # It was written after all. The sender comes again, and is told that it is known.
+    # It was written after all. The repeated event is a duplicate.
     assert send(client, HOOKS["bearer"]).json()["status"] == "duplicate"
     assert len(rows()) == 1

@@ -1,4 +1,4 @@
-"""Live: two receivers on one catalog, one that is killed, one that is told to end, one that may not begin."""
+"""Live receivers: two on one catalog, one that is killed, one that is stopped, one that must not start."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_two_receivers_take_an_event_once(tmp_path: Path) -> None:
 
 
 def kills(folder: Path, times: int) -> tuple[set[str], set[str]]:
-    """Ids that senders were given, and ids of rows, after a receiver was killed some times in between."""
+    """The ids in replies and the ids of rows, after a receiver was killed several times."""
     given: set[str] = set()
     for attempt in range(times):
         with live.receiver(folder) as running, httpx.Client() as client:
@@ -57,7 +57,7 @@ def kills(folder: Path, times: int) -> tuple[set[str], set[str]]:
                     assert answer.status_code == 202
                     given.add(answer.json()["id"])
                     number += 1
-                    if number == 1:  # a busy machine may take its time until then
+                    if number == 1:  # a busy machine can take long until then
                         end.start()
             except httpx.TransportError:
                 pass
@@ -66,36 +66,36 @@ def kills(folder: Path, times: int) -> tuple[set[str], set[str]]:
     return given, {row[0] for row in running.rows("uuid")}
 
 
-def test_a_killed_receiver_has_every_event_that_it_acknowledged(tmp_path: Path) -> None:
+def test_a_killed_receiver_keeps_every_acknowledged_event(tmp_path: Path) -> None:
     given, kept = kills(tmp_path, 1)
     assert given <= kept
-    assert len(kept - given) <= 1  # the one that was not answered any more
+    assert len(kept - given) <= 1  # the one without a reply
 
 
 @pytest.mark.soak
-def test_a_receiver_killed_twenty_times_has_every_event(tmp_path: Path) -> None:
+def test_a_receiver_killed_twenty_times_keeps_every_event(tmp_path: Path) -> None:
     given, kept = kills(tmp_path, 20)
     assert given <= kept
 
 
-def test_told_to_end_it_ends_well(tmp_path: Path) -> None:
+def test_sigterm_ends_it_in_order(tmp_path: Path) -> None:
     with live.receiver(tmp_path) as running, httpx.Client() as client:
         assert client.get(running.url + "/healthz").json() == {"status": "ok"}
         ready = client.get(running.url + "/readyz")
         assert (ready.status_code, ready.json()["inbox"]) == (200, "ok")
         post(client, running.url, "one")
-        # Prefect is away: the receiver takes events all the same, and says so.
+        # Prefect is down: the receiver accepts events, and reports the problem.
         end = time.monotonic() + 240
-        while not (told := running.rows("error_message")[0][0]) and time.monotonic() < end:
+        while not (error := running.rows("error_message")[0][0]) and time.monotonic() < end:
             time.sleep(0.1)
-        assert told
+        assert error
         running.process.terminate()
         assert running.process.wait(240) == 0
     assert [row[6] for row in running.rows()] == ["waiting"]
 
 
 @pytest.mark.soak
-def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_missing_body_is_not_waited_for(tmp_path: Path) -> None:
     hook = webhooks.HOOKS["bearer"]
     with live.receiver(tmp_path) as running:
         host, port = running.url.removeprefix("http://").split(":")
@@ -112,15 +112,15 @@ def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told", "code"),
+    ("change", "expected", "code"),
     [
         ({"PREFECT_API_URL": ""}, "no Prefect server is configured", UsageError),
         ({"TOKEN": ""}, "TOKEN is not set", UsageError),
         ({"CKPTCORE_CATALOG_URL": "postgresql+psycopg://127.0.0.1:9/none"}, "catalog", CatalogError),
     ],
 )
-def test_what_cannot_serve_does_not_begin(
-    change: dict[str, str], told: str, code: type[CkptError], tmp_path: Path
+def test_an_invalid_receiver_does_not_start(
+    change: dict[str, str], expected: str, code: type[CkptError], tmp_path: Path
 ) -> None:
     (tmp_path / "receiver.toml").write_text(webhooks.CONFIG)
     env = (
@@ -142,14 +142,14 @@ def test_what_cannot_serve_does_not_begin(
         timeout=120,
         check=False,
     )
-    known = {code, *code.__subclasses__()}  # a catalog that is only away has a code of its own
+    known = {code, *code.__subclasses__()}  # an unreachable catalog has its own code
     assert done.returncode in {one.exit_code for one in known}, done.stderr
-    assert told in done.stderr
+    assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert webhooks.NEW_TOKEN not in done.stderr
 
 
-def test_the_configuration_can_be_checked_alone(tmp_path: Path) -> None:
+def test_the_configuration_can_be_checked_without_serving(tmp_path: Path) -> None:
     (tmp_path / "receiver.toml").write_text(webhooks.CONFIG)
     env = os.environ | webhooks.SECRETS | {"CKPTCORE_CATALOG_URL": str(tmp_path / "catalog.sqlite")}
     command = [sys.executable, "-m", "deployments.receiver", str(tmp_path / "receiver.toml"), "--check"]

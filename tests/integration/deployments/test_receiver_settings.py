@@ -25,13 +25,13 @@ def test_examples(name: str) -> None:
     assert failed == 0
 
 
-def test_the_refusals_are_those_that_senders_know() -> None:
+def test_the_statuses_of_refusals() -> None:
     assert {status for status, _ in REFUSALS.values()} == {400, 401, 403, 404, 408, 413, 415, 422, 431, 503}
-    assert "secret" not in str(RequestRefused("unauthorized", "no secret fits").told)
-    assert "/var" not in str(RequestRefused("unavailable", "/var/lib/catalog is away").told)
+    assert "secret" not in str(RequestRefused("unauthorized", "no secret matches").reply)
+    assert "/var" not in str(RequestRefused("unavailable", "/var/lib/catalog is away").reply)
 
 
-def test_the_example_is_a_whole_one_of_every_kind() -> None:
+def test_the_example_is_complete_and_has_every_kind() -> None:
     named = [line.split('"')[1::2] for line in EXAMPLE.read_text().splitlines() if line.startswith("secret")]
     env = {name: webhooks.WHSEC for names in named for name in names}
     settings, senders = load(EXAMPLE, env)
@@ -41,16 +41,16 @@ def test_the_example_is_a_whole_one_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ('roots = ["runs"]', "not a plain path"),
         ('roots = ["/"]', "not a plain path"),
         ('roots = ["/runs/../etc"]', "not a plain path"),
-        ("roots = []", "source slurm: no roots"),
+        ("roots = []", "source slurm: there are no allowed roots"),
         ('destination = "/out/{step}/{name}"', "{name} is not one of"),
         ("colour = 3", "colour"),
-        ('sources.Big = { kind = "bearer", secrets = ["TOKEN"] }', "small letters"),
-        ('sources.a = { kind = "smoke", secrets = ["TOKEN"] }', "'smoke' is not one of"),
+        ('sources.Big = { kind = "bearer", secrets = ["TOKEN"] }', "lower-case letters"),
+        ('sources.a = { kind = "smoke", secrets = ["TOKEN"] }', "(got 'smoke')"),
         ('sources.a = { kind = "bearer", secrets = [] }', "secrets"),
         ('sources.a = { kind = "bearer", secrets = ["NOWHERE"] }', "NOWHERE is not set"),
         ('sources.a = { kind = "bearer", secrets = ["SHORT"] }', "SHORT is shorter than 16"),
@@ -60,22 +60,22 @@ def test_the_example_is_a_whole_one_of_every_kind() -> None:
         ('sources.a = { kind = "github", secrets = ["TEXT"], header = "x-mine" }', "header"),
         ('notify.a = { url = "ftp://x", secret = "WHSEC" }', "url"),
         ('notify.a = { url = "https://x", secret = "TEXT" }', "base64"),
-        ('notify.a = { url = "https://[::1", secret = "WHSEC" }', "is no URL"),
-        ('notify.a = { url = "https:///hook", secret = "WHSEC" }', "names no host"),
+        ('notify.a = { url = "https://[::1", secret = "WHSEC" }', "is not a URL"),
+        ('notify.a = { url = "https:///hook", secret = "WHSEC" }', "has no host"),
         ("roots = ", "Invalid"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_is_received(line: str, told: str, tmp_path: Path) -> None:
+def test_errors_are_reported_at_start(line: str, expected: str, tmp_path: Path) -> None:
     lines = [one for one in webhooks.CONFIG.splitlines() if one.split(" =")[0] != line.split(" =")[0]]
     config = tmp_path / "receiver.toml"
     config.write_text("\n".join([line, *lines]))
     with pytest.raises(UsageError) as caught:
         load(config, webhooks.SECRETS | {"SHORT": "fifteen-letters"})
-    assert told in caught.value.message
+    assert expected in caught.value.message
     assert "fifteen-letters" not in caught.value.message
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no\.toml"):
         load(tmp_path / "no.toml", {})
 

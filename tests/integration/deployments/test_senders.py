@@ -35,7 +35,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[live.Live]:
 
 @pytest.fixture
 def env(running: live.Live) -> dict[str, str]:
-    """What a job needs to know. The catalog's inbox is empty."""
+    """The environment of a job. The catalog's inbox is empty."""
     running.rows.clear()
     return {
         "PATH": f"{Path(sys.executable).parent}:{PATH}",
@@ -51,7 +51,7 @@ def run(*command: str | Path, env: Mapping[str, str]) -> subprocess.CompletedPro
 
 
 def announced(running: live.Live, count: int = 1) -> list[tuple[Any, ...]]:
-    """The rows of the inbox, when there are as many; scripts may send in the background."""
+    """The rows of the inbox, once there are that many: scripts may send in the background."""
     end = time.monotonic() + 120
     while len(found := running.rows("source, type, uri, run, step")) < count and time.monotonic() < end:
         time.sleep(0.05)
@@ -70,16 +70,16 @@ def test_scripts(script: str, running: live.Live, env: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("script", ["send.sh", "send.py"])
-@pytest.mark.parametrize(("step", "told"), [("0300", 300), ("000", 0), ("0", 0), ("08", 8)])
+@pytest.mark.parametrize(("step", "expected"), [("0300", 300), ("000", 0), ("0", 0), ("08", 8)])
 def test_steps_may_begin_with_zeros(
-    script: str, step: str, told: int, running: live.Live, env: dict[str, str]
+    script: str, step: str, expected: int, running: live.Live, env: dict[str, str]
 ) -> None:
     assert run(SENDERS / script, URI, "llama", step, env=env).returncode == 0
-    assert announced(running) == [("standard", "checkpoint.saved", URI, "llama", told)]
+    assert announced(running) == [("standard", "checkpoint.saved", URI, "llama", expected)]
 
 
 @pytest.mark.parametrize("script", ["send.sh", "send.py"])
-def test_scripts_say_what_was_refused(script: str, running: live.Live, env: dict[str, str]) -> None:
+def test_scripts_report_refusals(script: str, running: live.Live, env: dict[str, str]) -> None:
     outside = run(SENDERS / script, "/elsewhere/x", env=env)
     assert outside.returncode != 0
     assert "forbidden-root" in outside.stdout + outside.stderr
@@ -91,7 +91,7 @@ def test_scripts_say_what_was_refused(script: str, running: live.Live, env: dict
     assert running.rows() == []
 
 
-def test_python_tries_again_until_the_receiver_is_there(
+def test_python_retries_until_the_receiver_runs(
     running: live.Live, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(SENDERS))
@@ -107,13 +107,13 @@ def test_python_tries_again_until_the_receiver_is_there(
         raise send.urllib.error.HTTPError(request.full_url, status, "", {}, open(os.devnull, "rb"))  # type: ignore[arg-type]  # noqa: SIM115
 
     monkeypatch.setattr(send.urllib.request, "urlopen", urlopen)
-    told = send.announce(URI, url=env["CKPT_HOOK_URL"], secret=webhooks.WHSEC, waits=(0.0, 0.0))
-    assert told["status"] == "accepted"
+    reply = send.announce(URI, url=env["CKPT_HOOK_URL"], secret=webhooks.WHSEC, waits=(0.0, 0.0))
+    assert reply["status"] == "accepted"
 
 
 @pytest.fixture
 def dying(running: live.Live) -> Iterator[str]:
-    """An address whose server goes away twice, as one that is killed does in two ways; then ours."""
+    """An address that breaks the connection twice, in the two ways of a killed server; then the receiver."""
     ours = httpx.URL(running.url)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(30)
@@ -141,7 +141,7 @@ def dying(running: live.Live) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("script", ["send.sh", "send.py"])
-def test_a_receiver_that_is_killed_in_its_answer_is_asked_again(
+def test_a_receiver_killed_during_its_reply_gets_a_retry(
     script: str, running: live.Live, env: dict[str, str], dying: str
 ) -> None:
     done = run(SENDERS / script, URI, "llama", "7", env=env | {"CKPT_HOOK_URL": f"{dying}/hooks/standard"})
@@ -176,7 +176,7 @@ trainer.is_global_zero = False
 one.on_exception(trainer, None, KeyboardInterrupt())        # another rank
 trainer.is_global_zero = True
 one.on_exception(trainer, None, KeyboardInterrupt())
-one.teardown(trainer, None, "fit")          # the same one is not told of twice
+one.teardown(trainer, None, "fit")          # the same one is not announced twice
 trainer.save_checkpoint("/runs/llama/step-10", weights_only=1)      # as savers do on an exception
 """
 
@@ -190,7 +190,7 @@ def test_lightning_callback(running: live.Live, env: dict[str, str]) -> None:
         ("/runs/llama/step-9", "llama", 9),
         ("/runs/llama/step-10", "llama", 10),
     ]
-    # Training goes on when nobody listens, or nothing is set.
+    # Training continues without a receiver or without settings.
     for other in ({"CKPT_HOOK_URL": "http://127.0.0.1:9/"}, {"CKPT_HOOK_SECRET": "*"}):
         quick = LIGHTNING.replace(
             "from lightning_callback", "import send; send.WAITS = ()\nfrom lightning_callback"
@@ -203,13 +203,13 @@ def test_lightning_callback(running: live.Live, env: dict[str, str]) -> None:
         assert "was not announced" in done.stderr
 
 
-def test_lightning_itself_tells_of_the_files_steps_after_they_are_saved(tmp_path: Path) -> None:
+def test_lightning_announces_the_steps_of_saved_files(tmp_path: Path) -> None:
     python, job = lightning_python(), JOBS / "lightning_sender_job.py"
     done = run(python, job, tmp_path, env={"PATH": PATH, "PYTHONPATH": str(SENDERS)})
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert all(said == held for way in told.values() for _, said, held in way)
-    assert {way: [step for _, step, _ in rows] for way, rows in told.items()} == {
+    steps = json.loads(done.stdout.splitlines()[-1])
+    assert all(announced == saved for way in steps.values() for _, announced, saved in way)
+    assert {way: [step for _, step, _ in rows] for way, rows in steps.items()} == {
         "every": [4, 8, 12],
         "the last": [12],
         "the best": [4],
@@ -257,16 +257,16 @@ def epilog(running: live.Live, tmp_path: Path) -> dict[str, str]:
 
 
 def test_slurm_epilog(running: live.Live, epilog: dict[str, str]) -> None:
-    for _ in range(2):  # once per node, or again after a restart of the controller
+    for _ in range(2):  # once per node, or once more after a restart of the controller
         assert run(SENDERS / "slurm_epilog.sh", env=epilog).returncode == 0
     assert announced(running) == [("slurm", "job.completed", URI, "llama", 7)]
     assert running.rows("event_id") == [("slurm-big-4242-1760000000",)]
-    again = epilog | {"SLURM_JOB_START_TIME": "1760009999", "SLURM_JOB_COMMENT": f"ckpt={URI}"}
-    assert run(SENDERS / "slurm_epilog.sh", env=again).returncode == 0
+    retried = epilog | {"SLURM_JOB_START_TIME": "1760009999", "SLURM_JOB_COMMENT": f"ckpt={URI}"}
+    assert run(SENDERS / "slurm_epilog.sh", env=retried).returncode == 0
     assert announced(running, 2)[1] == ("slurm", "job.completed", URI, "train", None)
 
 
-def test_slurm_epilog_takes_a_comment_by_the_word(
+def test_slurm_epilog_does_not_expand_the_comment(
     running: live.Live, epilog: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -277,7 +277,7 @@ def test_slurm_epilog_takes_a_comment_by_the_word(
     assert announced(running) == [("slurm", "job.completed", URI, "*", 300)]
 
 
-def test_slurm_epilog_asks_again_too(running: live.Live, epilog: dict[str, str], dying: str) -> None:
+def test_slurm_epilog_retries_too(running: live.Live, epilog: dict[str, str], dying: str) -> None:
     Path(epilog["CKPT_HOOK_ETC"], "hook.url").write_text(f"{dying}/hooks/slurm")
     assert run(SENDERS / "slurm_epilog.sh", env=epilog).returncode == 0
     assert announced(running) == [("slurm", "job.completed", URI, "llama", 7)]
@@ -296,7 +296,7 @@ def test_slurm_epilog_asks_again_too(running: live.Live, epilog: dict[str, str],
         {"CKPT_HOOK_ETC": "/nowhere"},
     ],
 )
-def test_slurm_epilog_ends_well_whatever_a_job_is_called(
+def test_slurm_epilog_succeeds_for_any_job_name(
     change: dict[str, str], running: live.Live, epilog: dict[str, str]
 ) -> None:
     assert run(SENDERS / "slurm_epilog.sh", env=epilog | change).returncode == 0

@@ -1,4 +1,4 @@
-"""Words: can what `make up` and the README tell a person to type be typed as it stands?"""
+"""The commands that `make up` and the README print work as printed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from deployments.local.__main__ import told
+from deployments.local.__main__ import next_steps
 from deployments.local.state import Choices, LocalState
 
 FOLDER = ROOT / "deployments"
 
 
 def program(tmp_path: Path) -> str:
-    """What asks the catalog, as `make up` tells it."""
-    (line,) = re.findall(r"^  (\S+ catalog sql .*)$", told(LocalState(tmp_path, Choices(), {})), re.MULTILINE)
+    """Return the program of the catalog query that `make up` prints."""
+    (line,) = re.findall(
+        r"^  (\S+ catalog sql .*)$", next_steps(LocalState(tmp_path, Choices(), {})), re.MULTILINE
+    )
     return shlex.split(line)[0]
 
 
-def test_make_up_names_a_program_that_a_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_up_prints_a_command_that_a_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Path(sys.executable).with_name("ckptcore")
     if not ours.exists():
         pytest.skip("ckptcore is not installed here")
@@ -35,7 +37,7 @@ def test_make_up_names_a_program_that_a_shell_finds(tmp_path: Path, monkeypatch:
     assert program(tmp_path) == "ckptcore"
 
 
-def test_the_readme_makes_what_the_units_need() -> None:
+def test_the_readme_creates_what_the_units_need() -> None:
     readme = (FOLDER / "README.md").read_text()
     (steps,) = re.findall(r"```sh\n(useradd --system .*?)```", readme, re.DOTALL)
     units = {unit.name: unit.read_text() for unit in (FOLDER / "systemd").glob("*.service")}

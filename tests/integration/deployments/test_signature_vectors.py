@@ -74,7 +74,7 @@ VECTORS = {
 
 
 @pytest.mark.parametrize("name", VECTORS)
-def test_the_senders_own_signature_fits(name: str) -> None:
+def test_the_senders_own_signature_is_accepted(name: str) -> None:
     kind, secret, headers, body, now = VECTORS[name]
     dialect = DIALECTS[kind]
     key = key_of(secret, dialect.key)
@@ -89,7 +89,7 @@ def test_every_dialect_with_a_signature_has_a_vector() -> None:
     assert {kind for kind, dialect in DIALECTS.items() if dialect.signed} == {v[0] for v in VECTORS.values()}
 
 
-def test_a_signature_of_ours_fits_elsewhere() -> None:
+def test_our_signatures_are_accepted_elsewhere() -> None:
     secret = "whsec_" + base64.b64encode(b"0123456789abcdef01234567").decode()
     time = str(int(datetime.now(UTC).timestamp()))
     body = b'{"type":"conversion.succeeded"}'
@@ -99,13 +99,13 @@ def test_a_signature_of_ours_fits_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("secret", ["whsec_*", "whsec_A", "not base64"])
-def test_a_secret_that_is_no_key_is_told(secret: str) -> None:
+def test_an_invalid_secret_is_reported(secret: str) -> None:
     with pytest.raises(ValueError, match="base64"):
         key_of(secret, "whsec")
 
 
 @pytest.mark.parametrize("given", ["", "x", "t" * 23, "t" * 24, "t" * 1000])
-def test_no_comparison_tells_the_length_of_a_token(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_comparison_reveals_the_length_of_a_token(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[int, int]] = []
     real = hmac.compare_digest
 

@@ -35,14 +35,14 @@ TARGETS = {
 
 
 class FakeRuns:
-    """Prefect as far as the receiver knows it; runs by idempotency key."""
+    """A fake of Prefect; runs by idempotency key."""
 
     def __init__(self) -> None:
         self.runs: dict[str, str] = {}
         self.given: list[dict[str, Any]] = []
         self.now: dict[str, RunState] = {}
         self.error: Exception | None = None
-        self.told: list[str] = []
+        self.sent_events: list[str] = []
         self.resumed: list[str] = []
         self.given_up: list[tuple[str, str]] = []
 
@@ -62,8 +62,8 @@ class FakeRuns:
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
         assert uri == webhooks.URI or uri.startswith("/elsewhere")
-        self.told.append(event)
-        raise ConnectionError("events are away")  # which must not trouble anything else
+        self.sent_events.append(event)
+        raise ConnectionError("events are away")  # which must not affect anything else
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
         return {id: self.now.get(id, RunState("SCHEDULED", NOW, "")) for id in ids}
@@ -107,19 +107,19 @@ def test_an_event_becomes_one_run_and_its_end_two_messages(
         }
     ]
     assert state(url) == [("waiting", "run-0", None)]
-    assert work(box, runs, senders, TARGETS, NOW + timedelta(seconds=1)) == 0  # not yet time to look
+    assert work(box, runs, senders, TARGETS, NOW + timedelta(seconds=1)) == 0  # not due yet
     later = NOW + timedelta(seconds=10)
-    assert work(box, runs, senders, TARGETS, later) == 0  # looked at: it still runs
+    assert work(box, runs, senders, TARGETS, later) == 0  # inspected: it still runs
     runs.now["run-0"] = RunState("COMPLETED", later, "all states completed")
     assert work(box, runs, senders, TARGETS, later + timedelta(seconds=60)) == 1
     assert state(url) == [("done", "run-0", None)]
     assert outbox(url) == [("all", "waiting"), ("good", "waiting")]
     assert work(box, runs, senders, TARGETS, later + timedelta(days=1)) == 0
     assert len(runs.given) == 1
-    assert runs.told == ["ckptcore.checkpoint.announced", "ckptcore.conversion.succeeded"]
+    assert runs.sent_events == ["ckptcore.checkpoint.announced", "ckptcore.conversion.succeeded"]
 
 
-def test_a_failed_run_is_told_to_those_who_want_to_know(
+def test_a_failed_run_is_notified_to_subscribed_targets(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -130,7 +130,7 @@ def test_a_failed_run_is_told_to_those_who_want_to_know(
     assert outbox(url) == [("all", "waiting")]
 
 
-def test_a_failed_event_that_is_put_back_gets_a_run_of_its_own_and_is_told_again(
+def test_a_retried_event_gets_its_own_run_and_notification(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -143,12 +143,12 @@ def test_a_failed_event_that_is_put_back_gets_a_run_of_its_own_and_is_told_again
         work(box, runs, senders, TARGETS, now)
         if kind == "FAILED":
             with open_catalog(url) as catalog, catalog.queueing() as conn:
-                inbox.again(conn, now, None)
+                inbox.retry(conn, now, None)
     assert state(url) == [("done", "run-2", None)]
     assert [endpoint for endpoint, _ in outbox(url)] == ["all", "all", "all", "good"]
 
 
-def test_what_was_put_back_is_tried_as_often_as_before(
+def test_a_retried_event_gets_the_full_number_of_tries(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -159,7 +159,7 @@ def test_what_was_put_back_is_tried_as_often_as_before(
             now += timedelta(hours=1)
         assert state(url, "state, attempts") == [("failed", MAX_ATTEMPTS * (times + 1))]
         with open_catalog(url) as catalog, catalog.queueing() as conn:
-            inbox.again(conn, now, None)
+            inbox.retry(conn, now, None)
 
 
 @pytest.mark.parametrize("when", ["before the start", "before the row says so"])
@@ -187,7 +187,7 @@ def test_a_process_that_dies_loses_nothing(
     other.close()
 
 
-def test_while_prefect_is_away_events_wait_and_the_last_try_is_told(
+def test_while_prefect_is_away_events_wait_and_the_last_failure_is_notified(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -206,7 +206,7 @@ def test_while_prefect_is_away_events_wait_and_the_last_try_is_told(
     assert outbox(url) == [("all", "waiting")]
 
 
-def test_while_prefect_does_not_answer_one_try_is_enough(
+def test_one_try_per_round_while_prefect_does_not_answer(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(f"e{number}"), webhooks.URI, "{}") for number in range(5)], NOW)
@@ -223,7 +223,7 @@ def test_while_prefect_does_not_answer_one_try_is_enough(
     assert state(url) == [("waiting", None, "Prefect does not answer")] * 5
 
 
-def test_a_configuration_that_changed_counts(
+def test_a_changed_configuration_applies_at_the_start(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), "/elsewhere/step-7", "{}")], NOW)
@@ -245,7 +245,7 @@ def test_an_event_of_another_receivers_source_is_left_to_it(
     assert state(url, "state, flow_run_id, attempts, error_message") == [("waiting", None, 0, None)]
     assert work(box, runs, senders, TARGETS, now) == 1
     assert state(url)[0][:2] == ("waiting", "run-0")
-    # Its end is told to those whom its own receiver tells.
+    # The targets of its own receiver are notified of its end.
     runs.now["run-0"] = RunState("COMPLETED", now, "")
     assert work(box, runs, others, {}, now + timedelta(hours=1)) == 0
     assert work(box, runs, senders, TARGETS, now + timedelta(hours=1)) == 1
@@ -264,12 +264,12 @@ def test_an_event_of_another_receivers_source_is_left_to_it(
         ("SCHEDULED", 0, None),
     ],
 )
-def test_how_a_run_has_ended(kind: str, age: int, expected: str | None) -> None:
+def test_the_outcome_of_a_run(kind: str, age: int, expected: str | None) -> None:
     assert outcome_of(RunState(kind, NOW - timedelta(seconds=age), ""), NOW) == expected
     assert outcome_of(None, NOW) == "failed"
 
 
-def test_while_prefect_is_away_runs_are_looked_at_soon_again(
+def test_while_prefect_is_away_runs_are_inspected_soon(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -300,7 +300,7 @@ def test_while_prefect_is_away_runs_are_looked_at_soon_again(
         ("SCHEDULED", 3000, 0, False),
     ],
 )
-def test_a_run_that_automations_overlooked_goes_on(
+def test_a_run_that_automations_missed_is_resumed(
     kind: str,
     seconds: int,
     begun: int,
@@ -320,7 +320,7 @@ def test_a_run_that_automations_overlooked_goes_on(
 
 
 @pytest.mark.parametrize("kind", ["CRASHED", "PENDING", "RUNNING"])
-def test_a_run_that_dies_again_and_again_has_failed(
+def test_a_run_that_keeps_dying_has_failed(
     kind: str, box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -337,7 +337,7 @@ def test_a_run_that_dies_again_and_again_has_failed(
     ((given_up, why),) = runs.given_up
     assert given_up == "run-0"
     assert state(url) == [("failed", "run-0", why)]
-    assert "started 5 times" in why
+    assert "after 5 starts" in why
     assert "exited with 1" in why
     assert outbox(url) == [("all", "waiting")]
 
@@ -371,7 +371,7 @@ def test_messages_arrive_signed_and_once(
     assert outbox(url) == [("all", "done"), ("good", "done")]
 
 
-def test_roots_that_are_watched_are_allowed(box: Mailbox, url: str, tmp_path: Path) -> None:
+def test_watched_roots_are_allowed(box: Mailbox, url: str, tmp_path: Path) -> None:
     config = tmp_path / "receiver.toml"
     config.write_text("watched_roots = true\n" + webhooks.CONFIG.replace('["/runs", "s3://team/runs"]', "[]"))
     senders = load(config, webhooks.SECRETS)[1]
@@ -391,13 +391,13 @@ def test_roots_that_are_watched_are_allowed(box: Mailbox, url: str, tmp_path: Pa
     with open_catalog(url) as catalog, catalog.writing() as conn:
         roots.remove(conn, "llama")
     watched.refresh()
-    assert senders["slurm"].roots == ["/runs"]  # looked at a moment ago
+    assert senders["slurm"].roots == ["/runs"]  # inspected a moment ago
     watched._next = 0.0
     watched.refresh()
     assert senders["slurm"].roots == []
 
 
-def test_the_loop_outlives_what_fails_and_says_so() -> None:
+def test_the_loop_survives_failures_and_reports_them() -> None:
     done = threading.Event()
     calls: list[int] = []
 
@@ -419,7 +419,7 @@ def test_the_loop_outlives_what_fails_and_says_so() -> None:
         loop.stop()
 
 
-def test_bodies_are_kept_as_they_came(box: Mailbox, url: str) -> None:
+def test_bodies_are_stored_as_received(box: Mailbox, url: str) -> None:
     body = json.dumps({"text": "caf\u00e9 \u0000"})
     box.put([(event(), webhooks.URI, body)], NOW)
     assert state(url, "body") == [(body,)]

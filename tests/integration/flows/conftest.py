@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Before anything imports Prefect: no test may write into the user's own home.
+# Before anything imports Prefect: no test may write into the user's home.
 if "PREFECT_HOME" not in os.environ:
     os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="ckptcore-test-prefect-")
     atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
@@ -28,7 +28,7 @@ from observe import TENSORS  # isort: skip
 @contextmanager
 def _server() -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Prefect's own deprecations are not ours to fail on
+        warnings.simplefilter("ignore")  # Prefect's own deprecations are not errors
         from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
         from prefect.testing.utilities import prefect_test_harness
 
@@ -68,5 +68,5 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> str:
-    """The URL of a catalog of this test's own."""
+    """The URL of a catalog for this test only."""
     return f"sqlite:///{tmp_path / 'catalog.sqlite'}"

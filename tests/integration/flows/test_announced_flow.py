@@ -1,4 +1,4 @@
-"""Arrived: an announced checkpoint is waited for, converted once, and only from where it may lie."""
+"""The flow `arrived` waits for an announced checkpoint and converts it once, below allowed roots only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture
 def arrived(tmp_path: Path, catalog: str) -> Any:
-    """Runs the flow on a source; its final state. Looks again after a tenth of a second."""
+    """Return a function that runs the flow and returns its final state. It retries after 0.1 s."""
     from ckptcore.operations import wait as waiting
     from flows.arrived import arrived
 
@@ -50,12 +50,12 @@ def test_a_checkpoint_that_is_still_being_written_is_waited_for(
     late = tmp_path / "late"
 
     def arrive() -> None:
-        # As a slow copy does it: a folder, half a file, the whole one, the metadata last.
+        # As a slow copy does it: a folder, half a file, the complete file, the metadata last.
         late.mkdir()
         for path in sorted(source.iterdir(), key=lambda p: p.name == ".metadata"):
             data = path.read_bytes()
             for size in (len(data) // 2, len(data)):
-                time.sleep(0.1)  # far less than `QUIET`, also where a second takes long
+                time.sleep(0.1)  # far less than `QUIET`, even on a slow machine
                 (late / path.name).write_bytes(data[:size])
 
     writer = threading.Timer(0.5, arrive)
@@ -66,7 +66,7 @@ def test_a_checkpoint_that_is_still_being_written_is_waited_for(
     assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
 
 
-def test_what_never_becomes_whole_is_told_in_its_own_words(
+def test_a_checkpoint_that_stays_incomplete_fails_with_its_finding(
     arrived: Any, source: Path, tmp_path: Path
 ) -> None:
     (source / ".metadata").unlink()
@@ -77,19 +77,17 @@ def test_what_never_becomes_whole_is_told_in_its_own_words(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_will_not_get_better_is_not_waited_for(arrived: Any, source: Path) -> None:
+def test_permanent_damage_is_not_waited_for(arrived: Any, source: Path) -> None:
     meta = source / ".metadata"
     meta.write_bytes(meta.read_bytes()[:-10])
     began = time.monotonic()
     state = arrived(source, wait_minutes=10)
-    assert time.monotonic() - began < 300  # far from the ten minutes that it may wait
+    assert time.monotonic() - began < 300  # far less than the ten minutes that it may wait
     assert isinstance(state.result(raise_on_failure=False), DamagedCheckpoint)
 
 
 @pytest.mark.parametrize("how", ["link", "dots", "elsewhere"])
-def test_a_place_that_leads_out_of_its_root_is_refused(
-    how: str, arrived: Any, source: Path, tmp_path: Path
-) -> None:
+def test_a_link_out_of_the_root_is_refused(how: str, arrived: Any, source: Path, tmp_path: Path) -> None:
     root = tmp_path / "allowed"
     root.mkdir()
     (root / "link").symlink_to(source)
@@ -104,13 +102,13 @@ def test_announced_twice_it_is_converted_once(
 ) -> None:
     assert arrived(source).is_completed()
     before = observe.contents(tmp_path / "out")
-    again = arrived(source)
-    assert (again.is_completed(), again.name) == (True, "Already")
+    repeated = arrived(source)
+    assert (repeated.is_completed(), repeated.name) == (True, "Already")
     assert observe.contents(tmp_path / "out") == before
     with open_catalog(catalog) as known:
         assert len(known.conversions()) == 1
 
-    # Another save at the same place is not what was converted.
+    # Another save at the same URI was not converted.
     other = tmp_path / "run" / "step-8"
     shutil.copytree(source, other)
     refused = arrived(other)
@@ -118,7 +116,7 @@ def test_announced_twice_it_is_converted_once(
     assert refused.message.startswith("destination-exists")
 
 
-def test_the_announced_run_and_step_are_known_where_no_name_tells_them(
+def test_the_announced_run_and_step_are_recorded_if_the_path_names_none(
     arrived: Any, source: Path, tmp_path: Path, catalog: str
 ) -> None:
     place = source.rename(tmp_path / "final")
@@ -128,7 +126,7 @@ def test_the_announced_run_and_step_are_known_where_no_name_tells_them(
     assert found == {("source", "mistral", 700), ("derived", "mistral", 700)}
 
 
-def test_a_name_that_tells_a_step_counts_more_than_what_was_announced(
+def test_a_step_in_the_path_takes_precedence_over_the_announced_one(
     arrived: Any, source: Path, catalog: str
 ) -> None:
     assert arrived(source, run="mistral", step=700).is_completed()
@@ -157,7 +155,7 @@ def test_a_run_that_meets_another_waits_for_it(
 
 
 @pytest.mark.parametrize("how", ["before", "behind"])
-def test_a_catalog_that_is_away_for_a_moment_fails_no_run(
+def test_a_short_outage_of_the_catalog_does_not_fail_the_run(
     how: str, arrived: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flows import _retry as _patience
@@ -182,7 +180,7 @@ def test_a_catalog_that_is_away_for_a_moment_fails_no_run(
     assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
 
 
-def test_what_a_killed_run_left_behind_its_end_is_tidied(
+def test_leftovers_of_a_killed_run_are_removed(
     arrived: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tasks import record
@@ -195,14 +193,14 @@ def test_what_a_killed_run_left_behind_its_end_is_tidied(
     shutil.copytree(staging, tmp_path / ".out.ckptcore.gone-4242")  # or in the middle of it
     with open_catalog(catalog) as known, known.writing() as conn:
         conn.exec_driver_sql("UPDATE claims SET state = 'taken', ended_at = NULL, due_at = taken_at")
-    again = arrived(source)
-    assert (again.is_completed(), again.name) == (True, "Already")
+    repeated = arrived(source)
+    assert (repeated.is_completed(), repeated.name) == (True, "Already")
     assert sorted(path.name for path in tmp_path.glob(".out*")) == []
     with open_catalog(catalog) as known:
         assert len(known.conversions()) == 1
 
 
-def test_a_server_that_is_away_costs_pictures_alone(
+def test_without_the_server_only_artifacts_are_missing(
     arrived: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flows import _write as _writing
@@ -219,7 +217,7 @@ def test_a_server_that_is_away_costs_pictures_alone(
     assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
 
 
-def test_which_errors_pass() -> None:
+def test_transient_errors() -> None:
     from tasks.retry import passes
 
     request = httpx.Request("GET", "http://127.0.0.1/")
@@ -261,7 +259,7 @@ def test_a_deployment_is_run_once_per_key(
         client.set_flow_run_state(UUID(first), Running(), force=True)
     state = runs.states([first])[first]
     assert (state.kind, state.beat) == ("RUNNING", timedelta(seconds=30))
-    # Nothing was heard of it for three minutes: its events are asked for, and there was one just now.
+    # Its state is three minutes old, so its events are read: one is recent.
     with monkeypatch.context() as patch:
         patch.setattr(prefect_runs, "is_overlooked", lambda state, now: True)
         assert runs.states([first])[first].since >= state.since

@@ -1,4 +1,4 @@
-"""Later: an announced checkpoint that is not whole yet holds no place at a worker."""
+"""An announced checkpoint that is not complete yet does not occupy a worker."""
 
 from __future__ import annotations
 
@@ -60,34 +60,36 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
             yield begin
 
 
-def test_a_run_is_put_off_until_the_checkpoint_is_whole(announced: Any, source: Path, tmp_path: Path) -> None:
+def test_a_run_is_rescheduled_until_the_checkpoint_is_complete(
+    announced: Any, source: Path, tmp_path: Path
+) -> None:
     from tasks.attempts import begun
 
-    whole = (source / ".metadata").rename(tmp_path / "metadata")
+    metadata = (source / ".metadata").rename(tmp_path / "metadata")
     for n, seconds in enumerate((0.5, 1.0), start=1):
         before = datetime.now(UTC)
         run = announced()
-        # Its process is over, no place is held, and Prefect starts it again when the pause is.
+        # Its process has ended and occupies no slot; Prefect starts it again after the pause.
         assert (run.state.type.value, run.state.name) == ("SCHEDULED", "AwaitingRetry"), run.state
         assert "not-complete" in run.state.message
         due = run.next_scheduled_start_time
-        assert before + timedelta(seconds=seconds / 2) <= due  # Prefect estimates how far clocks are apart
+        assert before + timedelta(seconds=seconds / 2) <= due  # Prefect estimates the clock skew
         assert due <= datetime.now(UTC) + timedelta(seconds=seconds)
-        assert (run.run_count, begun(run)) == (n, 0)  # looking is no failure: `resume` counts those
-    whole.rename(source / ".metadata")
+        assert (run.run_count, begun(run)) == (n, 0)  # waiting is not a failure: `resume` counts those
+    metadata.rename(source / ".metadata")
     run = announced()
     assert run.state.is_completed(), run.state.message
     assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
     assert begun(run) == 1
 
 
-def test_the_last_look_tells_what_was_wrong(announced: Any, source: Path) -> None:
+def test_the_last_try_reports_the_finding(announced: Any, source: Path) -> None:
     (source / ".metadata").unlink()
     assert [announced().state.name for _ in range(3)] == ["AwaitingRetry", "AwaitingRetry", "Failed"]
     assert announced().state.message.startswith("not-complete: ")
 
 
-def test_a_run_that_meets_another_is_put_off(announced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_meets_another_is_rescheduled(announced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from flows import arrived as module
 
     def busy(*_: Any) -> Any:
@@ -101,21 +103,21 @@ def test_a_run_that_meets_another_is_put_off(announced: Any, monkeypatch: pytest
     assert announced().state.is_completed()
 
 
-def test_looking_does_not_use_up_what_a_crash_may(announced: Any, source: Path, catalog: str) -> None:
+def test_waiting_does_not_count_as_a_crash(announced: Any, source: Path, catalog: str) -> None:
     from prefect.client.orchestration import get_client
     from prefect.states import Crashed
 
     from flows.resume import resume
 
-    whole = (source / ".metadata").rename(source.parent / "metadata")
+    metadata = (source / ".metadata").rename(source.parent / "metadata")
     announced()
     run = announced()
     assert run.state.name == "AwaitingRetry", run.state
-    whole.rename(source / ".metadata")
+    metadata.rename(source / ".metadata")
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(run.id, Crashed(message="killed"), force=True)
-        told = resume(str(run.id), most=1, return_state=True).message
-        assert told.endswith("goes on, for the 1. time"), told
+        message = resume(str(run.id), most=1, return_state=True).message
+        assert message.endswith(": start 1"), message
     assert announced().state.is_completed()
     with open_catalog(catalog) as known:
         assert len(known.conversions()) == 1

@@ -1,4 +1,4 @@
-"""Do the SQL questions of the README of the catalog run on both databases, on rows of flows, and on none?"""
+"""The SQL queries in the catalog's README run on both databases, on rows of flows and on none."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ANSWERS = {
         ("mistral", 5, "float32", "/exports/step-5"),
     ],
     "Which exports were verified, and which are not what they should be?": [
-        # They have no config.json, so that nothing proves their names.
+        # They have no config.json, so their names cannot be verified.
         ("mistral", 4, "unproven", "/exports/step-4"),
         ("mistral", 5, "unproven", "/exports/bf16-5"),
         ("mistral", 5, "unproven", "/exports/step-5"),
@@ -176,7 +176,7 @@ def databases(request, tmp_path_factory):
 def example(request, databases, ran):
     """(root, URL): what flows made, and what people and a receiver add to it."""
     root, catalog = ran
-    # Flows run once; what they write into PostgreSQL itself is proved in deployments/local.
+    # Flows run once, on SQLite; deployments/local tests them on PostgreSQL.
     if databases[0].startswith("postgresql"):
         copy_to_postgresql(catalog, databases[0])
     else:
@@ -236,7 +236,7 @@ def _run_flows(root, url):
 
 
 def _add(root, url):
-    """What people and a receiver add."""
+    """Add the rows of users and a receiver."""
     with open_catalog(url) as catalog:
         catalog.begin(
             {},
@@ -305,13 +305,13 @@ MEASURED = {
 }
 
 
-def test_every_question_has_an_answer_here():
+def test_every_query_has_an_expected_answer():
     assert list(QUESTIONS) == list(ANSWERS)
     assert len(QUESTIONS) >= 20
 
 
 @pytest.mark.parametrize("question", ANSWERS)
-def test_the_question_finds_what_is_there(ask, question):
+def test_the_query_finds_the_rows(ask, question):
     found, wanted = ask(QUESTIONS[question]), ANSWERS[question]
     if "ORDER BY" not in QUESTIONS[question]:
         found, wanted = sorted(found), sorted(wanted)
@@ -319,7 +319,7 @@ def test_the_question_finds_what_is_there(ask, question):
 
 
 @pytest.mark.parametrize("question", ANSWERS)
-def test_the_question_finds_nothing_where_nothing_is(databases, question):
+def test_the_query_finds_nothing_in_an_empty_catalog(databases, question):
     with open_catalog(databases[1]) as catalog, catalog.reading() as conn:
         given = dict.fromkeys(re.findall(r":(\w+)", QUESTIONS[question]), "none")
         assert conn.execute(sa.text(QUESTIONS[question]), given).all() == []
@@ -335,16 +335,16 @@ def test_every_view_is_described_with_its_columns(ask, example):
             assert answer.first() is not None, name
 
 
-def test_lineage_views_agree_with_each_other_and_with_the_verb(ask, example):
+def test_lineage_views_agree_with_each_other_and_with_the_command(ask, example):
     root, url = example
     up = ask("SELECT uri, ancestor_uri FROM lineage_up")
     down = ask("SELECT descendant_uri, uri FROM lineage_down")
     assert sorted(up) == sorted(down)
     assert len(up) == 1 + 2 + 3 + 1 + 5
     with open_catalog(url) as catalog:
-        told = catalog.lineage(str(root / "again/10")).ancestors
+        steps = catalog.lineage(str(root / "again/10")).ancestors
     assert sorted(a for u, a in up if u == "/again/10") == sorted(
-        step.source.uri.removeprefix(str(root)) for step in told
+        step.source.uri.removeprefix(str(root)) for step in steps
     )
 
 

@@ -46,7 +46,7 @@ def test_a_checkpoint_is_converted_and_registered(
     assert {"inspect", "validate", "plan", "write", "publish"} <= run.timings.keys()
 
 
-def test_the_run_tells_a_person_what_it_did(
+def test_the_run_has_logs_and_artifacts(
     convert: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = observe.sent_logs(monkeypatch)
@@ -66,13 +66,15 @@ def test_the_run_tells_a_person_what_it_did(
     assert found["conversion-progress"].data == 100
     assert (tmp_path / "out").as_uri() in found["conversion-destination"].data
     assert "12 tensors" in found["checkpoint-validation"].description
-    # The core's own lines, and those of the tasks, are in the log of the run.
+    # The log of the run has the lines of ckptcore and of the tasks.
     lines = [log["message"] for log in sent if log["flow_run_id"] == str(run)]
     assert any("published" in line for line in lines), lines
-    assert any(line.startswith("wrote model.safetensors") for line in lines), lines  # said in a core's thread
+    assert any(line.startswith("wrote model.safetensors") for line in lines), (
+        lines
+    )  # logged in a thread of ckptcore
 
 
-def test_what_passes_is_tried_again(
+def test_transient_errors_are_retried(
     convert: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = failing(monkeypatch, lambda n: StorageTrouble("connection reset") if n == 2 else None)
@@ -83,7 +85,7 @@ def test_what_passes_is_tried_again(
     assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
 
 
-def test_what_lasts_is_not_tried_again(
+def test_permanent_errors_are_not_retried(
     convert: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = failing(monkeypatch, lambda n: DiskFull("7 bytes are missing") if n >= 2 else None)
@@ -118,7 +120,7 @@ def test_a_damaged_source_stops_before_any_work(
 @pytest.mark.parametrize(
     "options", [{"rename": ["a"]}, {"max_file_size": "many"}, {"memory": "1"}, {"include": ["nothing*"]}]
 )
-def test_arguments_that_make_no_sense_are_a_failed_run(
+def test_invalid_arguments_fail_the_run(
     convert: Any, source: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     state = convert(str(source), str(tmp_path / "out"), no_catalog=True, **options, return_state=True)
@@ -128,7 +130,7 @@ def test_arguments_that_make_no_sense_are_a_failed_run(
 
 
 @pytest.mark.parametrize("options", [{"workers": 0}, {"device": "tpu"}, {"verb": "reshard"}])
-def test_what_the_form_refuses_begins_nothing(
+def test_a_value_that_the_form_refuses_starts_nothing(
     convert: Any, source: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     state = convert(str(source), str(tmp_path / "out"), no_catalog=True, **options, return_state=True)
@@ -137,17 +139,19 @@ def test_what_the_form_refuses_begins_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_the_faces_do_the_same_job(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_flows_do_the_same_conversion(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flows.consolidate import consolidate
     from flows.export import export
 
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", f"sqlite:///{tmp_path / 'catalog.sqlite'}")
-    whole = consolidate(str(source), return_state=True)
-    assert whole.result().destination == f"{source}.consolidated"
+    state = consolidate(str(source), return_state=True)
+    assert state.result().destination == f"{source}.consolidated"
     assert observe.equal(observe.tensors(Path(f"{source}.consolidated")), TENSORS)
 
     made = export(str(source), str(tmp_path / "hf"), model_prefix="model", dtype="bf16")
-    assert made.loadable == "no"  # nothing tells a config
+    assert made.loadable == "no"  # no config is known
     assert "not-loadable" in [w.code for w in made.warnings]
     found = observe.tensors(tmp_path / "hf")
     expected = {name.removeprefix("model."): tensor.bfloat16() for name, tensor in TENSORS.items()}

@@ -12,7 +12,7 @@ from paths import ROOT
 
 
 @pytest.mark.soak
-def test_the_demo_runs_twice_and_takes_a_checkpoint_of_ones_own(tmp_path: Path) -> None:
+def test_the_demo_runs_twice_and_converts_a_given_checkpoint(tmp_path: Path) -> None:
     quiet = {
         name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "CKPTCORE_"))
     }

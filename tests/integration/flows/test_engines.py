@@ -26,7 +26,7 @@ from ckptcore.errors import MissingDependency, UsageError, WorkerLost
 from ckptcore.planning.request import Settings
 from flows import _engine
 from flows import _write as _writing
-from flows._engine import Crew, crew, engine
+from flows._engine import RunningEngine, engine, running_engine
 from flows.convert import convert
 
 pytestmark = [pytest.mark.xdist_group("prefect"), pytest.mark.timeout(300)]
@@ -37,11 +37,11 @@ class KilledWorker(Exception):
 
 
 @pytest.mark.parametrize("spelled", ["", "processes", "threads=4", "dask:8786"])
-def test_what_is_no_engine_is_refused(spelled: str) -> None:
+def test_unknown_engines_are_refused(spelled: str) -> None:
     if not spelled:
         assert engine(None).here
         return
-    with pytest.raises(UsageError, match="is no engine"):
+    with pytest.raises(UsageError, match="unknown engine"):
         engine(spelled)
 
 
@@ -54,38 +54,42 @@ def test_the_environment_names_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", ["dask", "ray"])
 def test_an_engine_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, {"dask": "prefect_dask", "ray": "ray"}[name], None)
-    with pytest.raises(MissingDependency, match=name) as caught, crew(engine(name), 1, "cpu"):
+    with pytest.raises(MissingDependency, match=name) as caught, running_engine(engine(name), 1, "cpu"):
         pass
     assert f"ckptcore[{name}]" in caught.value.hint
 
 
-def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_cluster_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prefect_dask")
     monkeypatch.setattr(_engine, "CONNECT_SECONDS", 1.0)
     found = _engine.Engine("dask", "tcp://127.0.0.1:9")
     no_cluster = pytest.raises(UsageError, match=r"no dask cluster at tcp://127\.0\.0\.1:9")
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), no_cluster, crew(found, 1, "cpu"):
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        no_cluster,
+        running_engine(found, 1, "cpu"),
+    ):
         pass
 
 
 @pytest.mark.parametrize("name", ["dask", "ray"])
-def test_workers_elsewhere_need_a_server_that_they_can_reach(name: str) -> None:
+def test_remote_workers_need_a_reachable_server(name: str) -> None:
     pytest.importorskip(f"prefect_{name}", reason=f"the {name} extra is not installed")
     found = _engine.Engine(name, "10.0.0.1:8786")
-    refused = pytest.raises(UsageError, match=f"no Prefect server .* the {name} workers at 10.0.0.1:8786")
-    with temporary_settings({PREFECT_API_URL: None}), refused as caught, crew(found, 1, "cpu"):
+    refused = pytest.raises(UsageError, match=f"the {name} workers at 10.0.0.1:8786 need a Prefect server")
+    with temporary_settings({PREFECT_API_URL: None}), refused as caught, running_engine(found, 1, "cpu"):
         pass
     assert "PREFECT_API_URL" in caught.value.hint
 
 
-def told() -> tuple[str | None, str | None]:
-    """What a worker knows of the server: by the settings of its task, and by its environment."""
+def server_urls() -> tuple[str | None, str | None]:
+    """The server of a worker, from the settings of its task and from its environment."""
     return PREFECT_API_URL.value(), os.environ.get("PREFECT_API_URL")
 
 
 @pytest.mark.parametrize("name", ["dask", "ray"])
 @pytest.mark.parametrize("configured", [pytest.param(True, marks=pytest.mark.soak), False])
-def test_workers_of_our_own_speak_to_the_server_of_this_process(
+def test_local_workers_use_the_server_of_this_process(
     name: str, configured: bool, prefect_api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its URL each would start a server of its own."""
@@ -94,15 +98,15 @@ def test_workers_of_our_own_speak_to_the_server_of_this_process(
     for folder in (ROOT, HELPERS):  # or they could not read this file
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    # The one that Prefect starts where none is configured; that of the tests stands for it.
+    # Use the server of the tests instead of the one that Prefect would start.
     monkeypatch.setattr(SubprocessASGIServer, "start", lambda self: None)
     monkeypatch.setattr(SubprocessASGIServer, "api_url", prefect_api)
     found = []
 
     @flow
     def ask() -> None:
-        with crew(engine(name), 1, "cpu") as running:
-            found.append(running.submit(task(told)).result())
+        with running_engine(engine(name), 1, "cpu") as running:
+            found.append(running.submit(task(server_urls)).result())
 
     if not configured:
         none = SimpleNamespace(api=SimpleNamespace(url=None))
@@ -173,7 +177,7 @@ def dask_cluster(
 
 
 def until(there: Any, what: str, seconds: float = 240.0) -> Any:
-    """What ``there`` gives, once it gives something."""
+    """The first result of `there` that is true."""
     limit = time.monotonic() + seconds
     while not (found := there()):
         assert time.monotonic() < limit, f"waited {seconds} s for {what}"
@@ -181,7 +185,7 @@ def until(there: Any, what: str, seconds: float = 240.0) -> Any:
     return found
 
 
-# By default test_what_a_killed_worker_had_is_submitted_once_more: what Dask itself does is left to it here.
+# By default test_tasks_of_a_killed_worker_are_submitted_once_more: what Dask itself does is left to it here.
 @pytest.mark.soak
 def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
     prefect_api: str,
@@ -208,10 +212,10 @@ def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
     assert observe.equal(observe.tensors(tmp_path / "dask"), observe.TENSORS)
 
 
-def test_what_a_killed_worker_had_is_submitted_once_more(
+def test_tasks_of_a_killed_worker_are_submitted_once_more(
     prefect_api: str, source: Path, catalog: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dask itself gives the tasks of a lost worker to another, three times, unless it is told not to."""
+    """Dask itself gives the tasks of a lost worker to another, three times, unless that is off."""
     common: dict[str, Any] = {"catalog": catalog, **observe.ONE_FILE_EACH}
     convert(str(source), str(tmp_path / "threads"), **common)
     receipts = tmp_path / ".dask.ckptcore" / "receipts"
@@ -264,7 +268,7 @@ def test_a_large_file_is_written_in_parts_by_several_workers(
 
 @pytest.fixture
 def ray_here(prefect_api: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a Ray cluster of our own needs."""
+    """The requirements of a local Ray cluster."""
     pytest.importorskip("prefect_ray", reason="the ray extra is not installed")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PREFECT_API_URL", prefect_api)
@@ -287,7 +291,7 @@ def ray_tasks() -> list[int]:
             title = (entry / "cmdline").read_bytes()
         except OSError:  # it has ended
             continue
-        if re.match(rb"ray::(?!IDLE|\w*Agent)", title):  # agents serve the machine, they do no work
+        if re.match(rb"ray::(?!IDLE|\w*Agent)", title):  # agents run no tasks
             found.append(int(entry.name))
     return found
 
@@ -336,7 +340,7 @@ def test_a_batch_whose_worker_is_lost_is_tried_once_more(
 
     @flow
     def run() -> list[int]:
-        with crew(engine("threads"), 2, "cpu") as running:
+        with running_engine(engine("threads"), 2, "cpu") as running:
             work = _writing._work(prepared, Settings(), 1, large=False)
             return sorted(_writing._finished(prepared, work, running))
 
@@ -344,11 +348,11 @@ def test_a_batch_whose_worker_is_lost_is_tried_once_more(
         assert run() == [1, 10, 100]
         assert sorted(seen) == ["a", "b", "b", "c"]
     else:
-        with pytest.raises(WorkerLost, match="that wrote b went away, 2 times"):
+        with pytest.raises(WorkerLost, match="cannot write b: 2 workers"):
             run()
 
 
-def test_a_crew_says_how_many_tasks_it_takes() -> None:
-    with crew(engine("threads"), 3, "cpu") as running:
-        assert isinstance(running, Crew)
+def test_threads_have_as_many_slots_as_workers() -> None:
+    with running_engine(engine("threads"), 3, "cpu") as running:
+        assert isinstance(running, RunningEngine)
         assert running.slots == 3

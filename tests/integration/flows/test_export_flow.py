@@ -34,13 +34,13 @@ def newest(catalog: str) -> ConversionRow:
     return found.conversion
 
 
-def test_an_export_is_verified_and_the_catalog_says_so(
+def test_an_export_is_verified_and_its_verdict_recorded(
     export: Any, source: Path, tmp_path: Path, catalog: str
 ) -> None:
     state = export(str(source), str(tmp_path / "out"), catalog=catalog, return_state=True)
     assert state.is_completed()
     proof = state.result().proof
-    # There is no config.json: of names nothing was proven.
+    # There is no config.json: names cannot be verified.
     found = {"elements": "ok", "names": "not-done", "fingerprints": "ok", "finite": "ok"}
     assert {check.name: check.verdict for check in proof.checks} == found
     row = newest(catalog)
@@ -51,7 +51,7 @@ def test_an_export_is_verified_and_the_catalog_says_so(
     assert "export-verification" in found
 
 
-def test_an_export_that_is_not_its_source_fails_and_is_no_newest_one(
+def test_an_export_that_differs_from_its_source_fails_and_is_not_the_newest(
     export: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import tasks.verify_export as task
@@ -69,14 +69,14 @@ def test_an_export_that_is_not_its_source_fails_and_is_no_newest_one(
     state = export(str(source), str(tmp_path / "out"), catalog=catalog, return_state=True)
     assert state.is_failed()
     assert isinstance(state.result(raise_on_failure=False), OutputMismatch)
-    assert "is published, and is not what its source holds: fingerprints: " in state.message
+    assert "is published but does not match its source: fingerprints: " in state.message
     row = newest(catalog)
     assert (row.state, row.export_verdict) == ("succeeded", "failed")
     with open_catalog(catalog) as opened, opened.reading() as conn:
         assert conn.exec_driver_sql("SELECT uri FROM latest_exports").all() == []
 
 
-def test_nobody_has_to_verify(export: Any, source: Path, tmp_path: Path, catalog: str) -> None:
+def test_verification_is_optional(export: Any, source: Path, tmp_path: Path, catalog: str) -> None:
     state = export(
         str(source), str(tmp_path / "out"), catalog=catalog, verify_export=False, return_state=True
     )

@@ -1,4 +1,4 @@
-"""Resume: is a run started a bounded number of times, also when it never begins?"""
+"""A run is resumed a bounded number of times, even if it never begins."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ def test_a_run_that_dies_before_it_begins_ends_as_failed(client: Any) -> None:
     from flows.resume import resume as flow
 
     run = client.create_flow_run(flow, parameters={"flow_run_id": "x"})
-    said = []
+    outcomes = []
     for _ in range(8):
         for state in (Pending(), Crashed(message="Process exited with status code: 1")):
             client.set_flow_run_state(run.id, state, force=True)
-        said.append(_resumed(run.id, 5))
+        outcomes.append(_resumed(run.id, 5))
         assert client.read_flow_run(run.id).run_count == 0  # which counted them, and never grew
-    assert ["goes on" in each for each in said[:5]] == [True] * 4 + [False]
+    assert ["is resumed" in each for each in outcomes[:5]] == [True] * 4 + [False]
     ended = client.read_flow_run(run.id).state
     assert ended.is_failed()
-    assert ended.message.startswith("worker-lost: given up: it was started")
+    assert ended.message.startswith("worker-lost: gave up after ")
 
 
-def test_a_receiver_makes_no_run_that_could_not_begin(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_receiver_starts_no_run_with_invalid_parameters(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from ckptcore.errors import UsageError
@@ -56,7 +58,7 @@ def test_a_receiver_makes_no_run_that_could_not_begin(client: Any, monkeypatch: 
     with temporary_settings({PREFECT_API_URL: str(client.api_url)}):
         runs = prefect_runs.PrefectRuns()
         given = {"source": "/a", "destination": "/b"}
-        with pytest.raises(UsageError, match="takes no parameter 'verbb'"):
+        with pytest.raises(UsageError, match="has no parameter 'verbb'"):
             runs.start("arrived/typo", given | {"verbb": "export"}, key="k", name="n", tags=[])
         made = runs.start("arrived/typo", given | {"verb": "export"}, key="k", name="n", tags=[])
         runs.give_up(made, "given up: enough")
@@ -75,7 +77,7 @@ def test_a_worker_that_is_ended_is_recorded_as_lost(how: BaseException, tmp_path
     assert type(how).__name__ in str(row.error_message)
 
 
-def test_a_strangers_code_is_none_of_ours() -> None:
+def test_errors_of_other_packages_have_no_code() -> None:
     error = ValueError("no")
     error.code = "e3q8"  # type: ignore[attr-defined]  # SQLAlchemy's errors have one
     assert ended_by(error).code == "internal"

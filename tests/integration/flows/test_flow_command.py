@@ -79,12 +79,12 @@ def run(what: str, *arguments: str, env: Mapping[str, str]) -> subprocess.Comple
 
 
 def alive(word: str, marker: str) -> list[bytes]:
-    """Command lines of live processes that hold ``word``, and ``marker`` in their environment."""
+    """Command lines with `word` of live processes with `marker` in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             line, env = ((folder / name).read_bytes() for name in ("cmdline", "environ"))
-        except OSError:  # it has ended, or is not ours to look at
+        except OSError:  # it has ended, or belongs to another user
             continue
         if word.encode() in line and marker.encode() in env:
             found.append(line)
@@ -154,7 +154,7 @@ def test_ctrl_c_ends_the_running_batches_too(
     assert (failed.state, failed.error_code) == ("failed", Interrupted.code)
 
 
-def test_without_any_set_up_a_failure_is_quiet_and_non_zero(tmp_path: Path) -> None:
+def test_without_setup_a_failure_is_short_and_non_zero(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
         "HOME": str(tmp_path),
         "XDG_STATE_HOME": str(tmp_path / "state"),
@@ -217,7 +217,7 @@ def test_a_flow_has_the_options_of_its_command(verb: str) -> None:
         assert option.help == option_of(flow[name]).help, name
 
 
-def test_what_is_spelled_arrives(tmp_path: Path) -> None:
+def test_command_line_values_reach_the_flow(tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\nfqn = "*"\n')
     line = ["a", "--also", '{"destination": "c", "mesh": "fsdp=2"}', "--include", "x", "--include", "y"]
@@ -255,14 +255,14 @@ def test_a_wrong_command_line_is_exit_code_2(
 @pytest.mark.parametrize(
     "name", ["convert", "consolidate", "export", "reshard", "arrived", "sweep", "scrub", "retire", "resume"]
 )
-def test_a_form_says_what_every_parameter_means(name: str) -> None:
+def test_a_form_describes_every_parameter(name: str) -> None:
     schema = parameter_schema(flow_of(name)).model_dump()
     assert {n for n, of_one in schema["properties"].items() if not of_one.get("description")} == set()
 
 
 def test_a_form_shows_choices_and_limits() -> None:
-    shown = parameter_schema(flow_of("convert")).model_dump()["properties"]
-    assert shown["verb"]["enum"] == ["consolidate", "export"]
-    assert {"minimum": 1, "type": "integer"} in shown["workers"]["anyOf"]
-    assert re.fullmatch(shown["device"]["pattern"], "cuda:1")
+    properties = parameter_schema(flow_of("convert")).model_dump()["properties"]
+    assert properties["verb"]["enum"] == ["consolidate", "export"]
+    assert {"minimum": 1, "type": "integer"} in properties["workers"]["anyOf"]
+    assert re.fullmatch(properties["device"]["pattern"], "cuda:1")
     assert parameter_schema(flow_of("reshard")).model_dump()["properties"]["serialization"]["enum"]

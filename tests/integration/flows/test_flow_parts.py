@@ -29,7 +29,7 @@ def test_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [0] * 999, [1] * 999, [7, 1] * 500, [1] * 998 + [10**12]])
-def test_every_file_is_in_one_batch_and_batches_are_few(sizes: list[int]) -> None:
+def test_every_file_is_in_one_batch_and_batches_are_limited(sizes: list[int]) -> None:
     found = batches(sizes, nbytes=1)
     assert [index for batch in found for index in batch] == list(range(len(sizes)))
     assert all(found)
@@ -44,9 +44,9 @@ def before_prefect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_without_a_server_of_the_users_prefect_gets_a_home_of_its_own(before_prefect: Path) -> None:
+def test_without_a_configured_server_prefect_gets_a_separate_home(before_prefect: Path) -> None:
     env: dict[str, str] = {}
-    _prefect.settle_environment(env)
+    _prefect.set_environment(env)
     assert env == _prefect.QUIET | {"PREFECT_HOME": str(before_prefect / "state" / "ckptcore" / "prefect")}
     assert (before_prefect / "state" / "ckptcore").is_dir()
 
@@ -59,9 +59,9 @@ def test_without_a_server_of_the_users_prefect_gets_a_home_of_its_own(before_pre
         {"PREFECT_HOME": "/somewhere/else"},
     ],
 )
-def test_what_the_user_has_set_stays(before_prefect: Path, given: dict[str, str]) -> None:
+def test_settings_of_the_user_are_kept(before_prefect: Path, given: dict[str, str]) -> None:
     env = given | {"PREFECT_SERVER_LOGGING_LEVEL": "DEBUG"}
-    _prefect.settle_environment(env)
+    _prefect.set_environment(env)
     assert env == _prefect.QUIET | given | {"PREFECT_SERVER_LOGGING_LEVEL": "DEBUG"}
 
 
@@ -70,34 +70,34 @@ def test_a_server_in_the_users_profile_is_used(before_prefect: Path) -> None:
     profiles.parent.mkdir()
     profiles.write_text('active = "work"\n[profiles.work]\nPREFECT_API_URL = "http://prefect.example/api"\n')
     env: dict[str, str] = {}
-    _prefect.settle_environment(env)
+    _prefect.set_environment(env)
     assert "PREFECT_HOME" not in env
 
     profiles.write_text('active = "ephemeral"\n[profiles.ephemeral]\n')
-    _prefect.settle_environment(env)
+    _prefect.set_environment(env)
     assert "PREFECT_HOME" in env
 
 
-def test_a_home_that_cannot_be_made_is_no_obstacle(
+def test_without_a_writable_home_a_temporary_folder_is_used(
     before_prefect: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (before_prefect / "state").write_text("a file where the folder should be")
     env: dict[str, str] = {}
-    _prefect.settle_environment(env)
+    _prefect.set_environment(env)
     home = Path(env["PREFECT_HOME"])
     assert home.is_dir()
     home.rmdir()
 
 
-def test_prefect_is_left_alone_once_it_is_imported() -> None:
+def test_the_environment_is_not_changed_after_prefect_is_imported() -> None:
     assert "prefect" in sys.modules
     env: dict[str, str] = {}
-    _prefect.settle_environment(env)
+    _prefect.set_environment(env)
     assert env == {}
 
 
-@pytest.mark.parametrize(("error", "shown"), [(DiskFull("full"), False), (KeyError("a defect"), True)])
-def test_only_unknown_errors_come_with_a_traceback(error: Exception, shown: bool) -> None:
+@pytest.mark.parametrize(("error", "traceback"), [(DiskFull("full"), False), (KeyError("a defect"), True)])
+def test_only_unknown_errors_come_with_a_traceback(error: Exception, traceback: bool) -> None:
     seen: list[logging.LogRecord] = []
     collector = logging.Handler()
     collector.emit = seen.append  # type: ignore[method-assign]
@@ -108,49 +108,49 @@ def test_only_unknown_errors_come_with_a_traceback(error: Exception, shown: bool
         log.error("failed", exc_info=error)
     finally:
         log.removeHandler(collector)
-    assert [record.exc_info is not None for record in seen] == [shown]
+    assert [record.exc_info is not None for record in seen] == [traceback]
 
 
-def test_an_error_is_told_with_its_findings_and_the_next_step() -> None:
+def test_an_error_has_its_findings_and_the_next_step() -> None:
     found = [finding("hole", "cover", f"tensor {i} has a hole") for i in range(7)]
-    words = explain(DamagedCheckpoint("7 findings", hint="look", findings=found)).splitlines()
-    assert words[0] == "damaged: 7 findings"
-    assert words[1] == "- hole: tensor 0 has a hole"
-    assert words[-2:] == ["- and 2 more", "next: look"]
+    lines = explain(DamagedCheckpoint("7 findings", hint="look", findings=found)).splitlines()
+    assert lines[0] == "damaged: 7 findings"
+    assert lines[1] == "- hole: tensor 0 has a hole"
+    assert lines[-2:] == ["- and 2 more", "next: look"]
 
 
 @pytest.mark.parametrize(
-    ("error", "again"),
+    ("error", "expected"),
     [(StorageTrouble("reset"), True), (DiskFull("full"), False), (OSError(5, "io"), False)],
 )
-def test_the_error_decides_about_another_try(error: Exception, again: bool) -> None:
+def test_transient_errors_are_retried(error: Exception, expected: bool) -> None:
     from prefect.states import Failed
 
-    assert retry.is_transient(None, None, Failed(data=error)) is again  # type: ignore[arg-type]
+    assert retry.is_transient(None, None, Failed(data=error)) is expected  # type: ignore[arg-type]
 
 
 class TestProgress:
     @pytest.fixture
-    def told(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, str]]:
-        told: list[tuple[str, float, str]] = []
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, str]]:
+        calls: list[tuple[str, float, str]] = []
 
         def create(percent: float, description: str) -> UUID:
-            told.append(("create", percent, description))
+            calls.append(("create", percent, description))
             return uuid4()
 
         def update(artifact: UUID, percent: float, description: str) -> None:
-            told.append(("update", percent, description))
+            calls.append(("update", percent, description))
 
         monkeypatch.setattr(progress, "create_progress_artifact", create)
         monkeypatch.setattr(progress, "update_progress_artifact", update)
-        return told
+        return calls
 
-    def test_a_short_batch_needs_none(self, told: list[tuple[str, float, str]]) -> None:
+    def test_a_short_batch_has_no_artifact(self, calls: list[tuple[str, float, str]]) -> None:
         progress.BatchProgress("a", 100)("write", 50, 200)
-        assert told == []
+        assert calls == []
 
-    def test_a_long_one_is_told_from_any_thread(
-        self, told: list[tuple[str, float, str]], monkeypatch: pytest.MonkeyPatch
+    def test_a_long_batch_is_updated_from_any_thread(
+        self, calls: list[tuple[str, float, str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(progress, "SECONDS", 0.0)
         meter = progress.BatchProgress("a", 2048)
@@ -158,9 +158,12 @@ class TestProgress:
             thread = threading.Thread(target=meter, args=("write", done, 9999))
             thread.start()
             thread.join()
-        assert told == [("create", 50.0, "a: 1.0 KiB of 2.0 KiB"), ("update", 100.0, "a: 2.0 KiB of 2.0 KiB")]
+        assert calls == [
+            ("create", 50.0, "a: 1.0 KiB of 2.0 KiB"),
+            ("update", 100.0, "a: 2.0 KiB of 2.0 KiB"),
+        ]
 
-    def test_a_server_in_trouble_does_not_stop_the_work(
+    def test_a_failing_server_does_not_stop_the_batch(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def create(percent: float, description: str) -> UUID:
@@ -172,4 +175,4 @@ class TestProgress:
         meter("write", 1024, 9999)
         monkeypatch.delattr(progress, "create_progress_artifact")  # and it is not tried again
         meter("write", 2048, 9999)
-        assert set(caplog.messages) == {"progress of a is no longer shown: no server"}
+        assert set(caplog.messages) == {"cannot show the progress of a any more: no server"}

@@ -33,7 +33,7 @@ def steps(source: Path, catalog: str, tmp_path: Path) -> list[Path]:
     return found
 
 
-def test_scrub_proves_and_fails_with_what_is_wrong(steps: list[Path], catalog: str, tmp_path: Path) -> None:
+def test_scrub_verifies_and_fails_with_the_damage(steps: list[Path], catalog: str, tmp_path: Path) -> None:
     from flows.scrub import scrub
 
     state = scrub(share=1.0, catalog=catalog, return_state=True)
@@ -47,7 +47,7 @@ def test_scrub_proves_and_fails_with_what_is_wrong(steps: list[Path], catalog: s
     assert refused.message.startswith("usage: ")
 
 
-def test_retire_tells_first_and_deletes_when_told_to(steps: list[Path], catalog: str) -> None:
+def test_retire_deletes_only_with_yes(steps: list[Path], catalog: str) -> None:
     from flows.retire import retire
 
     loss = ["*"]

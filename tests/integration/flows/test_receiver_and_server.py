@@ -1,4 +1,4 @@
-"""From a webhook to a run and back: a receiver and a Prefect server as processes, and one who is told."""
+"""From a webhook to a run and back: a receiver, a Prefect server and a notified target as processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.xdist_group("prefect"), pytest.mark.filterwarnings("ig
 
 
 @pytest.fixture
-def told() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """An address, and the messages that came there and proved themselves. The first is answered 500."""
+def target() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """An address, and the verified messages that arrived there. The first gets the reply 500."""
     messages: list[dict[str, Any]] = []
     tries: list[str] = []
 
@@ -49,7 +49,7 @@ def told() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def until(what: Callable[[], Any], seconds: float = 240.0) -> Any:
-    """What something says as soon as it says anything."""
+    """The first true result of a function."""
     end = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < end, "waited for too long"
@@ -57,15 +57,15 @@ def until(what: Callable[[], Any], seconds: float = 240.0) -> Any:
     return found
 
 
-def test_an_event_survives_its_receiver_and_its_end_is_told(
-    prefect_api: str, tmp_path: Path, told: tuple[str, list[dict[str, Any]]]
+def test_an_event_survives_its_receiver_and_its_end_is_notified(
+    prefect_api: str, tmp_path: Path, target: tuple[str, list[dict[str, Any]]]
 ) -> None:
     from prefect.client.orchestration import get_client
     from prefect.states import Completed
 
     from flows.arrived import arrived
 
-    address, messages = told
+    address, messages = target
     with get_client(sync_client=True) as client:
         flow = client.create_flow_from_name("arrived")
         form = arrived.parameters.model_dump()
@@ -79,15 +79,15 @@ def test_an_event_survives_its_receiver_and_its_end_is_told(
         assert answer.status_code == 202
         return dict(answer.json())
 
-    # Prefect is away, and then the receiver is killed.
+    # Prefect is down, and then the receiver is killed.
     with live.receiver(tmp_path, config=config) as running:
         first = post(running.url)
         until(lambda: running.rows("error_message")[0][0])
         running.process.kill()
-    # The next one starts it, once, however often it is sent again.
+    # The next receiver starts it once, however often the event is repeated.
     with live.receiver(tmp_path, config=config, api=prefect_api) as running:
-        again = post(running.url)
-        assert (again["status"], again["id"]) == ("duplicate", first["id"])
+        repeated = post(running.url)
+        assert (repeated["status"], repeated["id"]) == ("duplicate", first["id"])
         run = until(lambda: running.rows("flow_run_id")[0][0])
         with get_client(sync_client=True) as client:
             made = client.read_flow_run(UUID(run))

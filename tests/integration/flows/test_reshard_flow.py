@@ -34,7 +34,7 @@ def reshard() -> Any:
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    """What torch's own loader finds."""
+    """What torch's own loader reads."""
     found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     return found
@@ -46,8 +46,8 @@ def test_several_meshes_of_one_source(
     read: list[str] = []
     from tasks import check as checked
 
-    whole = checked.validate
-    monkeypatch.setattr(checked, "validate", lambda *a: read.append("checked") or whole(*a))
+    validate = checked.validate
+    monkeypatch.setattr(checked, "validate", lambda *a: read.append("checked") or validate(*a))
     also = [{"destination": str(tmp_path / "three"), "mesh": "fsdp=3"}]
     state = reshard(
         str(source), str(tmp_path / "two"), "fsdp=2", also=also, catalog=catalog, return_state=True
@@ -87,26 +87,26 @@ def test_a_target_that_fails_does_not_stop_the_others(
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "expected"),
     [
-        ({}, "no target"),
+        ({}, "there is no target"),
         ({"destination": "out", "mesh": ""}, "mesh"),
         ({"destination": "out", "mesh": "warp=2"}, "warp"),
-        (TWICE, "one place"),
+        (TWICE, "same or nested destinations"),
     ],
 )
-def test_wrong_words_fail_before_any_work(
+def test_invalid_options_fail_before_any_work(
     reshard: Any,
     source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     given: dict[str, Any],
-    words: str,
+    expected: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     state = reshard(str(source), **given, catalog=f"sqlite:///{tmp_path}/c.sqlite", return_state=True)
     assert state.is_failed()
-    assert words in state.message
+    assert expected in state.message
     assert not (tmp_path / "out").exists()
     with pytest.raises(CkptError):
         state.result()

@@ -38,7 +38,7 @@ def conversions(catalog: str) -> list[str]:
         return [c.state for c in known.conversions(None)]
 
 
-def test_what_is_complete_is_converted_once(watched: Path, catalog: str, tmp_path: Path) -> None:
+def test_complete_checkpoints_are_converted_once(watched: Path, catalog: str, tmp_path: Path) -> None:
     from flows.sweep import sweep
 
     shutil.copytree(watched / "step-7", watched / "step-8")
@@ -55,7 +55,7 @@ def test_what_is_complete_is_converted_once(watched: Path, catalog: str, tmp_pat
         assert roots.get(conn, "r").swept_note == "1 broken, 1 converted"
 
 
-def test_a_conversion_that_fails_fails_the_run_and_says_why(watched: Path, catalog: str) -> None:
+def test_a_failed_conversion_fails_the_run_with_its_reason(watched: Path, catalog: str) -> None:
     from flows.sweep import sweep
 
     (watched.parent / "out").write_text("a file where a folder should be")
@@ -68,7 +68,7 @@ def test_a_conversion_that_fails_fails_the_run_and_says_why(watched: Path, catal
 def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
     """A webhook's flow and a sweep meet at one new checkpoint, so many times.
 
-    Whoever configured the webhook wants something else, elsewhere: what the root is watched for counts.
+    The webhook's configuration asks for another output elsewhere; the watched root's target applies.
     """
     from ckptcore.operations import wait as waiting
     from flows.arrived import arrived

@@ -35,23 +35,23 @@ def test_a_claim_is_renewed_while_the_work_goes_on(catalog, url, monkeypatch):
         assert mine.mine
         assert renewed.wait(120)
         with catalog.writing() as conn:  # waits for the renewal's end
-            claims.standing(conn, KEY)
+            claims.current(conn, KEY)
         with claimed(catalog, KEY, "/s", "b") as other:
             assert (other.mine, other.owner) == (False, "a")
     with catalog.reading() as conn:
-        assert claims.standing(conn, KEY).state == "done"
+        assert claims.current(conn, KEY).state == "done"
 
 
 def test_what_ends_it_is_kept(catalog):
     with pytest.raises(DiskFull), claimed(catalog, KEY, "/s", "a"):
         raise DiskFull("no room")
     with catalog.reading() as conn:
-        found = claims.standing(conn, KEY)
+        found = claims.current(conn, KEY)
     assert (found.state, found.error_code, found.error) == ("failed", "disk-full", "no room")
     with pytest.raises(KeyboardInterrupt), claimed(catalog, KEY, "/s", "a"):
         raise KeyboardInterrupt
     with catalog.reading() as conn:
-        assert claims.standing(conn, KEY).error_code == "interrupted"
+        assert claims.current(conn, KEY).error_code == "interrupted"
 
 
 def test_equal_manifests_of_other_bytes_are_other_sources(tmp_path):

@@ -271,7 +271,7 @@ def test_a_hold_that_comes_while_it_is_looked_at_wins(made, retired, catalog, mo
 
     def meanwhile(detail, *given):
         with open_catalog(catalog.url.removeprefix("sqlite:///")) as other, other.writing() as conn:
-            if not holds.held(conn, datetime.now(UTC), str(made[1])):
+            if not holds.active(conn, datetime.now(UTC), str(made[1])):
                 holds.place(conn, datetime.now(UTC), str(made[1]), "needed")
         return prove(detail, *given)
 

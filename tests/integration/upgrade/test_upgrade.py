@@ -80,7 +80,7 @@ def test_queues_claims_and_sightings_are_what_they_were(old, either):
         with catalog.queueing() as conn:  # the lease of the one that was at work ends
             due = datetime.now(UTC) + timedelta(days=1)
             assert len(inbox.take(conn, due, limit=9)) == 2
-            assert inbox.again(conn, due, None)
+            assert inbox.retry(conn, due, None)
 
 
 def test_a_sweep_does_not_open_again_what_the_older_version_saw(old, capsys, monkeypatch):

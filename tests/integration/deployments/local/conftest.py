@@ -31,7 +31,7 @@ def stack() -> Stack:
 
 @pytest.fixture
 def checkpoint(stack: Stack, request: pytest.FixtureRequest) -> Path:
-    """A real DCP checkpoint of `TENSORS`, where checkpoints are announced."""
+    """A real DCP checkpoint of `TENSORS`, below an allowed root."""
     place = stack.root / re.sub(r"\W+", "-", request.node.name).strip("-") / "step-7"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "assuming the intent is to save in a single process": it is

@@ -34,7 +34,7 @@ fingerprint = true
 
 @pytest.fixture
 def stack() -> Iterator[Stack]:
-    """The four processes of `make up`, in a folder of their own, with an operator's own choices."""
+    """The four processes of `make up`, in a separate folder, with an operator's choices."""
     with whole_system("ckptcore-chaos-", keep="CHAOS_KEEP" in os.environ) as running:
         config = running.folder / "receiver.toml"
         config.write_text(config.read_text().replace("\n[sources.trainer]", CHOSEN))
@@ -43,7 +43,7 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture
 def keeper(stack: Stack) -> Iterator[Supervisor]:
-    """Who starts again whatever ends."""
+    """Restart every service that ends."""
     found = Supervisor(stack.folder)
     assert found.kill("receiver")  # it reads its configuration when it is started
     assert eventually(lambda: _is_ready(stack))
@@ -79,14 +79,14 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
         assert batch.failed == {}
         assert eventually(lambda b=batch: has_ended(stack, b), PATIENCE, step=1.0), standing(stack, batch)
         assert keeper.trouble is None
-        told = Counter(answer["status"] for answer in batch.told.values())
+        statuses = Counter(answer["status"] for answer in batch.told.values())
         waited = sorted(round(seconds, 1) for seconds in batch.seconds.values())
         print(
-            f"{batch.run}: {time.monotonic() - began:.0f} s; senders {dict(told)}, after {waited} s",
+            f"{batch.run}: {time.monotonic() - began:.0f} s; senders {dict(statuses)}, after {waited} s",
             flush=True,
         )
         done.append(batch)
-        for one in done:  # the earlier ones again: nothing may have touched them
+        for one in done:  # the earlier ones once more: they must be unchanged
             prove(stack, one)
     assert keeper.kills == {kind: each * batches for kind in kinds if each}
     print(f"kills {dict(keeper.kills)}, starts {dict(keeper.starts)}", flush=True)

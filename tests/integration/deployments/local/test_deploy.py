@@ -1,4 +1,4 @@
-"""Deployments: does a real server know every flow, how to limit it, when to start it, what to ask for?"""
+"""Deployments on a real server: every flow, with its limit, schedule, triggers and parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.xdist_group("stack")]
 
 
 def flows() -> set[str]:
-    """The modules that hold a flow."""
+    """The modules with a flow."""
     found = set()
     for path in (ROOT / "flows").glob("[!_]*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -43,7 +43,7 @@ def test_every_flow_is_deployed(deployments: dict[str, Any]) -> None:
         assert found["pull_steps"] in ([], None)
         assert found["work_pool_name"] == "ckptcore"
         assert not found["paused"]
-        # What a sweep or a scrub leaves, the next one finds; all else goes on when its process has gone.
+        # The next sweep or scrub finds what the last one left; all other flows are resumed.
         assert ("resumable" in found["tags"]) == (not found["schedules"]), name
 
 
@@ -56,7 +56,7 @@ def test_runs_are_limited(deployments: dict[str, Any]) -> None:
         assert limit == 1 if alone else limit > 1, name
 
 
-def test_the_form_says_what_every_parameter_means(deployments: dict[str, Any]) -> None:
+def test_the_form_describes_every_parameter(deployments: dict[str, Any]) -> None:
     for name, found in deployments.items():
         assert found["description"]
         assert "\n" not in found["description"]
@@ -86,7 +86,7 @@ def test_events_and_schedules_start_them(stack: Stack, deployments: dict[str, An
 
 
 def test_the_scheduler_plans_their_runs(stack: Stack, deployments: dict[str, Any]) -> None:
-    """A schedule that is stored is not yet one that fires."""
+    """A stored schedule also has to fire."""
     scheduled = {name: found["id"] for name, found in deployments.items() if found["schedules"]}
     assert {"sweep", "scrub", "retire"} <= scheduled.keys()
 
@@ -98,19 +98,19 @@ def test_the_scheduler_plans_their_runs(stack: Stack, deployments: dict[str, Any
     assert eventually(lambda: planned() == set(scheduled.values())), planned()
 
 
-def test_up_again_mends_what_died_and_doubles_nothing(stack: Stack) -> None:
+def test_a_second_up_restarts_what_died_and_duplicates_nothing(stack: Stack) -> None:
     before = len(stack.post("/automations/filter", {}))
     os.kill(stack.process("receiver"), signal.SIGKILL)
-    told = stack.up()
-    assert "receiver: started" in told
-    assert all(f"{name}: runs already" in told for name in ("postgres", "prefect", "worker")), told
+    output = stack.up()
+    assert "receiver: started" in output
+    assert all(f"{name}: already running" in output for name in ("postgres", "prefect", "worker")), output
     assert stack.receiver.get("/readyz").status_code == 200
     after = stack.post("/automations/filter", {})
     assert len(after) == before
     (zombies,) = [one for one in after if one["name"] == "ckptcore-crash-zombies"]
     assert zombies["trigger"]["within"] == 90
     assert zombies["trigger"]["posture"] == "Proactive"
-    # Also one that a worker took and never began: it has sent no heartbeat yet.
+    # Also a run that a worker took and never started: it has sent no heartbeat yet.
     named = ("Pending", "Submitting", "heartbeat")
     assert set(zombies["trigger"]["after"]) == {f"prefect.flow-run.{name}" for name in named}
 
@@ -132,7 +132,7 @@ def test_an_event_starts_a_run(stack: Stack, checkpoint: Path) -> None:
         assert len(list(file.keys())) == 60
 
 
-def test_the_server_wants_a_password(stack: Stack) -> None:
+def test_the_server_requires_a_password(stack: Stack) -> None:
     import httpx
 
     assert httpx.post(f"{stack.env['PREFECT_API_URL']}/deployments/filter", json={}).status_code == 401

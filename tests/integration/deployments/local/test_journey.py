@@ -44,13 +44,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def run_of(stack: Stack, source: Path) -> dict[str, Any]:
-    """The only run about a checkpoint, when it has ended."""
+    """The only run for a checkpoint, after its end."""
     about = [run for run in stack.runs("arrived") if run["parameters"]["source"] == str(source)]
     assert len(about) == 1
     return stack.ended(about[0]["id"])
 
 
-def test_from_the_last_line_of_a_job_to_one_sql_query(stack: Stack, tmp_path: Path) -> None:
+def test_from_a_training_job_to_an_sql_query(stack: Stack, tmp_path: Path) -> None:
     checkpoint, truth = stack.root / "gloo-run" / "step-3", tmp_path / "truth.pt"
     env = os.environ | {
         "CKPT_HOOK_URL": f"{stack.receiver.base_url}/hooks/trainer".replace("//hooks", "/hooks"),
@@ -68,8 +68,8 @@ def test_from_the_last_line_of_a_job_to_one_sql_query(stack: Stack, tmp_path: Pa
         )
         for rank in range(2)
     ]
-    told = [rank.communicate(timeout=300) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
 
     about = "SELECT uri, run, step FROM latest_exports WHERE run = 'gloo-run'"
     assert eventually(lambda: bool(query(stack, about)), 180, step=2.0), stack.told(
@@ -84,13 +84,13 @@ def test_from_the_last_line_of_a_job_to_one_sql_query(stack: Stack, tmp_path: Pa
     run = run_of(stack, checkpoint)
     assert run["state_type"] == "COMPLETED"
     assert {"webhook", "source:trainer"} <= set(run["tags"])
-    # Of this export: tests before have made others.
+    # Of this export: earlier tests have made others.
     which = {"name": ["prefect.asset.materialization.succeeded"]}
     made = {"filter": {"event": which, "resource": {"id": [f"file://{row['uri']}"]}}}
     assert eventually(lambda: bool(stack.post("/events/filter", made)["events"]))
     event = stack.post("/events/filter", made)["events"][0]
     assert f"file://{checkpoint}" in [related["prefect.resource.id"] for related in event["related"]]
-    # The same announcement again is another event about the same work: nothing is converted twice.
+    # The same announcement is another event for the same work: nothing is converted twice.
     inode = (stack.exports / "gloo-run" / "step-3").stat().st_ino
     repeat = stack.receiver.post(
         "/hooks/curl",
@@ -137,7 +137,7 @@ def every_kind(stack: Stack, tmp_path: Path) -> Iterator[str]:
 @pytest.mark.soak
 def test_every_kind_of_sender(stack: Stack, every_kind: str, checkpoint: Path) -> None:
     places = {kind: stack.root / "kinds" / kind / "step-7" for kind in webhooks.HOOKS}
-    # These name an experiment and a job, and no place.
+    # These name an experiment or a job, and no URI.
     places |= {"determined": stack.root / "experiment-41", "eventbridge": stack.root / "job-llama"}
     for kind, place in places.items():
         shutil.copytree(checkpoint, place)

@@ -18,12 +18,12 @@ ONE_FILE_EACH = {"max_file_size": "16KiB", "batch": "1KiB", "workers": 1}
 
 
 def finished(staging: Path) -> dict[str, os.stat_result]:
-    """Files that are whole: those with a receipt."""
+    """Complete files: those with a receipt."""
     receipts = (json.loads(path.read_text()) for path in (staging / "receipts").glob("file-*.json"))
     return {receipt["path"]: (staging / "files" / receipt["path"]).stat() for receipt in receipts}
 
 
-def test_a_killed_run_goes_on_behind_its_last_file(stack: Stack, checkpoint: Path) -> None:
+def test_a_killed_run_resumes_after_its_last_file(stack: Stack, checkpoint: Path) -> None:
     target = stack.exports / "killed"
     staging = target.parent / ".killed.ckptcore"
     id = stack.start(
@@ -52,7 +52,7 @@ def test_a_killed_run_goes_on_behind_its_last_file(stack: Stack, checkpoint: Pat
     assert states.index("Crashed") < states.index("AwaitingRetry")
 
 
-def test_down_lets_go_on_what_it_stops(stack: Stack, checkpoint: Path) -> None:
+def test_runs_that_down_stops_are_resumed(stack: Stack, checkpoint: Path) -> None:
     target = stack.exports / "stopped"
     staging = target.parent / ".stopped.ckptcore"
     id = stack.start(
@@ -60,10 +60,10 @@ def test_down_lets_go_on_what_it_stops(stack: Stack, checkpoint: Path) -> None:
     )
     assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.told(id)
     for process in stack.flow_processes():
-        os.kill(process, signal.SIGSTOP)  # or it might end before it is told to
+        os.kill(process, signal.SIGSTOP)  # or it could end by itself
     assert len(finished(staging)) < len(TENSORS)
-    told = stack.down("--patience", "0")
-    assert all(f"{name}: stopped" in told for name in ("receiver", "worker", "prefect", "postgres")), told
+    output = stack.down("--patience", "0")
+    assert all(f"{name}: stopped" in output for name in ("receiver", "worker", "prefect", "postgres")), output
     assert not any(stack.running().values())
     assert not target.exists()
     before = {name: (s.st_ino, s.st_mtime_ns) for name, s in finished(staging).items()}
@@ -74,7 +74,7 @@ def test_down_lets_go_on_what_it_stops(stack: Stack, checkpoint: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_machine_that_goes_away_is_noticed_by_its_silence(stack: Stack, checkpoint: Path) -> None:
+def test_a_lost_machine_is_detected_by_missing_heartbeats(stack: Stack, checkpoint: Path) -> None:
     target = stack.exports / "silent"
     staging = target.parent / ".silent.ckptcore"
     id = stack.start(
@@ -85,7 +85,7 @@ def test_a_machine_that_goes_away_is_noticed_by_its_silence(stack: Stack, checkp
         os.kill(process, signal.SIGKILL)
     assert stack.run(id)["state_type"] == "RUNNING"
     run = stack.ended(id, 300)
-    assert (run["state_type"], run["state"]["message"]) == ("CRASHED", "no sign of life for 90 s")
+    assert (run["state_type"], run["state"]["message"]) == ("CRASHED", "no heartbeat for 90 s")
     before = {name: (s.st_ino, s.st_mtime_ns) for name, s in finished(staging).items()}
     stack.up()
     assert eventually(lambda: stack.run(id)["state_type"] == "COMPLETED"), stack.told(id)
@@ -93,7 +93,7 @@ def test_a_machine_that_goes_away_is_noticed_by_its_silence(stack: Stack, checkp
 
 
 @pytest.mark.soak
-def test_a_run_that_dies_before_it_begins_is_not_started_for_ever(stack: Stack, checkpoint: Path) -> None:
+def test_a_run_that_dies_before_it_begins_is_not_restarted_forever(stack: Stack, checkpoint: Path) -> None:
     stack.mend()
     answer = stack.receiver.post(
         "/hooks/curl",
@@ -122,7 +122,7 @@ def test_a_run_that_dies_before_it_begins_is_not_started_for_ever(stack: Stack, 
     ended = stack.run(id)
     assert ended["run_count"] == 0  # it never began: Prefect's own count says nothing
     assert len(killed) == 5
-    assert ended["state"]["message"].startswith("worker-lost: given up: it was started 5 times")
+    assert ended["state"]["message"].startswith("worker-lost: gave up after 5 starts")
     # Neither the deployment `resume` nor the receiver starts it again, and its event has failed.
     about = f"SELECT state, error_message FROM inbox WHERE flow_run_id = '{id}'"
 

@@ -14,11 +14,11 @@ from tasks.attempts import LOOKS
 pytestmark = [pytest.mark.xdist_group("stack")]
 
 
-def test_wrong_names_hold_up_nobody(stack: Stack, checkpoint: Path) -> None:
+def test_wrong_uris_do_not_block_others(stack: Stack, checkpoint: Path) -> None:
     stack.mend()
     worker = stack.process("worker")
     late = checkpoint.with_name("step-9")
-    wrong = [checkpoint.with_name(f"setp-{n}") for n in range(3)]  # more than the worker has places
+    wrong = [checkpoint.with_name(f"setp-{n}") for n in range(3)]  # more than the worker has slots
     ids = {
         place: stack.start(
             "arrived/arrived",
@@ -49,8 +49,8 @@ def test_wrong_names_hold_up_nobody(stack: Stack, checkpoint: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_long_pause_is_no_death(stack: Stack, checkpoint: Path) -> None:
-    """Runs that give no sign of life for 90 s are crashed; one that is put off for longer gives none."""
+def test_a_long_pause_is_not_a_crash(stack: Stack, checkpoint: Path) -> None:
+    """Runs without a heartbeat for 90 s are set to Crashed, but not a run that is rescheduled for longer."""
     stack.mend()
     late = checkpoint.with_name("step-9")
     id = stack.start(

@@ -1,4 +1,4 @@
-"""Worker: one that is told to end, or dies, lets go of its runs, and of nobody else's."""
+"""A worker that is stopped, or dies, releases its own runs and no others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def worker(stack: Stack, log: Path, name: str = "other") -> Iterator[subprocess.
 
 
 def runs_of(process: subprocess.Popen[bytes]) -> list[int]:
-    """The processes below a worker that run flows."""
+    """The processes of a worker that run flows."""
     (below,) = (
         int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     )
@@ -63,7 +63,7 @@ def runs_of(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 def run_of_another(stack: Stack) -> str:
-    """The id of a run that another worker took, as its label says."""
+    """The id of a run with the label of another worker."""
     deployment = stack.get("/deployments/name/scrub/scrub")["id"]
     run = stack.post(
         "/flow_runs/",
@@ -77,16 +77,16 @@ def run_of_another(stack: Stack) -> str:
     return str(run["id"])
 
 
-def test_one_that_dies_lets_go_too_and_says_that_it_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dying_worker_releases_its_runs_and_reports_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     dies = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    real, asked, let_go = subprocess.Popen, [], []
+    real, asked, released = subprocess.Popen, [], []
 
     def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
         asked.append(command)
         return real(dies, **how)
 
     monkeypatch.setattr(worker_process.subprocess, "Popen", start)
-    monkeypatch.setattr(worker_process, "_let_go", lambda *of: let_go.append(of))
+    monkeypatch.setattr(worker_process, "_release_runs", lambda *of: released.append(of))
     before = {how: signal.getsignal(how) for how in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
     try:
         code = worker_process.main(["--pool", "p", "--name", "n"])
@@ -94,16 +94,16 @@ def test_one_that_dies_lets_go_too_and_says_that_it_died(monkeypatch: pytest.Mon
         for how, handler in before.items():
             signal.signal(how, handler)
     assert code == -signal.SIGKILL
-    assert let_go == [("p", "n")]
+    assert released == [("p", "n")]
     assert asked[0][-4:] == ["--pool", "p", "--name", "n"]
 
 
-@pytest.mark.parametrize("end", ["is told to end", pytest.param("dies", marks=pytest.mark.soak)])
-def test_a_worker_lets_go_of_its_run_and_of_nobody_elses(
+@pytest.mark.parametrize("end", ["is stopped", pytest.param("dies", marks=pytest.mark.soak)])
+def test_a_worker_releases_its_own_runs_only(
     stack: Stack, checkpoint: Path, tmp_path: Path, end: str
 ) -> None:
-    os.kill(stack.process("worker"), signal.SIGTERM)  # it has nothing to do, and would take the run
-    target = stack.exports / f"let-go-{end.split()[0]}"
+    os.kill(stack.process("worker"), signal.SIGTERM)  # it is idle, and would take the run
+    target = stack.exports / f"release-{end.split()[0]}"
     receipts = target.parent / f".{target.name}.ckptcore" / "receipts"
     log = tmp_path / "worker.log"
     with worker(stack, log) as process:
