@@ -13,7 +13,7 @@ from typing import Any
 from ckptcore.errors import UnprovenCheckpoint
 from ckptcore.formats.base import natural
 from ckptcore.formats.common import optimizer_numbers as _optimnames
-from ckptcore.formats.common.optimizer_numbers import Numbered, prove, told_names
+from ckptcore.formats.common.optimizer_numbers import Numbered, prove, recorded_names
 from ckptcore.formats.common.shape_matching import Shape
 
 Params = tuple[tuple[str, Shape], ...]  # (name, global shape) of a model's parameters, in order
@@ -52,7 +52,7 @@ def names_of(
 
     shape: the global shape of a tensor in the tree, None for anything else.
     """
-    return prove(params, [optimizer], shape)[0].names or told_names(optimizer)
+    return prove(params, [optimizer], shape)[0].names or recorded_names(optimizer)
 
 
 def numbers_for(

@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_said(case: str, tmp_path: Path) -> None:
     manifest = read(tmp_path, ordered, WRONG[case])
     assert told(manifest) == {}
     assert unnamed(manifest) == ["optimizer_states.0"]
-    assert any(w in manifest.findings[0].message for w in ("do not fit the model", "do not tell the shape"))
+    assert any(w in manifest.findings[0].message for w in ("do not fit the model", "do not determine the shape"))
 
 
 NOT_NUMBERED: dict[str, Any] = {

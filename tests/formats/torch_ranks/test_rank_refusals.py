@@ -194,7 +194,7 @@ def test_a_file_of_a_rank_that_was_not_there(tmp_path: Path) -> None:
 def test_two_files_of_one_rank(tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2)}] * 2)
     shutil.copy(folder / "model_rank1.pt", folder / "model_rank01.pt")
-    with pytest.raises(AmbiguousModel, match="are both of rank 1"):
+    with pytest.raises(AmbiguousModel, match="are both files of rank 1"):
         read(folder)
 
 
