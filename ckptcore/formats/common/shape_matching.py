@@ -1,4 +1,4 @@
-"""Match lists of shapes to a row of shapes, each list in order, each place used once, where only one way exists.
+"""Match lists of shapes to a row of shapes where only one way exists, in order and each place once.
 
 A place is forced when the first and the last place that an element can have are the same. A forced place is
 removed from the choices of all others, until no new place is found. The method is sound but not complete: an

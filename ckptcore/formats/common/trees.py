@@ -17,8 +17,8 @@ def leaves_below(
 ) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
     """Yield (dotted name, path below ``tree``, value) of the leaves of a tree.
 
-    Only containers with a tensor inside, or a refused one, are taken apart. In a path, list positions are ints
-    and dict keys are text, as in DCP's ``planner_data``.
+    Only containers with a tensor inside, or a refused one, are taken apart. In a path, list positions are
+    ints and dict keys are text, as in DCP's ``planner_data``.
 
     Args:
         tree: Any value.

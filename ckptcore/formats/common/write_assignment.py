@@ -1,8 +1,8 @@
 """Assign each box of each tensor to the rank of a mesh that writes it, so that each box is written once.
 
-Of the ranks that have a box, the one with the fewest bytes so far writes it, and the lowest of these on a tie.
-That is torch's own rule (torch/distributed/checkpoint/_dedup_save_plans.py), with names in natural order
-instead of the order of the saved dict.
+Of the ranks that have a box, the one with the fewest bytes so far writes it; on a tie, the lowest rank. That
+is torch's own rule (torch/distributed/checkpoint/_dedup_save_plans.py), with names in natural order instead
+of the order of the saved dict.
 """
 
 from __future__ import annotations
