@@ -15,7 +15,7 @@ from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.rank_file_names import RankFiles, rank_files
-from ckptcore.formats.huggingface.whole_files import with_whole_folder
+from ckptcore.formats.huggingface.consolidated_files import with_consolidated_folder
 from ckptcore.formats.torch_ranks.reader import read_ranks
 from ckptcore.formats.torch_ranks.writer import arrange
 
@@ -23,7 +23,7 @@ _NAME = "torch_ranks"
 # verl keeps a folder per component (actor, critic) in a folder per step.
 _BELOW = re.compile(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
 _VERL_MODEL = re.compile(r"^model_world_size_\d+_rank_\d+\.pt$")
-_WHOLE = "huggingface"  # verl/utils/checkpoint/fsdp_checkpoint_manager.py, save_checkpoint
+_MODEL_FOLDER = "huggingface"  # verl/utils/checkpoint/fsdp_checkpoint_manager.py, save_checkpoint
 _OTHERS = (".metadata", ".distcp", ".safetensors", ".zarray")
 
 
@@ -77,7 +77,7 @@ def _with_huggingface(
 ) -> Manifest:
     """With the model that verl saves once more, whole, where it is asked to (``hf_model``): a copy."""
     model = "model." if len(kinds) > 1 else ""
-    return with_whole_folder(manifest, source, f"{below}{_WHOLE}", lambda name: model + name)
+    return with_consolidated_folder(manifest, source, f"{below}{_MODEL_FOLDER}", lambda name: model + name)
 
 
 def rank_files_of(source: Source) -> tuple[RankFiles, ...]:

@@ -287,7 +287,7 @@ def test_old_attributes_are_there() -> None:
         ((*FACTS, ABLE, *[None] * 20), {}, "at most 14 fields"),
         ((*FACTS, _detect, _read), {}, r"reader of format 'x' must be a Reader \(got function\)"),
         ((*FACTS, _detect), {"reader": Reader(_read), "writer": _arrange}, "writer of format 'x' must be"),
-        ((*FACTS, _detect), {"writer": Writer(Layout(_arrange))}, "has a writer and no reader"),
+        ((*FACTS, _detect), {"writer": Writer(Layout(_arrange))}, "must have a reader"),
     ],
 )
 def test_what_is_no_format_is_refused(args: Any, fields: Any, message: str) -> None:
