@@ -1,8 +1,8 @@
-"""One torch file per rank: state dicts of DTensor, ShardedTensor, or whole tensors.
+"""Read and write one torch file per rank: state dicts of DTensor, ShardedTensor, or full tensors.
 
-What FSDP jobs leave that save without torch.distributed.checkpoint: verl, Accelerate with
-``use_dcp=False``, OLMo's torch_legacy, and scripts that call torch.save on every rank. Each pickle
-says which boxes its rank holds; the ranks' files are one checkpoint together.
+FSDP jobs write such files when they save without torch.distributed.checkpoint: verl, Accelerate with
+``use_dcp=False``, OLMo's torch_legacy, and scripts that call torch.save on every rank. Each pickle records
+the boxes of its rank; together the files are one checkpoint.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ _OTHERS = (".metadata", ".distcp", ".safetensors", ".zarray")
 
 
 def detect(source: Source) -> Evidence | None:
-    """A folder of files that are named by rank, at least one of them a torch zip."""
+    """Recognise a folder of files named by rank, at least one of them a torch zip."""
     if source.name is not None:
         return None
     if any(p.endswith(_OTHERS) and "/" not in p for p in source.listing):
-        # Beside another format, ranks' files are a trainer's own state; verl's models are none.
+        # Beside another format, rank files are a trainer's own state, except verl's models.
         models = [p for p in source.listing if _VERL_MODEL.match(p)]
-        return Evidence(_NAME, (f"{len(models)} files like {models[0]}",)) if models else None
+        files = "file" if len(models) == 1 else "files"
+        return Evidence(_NAME, (f"{len(models)} {files} like {models[0]}",)) if models else None
     found = [p for kind in rank_files_of(source) for p in kind.paths.values()]
     if found:
         zips = [p for p in found[:8] if _is_zip(source, p)]
         verl = any("_world_size_" in p for p in found)
         if not zips and not verl:
             return None
-        # A name that tells how many ranks there are is meant so, whatever trainer's keys the one file holds.
+        # A name with a world size is a rank's file, even if it contains a trainer's keys.
         instead = ("torch_save", "lightning") if verl else ("torch_save",)
-        return Evidence(_NAME, (f"{len(found)} files named by rank, {found[0]} for one",), instead)
+        files = "file" if len(found) == 1 else "files"
+        return Evidence(_NAME, (f"{len(found)} {files} named by rank, such as {found[0]}",), instead)
     folders = _folders(source)
     if folders:
         return Evidence(_NAME, (f"files named by rank in {', '.join(folders)}",), ("torch_save",))
@@ -51,9 +53,11 @@ def detect(source: Source) -> Evidence | None:
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of all ranks' files; those of a subfolder when there is exactly one.
+    """Read the manifest of all ranks' files, or of those in the only subfolder that has some.
 
-    Raises `AmbiguousModel` for several components, and as `RankReader.add` does.
+    Raises:
+        AmbiguousModel: Several subfolders have such files.
+        CkptError: What `RankReader.add` raises.
     """
     kinds = rank_files(source.listing)
     if kinds:
@@ -61,27 +65,27 @@ def read(source: Source) -> Manifest:
     folders = _folders(source)
     if len(folders) > 1:
         raise AmbiguousModel(
-            f"{source.store.url} holds {len(folders)} checkpoints: {', '.join(folders[:8])}",
-            hint=f"name one of them, {source.store.url.rstrip('/')}/{folders[0]} say",
+            f"{source.store.url} contains {len(folders)} checkpoints: {', '.join(folders[:8])}",
+            hint=f"name one of them, for example {source.store.url.rstrip('/')}/{folders[0]}",
             candidates=list(folders),
         )
     inner = source.below(folders[0])
     kinds = rank_files(inner.listing)
     manifest = read_ranks(inner, kinds, _NAME)
-    whole = join(_NAME, source.store.url, [Part(manifest, folders[0])], manifest.origin)
-    return _with_huggingface(whole, source, f"{folders[0]}/", kinds)
+    joined = join(_NAME, source.store.url, [Part(manifest, folders[0])], manifest.origin)
+    return _with_huggingface(joined, source, f"{folders[0]}/", kinds)
 
 
 def _with_huggingface(
     manifest: Manifest, source: Source, below: str, kinds: tuple[RankFiles, ...]
 ) -> Manifest:
-    """With the model that verl saves once more, whole, where it is asked to (``hf_model``): a copy."""
+    """Add the consolidated copy of the model that verl saves on request (``hf_model``)."""
     model = "model." if len(kinds) > 1 else ""
     return with_consolidated_folder(manifest, source, f"{below}{_MODEL_FOLDER}", lambda name: model + name)
 
 
 def rank_files_of(source: Source) -> tuple[RankFiles, ...]:
-    """`rank_files`, or those of one save where the names tell of two: `read` says so."""
+    """Return `rank_files`, or all such files if the names are those of two saves: `read` reports it."""
     try:
         return rank_files(source.listing)
     except AmbiguousModel:

@@ -124,7 +124,7 @@ def test_many_refused_values_are_counted(tmp_path: Path) -> None:
     manifest = read(tmp_path, {**VERSION, "hyper_parameters": dict.fromkeys(range(130), torch.nn.GELU)})
     told = [f.message for f in manifest.findings]
     assert len(told) == 101
-    assert told[-1] == "30 more values of meta.pt are left out"
+    assert told[-1] == "left out 30 more values of meta.pt"
 
 
 def test_a_meta_pt_that_is_no_dict(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_meta_pt_that_is_no_dict(tmp_path: Path) -> None:
 def test_values_that_stand_for_more_than_is_there(tmp_path: Path) -> None:
     """Each of them is within its bounds, all together are not."""
     wide = torch.zeros(1).expand(15_000_000)
-    with pytest.raises(MalformedCheckpoint, match="stand for tensors"):
+    with pytest.raises(MalformedCheckpoint, match="its tensors need"):
         read(tmp_path, {**VERSION, "a": wide, "b": wide})
 
 
