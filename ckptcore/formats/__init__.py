@@ -166,7 +166,7 @@ def open_source(url: str, *, recover: bool = False, keep_quantized: bool = False
     if store.local is not None:
         try:
             is_folder = store.local.is_dir()
-        except OSError as error:  # a name too long, say
+        except OSError as error:  # for example, a name that is too long
             raise SourceUnreadable(f"cannot open {url[:200]}: {error.strerror}") from error
         if is_folder:
             return _source(store, None, store.stamped(), recover, keep_quantized)

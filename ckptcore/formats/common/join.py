@@ -112,7 +112,7 @@ def _require_distinct(names: Sequence[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise NameMismatch(f"two parts of the checkpoint hold something called {name}")
+            raise NameMismatch(f"two parts of the checkpoint use the name {name}")
         seen.add(name)
 
 

@@ -41,10 +41,10 @@ def forced_places(row: Row, chains: Sequence[Sequence[Shape | None]]) -> list[Pl
     at: list[Places] = [[None] * len(chain) for chain in chains]
     taken: set[int] = set()
     for _ in range(_ROUNDS if len(chains) > 1 else 1):  # one chain takes nothing from itself
-        behind = {row.length - 1 - p for p in taken}
+        taken_from_back = {row.length - 1 - p for p in taken}
         for chain, places in zip(chains, at, strict=True):
             first = row.front.places(chain, places, taken)
-            mirrored = row.back.places(chain[::-1], _mirrored(places, row.length), behind)
+            mirrored = row.back.places(chain[::-1], _mirrored(places, row.length), taken_from_back)
             if first is None or mirrored is None:
                 return None
             last = _mirrored(mirrored, row.length)

@@ -91,9 +91,9 @@ def _piece(spec: TensorSpec, box: Box) -> WriteItem:
 
 def _holders(topology: Topology, spec: TensorSpec) -> list[tuple[Box, list[int]]]:
     """Return the distinct boxes of a tensor, each with the ranks that have it; require all elements."""
-    held = topology.held(spec.fqn, spec.shape)
+    boxes = topology.held(spec.fqn, spec.shape)
     found: dict[Box, list[int]] = {}
-    for rank, box in enumerate(held):
+    for rank, box in enumerate(boxes):
         if 0 in spec.shape and box is not None:
             found.setdefault(Box.whole(spec.shape), []).append(rank)
         elif box is not None and 0 not in box.shape:

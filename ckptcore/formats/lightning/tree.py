@@ -126,7 +126,7 @@ def read_tree(source: Source, name: str, read: Contents, format: str, origin: di
     _add_findings(builder, read, name)
     total = sum(t.nbytes for t in builder.tensors)
     if total > 1024 * size + (64 << 20):  # for example, expanded views of one element
-        raise MalformedCheckpoint(f"{name} has {size} bytes, but its tensors need {total} bytes")
+        raise MalformedCheckpoint(f"{name}: {size} stored bytes expand to tensors of {total} bytes")
     form = paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     return builder.build(format, source.store.url, origin | ({"paths": form} if form else {}))
 

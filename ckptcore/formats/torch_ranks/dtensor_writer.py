@@ -230,7 +230,7 @@ class RankPickled(Pickled):
             super().value(value)
 
     def _once(self, key: str, emit: Callable[[], None]) -> None:
-        """Emits a value; a later one with this key refers back to it."""
+        """Emit a value; a later one with this key refers back to it."""
         at = self._memo.get(key)
         if at is not None:
             self.out += b"h" + bytes([at]) if at < 256 else b"j" + at.to_bytes(4, "little")

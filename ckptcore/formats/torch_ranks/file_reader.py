@@ -212,7 +212,7 @@ class _File:
             )
         if self._bytes > 1024 * self._size + (64 << 20):  # for example, expanded views of one element
             raise MalformedCheckpoint(
-                f"{self._path} has {self._size} bytes, but its tensors need {self._bytes} bytes"
+                f"{self._path}: {self._size} stored bytes expand to tensors of {self._bytes} bytes"
             )
         return left
 

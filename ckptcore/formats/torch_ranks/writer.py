@@ -262,7 +262,7 @@ def _staged(topology: Topology, specs: Mapping[str, Any]) -> bool:
     return any(topology.layout(name).at for name in specs)
 
 
-def _without_missing(value: Any, gone: set[str]) -> Any:
+def _without_missing(value: Any, missing: set[str]) -> Any:
     """Return the tree without the tensors that a rank lacks, and without dicts of only such tensors.
 
     Raises:
@@ -270,12 +270,12 @@ def _without_missing(value: Any, gone: set[str]) -> Any:
     """
     if isinstance(value, dict):
         kept = (
-            (k, _without_missing(v, gone))
+            (k, _without_missing(v, missing))
             for k, v in value.items()
-            if not (type(v) is TensorRef and v.fqn in gone)
+            if not (type(v) is TensorRef and v.fqn in missing)
         )
         return type(value)((k, v) for k, v in kept if v != {} or value[k] == {})
-    lost = [name for name in tensors_in(value) if name in gone] if isinstance(value, (list, tuple)) else []
+    lost = [name for name in tensors_in(value) if name in missing] if isinstance(value, (list, tuple)) else []
     if lost:
         raise UnsupportedFormat(
             f"cannot write {lost[0]}: it is in a list, and not every rank has it",

@@ -86,7 +86,7 @@ def read(source: Source) -> Manifest:
     tree.require_all()
     total = sum(t.nbytes for t in builder.tensors)
     if total > 1024 * size + (64 << 20):  # for example, expanded views of one element
-        raise MalformedCheckpoint(f"{name} has {size} bytes, but its tensors need {total} bytes")
+        raise MalformedCheckpoint(f"{name}: {size} stored bytes expand to tensors of {total} bytes")
     return builder.build("torch_save", store.url, {})
 
 

@@ -62,7 +62,7 @@ def data_of(inline: Mapping[str, Inline]) -> tuple[bytes, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Behind:
+class _Tail:
     """What follows the first records of a file.
 
     Attributes:
@@ -88,7 +88,7 @@ class Around:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], _Behind] = {}
+        self._known: dict[tuple[Any, ...], _Tail] = {}
 
     def of(
         self,
@@ -120,14 +120,14 @@ class Around:
         if key not in self._known:
             while len(self._known) >= _KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[key] = _behind(at, len(rows), sizes, inline)
-        behind = self._known[key]
-        directory = Literal(behind.end, rows + behind.rows, behind.patches)
+            self._known[key] = _tail(at, len(rows), sizes, inline)
+        tail = self._known[key]
+        directory = Literal(tail.end, rows + tail.rows, tail.patches)
         end = directory.start + len(directory.data)
-        return FileLayout(path, end, tensors, behind.slots, (*literals, *behind.literals, directory), commit)
+        return FileLayout(path, end, tensors, tail.slots, (*literals, *tail.literals, directory), commit)
 
 
-def _behind(at: int, before: int, sizes: Sequence[int], inline: Sequence[bytes]) -> _Behind:
+def _tail(at: int, before: int, sizes: Sequence[int], inline: Sequence[bytes]) -> _Tail:
     """Lay out storages, version and directory.
 
     Args:
@@ -158,7 +158,7 @@ def _behind(at: int, before: int, sizes: Sequence[int], inline: Sequence[bytes])
         rows += row
         at += len(body)
     rows += write.end_records(2 + len(sizes) + len(known), at, before + len(rows))
-    return _Behind(tuple(slots), tuple(literals), bytes(rows), tuple(patches), at)
+    return _Tail(tuple(slots), tuple(literals), bytes(rows), tuple(patches), at)
 
 
 def arrays_as_tensors(value: Any, inline: dict[str, Inline]) -> Any:

@@ -77,5 +77,5 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
 
 def test_what_is_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
-    with pytest.raises(SourceUnreadable, match="no regular file"):
+    with pytest.raises(SourceUnreadable, match="not a regular file"):
         open_source(str(tmp_path / "pipe.pt"))

@@ -264,7 +264,7 @@ SHARDED: dict[str, tuple[dict[str, Any], str]] = {
     "a shard of another size": ({"where": {"shard_sizes": [6, 3]}}, r"a shard of float32 \[6, 3\]"),
     "a shard of another dtype": ({"tensor": WHOLE.long()}, "a shard of float32"),
     "a shard of another rank": ({"where": {"shard_offsets": [0]}}, r"a shard at \[0\]"),
-    "a shard that is none": ({"tensor": None}, "that holds None"),
+    "a shard that is none": ({"tensor": None}, "that contains None"),
     "a size that is none": ({"told": {"size": "x"}}, "size 'x'"),
     "properties that are none": ({"told": {"tensor_properties": 7}}, "dtype None"),
 }

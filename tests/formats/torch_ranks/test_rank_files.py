@@ -304,7 +304,7 @@ def test_a_part_of_a_list_is_refused(tmp_path: Path) -> None:
     spec = [TensorSpec(f"w.{n}", "float32", (2,)) for n in (0, 1)]
     layouts = {f"w.{n}": TensorLayout(at=(("pp", (n,)),)) for n in (0, 1)}
     paths = {f"w.{n}": ("w", n) for n in (0, 1)}
-    with pytest.raises(UnsupportedFormat, match=r"w\.1 stands in a list"):
+    with pytest.raises(UnsupportedFormat, match=r"cannot write w\.1: it is in a list"):
         list(arrange(Arrangement(spec, paths=paths, topology=Topology(Mesh((("pp", 2),)), layouts))))
 
 

@@ -62,7 +62,7 @@ def test_other_zips_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tree", "told"), [([torch.ones(2)], "list"), (torch.ones(2), "StoredView")])
 def test_what_is_no_dict(tree: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormat, match=f"holds a {told}"):
+    with pytest.raises(UnsupportedFormat, match=f"must contain a state dict .got {told}"):
         ckptcore.open(str(saved(tmp_path, tree)))
 
 
@@ -121,7 +121,7 @@ def test_tensors_in_a_class_of_the_user(tmp_path: Path) -> None:
 def test_one_view_under_many_names(tmp_path: Path) -> None:
     """Each within its bounds, all together far more than the file."""
     wide = torch.zeros(1).expand(15_000_000)
-    with pytest.raises(MalformedCheckpoint, match="its tensors need"):
+    with pytest.raises(MalformedCheckpoint, match="expand to tensors"):
         ckptcore.open(str(saved(tmp_path, {"a": wide, "b": wide})))
 
 
@@ -134,7 +134,7 @@ def test_a_distributed_tensor_is_no_plain_one(tmp_path: Path) -> None:
         path = saved(tmp_path, {"w": value})
     finally:
         torch.distributed.destroy_process_group()
-    with pytest.raises(UnsupportedFormat, match="not a plain full state dict"):
+    with pytest.raises(UnsupportedFormat, match="must be a plain full state dict"):
         ckptcore.open(str(path))
 
 
