@@ -206,8 +206,8 @@ def test_ranks_files_without_dcp(tmp_path: Path) -> None:
     assert manifest.format == "accelerate"
     assert torch.equal(read_tensor(manifest, "model.w"), torch.ones(4))
     torch.save({"step": 3}, folder / "random_states_5.pkl")
-    told = [(f.code, f.file) for f in read(folder).findings if "only file of its rank" in f.message]
-    assert told == [("missing-part", "random_states_5.pkl")]
+    found_alone = [(f.code, f.file) for f in read(folder).findings if "only file of its rank" in f.message]
+    assert found_alone == [("missing-part", "random_states_5.pkl")]
     (folder / "optimizer_0_rank1.bin").unlink()
     found = [(f.code, f.file) for f in read(folder).findings if f.severity == "error"]
     assert found == [("missing-rank", "optimizer_0_rank1.bin")]

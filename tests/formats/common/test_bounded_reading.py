@@ -231,7 +231,7 @@ def test_ranks_that_names_tell(tmp_path: Path) -> None:
 
 def test_strided_shards(tmp_path: Path) -> None:
     """Split factors that no mesh has: steps multiply along one dim, pieces over two."""
-    for case, placements, local, shape, said in (
+    for case, placements, local, shape, message in (
         ("steps", (strided(0, 65535),) * 3, ((2,), (1,)), (1 << 40,), "steps"),
         ("pieces", (strided(0, 4096), strided(1, 4096)), ((4096, 4096), (0, 0)), (8192, 8192), "pieces"),
     ):
@@ -240,7 +240,7 @@ def test_strided_shards(tmp_path: Path) -> None:
         ranks = tensor("s1", "LongStorage", n, sizes, tuple(2**k for k in reversed(range(len(sizes)))))
         one = dtensor(tensor("s0", "FloatStorage", 2, *local), sizes, ranks, placements, shape)
         raw = struct.pack(f"<{n}q", *range(n))
-        cheap(save(tmp_path / case / "rank0.pt", {"w": one}, s0=bytes(8), s1=raw).parent, said)
+        cheap(save(tmp_path / case / "rank0.pt", {"w": one}, s0=bytes(8), s1=raw).parent, message)
 
 
 def test_shards_and_meshes_that_many_tensors_share(tmp_path: Path) -> None:
@@ -251,10 +251,10 @@ def test_shards_and_meshes_that_many_tensors_share(tmp_path: Path) -> None:
     shard = record(f"{_SHARD}.sharded_tensor.shard", "Shard", tensor=local, metadata=where)
     kinds = f"{_SHARD}.sharded_tensor.metadata"
     properties = record(kinds, "TensorProperties", dtype=torch32)
-    told = record(kinds, "ShardedTensorMetadata", size=(1,), tensor_properties=properties)
+    metadata = record(kinds, "ShardedTensorMetadata", size=(1,), tensor_properties=properties)
     api = f"{_SHARD}.sharded_tensor.api"
     group = record(api, "ShardedTensor.ProcessGroupState", global_rank=0, global_world_size=1)
-    state = ([shard] * 20_000, told, group)
+    state = ([shard] * 20_000, metadata, group)
     sharded = {f"w{i}": wrapped("ShardedTensor", api, (1,), state) for i in range(500)}
     cheap(save(tmp_path / "a" / "rank0.pt", sharded, s0=bytes(4)).parent, "pieces")
 
@@ -262,8 +262,8 @@ def test_shards_and_meshes_that_many_tensors_share(tmp_path: Path) -> None:
     keep = record(_PLACE, "Replicate")
 
     def one() -> Made:
-        whole = tensor("s0", "FloatStorage", 1, (1,), (1,))
-        return dtensor(whole, (n,), tensor("s1", "CharStorage", n, (n,), (1,)), (keep,), (1,))
+        local = tensor("s0", "FloatStorage", 1, (1,), (1,))
+        return dtensor(local, (n,), tensor("s1", "CharStorage", n, (n,), (1,)), (keep,), (1,))
 
     meshes = {f"w{i}": one() for i in range(200)}
     cheap(save(tmp_path / "b" / "rank0.pt", meshes, s0=bytes(4), s1=bytes(n)).parent)
@@ -280,7 +280,7 @@ def test_plans_that_are_one(tmp_path: Path) -> None:
     cheap(tmp_path)
 
 
-def zarray(path: Path, **told: Any) -> None:
+def zarray(path: Path, **fields: Any) -> None:
     form = {
         "compressor": None,
         "dtype": "<f8",
@@ -290,7 +290,7 @@ def zarray(path: Path, **told: Any) -> None:
         "zarr_format": 2,
     }
     path.mkdir(parents=True)
-    (path / ".zarray").write_text(json.dumps(form | told))
+    (path / ".zarray").write_text(json.dumps(form | fields))
 
 
 def zarr(path: Path, args: dict[str, Any] | None = None) -> Path:

@@ -283,8 +283,8 @@ def test_what_the_error_says(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_budgets_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for told in ("much", "-1", "12", "1KiB"):
-        monkeypatch.setenv(VARIABLE, told)
+    for value in ("much", "-1", "12", "1KiB"):
+        monkeypatch.setenv(VARIABLE, value)
         with pytest.raises(UsageError, match=VARIABLE):
             budget()
     monkeypatch.setenv(VARIABLE, "")

@@ -48,9 +48,9 @@ def dcp(folder: Path, name: str) -> None:
     path = folder / ".metadata"
     before = set(sys.modules)
     with path.open("rb") as file:
-        told = _Stubs(file).load()
-    told.state_dict_metadata[name].properties.dtype = torch.float4_e2m1fn_x2
-    path.write_bytes(pickle.dumps(told))
+        metadata = _Stubs(file).load()
+    metadata.state_dict_metadata[name].properties.dtype = torch.float4_e2m1fn_x2
+    path.write_bytes(pickle.dumps(metadata))
     for module in set(sys.modules) - before:
         if not hasattr(sys.modules[module], "__file__"):
             del sys.modules[module]
@@ -62,11 +62,11 @@ def header(folder: Path, name: str) -> None:
     for path in sorted(folder.rglob("*.safetensors")):
         raw = path.read_bytes()
         size = int.from_bytes(raw[:8], "little")
-        told = json.loads(raw[8 : 8 + size])
-        for key in [k for k in told if k == name or name.encode() in _decoded(k)]:
-            told[key]["dtype"] = "F6_E2M3"
+        header = json.loads(raw[8 : 8 + size])
+        for key in [k for k in header if k == name or name.encode() in _decoded(k)]:
+            header[key]["dtype"] = "F6_E2M3"
             done += 1
-        new = json.dumps(told).encode()
+        new = json.dumps(header).encode()
         path.write_bytes(len(new).to_bytes(8, "little") + new + raw[8 + size :])
     assert done
 
@@ -80,8 +80,8 @@ def _decoded(key: str) -> bytes:
 
 def zarr(folder: Path, name: str) -> None:
     path = folder / name / ".zarray"
-    told = json.loads(path.read_text())
-    path.write_text(json.dumps({**told, "dtype": "<U1"}))
+    array = json.loads(path.read_text())
+    path.write_text(json.dumps({**array, "dtype": "<U1"}))
 
 
 def quantized() -> torch.Tensor:
@@ -91,9 +91,9 @@ def quantized() -> torch.Tensor:
 def listed_header(folder: Path, name: str) -> None:
     """A header, and what lists the tensors of all ranks."""
     header(folder, name)
-    told = json.loads((folder / "metadata.json").read_text())
-    told["tensors"][name]["dtype"] = "F6_E2M3"
-    (folder / "metadata.json").write_text(json.dumps(told))
+    metadata = json.loads((folder / "metadata.json").read_text())
+    metadata["tensors"][name]["dtype"] = "F6_E2M3"
+    (folder / "metadata.json").write_text(json.dumps(metadata))
 
 
 def rank_files(folder: Path, name: str) -> None:
@@ -279,13 +279,13 @@ def test_odd_tensors_of_megatron_ranks(kind: str, where: str, tmp_path: Path) ->
     manifest = ckptcore.open(str(source))
     errors = [f for f in ckptcore.check(manifest).findings if f.severity == "error"]
     names = {f.fqn for f in errors}
-    whole = "decoder.layers.self_attention.linear_proj.weight"
+    weight = "decoder.layers.self_attention.linear_proj.weight"
     ranks = {f"mp_rank_0{t}_00{p}" for t in range(2) for p in range(2)}
     assert (
         names
         == {
-            "weight": {whole},
-            "all ranks": {whole},
+            "weight": {weight},
+            "all ranks": {weight},
             "no rule": {f"odd/{r}" for r in ranks},
             "buffer": {
                 f"optimizer/{r}.state.0.exp_avg" if kind == "float4" else f"optimizer/{r}" for r in ranks

@@ -122,7 +122,7 @@ def run(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_an_old_package_is_read_and_told_what_to_change(tmp_path: Path) -> None:
+def test_an_old_package_is_read_with_a_warning(tmp_path: Path) -> None:
     install(tmp_path / "site", npy_plugin=OLD_PLUGIN)
     (tmp_path / "src").mkdir()
     # .npy, format 1.0: as numpy.save writes it.
@@ -145,8 +145,8 @@ print(json.dumps([manifest.format, [[t.fqn, t.shape] for t in manifest.tensors],
     assert "ckptcore.manifest has moved to ckptcore.core.manifest" in done.stderr
     assert "the fields of Format have changed: give Format a reader=Reader(...)" in done.stderr
     # With the fields of release 0.1 its warnings are errors: the package is named, and does no harm.
-    told = "import json; from ckptcore.formats import registry; print(json.dumps(registry().broken))"
-    done = run(tmp_path / "site", told, "-W", "error::DeprecationWarning:npy_plugin")
+    script = "import json; from ckptcore.formats import registry; print(json.dumps(registry().broken))"
+    done = run(tmp_path / "site", script, "-W", "error::DeprecationWarning:npy_plugin")
     assert done.returncode == 0, done.stderr
     assert "npy_plugin:FORMAT fails: DeprecationWarning" in done.stdout
 
@@ -226,8 +226,8 @@ def test_old_fields_become_a_reader_and_a_writer() -> None:
     assert reads.writer is None
     assert reads.abilities == Abilities(reads=True, writes=False, checksums="CRC", objects=True)
     writes = old(*FACTS, ABLE, _detect, _read, _arrange, ("3",), True, True, False, _place)
-    whole = Layout(_arrange, nests=True, place=_place)
-    assert (writes.writer, writes.versions) == (Writer(whole, single_file=True), ("3",))
+    layout = Layout(_arrange, nests=True, place=_place)
+    assert (writes.writer, writes.versions) == (Writer(layout, single_file=True), ("3",))
     named = dict(zip(("name", "title", "recognised_by"), FACTS, strict=True))
     meshed = old(**named, abilities=ABLE, detect=_detect, read=_read, arrange=_arrange, shards=True)
     assert meshed.writer == Writer(Layout(_arrange), for_mesh=Layout(_arrange))
@@ -260,14 +260,14 @@ def test_old_attributes_are_there() -> None:
     found = {name: old_attribute(lightning, name) for name in names}
     none = {name: old_attribute(refused, name) for name in names}
     meshed = old_attribute(found.pop("for_mesh"), "place")
-    whole = lightning.writer.whole
+    layout = lightning.writer.layout
     assert found == {
         "read": lightning.reader.read,
-        "arrange": whole.arrange,
+        "arrange": layout.arrange,
         "single_file": True,
         "nests": True,
         "shards": True,
-        "place": whole.place,
+        "place": layout.place,
         "serializations": ("torch_save",),
     }
     assert lightning.writer.for_mesh is not None
@@ -300,12 +300,12 @@ def test_what_is_no_format_is_refused(args: Any, fields: Any, message: str) -> N
 @pytest.mark.parametrize("name", moved_modules.ALIASES)
 def test_an_old_module_is_the_new_one(name: str) -> None:
     sys.modules.pop(f"ckptcore.{name}", None)
-    with pytest.warns(DeprecationWarning, match="has moved to") as told:
+    with pytest.warns(DeprecationWarning, match="has moved to") as caught:
         found = importlib.import_module(f"ckptcore.{name}")
     assert found is importlib.import_module(f"ckptcore.{moved_modules.ALIASES[name]}")
     assert found.__spec__ is not None
     assert found.__spec__.name == found.__name__  # the module of today stays as it was
-    assert len(told) == 1
+    assert len(caught) == 1
     assert name not in ckptcore.__all__, "an alias would take the place of a public function"
 
 

@@ -78,10 +78,10 @@ def test_a_package_that_cannot_be_used_is_named_and_does_no_harm(tmp_path: Path)
         command, env=_env(tmp_path), capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert [b["package"] for b in told["broken"]] == ["npy-plugin", "npy-plugin"]
-    assert told["formats"][-1]["name"] == "npy_folder"
-    assert told["formats"][-1]["package"] == "npy-plugin"
+    listed = json.loads(done.stdout)
+    assert [b["package"] for b in listed["broken"]] == ["npy-plugin", "npy-plugin"]
+    assert listed["formats"][-1]["name"] == "npy_folder"
+    assert listed["formats"][-1]["package"] == "npy-plugin"
 
 
 def test_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

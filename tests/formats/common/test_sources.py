@@ -48,19 +48,19 @@ def test_folders_and_files(root: str) -> None:
 
 def test_a_folder_below_another(root: str) -> None:
     """The same files under shorter names: sizes, stamps and bytes are those of the store around it."""
-    whole = open_source(root)
-    below = whole.below("deep")
+    full = open_source(root)
+    below = full.below("deep")
     name, inside = "model.safetensors", "deep/model.safetensors"
-    assert below.listing == below.store.list() == {name: whole.listing[inside]}
-    assert below.store.size(name) == whole.store.size(inside) == whole.listing[inside]
+    assert below.listing == below.store.list() == {name: full.listing[inside]}
+    assert below.store.size(name) == full.store.size(inside) == full.listing[inside]
     assert below.store.size("alone.safetensors") is None
-    assert below.store.stamp(name) == whole.store.stamp(inside) is not None
+    assert below.store.stamp(name) == full.store.stamp(inside) is not None
     into = bytearray(16)
     below.store.read_into(name, 8, memoryview(into))
-    assert bytes(into) == below.store.read(name, 8, 16) == whole.store.read(inside, 8, 16)
-    assert below.store.url == f"{whole.store.url.rstrip('/')}/deep"
+    assert bytes(into) == below.store.read(name, 8, 16) == full.store.read(inside, 8, 16)
+    assert below.store.url == f"{full.store.url.rstrip('/')}/deep"
     below.store.close()  # type: ignore[attr-defined]
-    assert whole.store.size(inside)  # what it reads from stays open
+    assert full.store.size(inside)  # what it reads from stays open
 
 
 def test_what_is_not_there(root: str) -> None:

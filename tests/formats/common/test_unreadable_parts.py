@@ -36,8 +36,10 @@ def rank_files(folder: Path, kind: str) -> Path:
 
 
 def lightning_file(folder: Path, kind: str) -> Path:
-    whole = {"pytorch-lightning_version": "2.6.6", "state_dict": state(kind)["model"], "epoch": 1}
-    torch.save(whole | {"global_step": 3, "optimizer_states": [], "lr_schedulers": []}, folder / "a.ckpt")
+    checkpoint = {"pytorch-lightning_version": "2.6.6", "state_dict": state(kind)["model"], "epoch": 1}
+    torch.save(
+        checkpoint | {"global_step": 3, "optimizer_states": [], "lr_schedulers": []}, folder / "a.ckpt"
+    )
     return folder / "a.ckpt"
 
 
@@ -101,8 +103,8 @@ def test_a_subclass_in_a_dcp_folder_shows_when_it_is_read(tmp_path: Path) -> Non
     source = tmp_path / "ckpt"
     dcp.save(state("subclass"), checkpoint_id=source, no_dist=True)
     manifest = ckptcore.open(str(source))
-    (told,) = [f for f in ckptcore.check(manifest, "bytes").findings if f.severity == "error"]
-    assert (told.code, told.fqn) == ("unreadable-part", "model.odd")
+    (error,) = [f for f in ckptcore.check(manifest, "bytes").findings if f.severity == "error"]
+    assert (error.code, error.fqn) == ("unreadable-part", "model.odd")
     with pytest.raises(UnreadablePart, match="Scaled") as caught:
         ckptcore.convert(str(source), str(tmp_path / "out"))
     assert "--exclude 'model.odd'" in caught.value.hint
@@ -124,7 +126,7 @@ def test_a_safetensors_file(dtype: str, tmp_path: Path) -> None:
     stops_nothing_else(path, "odd", tmp_path / "x" if dtype == "F4" else None)
 
 
-def test_whoever_asks_for_it_is_told(tmp_path: Path) -> None:
+def test_a_request_for_it_is_refused(tmp_path: Path) -> None:
     source = str(torch_file(tmp_path, "coo"))
     manifest = ckptcore.open(source)
     with pytest.raises(
@@ -170,8 +172,8 @@ def test_what_can_run_is_still_called_unsafe(tmp_path: Path) -> None:
         ckptcore.open(str(tmp_path / "ckpt"))
     assert caught.value.code == "unsafe"
     torch.save({"w": W, "x": Evil()}, tmp_path / "a.pt")
-    told = ckptcore.check(ckptcore.open(str(tmp_path / "a.pt"))).findings
-    assert [(f.code, f.fqn) for f in told] == [("refused-global", "x")]
+    findings = ckptcore.check(ckptcore.open(str(tmp_path / "a.pt"))).findings
+    assert [(f.code, f.fqn) for f in findings] == [("refused-global", "x")]
 
 
 # --- shards of torch's Hugging Face writer, all evenly cut ------------------------------------
@@ -181,13 +183,13 @@ def shards(folder: Path, ranks: int, of: int, *, rows: int = 32, width: int = 8)
     """The first ``ranks`` of ``of`` evenly cut shards."""
     folder.mkdir(parents=True)
     for rank in range(ranks):
-        held, info = {}, {}
+        tensors, info = {}, {}
         for name, height in (("model.embed_tokens.weight", rows), ("model.layers.0.mlp.weight", 16)):
             each = height // of
-            held[name] = torch.full((each, width), float(rank))
+            tensors[name] = torch.full((each, width), float(rank))
             info[name] = {"saved_offsets": [rank * each, 0]}
         save_file(
-            held,
+            tensors,
             folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors",
             {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"},
         )

@@ -48,10 +48,12 @@ def hf_shards_folder(folder: Path) -> Path:
     (folder / "sharded").mkdir(parents=True)
     for rank, name in enumerate(SHARDS):
         info = {"model.embed_tokens.weight": {"saved_offsets": [rank * 2, 0]}}
-        told = {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
-        save_file({"model.embed_tokens.weight": torch.full((2, 3), rank)}, folder / "sharded" / name, told)
-    whole = torch.tensor([0, 0, 1, 1]).repeat_interleave(3).reshape(4, 3)
-    save_file({"model.embed_tokens.weight": whole}, folder / "model.safetensors")
+        metadata = {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
+        save_file(
+            {"model.embed_tokens.weight": torch.full((2, 3), rank)}, folder / "sharded" / name, metadata
+        )
+    full = torch.tensor([0, 0, 1, 1]).repeat_interleave(3).reshape(4, 3)
+    save_file({"model.embed_tokens.weight": full}, folder / "model.safetensors")
     (folder / "config.json").write_text('{"vocab_size": 4, "hidden_size": 3}')
     (folder / "README.md").write_text("of somebody")
     return folder

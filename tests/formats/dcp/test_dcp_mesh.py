@@ -84,17 +84,17 @@ def resume(sample: Sample, axes: Axes, tmp_path: Path) -> list[dict[str, Any]]:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    told: list[dict[str, Any]] = json.loads((tmp_path / "told.json").read_text())
-    return told
+    rows: list[dict[str, Any]] = json.loads((tmp_path / "told.json").read_text())
+    return rows
 
 
 def chunks(folder: Path) -> Chunks:
     """Name -> box -> the rank in whose file torch finds it; empty boxes are left out."""
-    told = FileSystemReader(folder).read_metadata()
+    metadata = FileSystemReader(folder).read_metadata()
     found: Chunks = {}
-    assert told.storage_data is not None
-    places = {(i.fqn, i.offset): int(s.relative_path.split("_")[2]) for i, s in told.storage_data.items()}
-    for name, entry in told.state_dict_metadata.items():
+    assert metadata.storage_data is not None
+    places = {(i.fqn, i.offset): int(s.relative_path.split("_")[2]) for i, s in metadata.storage_data.items()}
+    for name, entry in metadata.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
             continue
         found[name] = {
@@ -108,11 +108,11 @@ def chunks(folder: Path) -> Chunks:
 def loaded(sample: Sample, axes: Axes, tmp_path: Path) -> tuple[Chunks, Chunks]:
     """Has a job of this mesh load what was written; gives the chunks of that, and of what the job saves."""
     assert validate(ckptcore.open(str(tmp_path / "out")), "bytes").ok
-    told = resume(sample, axes, tmp_path)
-    assert [row["wrong"] for row in told] == [[]] * len(told)
-    for row in told:
+    rows = resume(sample, axes, tmp_path)
+    assert [row["wrong"] for row in rows] == [[]] * len(rows)
+    for row in rows:
         assert row["losses"].get("written") == row["losses"].get("original") == row["losses"].get("load_into")
-    assert "pp" in dict(axes) or sample.name == TITAN or all(len(row["losses"]) == 3 for row in told)
+    assert "pp" in dict(axes) or sample.name == TITAN or all(len(row["losses"]) == 3 for row in rows)
     theirs = chunks(tmp_path / "saved")
     assert theirs
     return chunks(tmp_path / "out"), theirs
@@ -125,10 +125,10 @@ def resumes(sample: Sample, axes: Axes, tmp_path: Path) -> None:
     for name, parts in theirs.items():
         assert ours[name].keys() == parts.keys(), name
         shape = next(t.shape for t in ckptcore.open(str(tmp_path / "out")).tensors if t.fqn == name)
-        held = topology.held(name, shape)
+        boxes = topology.held(name, shape)
         for box, rank in ours[name].items():
-            assert held[rank] == box, (name, box, rank)
-            assert rank == parts[box] or held.count(box) > 1
+            assert boxes[rank] == box, (name, box, rank)
+            assert rank == parts[box] or boxes.count(box) > 1
 
 
 @pytest.fixture

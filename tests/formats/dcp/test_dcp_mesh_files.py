@@ -48,9 +48,9 @@ def saved(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 def places(folder: Path) -> dict[str, list[str]]:
     """Name -> the files of its chunks, as torch lists them."""
-    told = FileSystemReader(folder).read_metadata()
+    metadata = FileSystemReader(folder).read_metadata()
     found: dict[str, list[str]] = {}
-    for index, place in (told.storage_data or {}).items():
+    for index, place in (metadata.storage_data or {}).items():
         assert index.index == len(found.get(index.fqn, [])) or index.index is None
         found.setdefault(index.fqn, []).append(place.relative_path)
     return found
@@ -85,8 +85,8 @@ def test_ranks_without_anything_leave_empty_files(tmp_path: Path) -> None:
         check=True,
         timeout=180,
     )
-    whole = tensors_of(read_torch(tmp_path / "whole.pt"))
-    assert not differences({k: value(v) for k, v in tensors.items()}, whole)
+    full = tensors_of(read_torch(tmp_path / "whole.pt"))
+    assert not differences({k: value(v) for k, v in tensors.items()}, full)
 
 
 def test_what_all_ranks_have_is_spread_over_them(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_items_of_safetensors(source: Path, tmp_path: Path) -> None:
     out = reshard(source, tmp_path / "out", "fsdp=3", serialization="safetensors", exclude=odd)
     there, here = contents(source), contents(out)
     assert not differences({k: v for k, v in there.items() if k not in (*odd, "rng")}, here)
-    told = FileSystemReader(out).read_metadata()
-    assert told.storage_data is not None
+    metadata = FileSystemReader(out).read_metadata()
+    assert metadata.storage_data is not None
     for path in out.glob("*.distcp"):
-        items = {i: s for i, s in told.storage_data.items() if s.relative_path == path.name}
+        items = {i: s for i, s in metadata.storage_data.items() if s.relative_path == path.name}
         inside = {i: s for i, s in items.items() if i.offset is not None}
         if not inside:
             assert sum(s.length for s in items.values()) == path.stat().st_size

@@ -142,7 +142,7 @@ def test_metadata_holds_what_torch_2_4_knows(
     assert fields >= FIELDS_OF_2_4 - {"index"}
 
 
-def test_written_again_it_is_the_same(cli: Cli, dcp_sample: Path, tmp_path: Path) -> None:
+def test_a_rewrite_gives_the_same_files(cli: Cli, dcp_sample: Path, tmp_path: Path) -> None:
     """From our own folder too: names, paths and objects survive, and equal input gives equal bytes."""
     first, second = tmp_path / "a", tmp_path / "b"
     assert cli("consolidate", dcp_sample / "ckpt", first, "--to", "dcp").code == 0

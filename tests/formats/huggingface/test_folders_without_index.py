@@ -49,7 +49,7 @@ def test_one_of_them_by_name(folder: Path) -> None:
     assert codes(folder / NAMES[1]) == {f"missing-part {NAMES[1]}"}
 
 
-def test_what_lies_beside(folder: Path) -> None:
+def test_files_beside_a_series(folder: Path) -> None:
     """A series and another file is not guessed at; model.safetensors is what loaders take."""
     save_file({"other": np.zeros(2)}, folder / "adapter_model.safetensors")
     with pytest.raises(UnknownFormat):

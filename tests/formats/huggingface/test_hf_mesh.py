@@ -31,16 +31,16 @@ def pretrained(folder: Path) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mesh", ["fsdp=2,tp=2", pytest.param("fsdp=3", marks=pytest.mark.soak)])
 def test_a_model_is_loaded_on_a_mesh(mesh: str, tmp_path: Path) -> None:
-    source, out, told = pretrained(tmp_path / "hf"), tmp_path / "out", tmp_path / "told.json"
+    source, out, report = pretrained(tmp_path / "hf"), tmp_path / "out", tmp_path / "told.json"
     ckptcore.convert(str(source), str(out), verb="reshard", to="dcp", mesh=mesh)
     sizes = dict(part.split("=") for part in mesh.split(","))
-    line = [sys.executable, str(JOB), str(source), str(out), sizes["fsdp"], sizes.get("tp", "1"), str(told)]
+    line = [sys.executable, str(JOB), str(source), str(out), sizes["fsdp"], sizes.get("tp", "1"), str(report)]
     ran = subprocess.run(line, capture_output=True, text=True, timeout=500, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    rows = json.loads(told.read_text())
-    for differ, (written, whole) in rows:
+    rows = json.loads(report.read_text())
+    for differ, (written, full) in rows:
         assert differ == []
-        assert written == whole
+        assert written == full
     # The file of each rank holds what it asks for, so nothing else has to be read.
     data = {f.path for f in ckptcore.open(str(out)).files if f.path.endswith(".distcp")}
     assert data == {f"__{r}_0.distcp" for r in range(len(rows))}

@@ -77,9 +77,9 @@ def values_of_mxfp4(tensors: dict[str, Any]) -> Any:
     blocks, scales = tensors["m_blocks"], tensors["m_scales"]
     table = torch.tensor(FP4)
     pairs = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1)
-    held = pairs.reshape(*blocks.shape[:-1], 32)
+    values = pairs.reshape(*blocks.shape[:-1], 32)
     exponent = scales.to(torch.int32).unsqueeze(-1) - 127
-    return torch.ldexp(held, exponent).reshape(*scales.shape[:-1], -1)
+    return torch.ldexp(values, exponent).reshape(*scales.shape[:-1], -1)
 
 
 def consolidated(cli: Cli, source: Path, dst: Path, *flags: str) -> Any:
@@ -132,8 +132,8 @@ def test_dtypes_of_weights_and_scales(weight: str, scale: str, tmp_path: Path) -
 @pytest.mark.parametrize("block", [(1, 128), (64, 32), (7, 5), (1000, 1000), (1, 1)])
 def test_the_block_is_that_of_the_config(block: tuple[int, int], cli: Cli, tmp_path: Path) -> None:
     made = fp8(130, 257, block)
-    told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
-    source = folder(tmp_path / "s", made, config=told)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
+    source = folder(tmp_path / "s", made, config=config)
     found = consolidated(cli, source, tmp_path / "out", "--memory", "1MiB", "--workers", "1")
     assert found["l.weight"] == value(values_of_fp8(made, block))
 
@@ -169,8 +169,8 @@ def test_boxes_tiles_and_budgets_change_no_bit(cli: Cli, tmp_path: Path) -> None
     weight = {"l.weight": made["l.weight"], "m_scales": four["m_scales"]}
     scale = {"l.weight_scale_inv": made["l.weight_scale_inv"], "m_blocks": four["m_blocks"]}
     source = folder(tmp_path / "s", weight, scale)
-    whole = {"l.weight": values_of_fp8(made), "m_blocks": values_of_mxfp4(four)}
-    truth = {k: value(v) for k, v in whole.items()}
+    expected = {"l.weight": values_of_fp8(made), "m_blocks": values_of_mxfp4(four)}
+    truth = {k: value(v) for k, v in expected.items()}
     for number, flags in enumerate(
         (
             ["--memory", "1MiB", "--workers", "1"],
@@ -191,7 +191,7 @@ def test_boxes_tiles_and_budgets_change_no_bit(cli: Cli, tmp_path: Path) -> None
         ("m_blocks", Box((2, 0), (0, 5))),
     ):
         index = tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))
-        assert same(ckptcore.read(manifest, fqn, box), whole[fqn][index])
+        assert same(ckptcore.read(manifest, fqn, box), expected[fqn][index])
 
 
 def test_into_a_live_model(tmp_path: Path) -> None:
@@ -235,24 +235,24 @@ def test_kept_on_request(cli: Cli, tmp_path: Path) -> None:
     stored = read_safetensors(source)
     found = consolidated(cli, source, tmp_path / "out", "--keep-quantized")
     assert found == stored
-    shown = cli("inspect", source, "--keep-quantized", "--output", "json").json
-    assert (shown["format"], shown["num_tensors"]) == ("safetensors", 4)
+    inspected = cli("inspect", source, "--keep-quantized", "--output", "json").json
+    assert (inspected["format"], inspected["num_tensors"]) == ("safetensors", 4)
     assert cli("validate", source, "--keep-quantized", "--level", "values", "--output", "json").code == 0
 
 
-def test_said_before_anything_is_written(cli: Cli, tmp_path: Path) -> None:
+def test_inspect_and_plan_report_computed_tensors(cli: Cli, tmp_path: Path) -> None:
     """inspect and plan name what a tensor is computed from, and the plan can be saved and applied."""
     source = folder(tmp_path / "s", fp8(130, 140))
-    shown = cli("inspect", source, "--output", "json").json
-    assert shown["format"] == "hf_quantized"
-    (row,) = shown["tensors"]
-    told = "fp8_block of l.weight, l.weight_scale_inv"
-    assert (row["dtype"], row["shape"], row["computed"]) == ("float32", [130, 140], told)
-    assert told in cli("inspect", source).stdout
+    inspected = cli("inspect", source, "--output", "json").json
+    assert inspected["format"] == "hf_quantized"
+    (row,) = inspected["tensors"]
+    computed = "fp8_block of l.weight, l.weight_scale_inv"
+    assert (row["dtype"], row["shape"], row["computed"]) == ("float32", [130, 140], computed)
+    assert computed in cli("inspect", source).stdout
     saved = cli("plan", source, tmp_path / "out", "--save", tmp_path / "plan", "--output", "json")
-    assert saved.json["computed"] == [["l.weight", told]]
-    again = cli("plan", source, tmp_path / "out", "--output", "json")
-    assert again.json["plan_digest"] == saved.json["plan_digest"]
+    assert saved.json["computed"] == [["l.weight", computed]]
+    repeated = cli("plan", source, tmp_path / "out", "--output", "json")
+    assert repeated.json["plan_digest"] == saved.json["plan_digest"]
     kept = cli("plan", source, tmp_path / "out", "--keep-quantized", "--output", "json")
     assert kept.json["plan_digest"] != saved.json["plan_digest"]
     assert cli("apply", tmp_path / "plan", "--output", "json").code == 0

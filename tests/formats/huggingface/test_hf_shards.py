@@ -35,8 +35,8 @@ def header(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytes]:
 def put(path: Path, tensors: dict[str, Any], info: Any, data: bytes, **metadata: str) -> None:
     """Writes a shard; info: offsets, or a text as it is."""
     text = info if isinstance(info, str) else json.dumps(info)
-    told = {"DCP_SHARDING_INFO": text, "DCP_VERSION": "1.0", "format": "pt"} | metadata
-    body = json.dumps({"__metadata__": told, **tensors}).encode()
+    own = {"DCP_SHARDING_INFO": text, "DCP_VERSION": "1.0", "format": "pt"} | metadata
+    body = json.dumps({"__metadata__": own, **tensors}).encode()
     path.write_bytes(len(body).to_bytes(8, "little") + body + data)
 
 
@@ -97,10 +97,10 @@ def test_the_shards_are_what_is_read(folder: str, cli: Cli, tmp_path: Path) -> N
     assert not differences(truth, found)
 
 
-def test_whole_files_that_differ_are_told(cli: Cli) -> None:
+def test_consolidated_files_that_differ_are_findings(cli: Cli) -> None:
     done = validated(cli, BOTH / "ckpt")
-    told = {f["fqn"] for f in done.json["findings"] if f["code"] == "consolidated-differs"}
-    assert (done.code, told) == (0, {"zero_d", "plain0d"})
+    differing = {f["fqn"] for f in done.json["findings"] if f["code"] == "consolidated-differs"}
+    assert (done.code, differing) == (0, {"zero_d", "plain0d"})
     assert not codes(validated(cli, BOTH / "ckpt" / "sharded"), "warning")
 
 
@@ -127,8 +127,8 @@ def test_fresh(ranks: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequ
         # Where every tensor happens to be cut evenly, nothing proves that the last rank is there; of two
         # ranks, one that holds nothing of a model file looks like one whose file was lost.
         doubtful = {"unproven-shape", "missing-file"} if ranks == 2 else {"unproven-shape"}
-        told = codes(checked, "error")
-        flags = ["--recover"] if told and told <= doubtful else []
+        errors = codes(checked, "error")
+        flags = ["--recover"] if errors and errors <= doubtful else []
         assert flags or checked.code == 0, f"{about}\n{checked}"
         done = cli("consolidate", source, job_json.parent / "out", "--output", "json", *flags)
         assert done.code == 0, f"{about}\n{done}"
@@ -150,8 +150,8 @@ def load(path: Path) -> Any:
 def test_an_uneven_tensor_proves_the_even_ones(cli: Cli, tmp_path: Path) -> None:
     """26, 26, 26, 25 rows are torch.chunk's for four ranks and for no other number."""
     uneven, even = rows([26, 26, 26, 25]), rows([4, 4, 4, 4])
-    whole = write(tmp_path / "a", {shard(r + 1): {"u": uneven[r], "e": even[r]} for r in range(4)})
-    assert not codes(validated(cli, whole), "warning")
+    uneven_and_even = write(tmp_path / "a", {shard(r + 1): {"u": uneven[r], "e": even[r]} for r in range(4)})
+    assert not codes(validated(cli, uneven_and_even), "warning")
     bare = write(tmp_path / "b", {shard(r + 1): {"e": even[r]} for r in range(4)})
     assert codes(validated(cli, bare), "error") == {"unproven-shape"}
 
@@ -177,7 +177,7 @@ def test_an_empty_part_ends_a_tensor(cli: Cli, tmp_path: Path) -> None:
     assert "hole" in codes(validated(cli, folder))
 
 
-def test_whole_files_prove_shapes(cli: Cli, tmp_path: Path) -> None:
+def test_consolidated_files_prove_shapes(cli: Cli, tmp_path: Path) -> None:
     """Consolidated files say how large a tensor was; a last shard that is lost is then a hole."""
     even = rows([4, 4])
     root = tmp_path / "a"
@@ -345,7 +345,7 @@ def test_replicas_that_differ(cli: Cli, tmp_path: Path) -> None:
     assert (done.code, (tmp_path / "out").exists()) == (1, False)
 
 
-def test_numbers_that_are_not_there_are_told(cli: Cli, tmp_path: Path) -> None:
+def test_missing_numbers_are_findings(cli: Cli, tmp_path: Path) -> None:
     """A rank that holds nothing writes no file: a gap is a warning, and proves nothing any more."""
     folder = tmp_path / "ckpt"
     shutil.copytree(SHARDED / "ckpt", folder)
@@ -359,7 +359,7 @@ def test_numbers_that_are_not_there_are_told(cli: Cli, tmp_path: Path) -> None:
     assert "missing-file" in codes(validated(cli, folder))
 
 
-def test_strangers_are_told(cli: Cli, tmp_path: Path) -> None:
+def test_stray_files_are_findings(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     shutil.copytree(SHARDED / "ckpt", folder)
     shutil.copy(SHARDED / "expected.safetensors", folder / "other.safetensors")
@@ -367,7 +367,7 @@ def test_strangers_are_told(cli: Cli, tmp_path: Path) -> None:
     assert (done.code, codes(done, "warning")) == (0, {"stray-file"})
 
 
-def test_whole_files_that_cannot_be_read(cli: Cli, tmp_path: Path) -> None:
+def test_consolidated_files_that_cannot_be_read(cli: Cli, tmp_path: Path) -> None:
     """torch's consolidation of integers stops halfway: the shards are there."""
     root = tmp_path / "ckpt"
     shutil.copytree(SHARDED / "ckpt", root / "sharded")
@@ -389,9 +389,9 @@ def both(root: Path, parts: list[int], *, offset: int = 0) -> tuple[Path, Path]:
     numpy = pytest.importorskip("numpy")
     pieces = rows(parts)
     write(root / "sharded", {shard(r + 1): {"a.w": pieces[r]} for r in range(len(parts))})
-    held = [header(root / "sharded" / shard(r + 1))[2] for r in range(len(parts))]
-    whole = numpy.frombuffer(b"".join(held), numpy.float32).reshape(sum(parts), 3)
-    save_file({"a.w": whole}, root / "model-00001-of-00001.safetensors")
+    payloads = [header(root / "sharded" / shard(r + 1))[2] for r in range(len(parts))]
+    full = numpy.frombuffer(b"".join(payloads), numpy.float32).reshape(sum(parts), 3)
+    save_file({"a.w": full}, root / "model-00001-of-00001.safetensors")
     return root / "sharded" / shard(2), root / "model-00001-of-00001.safetensors"
 
 
@@ -410,8 +410,10 @@ def test_a_flipped_bit_beside_the_right_one(side: int, cli: Cli, tmp_path: Path)
     flip(files[side], -8)  # the second element from the end
     done = validated(cli, tmp_path / "a")
     assert (done.code, codes(done)) == (1, {"replica-mismatch"}), done
-    [told] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
-    assert all(part in told for part in ("sharded/" + shard(2), files[1].name, " 1 of ", "[8, 1]")), told
+    [message] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
+    assert all(part in message for part in ("sharded/" + shard(2), files[1].name, " 1 of ", "[8, 1]")), (
+        message
+    )
     assert validated(cli, tmp_path / "a").json["findings"] == done.json["findings"]
     assert cli("validate", tmp_path / "a", "--output", "json").code == 0  # no byte is read at level cover
     for verb in (["consolidate"], ["export"], ["reshard", "--to", "dcp", "--mesh", "fsdp=2"]):
@@ -432,11 +434,11 @@ def test_copies_are_compared_in_every_cut(memory: str, cli: Cli, tmp_path: Path)
     from safetensors.numpy import save_file
 
     rng = numpy.random.default_rng(7)
-    whole = rng.integers(0, 1 << 16, (700, 900), numpy.uint16)
+    full = rng.integers(0, 1 << 16, (700, 900), numpy.uint16)
     root = tmp_path / "a"
     root.mkdir()
     for rank, (a, b) in enumerate([(0, 400), (400, 801), (801, 900)]):
-        piece = numpy.ascontiguousarray(whole[:, a:b])
+        piece = numpy.ascontiguousarray(full[:, a:b])
         entry = {"dtype": "U16", "shape": list(piece.shape), "data_offsets": [0, piece.nbytes]}
         (root / "sharded").mkdir(exist_ok=True)
         put(
@@ -447,7 +449,7 @@ def test_copies_are_compared_in_every_cut(memory: str, cli: Cli, tmp_path: Path)
         )
     path = root / "model-00001-of-00001.safetensors"
     for place in (None, (0, 0), (350, 799), (699, 899)):
-        changed = whole.copy()
+        changed = full.copy()
         if place:
             changed[place] ^= 256
         save_file({"w": changed}, path)
@@ -467,8 +469,8 @@ def test_copies_are_compared_in_every_cut(memory: str, cli: Cli, tmp_path: Path)
         if place is None:
             assert (done.code, refused.code) == (0, 0), (done, refused)
             continue
-        [told] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
-        assert str(list(place)) in told
+        [message] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
+        assert str(list(place)) in message
         assert refused.code == 1
         assert str(list(place)) in refused.json["error"]["message"]
 

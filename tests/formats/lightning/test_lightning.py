@@ -73,7 +73,7 @@ def test_fabrics_folder_keeps_the_users_structure(tmp_path: Path) -> None:
     assert list(found) == ["net", "optim.sgd", "list", "iter", "hparams"]
 
 
-def test_the_file_is_read_again_and_gives_itself(tmp_path: Path) -> None:
+def test_the_written_file_reads_back_as_itself(tmp_path: Path) -> None:
     source = trainer(tmp_path / "ckpt", "model")
     first = consolidated(source, tmp_path / "a.ckpt")
     manifest = ckptcore.open(str(tmp_path / "a.ckpt"))
@@ -120,8 +120,8 @@ def test_numbers_of_an_optimizer_are_named_where_only_one_order_fits(tmp_path: P
     }
     states = [numbered([(2, 3), (2, 3), (2,)]), numbered([(2, 3)]), numbered([(2,), (2, 3)])]
     torch.save({**VERSION, "state_dict": model, "optimizer_states": states}, tmp_path / "full.ckpt")
-    told = ckptcore.open(str(tmp_path / "full.ckpt")).origin["lightning"]
-    assert told["parameters"] == {"0": {"0": "a.w", "1": "b.w", "2": "b.bias"}}, (
+    facts = ckptcore.open(str(tmp_path / "full.ckpt")).origin["lightning"]
+    assert facts["parameters"] == {"0": {"0": "a.w", "1": "b.w", "2": "b.bias"}}, (
         "not the second (two fit) nor the third (none)"
     )
 
@@ -132,8 +132,8 @@ def test_buffers_of_a_norm_are_no_parameters(tmp_path: Path) -> None:
     names = [name for name, _ in net.named_parameters()]
     states = [numbered([tuple(p.shape) for p in net.parameters()])]
     torch.save({**VERSION, "state_dict": net.state_dict(), "optimizer_states": states}, tmp_path / "a.ckpt")
-    told = ckptcore.open(str(tmp_path / "a.ckpt")).origin["lightning"]
-    assert told["parameters"] == {"0": {str(n): name for n, name in enumerate(names)}}
+    facts = ckptcore.open(str(tmp_path / "a.ckpt")).origin["lightning"]
+    assert facts["parameters"] == {"0": {str(n): name for n, name in enumerate(names)}}
 
 
 def test_what_is_left_out_leaves_the_rest(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_without_meta_pt_it_is_dcp_and_no_lightning_file(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict"])
-def test_a_lost_meta_pt_is_said(key: str, tmp_path: Path) -> None:
+def test_a_missing_meta_pt_is_a_finding(key: str, tmp_path: Path) -> None:
     """By names that only the Trainer gives. What was converted has all; Fabric's names are anybody's."""
     source = trainer(tmp_path / "ckpt", key)
     ckptcore.convert(str(source), str(tmp_path / "dcp"), to="dcp")
@@ -229,9 +229,9 @@ def test_foreign_classes_go_by_name_and_everything_else_stays(tmp_path: Path, po
     }
     source = trainer(tmp_path / "ckpt", "model", meta)
     manifest = ckptcore.open(str(source))
-    told = {f.fqn: f.message for f in manifest.findings if f.code == "refused-global"}
-    assert set(told) == {"hyper_parameters.p", "hyper_parameters.list"}
-    assert all("users_code.Point" in m for m in told.values())
+    messages = {f.fqn: f.message for f in manifest.findings if f.code == "refused-global"}
+    assert set(messages) == {"hyper_parameters.p", "hyper_parameters.list"}
+    assert all("users_code.Point" in m for m in messages.values())
     found = consolidated(source, tmp_path / "a.ckpt")
     assert found["hyper_parameters"] == {"kept": 5}
     assert found["x"] == {"y": 6}

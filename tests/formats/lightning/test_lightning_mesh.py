@@ -72,8 +72,8 @@ def test_a_model_of_fsdp_becomes_one_of_model_parallel(tmp_path: Path) -> None:
         mesh="fsdp=2",
         rename=(("model.", "state_dict."),),
     )
-    told = official(tmp_path / "out")
-    assert differences(official(source)["state_dict"].keys(), told["state_dict"].keys()) == []
+    written = official(tmp_path / "out")
+    assert differences(official(source)["state_dict"].keys(), written["state_dict"].keys()) == []
 
 
 def test_what_is_no_sharded_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ def python() -> str:
     return lightning_python()
 
 
-def run(python: str, *words: str) -> None:
+def run(python: str, *arguments: str) -> None:
     done = subprocess.run(
-        [python, "-W", "ignore", *words], capture_output=True, text=True, timeout=300, check=False
+        [python, "-W", "ignore", *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -97,12 +97,12 @@ def test_numbers_of_a_full_checkpoint(kind: str, optimizers: str, train: Callabl
     path = train("trainer", kind, optimizers)
     manifest, truth, saved = ckptcore.open(str(path)), load(f"{path}.truth"), load(path)
     assert validate(manifest, "bytes").ok
-    told = named(manifest)
+    found = named(manifest)
     wanted = FULL[kind, optimizers]
-    assert [n in told for n in range(len(wanted))] == wanted
+    assert [n in found for n in range(len(wanted))] == wanted
     unproven = [f.fqn for f in manifest.findings if f.code == "unnamed-states"]
     assert unproven == [f"optimizer_states.{n}" for n, proven in enumerate(wanted) if not proven]
-    for n, names in told.items():
+    for n, names in found.items():
         right = truth["optimizers"][n]
         assert names == right["numbers"]
         states = saved["optimizer_states"][n]["state"]
@@ -134,7 +134,7 @@ def test_a_sharded_folder(
             assert differences(own, {k: state["state"][name][k] for k in own}, name) == []
 
 
-def test_copies_of_a_hybrid_run_lie_in_its_files(train: Callable[..., Path]) -> None:
+def test_copies_of_a_hybrid_run_are_in_its_files(train: Callable[..., Path]) -> None:
     """2 x 2 ranks: each chunk is stored once, and all four ranks store some."""
     folder = train("trainer", "hybrid", "adamw")
     manifest = ckptcore.open(str(folder))
@@ -167,13 +167,13 @@ def test_a_run_of_another_size_goes_on_from_our_folder(
     ckptcore.convert(str(folder), str(tmp_path / "out"), verb="reshard", to="lightning", mesh=mesh)
     ours, theirs = (train(verb, later_kind, "adamw", start, 5) for start in (tmp_path / "out", folder))
     for moment in ("start.truth", "truth"):
-        told = differences(load(f"{theirs}.{moment}"), load(f"{ours}.{moment}"))
-        assert [d for d in told if ": keys" not in d] == []  # the order of names is the metadata's
+        different = differences(load(f"{theirs}.{moment}"), load(f"{ours}.{moment}"))
+        assert [d for d in different if ": keys" not in d] == []  # the order of names is the metadata's
     begin = load(f"{ours}.start.truth")
     assert begin.get("step", 3) == 3
     if later_kind != "hybrid":  # whose moments torch's own loader gives other values
-        told = differences(load(f"{folder}.truth")["optimizers"], begin["optimizers"])
-        assert [d for d in told if ": keys" not in d] == []
+        different = differences(load(f"{folder}.truth")["optimizers"], begin["optimizers"])
+        assert [d for d in different if ": keys" not in d] == []
 
 
 @pytest.mark.parametrize(("verb", "kind"), [("trainer", "fsdp"), ("trainer", "mp"), ("fabric", "fsdp")])

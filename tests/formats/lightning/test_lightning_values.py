@@ -122,9 +122,9 @@ def test_classes_and_arrays_of_anything_go_by_name(tmp_path: Path) -> None:
 
 def test_many_refused_values_are_counted(tmp_path: Path) -> None:
     manifest = read(tmp_path, {**VERSION, "hyper_parameters": dict.fromkeys(range(130), torch.nn.GELU)})
-    told = [f.message for f in manifest.findings]
-    assert len(told) == 101
-    assert told[-1] == "left out 30 more values of meta.pt"
+    messages = [f.message for f in manifest.findings]
+    assert len(messages) == 101
+    assert messages[-1] == "left out 30 more values of meta.pt"
 
 
 def test_a_meta_pt_that_is_no_dict(tmp_path: Path) -> None:

@@ -57,10 +57,10 @@ def test_the_job_listed_its_parameters_in_another_order(saved: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_names_without_the_models_order_are_not_numbered(saved: Path, tmp_path: Path, case: str) -> None:
     """Written from sorted names, a file tells no order any more."""
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    ckptcore.convert(str(saved / case / "ckpt"), str(whole))
+    full, out = tmp_path / "whole", tmp_path / "out"
+    ckptcore.convert(str(saved / case / "ckpt"), str(full))
     with pytest.raises(UnprovenCheckpoint, match="nothing proves the order"):
-        ckptcore.convert(str(whole), str(out), verb="reshard", to="torch_ranks", mesh="fsdp=2")
+        ckptcore.convert(str(full), str(out), verb="reshard", to="torch_ranks", mesh="fsdp=2")
     assert not out.exists()
 
 
@@ -70,18 +70,18 @@ def test_a_flat_optimizer_is_kept_rank_by_rank(saved: Path, tmp_path: Path, case
     """As verl saves it: ``optimizer.state_dict()`` of each rank, flat, beside a sharded model."""
     source, out = str(saved / case / "verl"), tmp_path / "out"
     manifest = ckptcore.open(source)
-    told = {f.code: f.severity for f in ckptcore.check(manifest).findings}
-    assert told == {"unnamed-states": "info", "flat-buffers": "warning"}
+    severities = {f.code: f.severity for f in ckptcore.check(manifest).findings}
+    assert severities == {"unnamed-states": "info", "flat-buffers": "warning"}
     ckptcore.convert(source, str(out))
     found = ckptcore.open(str(out))
     files = [saved / case / f"verl/optim_world_size_2_rank_{rank}.pt" for rank in range(2)]
-    held = {
+    expected = {
         f"optim.state.{k}.rank{rank}": value
         for rank, file in enumerate(files)
         for k, value in states(file).items()
     }
-    assert {t.fqn for t in found.tensors if ".rank" in t.fqn} == held.keys()
-    for name, value in held.items():
+    assert {t.fqn for t in found.tensors if ".rank" in t.fqn} == expected.keys()
+    for name, value in expected.items():
         assert torch.equal(ckptcore.read(found, name), value), name
     for number, row in torch.load(files[0])["state"].items():  # counts of steps, which all ranks share
         for key, value in row.items():

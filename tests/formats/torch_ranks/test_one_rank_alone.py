@@ -61,7 +61,7 @@ def test_ranks_that_nothing_counts(tmp_path: Path) -> None:
     assert codes(save(tmp_path / "c", one)) == set()
 
 
-def test_a_lost_model_file_is_what_is_told(tmp_path: Path) -> None:
+def test_a_missing_model_file_is_the_finding(tmp_path: Path) -> None:
     """Its optimizer's numbers mean what they mean on the other ranks; random states are no parameters."""
     states: dict[str, Any] = {}
     for rank in range(2):

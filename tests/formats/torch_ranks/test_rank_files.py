@@ -185,7 +185,7 @@ def load(root: Path, meshes: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, str(JOB), str(root)], capture_output=True, text=True, timeout=300, check=False
     )
-    (root / "told").write_text(done.stdout[-6000:] + done.stderr[-3000:])
+    (root / "output").write_text(done.stdout[-6000:] + done.stderr[-3000:])
 
 
 @pytest.mark.xdist_group("rank_files")
@@ -195,7 +195,7 @@ def load(root: Path, meshes: list[str]) -> None:
 def test_torch_loads_every_ranks_file(mesh: str, loaded: Callable[[str], Path]) -> None:
     """weights_only=True, placements, meshes and process groups as torch's own, whole tensors bit for bit."""
     here = loaded(mesh)
-    assert (here / "equal").exists(), (here.parent / "told").read_text()
+    assert (here / "equal").exists(), (here.parent / "output").read_text()
     truth = model()
     manifest = ckptcore.open(str(here / "ckpt"))
     assert not ckptcore.check(manifest, level="bytes").findings

@@ -77,10 +77,13 @@ def test_two_values_of_one_name(tmp_path: Path) -> None:
 
 def test_a_storage_that_is_not_there(tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"a": torch.ones(2), "b": torch.ones(3)}])
-    with zipfile.ZipFile(folder / "model_rank0.pt") as whole, zipfile.ZipFile(tmp_path / "less", "w") as new:
-        for entry in whole.infolist():
+    with (
+        zipfile.ZipFile(folder / "model_rank0.pt") as complete,
+        zipfile.ZipFile(tmp_path / "less", "w") as new,
+    ):
+        for entry in complete.infolist():
             if not entry.filename.endswith("data/1"):
-                new.writestr(entry, whole.read(entry))
+                new.writestr(entry, complete.read(entry))
     shutil.move(tmp_path / "less", folder / "model_rank0.pt")
     with pytest.raises(MalformedCheckpoint, match="no storage '1'"):
         read(folder)
@@ -102,8 +105,8 @@ def test_tensors_that_nothing_refers_to(tmp_path: Path) -> None:
     path.parent.mkdir()
     writer = torch._C.PyTorchFileWriter(str(path))
     torch.save({"w": torch.ones(2)}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as whole:
-        pickled = next(whole.read(n) for n in whole.namelist() if n.endswith("data.pkl"))
+    with zipfile.ZipFile(tmp_path / "plain.pt") as archive:
+        pickled = next(archive.read(n) for n in archive.namelist() if n.endswith("data.pkl"))
     writer.write_record("data.pkl", pickled, len(pickled))
     for key in ("0", "7"):
         writer.write_record(f"data/{key}", b"\0" * 8, 8)
@@ -171,9 +174,9 @@ def test_numbers_that_mean_other_parameters_elsewhere(tmp_path: Path) -> None:
         groups = [{"params": [0]}, {"params": [1]}]
         states.append({"model": model, "optim": {"state": state, "param_groups": groups}})
     folder = ranks(tmp_path / "a", states, "rank{}.pt")
-    told = [f for f in read(folder).findings if "mean other parameters on other ranks" in f.message]
+    confused = [f for f in read(folder).findings if "mean other parameters on other ranks" in f.message]
     names = {f"optim.state.{n}.exp_avg.rank{r}" for n in (0, 1) for r in (0, 1)}
-    assert ({f.fqn for f in told}, {f.code for f in told}) == (names, {"unmerged-tensor"})
+    assert ({f.fqn for f in confused}, {f.code for f in confused}) == (names, {"unmerged-tensor"})
     with pytest.raises(UnreadablePart):
         ckptcore.convert(str(folder), str(tmp_path / "out"))
     ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["optim.*"])

@@ -60,7 +60,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 @pytest.mark.parametrize(
     ("ranks", "case"), [pytest.param(*c, marks=pytest.mark.soak if c[0] == 3 else ()) for c in CASES]
 )
-def test_equals_what_the_job_held(
+def test_equals_the_tensors_of_the_job(
     ranks: int, case: str, jobs: Callable[[int], Path], cli: Cli, tmp_path: Path
 ) -> None:
     here = jobs(ranks) / case
@@ -289,8 +289,8 @@ def test_numbers_stay_where_names_are_not_proven(tmp_path: Path) -> None:
     states = {n: {"exp_avg": torch.full((3,), float(n))} for n in range(2)}
     apart = [{"params": [0], "lr": 0.1}, {"params": [1], "lr": 0.2}]
     assert optimizer_names(tmp_path / "a", parts, states, apart) == ({"0", "1"}, ["unnamed-states"])
-    told = [{**g, "param_names": [n]} for g, n in zip(apart, "ba", strict=True)]
-    assert optimizer_names(tmp_path / "b", parts, states, told) == ({"a", "b"}, [])
+    named = [{**g, "param_names": [n]} for g, n in zip(apart, "ba", strict=True)]
+    assert optimizer_names(tmp_path / "b", parts, states, named) == ({"a", "b"}, [])
     fewer = [{"params": [0], "lr": 0.1}]
     assert optimizer_names(tmp_path / "c", parts, {0: states[0]}, fewer) == ({"0"}, ["unnamed-states"])
 
@@ -298,13 +298,13 @@ def test_numbers_stay_where_names_are_not_proven(tmp_path: Path) -> None:
 @pytest.mark.parametrize("release", old.MODULES)
 def test_older_releases(release: str, tmp_path: Path) -> None:
     """DTensors under the names that torch gave them before."""
-    whole = torch.arange(35.0).reshape(7, 5)
+    full = torch.arange(35.0).reshape(7, 5)
     ranks = torch.arange(4, dtype=torch.int32 if release == "2.6" else torch.int64).reshape(2, 2)
     tmp_path = tmp_path / "ckpt"
     tmp_path.mkdir()
     for rank in range(4):
         at = [rank // 2, rank % 2]
-        rows = [whole[:4], whole[4:]][at[1]]
+        rows = [full[:4], full[4:]][at[1]]
         two = [("Replicate", {}), ("Shard", {"dim": 0})]
         both = [("Shard", {"dim": 1}), ("Shard", {"dim": 0})]
         state = {
@@ -319,16 +319,16 @@ def test_older_releases(release: str, tmp_path: Path) -> None:
     assert manifest.origin["world_size"] == 4
     assert check(manifest, level="cover").findings == ()
     for name in "abc":
-        assert torch.equal(api.read(manifest, name), whole), name
+        assert torch.equal(api.read(manifest, name), full), name
 
 
 def test_a_coordinate_that_is_not_the_files(tmp_path: Path) -> None:
     """The mesh says who wrote a file; its name may not say somebody else."""
-    whole, ranks = torch.arange(8.0), torch.arange(2)
+    full, ranks = torch.arange(8.0), torch.arange(2)
     (tmp_path / "ckpt").mkdir()
     for rank, at in ((0, 1), (1, 0)):
         state = {
-            "a": old.dtensor("2.6", whole[4 * at : 4 * at + 4], (8,), ranks, [at], [("Shard", {"dim": 0})])
+            "a": old.dtensor("2.6", full[4 * at : 4 * at + 4], (8,), ranks, [at], [("Shard", {"dim": 0})])
         }
         old.save(state, tmp_path / "ckpt" / f"model_rank_{rank}.pt")
     assert "item-mismatch" in {f.code for f in read(tmp_path / "ckpt").findings}
@@ -369,11 +369,11 @@ def test_nothing_is_reached_by_getattr(function: str, args: tuple[Any, ...], tmp
 
 
 def test_a_thousand_ranks(tmp_path: Path) -> None:
-    whole = torch.arange(4000.0)
+    full = torch.arange(4000.0)
     ranks = torch.arange(1000)
     (tmp_path / "ckpt").mkdir()
     for rank in range(1000):
-        piece = whole[4 * rank : 4 * rank + 4]
+        piece = full[4 * rank : 4 * rank + 4]
         state = {"a": old.dtensor("2.6", piece, (4000,), ranks, [rank], [("Shard", {"dim": 0})]), "step": 7}
         old.save(state, tmp_path / "ckpt" / f"model_world_size_1000_rank_{rank}.pt")
     manifest = read(tmp_path / "ckpt")

@@ -116,8 +116,8 @@ ODD |= {
 
 @pytest.mark.parametrize("name", ODD)
 def test_values_that_are_none(name: str, tmp_path: Path) -> None:
-    value, told = ODD[name]
-    with pytest.raises(MalformedCheckpoint, match=told) as caught:
+    value, message = ODD[name]
+    with pytest.raises(MalformedCheckpoint, match=message) as caught:
         opened(value, tmp_path)
     assert "x.pt" in caught.value.message
 
@@ -125,14 +125,14 @@ def test_values_that_are_none(name: str, tmp_path: Path) -> None:
 def test_arrays_of_classes_are_refused_by_name(tmp_path: Path) -> None:
     """A subclass of ndarray may give its bytes another meaning; dates have no plain form."""
     dates = call("numpy.dtype", "M8", False, True)
-    for value, told in (
+    for value, message in (
         (call(MAKE, Global("numpy.matrix"), (0,), "b"), "numpy.matrix"),
         (call("numpy.core.numeric._frombuffer", latin(b""), dates, (0,), "C"), "numpy.dtype('M8')"),
         (array((0,), False, latin(b""), dtype=dates), "numpy.dtype('M8')"),
     ):
         manifest = opened(value, tmp_path)
         assert [(b.key, b.known) for b in manifest.blobs] == [("odd", False)]
-        assert any(told in f.message for f in manifest.findings if f.code == "refused-global")
+        assert any(message in f.message for f in manifest.findings if f.code == "refused-global")
         assert torch.equal(ckptcore.read(manifest, "kept"), TENSOR)
 
 
@@ -173,8 +173,8 @@ STORAGES: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @pytest.mark.parametrize("name", STORAGES)
 def test_storages_that_are_none(name: str, tmp_path: Path) -> None:
-    pid, told = STORAGES[name]
-    with pytest.raises(MalformedCheckpoint, match=told):
+    pid, message = STORAGES[name]
+    with pytest.raises(MalformedCheckpoint, match=message):
         ckptcore.open(str(torch_file(tmp_path / "x.pt", view(Persistent(*pid), 0, (5,), (1,)))))
 
 
@@ -219,7 +219,7 @@ def by_hand(
     if extra is None:
         extra = struct.pack("<HHQQQ", 1, 24, len(body), len(body), 0) if zip64 else b""
     none = 0xFFFFFFFF
-    told = (none, none, none) if zip64 else (len(body), len(body), 0)
+    sizes = (none, none, none) if zip64 else (len(body), len(body), 0)
     entry = (
         struct.pack(
             "<4s6H3I5H2I",
@@ -231,15 +231,15 @@ def by_hand(
             0,
             0,
             crc,
-            told[0],
-            told[1],
+            sizes[0],
+            sizes[1],
             len(spelled),
             len(extra),
             0,
             0,
             0,
             0,
-            told[2],
+            sizes[2],
         )
         + spelled
         + extra

@@ -60,9 +60,9 @@ def test_other_zips_are_none(tmp_path: Path) -> None:
             ckptcore.open(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(("tree", "told"), [([torch.ones(2)], "list"), (torch.ones(2), "StoredView")])
-def test_what_is_no_dict(tree: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormat, match=f"must contain a state dict .got {told}"):
+@pytest.mark.parametrize(("tree", "kind"), [([torch.ones(2)], "list"), (torch.ones(2), "StoredView")])
+def test_what_is_no_dict(tree: Any, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormat, match=f"must contain a state dict .got {kind}"):
         ckptcore.open(str(saved(tmp_path, tree)))
 
 
@@ -109,7 +109,7 @@ class Foreign:
     """A class of nobody's."""
 
     def __init__(self) -> None:
-        self.held = torch.ones(5)
+        self.tensors = torch.ones(5)
 
 
 def test_tensors_in_a_class_of_the_user(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_tensor_and_a_value_of_one_name(tmp_path: Path) -> None:
         ckptcore.convert(str(source), str(tmp_path / "out.pt"), to="torch_save", rename=[("w", "step")])
 
 
-def test_one_ranks_file_by_itself_is_said(tmp_path: Path) -> None:
+def test_one_ranks_file_alone_is_a_finding(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2)}, "model_rank_3.pt")
     assert [f.code for f in ckptcore.open(str(path)).findings] == ["missing-part"]
 
