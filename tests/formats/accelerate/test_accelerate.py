@@ -1,4 +1,4 @@
-"""Accelerate's folders: are all parts read as one, and is what is missing said?"""
+"""Read Accelerate's folders: all parts become one manifest, and missing parts are findings."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_model_that_is_missing_is_refused(saved: Sample, tmp_path: Path) -> No
 
 
 def test_a_second_model(saved: Sample, tmp_path: Path) -> None:
-    """Accelerate gives both the same keys; here the second's are told apart by their number."""
+    """Accelerate gives both the same keys; the manifest adds a number to those of the second."""
     folder = copied(saved, tmp_path)
     for part in ("pytorch_model_fsdp", "optimizer"):
         shutil.copytree(folder / f"{part}_0", folder / f"{part}_1")

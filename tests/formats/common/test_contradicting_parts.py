@@ -1,4 +1,4 @@
-"""Damage that formats can show: is what one part tells held against the others?"""
+"""Damage one part of a checkpoint so that it contradicts the others: each format reports it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Metadata has a budget of its own: small files that stand for much are refused or read, cheaply, and honest
-large values are read and carried."""
+"""Hold metadata to its memory budget: files that expand far are refused or cheap, honest ones are read."""
 
 from __future__ import annotations
 

@@ -125,8 +125,10 @@ def legacy(folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class Odd:
-    """A sample, where its checkpoint lies, and what is odd. edit: gets the folder below it, and the name as
-    it is stored. fqn: of the tensor, or of those that are made of it."""
+    """A sample, the folder of its checkpoint, and what is odd.
+
+    edit: gets the folder below it, and the stored name. fqn: of the tensor, or of those made from it.
+    """
 
     sample: str
     at: str
@@ -205,7 +207,7 @@ FORMATS_WITH: dict[str, Odd] = {
 }
 # safetensors, torch_save and the other trees of `lightning` and `torch_ranks`: test_unreadable_parts.py.
 ELSEWHERE = {"safetensors", "torch_save"}
-# The same reader and files as `fsdp_dtensor`, told apart by one name in `.metadata`.
+# The same reader and files as `fsdp_dtensor`; only one name in `.metadata` differs.
 ALIKE = {"torch_dcp"}
 
 

@@ -1,4 +1,4 @@
-"""Old plug-ins: packages that were made for release 0.1 are read, written and told what to change."""
+"""Use plug-ins made for release 0.1: they read and write, and a warning names what to change."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Numbered optimizer states: are they named where the names are proven, and nowhere else?
+"""Name numbered optimizer states where the names are proven, and nowhere else.
 
-The states are torch's own; what Lightning makes of them is in test_lightning_training.py.
+The states are torch's own; test_lightning_training.py has those that Lightning saves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The registry: what is the default, and what may a package of the user's own add?"""
+"""Test the registry: defaults, and what other packages may add."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ ROOTS = {"legacy_llama_tp2pp2_0.15.3": "iter_0000100", "legacy_mixtral_ep2pp2_0.
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 def test_samples_keep_the_shipped_conformance(case: Case, simple: samples.Sample, tmp_path: Path) -> None:
-    """The sample of a new format is among them as soon as it lies in `tests/fixtures`."""
+    """The sample of a new format is among them as soon as it is in `tests/fixtures`."""
     source = simple.root / "ckpt" / ROOTS.get(simple.name, "")
     lost = UNDETECTABLE.get(simple.name, frozenset())
     try:

@@ -1,4 +1,4 @@
-"""Parts that cannot be read: is each a finding on itself, and can everything beside it be converted?"""
+"""Read checkpoints with unreadable parts: each part is a finding, and all others can be converted."""
 
 from __future__ import annotations
 

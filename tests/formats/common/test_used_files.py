@@ -1,4 +1,4 @@
-"""Used files: does a file count as used only where the reader of the chosen format used it, and as what?"""
+"""Track used files: only files that the reader of the chosen format used count, each in its role."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def safetensors_folder(folder: Path) -> Path:
     """Detection looks into metadata.json, which another format could have written."""
     folder.mkdir()
     save_file({"w": torch.arange(6.0)}, folder / "model.safetensors")
-    (folder / "metadata.json").write_text('{"run": "of somebody"}')
+    (folder / "metadata.json").write_text('{"run": "of another user"}')
     return folder
 
 
@@ -55,7 +55,7 @@ def hf_shards_folder(folder: Path) -> Path:
     full = torch.tensor([0, 0, 1, 1]).repeat_interleave(3).reshape(4, 3)
     save_file({"model.embed_tokens.weight": full}, folder / "model.safetensors")
     (folder / "config.json").write_text('{"vocab_size": 4, "hidden_size": 3}')
-    (folder / "README.md").write_text("of somebody")
+    (folder / "README.md").write_text("of another user")
     return folder
 
 
@@ -104,7 +104,7 @@ def test_what_only_detection_opened_is_unproven(make: Callable[[Path], Path], tm
 
 @pytest.mark.parametrize("make", SAMPLES, ids=lambda m: m.__name__)
 def test_what_goes_with_a_source(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Retiring: only what holds the checkpoint itself, or says where it lies, counts as held by a child."""
+    """Retire: only files of the checkpoint itself, or of its location, count as part of a child."""
     folder = make(tmp_path / "ckpt")
     manifest = read(folder)
     lost = {
@@ -118,7 +118,7 @@ def test_what_goes_with_a_source(make: Callable[[Path], Path], tmp_path: Path) -
 
 @pytest.mark.parametrize("make", SAMPLES, ids=lambda m: m.__name__)
 def test_what_is_replaced(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Replacing: all that the reader used goes with the folder, and what lies beside is a stranger."""
+    """Replace: everything that the reader used belongs to the folder, and other files are strangers."""
     folder = make(tmp_path / "ckpt")
     request = Request(str(tmp_path / "other"), str(folder), overwrite=True)
     with pytest.raises(DestinationExists) as caught:

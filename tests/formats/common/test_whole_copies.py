@@ -1,4 +1,4 @@
-"""Whole files beside ranks' parts: is every element compared, and are both places named?"""
+"""Compare consolidated files with ranks' parts: every element, and findings name both places."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def findings(folder: Path, level: str = "bytes") -> list[tuple[str, str | None]]
 
 
 def span(path: Path, name: str) -> tuple[int, int]:
-    """Where a tensor's bytes lie in a safetensors file."""
+    """The range of a tensor's bytes in a safetensors file."""
     raw = path.read_bytes()
     size = int.from_bytes(raw[:8], "little")
     start, stop = json.loads(raw[8 : 8 + size])[name]["data_offsets"]
@@ -126,7 +126,7 @@ def test_under_the_names_of_the_manifest(kinds: tuple[str, ...], opened: str, ac
 
 
 def test_tensors_that_cannot_be_compared_are_findings(actor: Path) -> None:
-    """Another dtype or shape, a tensor of nobody, a torn file, a stale one."""
+    """Another dtype or shape, a tensor that no rank has, a cut file, a stale one."""
     one, two = consolidated(actor)
     tensors = load_file(one)
     first, second, *_ = tensors
@@ -137,7 +137,7 @@ def test_tensors_that_cannot_be_compared_are_findings(actor: Path) -> None:
     contents = json.loads(index.read_text())
     contents["weight_map"]["strange"] = one.name
     index.write_text(json.dumps(contents))
-    shutil.copy(two, two.with_name("stale.safetensors"))  # the index names it not: it is not compared
+    shutil.copy(two, two.with_name("stale.safetensors"))  # not in the index, so not compared
     flip(two.with_name("stale.safetensors"), -1)
     two.write_bytes(two.read_bytes()[:4])
     found = ckptcore.check(ckptcore.open(str(actor)), "bytes")

@@ -1,4 +1,4 @@
-"""DCP folders for a mesh: does a job of that mesh resume from them as from the original?
+"""Resume jobs from DCP folders written for their mesh, as from the original.
 
 The oracle is a real job (reshard_job.py): what `torch.distributed.checkpoint` loads into FSDP2, HSDP, TP and
 pipeline models of that mesh, the losses of its next steps, and the folder that it saves itself.
@@ -73,7 +73,7 @@ def resume(sample: Sample, axes: Axes, tmp_path: Path) -> list[dict[str, Any]]:
         "original": str(sample.root / "ckpt"),
         "written": str(tmp_path / "out"),
         "saved": str(tmp_path / "saved"),
-        "out": str(tmp_path / "told.json"),
+        "out": str(tmp_path / "report.json"),
     }
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     ran = subprocess.run(
@@ -84,7 +84,7 @@ def resume(sample: Sample, axes: Axes, tmp_path: Path) -> list[dict[str, Any]]:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    rows: list[dict[str, Any]] = json.loads((tmp_path / "told.json").read_text())
+    rows: list[dict[str, Any]] = json.loads((tmp_path / "report.json").read_text())
     return rows
 
 

@@ -1,4 +1,4 @@
-"""DCP folders for a mesh, file by file: who writes what, and what do torch and safetensors make of it?"""
+"""Check each file of DCP folders for a mesh: which rank wrote what, and what torch and safetensors read."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_tensors_inside_objects_that_ranks_share(inside: str, tmp_path: Path) ->
 
 
 def test_tensors_inside_a_class_are_a_finding(tmp_path: Path) -> None:
-    """What a class holds cannot be taken out: its bytes are counted, and the rest is read."""
+    """Tensors inside a class cannot be read: their bytes are counted, and the rest is read."""
     layer = types.SimpleNamespace(weight=torch.randn(10, 10))
     folder = saved(tmp_path / "x", {"w": torch.ones(3), "layer": layer, "plain": {"a": 1}})
     manifest = ckptcore.open(str(folder))

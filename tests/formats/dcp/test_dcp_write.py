@@ -1,4 +1,4 @@
-"""Writing DCP folders: does torch load them, on one rank and on others, whatever its age?"""
+"""Write DCP folders, and load them with torch: several releases, one rank and more."""
 
 from __future__ import annotations
 

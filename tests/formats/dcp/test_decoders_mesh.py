@@ -116,9 +116,9 @@ def as_torch_saves(case: Case, parts: list[dict[str, Box]]) -> None:
 
 
 def stored_parts(folder: Path) -> dict[str, tuple[Any, dict[Box, int]]]:
-    """Name -> (what `.metadata` says of it, the rank in whose file each of its boxes is).
+    """Name -> (its entry in `.metadata`, the rank in whose file each of its boxes is).
 
-    Bytes have no boxes. Empty parts are left out: torch writes one, which nobody reads.
+    Bytes have no boxes. Empty parts are left out: torch writes one, which no loader reads.
     """
     metadata = FileSystemReader(folder).read_metadata()
     found: dict[str, tuple[Any, dict[Box, int]]] = {}
@@ -142,10 +142,10 @@ def as_box(pair: Any) -> Box | None:
 
 
 def run(folder: Path, mesh: str, cases: list[Case]) -> list[list[dict[str, Any]]]:
-    """What the ranks of a job tell of each case."""
+    """The reports of a job's ranks about each case."""
     order = ("pp", "dp_replicate", "fsdp", "tp")
     sizes = {a: int(n) for a, n in (part.split("=") for part in mesh.split(","))}
-    out, spec = folder / "told.json", folder / "spec.json"
+    out, spec = folder / "report.json", folder / "spec.json"
     axes = [[a, sizes[a]] for a in order if a in sizes]
     spec.write_text(json.dumps({"axes": axes, "cases": cases, "out": str(out)}))
     ran = subprocess.run(

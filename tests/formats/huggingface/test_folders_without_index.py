@@ -1,4 +1,4 @@
-"""Folders of safetensors without an index: which files are the checkpoint, and is one missing?"""
+"""Read folders of safetensors without an index: choose the files, and report missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to the ranks of a mesh: does transformers' model train on from there?"""
+"""Convert a Hugging Face folder for the ranks of a mesh, and go on training transformers' model from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pretrained(folder: Path) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mesh", ["fsdp=2,tp=2", pytest.param("fsdp=3", marks=pytest.mark.soak)])
 def test_a_model_is_loaded_on_a_mesh(mesh: str, tmp_path: Path) -> None:
-    source, out, report = pretrained(tmp_path / "hf"), tmp_path / "out", tmp_path / "told.json"
+    source, out, report = pretrained(tmp_path / "hf"), tmp_path / "out", tmp_path / "report.json"
     ckptcore.convert(str(source), str(out), verb="reshard", to="dcp", mesh=mesh)
     sizes = dict(part.split("=") for part in mesh.split(","))
     line = [sys.executable, str(JOB), str(source), str(out), sizes["fsdp"], sizes.get("tp", "1"), str(report)]

@@ -1,4 +1,4 @@
-"""Quantised Hugging Face folders: are the values those of torch's own reader, bit for bit?"""
+"""Read quantised Hugging Face folders: the values are those of torch's own reader, bit for bit."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ def test_a_config_that_cannot_be_read(config: str, cli: Cli, tmp_path: Path) -> 
 
 
 def test_inputs_that_are_missing(cli: Cli, tmp_path: Path) -> None:
-    """The scales lie in another file, and that is lost or short."""
+    """The scales are in another file, which is missing or cut."""
     made = fp8(300, 200)
     source = folder(tmp_path / "s", {"l.weight": made.pop("l.weight")}, made)
     second = source / "model-00002-of-00002.safetensors"

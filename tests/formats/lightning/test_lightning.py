@@ -28,7 +28,7 @@ from ckptcore.planning.request import Request
 
 @pytest.fixture
 def point(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A class of somebody else's code."""
+    """A class of a user's code."""
     code = types.ModuleType("users_code")
     made = namedtuple("Point", "x y")
     made.__module__ = "users_code"

@@ -1,4 +1,4 @@
-"""Lightning and Fabric folders for the ranks of a mesh: is everything where their loaders look for it?"""
+"""Write Lightning and Fabric folders for the ranks of a mesh: everything is where their loaders expect it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning itself: does its consolidation give the same file, and does it load ours?
+"""Compare with Lightning itself: its consolidation gives the same file, and it loads the written ones.
 
 Needs an interpreter with lightning; ``CKPTCORE_LIGHTNING_PYTHON`` names it.
 """

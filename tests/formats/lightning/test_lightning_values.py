@@ -31,7 +31,7 @@ from ckptcore.formats import detect, open_source
 
 
 class Made:
-    """Pickles as a call of somebody's choice."""
+    """Pickles as a call of the attacker's choice."""
 
     def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
         self.made = (function, args, state) if state is not None else (function, args)

@@ -102,7 +102,7 @@ def test_a_sharded_tensor_of_one_rank(tmp_path: Path) -> None:
 
 
 def test_tensors_with_attributes(tmp_path: Path) -> None:
-    """`_rebuild_from_type_v2` is also how torch spells a plain tensor that somebody marked."""
+    """torch also writes `_rebuild_from_type_v2` for a plain tensor with attributes."""
     tensor, parameter = FULL.clone(), torch.nn.Parameter(FULL + 1)
     for value in (tensor, parameter):
         value.marked = True  # type: ignore[attr-defined]

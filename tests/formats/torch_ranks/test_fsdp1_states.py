@@ -1,4 +1,4 @@
-"""FSDP1's optimizers: has each parameter its own state where jobs load it, and is unnamed state kept?"""
+"""Read and write FSDP1's optimizers: each parameter keeps its state, and unnamed state is kept, too."""
 
 from __future__ import annotations
 

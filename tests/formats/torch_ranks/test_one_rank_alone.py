@@ -1,4 +1,4 @@
-"""One rank's file by itself: is a piece ever taken for the whole?"""
+"""Read one rank's file alone: a shard never counts as the full tensor."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_missing_model_file_is_the_finding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mp_rank_00/model_optim_rng.pt", "model_rank_0.pt"])
 def test_ranks_that_saved_before_zip(name: str, tmp_path: Path) -> None:
-    """They are told by what they are, not as cut files."""
+    """The error names their format, and does not call them cut."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     torch.save({"w": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=False)
     with pytest.raises(UnsupportedFormat, match="before zip"):

@@ -1,4 +1,4 @@
-"""Rank files as written here: does torch load them on every rank, and do they read back as they were?"""
+"""Write rank files: torch loads them on every rank, and they read back unchanged."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def layouts(axes: dict[str, int]) -> dict[str, TensorLayout]:
-    """How the tensors of `model` lie on a mesh: parameters cut, two of them replicated, pipeline stages."""
+    """Layouts of the tensors of `model` on a mesh: sharded parameters, two replicated, pipeline stages."""
     data = tuple(a for a in axes if a in ("dp_replicate", "fsdp"))
     cut = (*(Replicate() for _ in data[1:]), Shard(0))
     stage = {"layers.0": (0,), "layers.1": (1,)} if "pp" in axes else {}
@@ -292,7 +292,7 @@ def test_a_mesh_of_gpus(tmp_path: Path) -> None:
     "top", ["a\\b", "n" * 300, "\ud800", "a\0b"], ids=["backslash", "long", "surrogate", "nul"]
 )
 def test_a_key_that_no_file_can_be_called(top: str, tmp_path: Path) -> None:
-    """All lies in one file for each rank then, under its names."""
+    """Then each rank has one file with everything, under the same names."""
     state = {"model": {"w": torch.arange(8.0)}, "optimizer": {"x": torch.ones(4)}, top: {"y": torch.zeros(4)}}
     torch.save(state, tmp_path / "in.pt")
     reshard(tmp_path / "in.pt", tmp_path / "out", "fsdp=2")

@@ -1,4 +1,4 @@
-"""Optimizer state by name, as per-rank files want it by number: what can be told, and what stays."""
+"""Number optimizer states for rank files: what can be numbered, and what stays named."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def listed(names: list[str], order: list[str]) -> Any:
 
 
 def test_fsdp1_lists_wrapped_modules_last() -> None:
-    """What the root module keeps comes first, though it stands behind the layers in the model."""
+    """The root module's parameters come first, although they follow the layers in the model."""
     found = listed(FSDP1, ORDER)
     assert found["state"] == {n: {"exp_avg": name} for n, name in enumerate(ORDER)}
     assert found["param_groups"] == [{"params": [*range(7)], "param_names": ORDER}]
 
 
 def test_sorted_names_tell_no_order() -> None:
-    """A file that was written from sorted names is no proof of where the layers stand in the model."""
+    """A file written from sorted names does not prove the position of the layers in the model."""
     with pytest.raises(UnprovenCheckpoint):
         listed(FSDP1, sorted(ORDER))
 

@@ -245,7 +245,7 @@ def test_what_is_no_optimizer_by_name_is_written_as_it_is(tree: Any) -> None:
 
 
 def test_numbers_for_names() -> None:
-    """Told beside the numbers where these alone prove nothing; numbers that were text are numbers."""
+    """Names are recorded where the numbers alone prove nothing; numbers saved as text become numbers."""
     named = {"state": {"b": {"m": (2,)}, "a": {"m": (2,)}}, "param_groups": [{"params": ["a", "b"]}]}
     made = numbers_for(named, MODEL, lambda v: v)
     assert made == {"state": {0: {"m": (2,)}, 1: {"m": (2,)}}, "param_groups": [{"params": [0, 1]}]}

@@ -1,4 +1,4 @@
-"""Rank files that share what they have in common: are they, to the byte, what each would be by itself?"""
+"""Share layouts between rank files: each file has the same bytes as one laid out alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One torch file per rank: is what real jobs save read bit for bit, and what is wrong refused?"""
+"""Read one torch file per rank: files of real jobs bit for bit, and wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_older_releases(release: str, tmp_path: Path) -> None:
 
 
 def test_a_coordinate_that_is_not_the_files(tmp_path: Path) -> None:
-    """The mesh says who wrote a file; its name may not say somebody else."""
+    """The mesh records which rank wrote a file; its name must not name another."""
     full, ranks = torch.arange(8.0), torch.arange(2)
     (tmp_path / "ckpt").mkdir()
     for rank, at in ((0, 1), (1, 0)):

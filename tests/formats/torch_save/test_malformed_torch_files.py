@@ -140,7 +140,7 @@ def test_arrays_of_classes_are_refused_by_name(tmp_path: Path) -> None:
 
 
 class _Pickler(old.Pickler):
-    """Writes one persistent id as told."""
+    """Writes the given persistent id."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, Persistent):
@@ -209,7 +209,7 @@ def by_hand(
     extra: bytes | None = None,
     pickled: bytes | None = None,
 ) -> Path:
-    """A zip of one record and a directory, whose sizes stand in zip64 fields where that is told."""
+    """A zip of one record and a directory, with the sizes in zip64 fields on request."""
     body = pickle.dumps({"a": 5}, 2) if pickled is None else pickled
     crc, spelled = zlib.crc32(body), name.encode()
     local = struct.pack(
@@ -325,7 +325,7 @@ def test_zips_that_are_damaged(name: str, tmp_path: Path) -> None:
 
 
 def test_a_record_that_reaches_into_the_directory(tmp_path: Path) -> None:
-    """The directory claims more bytes than lie in front of it."""
+    """The directory claims more bytes than the file has before it."""
     path = by_hand(tmp_path / "x.pt")
     data = path.read_bytes()
     length = len(pickle.dumps({"a": 5}, 2))
