@@ -31,7 +31,7 @@ class Global:
 
 
 class Made:
-    """What a call makes; new: by NEWOBJ."""
+    """The result of a call; new: by NEWOBJ."""
 
     def __init__(
         self, function: Global, args: tuple[Any, ...] = (), state: Any = None, new: bool = False
@@ -47,7 +47,7 @@ class Stored:
 
 
 def pickled(value: Any) -> bytes:
-    """A pickle of classes that are not there, in which equal objects are shared."""
+    """A pickle of classes that are not installed, in which equal objects are shared."""
     out, seen, kept = [b"\x80\x04"], dict[int, int](), list[Any]()
 
     def memo(one: Any) -> None:
@@ -118,7 +118,7 @@ def tensor(key: str, kind: str, numel: int, size: tuple[int, ...], stride: tuple
 
 
 def save(path: Path, tree: Any, **storages: bytes) -> Path:
-    """A torch zip as `torch.save` lays it out; storage ``s0`` is the key "s0"."""
+    """A torch zip as laid out by `torch.save`; storage ``s0`` is the key "s0"."""
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = io.BytesIO()
     with zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
@@ -164,7 +164,7 @@ def metadata(path: Path, **state: Any) -> None:
 
 
 def cheap(path: Path, refused: str | None = None) -> None:
-    """Opens a checkpoint in little time and memory; refused: what the error says, None for no error."""
+    """Open a checkpoint in little time and memory; refused: what the error matches, None for no error."""
     begin = time.process_time()
     tracemalloc.start()
     try:
@@ -206,13 +206,13 @@ _NAMES = {f"a{i}": i for i in range(20_000)}
 @pytest.mark.parametrize("name", _SHARED)
 @pytest.mark.parametrize("file", ["a.ckpt", "rank0.pt"])
 def test_values_shared_through_the_memo(name: str, file: str, tmp_path: Path) -> None:
-    """A value of many references, and calls that would copy it each time."""
+    """One value with many references, and calls that would copy it each time."""
     tree: dict[str, Any] = {"state_dict": plain(), "pytorch-lightning_version": "2.6", "x": _SHARED[name]()}
     save(tmp_path / "c" / file, tree, s0=bytes(8))
     cheap(tmp_path / "c", r"a pickle of \d+ bytes|\d+ bytes of pickle|device|layout")
 
 
-def test_ranks_that_names_tell(tmp_path: Path) -> None:
+def test_rank_numbers_in_names(tmp_path: Path) -> None:
     """One file whose name claims a billion others."""
     save(tmp_path / "a" / "rank9999999.pt", plain(), s0=bytes(8))
     save(tmp_path / "b" / "pytorch_model_fsdp_rank99999999999.bin", plain(), s0=bytes(8))
@@ -230,7 +230,7 @@ def test_ranks_that_names_tell(tmp_path: Path) -> None:
 
 
 def test_strided_shards(tmp_path: Path) -> None:
-    """Split factors that no mesh has: steps multiply along one dim, pieces over two."""
+    """Split factors of no real mesh: steps multiply along one dim, pieces over two."""
     for case, placements, local, shape, message in (
         ("steps", (strided(0, 65535),) * 3, ((2,), (1,)), (1 << 40,), "steps"),
         ("pieces", (strided(0, 4096), strided(1, 4096)), ((4096, 4096), (0, 0)), (8192, 8192), "pieces"),
@@ -243,7 +243,7 @@ def test_strided_shards(tmp_path: Path) -> None:
         cheap(save(tmp_path / case / "rank0.pt", {"w": one}, s0=bytes(8), s1=raw).parent, message)
 
 
-def test_shards_and_meshes_that_many_tensors_share(tmp_path: Path) -> None:
+def test_shared_shards_and_meshes(tmp_path: Path) -> None:
     """One list of shards in a thousand tensors, and one list of ranks in as many meshes."""
     torch32 = Global("torch", "float32")
     where = record(f"{_SHARD}.metadata", "ShardMetadata", shard_offsets=[0], shard_sizes=[1])
@@ -269,7 +269,7 @@ def test_shards_and_meshes_that_many_tensors_share(tmp_path: Path) -> None:
     cheap(save(tmp_path / "b" / "rank0.pt", meshes, s0=bytes(4), s1=bytes(n)).parent)
 
 
-def test_plans_that_are_one(tmp_path: Path) -> None:
+def test_a_plan_repeated_for_all_ranks(tmp_path: Path) -> None:
     """Megatron-Core's plans of all ranks, a hundred thousand times the same one."""
     index = record(_META, "MetadataIndex", fqn="w", offset=None, index=None)
     item = record(_PLANNER, "WriteItem", index=index, type=None, bytes_io_data=None, tensor_data=None)
@@ -301,8 +301,8 @@ def zarr(path: Path, args: dict[str, Any] | None = None) -> Path:
     return path
 
 
-def test_ranges_that_no_file_has(tmp_path: Path) -> None:
-    """Sizes whose product is no 64-bit number."""
+def test_ranges_beyond_any_file(tmp_path: Path) -> None:
+    """Sizes whose product exceeds 64 bits."""
     zarray(zarr(tmp_path / "a") / "w", shape=[2**49, 2**10], chunks=[2**49, 2**12])
     shape = [1 << 49] * 3
     spec = {"local_shape": shape, "global_offset": [0, 0, 0]}
@@ -318,7 +318,7 @@ def test_ranges_that_no_file_has(tmp_path: Path) -> None:
         cheap(tmp_path / name, "more than any file has")
 
 
-def test_a_zarray_that_says_two_things(tmp_path: Path) -> None:
+def test_a_zarray_with_a_duplicate_key(tmp_path: Path) -> None:
     zarray(zarr(tmp_path) / "w", shape=[4], chunks=[4])
     file = tmp_path / "w" / ".zarray"
     file.write_text(file.read_text().replace('"shape"', '"shape": [8], "shape"'))
@@ -349,7 +349,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", _LAYOUTS)
 def test_arguments_of_flat_buffers(case: str, tmp_path: Path) -> None:
-    """Sizes that no job has: the buffers stay as they are."""
+    """Sizes of no real job: the buffers stay as they are."""
     folder = zarr(tmp_path, {"transformer_impl": "local", **_LAYOUTS[case]})
     flat = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32)"
     zarray(folder / f"{flat}.bucket_idx_0.exp_avg", shape=[64], chunks=[64], dtype="<f4")
@@ -359,8 +359,8 @@ def test_arguments_of_flat_buffers(case: str, tmp_path: Path) -> None:
     assert "flat-buffers" in {f.code for f in ckptcore.open(str(folder)).findings}
 
 
-def test_numbers_longer_than_int_takes(tmp_path: Path) -> None:
-    """Python refuses to read more than 4300 digits; names may have them."""
+def test_numbers_longer_than_int_accepts(tmp_path: Path) -> None:
+    """Python refuses to parse more than 4300 digits; names may have them."""
     digits = "9" * 5000
     object_ = record(_META, "BytesStorageMetadata")
     metadata(tmp_path / "a" / ".metadata", state_dict_metadata={f"rng/shard_{digits}_1": object_})

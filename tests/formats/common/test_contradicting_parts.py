@@ -25,18 +25,18 @@ DCP = "dcp_nested_2r"
 
 @pytest.fixture
 def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Copy:
-    """A sample, to be changed: its folder with the truth beside the checkpoint."""
+    """Return a sample to change: its folder, with the truth beside the checkpoint."""
     found = {s.name: s for s in request.config.stash[SAMPLES]}
     return lambda name: Path(shutil.copytree(found[name].root, tmp_path / name))
 
 
 def findings(path: Path) -> list[Finding]:
-    """Findings of level cover that are more than information."""
+    """Return the findings of level cover above severity info."""
     return [f for f in ckptcore.check(ckptcore.open(str(path))).findings if f.severity != "info"]
 
 
 def reported(path: Path) -> set[tuple[str, str | None]]:
-    """(code, file) of the findings."""
+    """Return (code, file) of the findings."""
     return {(f.code, f.file) for f in findings(path)}
 
 
@@ -73,8 +73,8 @@ def test_unsharded_part_lost(part: str, code: str, copy: Copy) -> None:
     assert reported(step) == {(code, part.split(".")[0])}
 
 
-def test_trainer_states_of_ranks_that_are_not_there(copy: Copy) -> None:
-    """Without a world size in it, the highest rank tells how many there are."""
+def test_trainer_states_of_missing_ranks(copy: Copy) -> None:
+    """Without a recorded world size, the highest rank gives the number of ranks."""
     folder = copy(DCP) / "ckpt"
     torch_file(folder / "train" / "rank2.pt", {"seed": 1})
     assert ("missing-part", "train/rank0.pt") in reported(folder)
@@ -87,7 +87,7 @@ def test_trainer_states_of_ranks_that_are_not_there(copy: Copy) -> None:
 
 
 def test_a_tracker_beside_another_checkpoint(copy: Copy) -> None:
-    """A root of steps that is a checkpoint itself; single files beside the steps are nobody's."""
+    """A root of steps that is a checkpoint itself; single files beside the steps belong to neither."""
     root = copy("root_torch_dist_llama_0.19.2")
     assert (root / "expected.safetensors").exists()
     assert ckptcore.open(str(root)).format == "torch_dist"
@@ -97,7 +97,7 @@ def test_a_tracker_beside_another_checkpoint(copy: Copy) -> None:
     assert ckptcore.open(str(root / "iter_0000100")).format == "torch_dist"
 
 
-def test_rank_files_beside_what_is_read(tmp_path: Path) -> None:
+def test_rank_files_beside_the_files_that_are_read(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     assert not reported(tmp_path)
     for rank in range(2):
@@ -107,7 +107,7 @@ def test_rank_files_beside_what_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("says", "code"), [(False, "stray-file"), (True, "mixed-saves")])
 def test_common_state_in_a_file_and_inside(says: bool, code: str, copy: Copy) -> None:
-    """0.19 keeps the common state inside, and does not open what an earlier release left."""
+    """0.19 keeps the common state inside, and does not open the file of an earlier release."""
     folder = copy("root_torch_dist_llama_0.19.2") / "iter_0000100"
     objects = {b.key: b.tree for b in ckptcore.open(str(folder)).blobs}
     torch_file(folder / "common.pt", {"args": Namespace(num_layers=99), "iteration": 5})
@@ -139,7 +139,7 @@ def test_a_lightning_trainers_folder_without_its_last_file(copy: Copy) -> None:
     assert reported(folder) == {("missing-part", "meta.pt")}
 
 
-def test_an_index_tells_the_bytes_of_all(tmp_path: Path) -> None:
+def test_an_index_with_another_total(tmp_path: Path) -> None:
     name = "model-00001-of-00001.safetensors"
     index = {"metadata": {"total_size": 24}, "weight_map": {"w": name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -153,7 +153,7 @@ def test_an_index_tells_the_bytes_of_all(tmp_path: Path) -> None:
 
 
 def ranked(case: Case, base: Path, rank_of: Callable[[tuple[int, int, int]], int]) -> Path:
-    """Rank folders whose arguments tell each rank."""
+    """Rank folders whose arguments record each rank."""
 
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
         tree["args"] = Namespace(**vars(tree["args"]), rank=rank_of(rank))
@@ -170,7 +170,7 @@ def test_a_rank_that_is_a_copy_of_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_expert_ranks_in_each_others_place(stage: int, tmp_path: Path) -> None:
-    """Expert ranks count slower than tensor ranks, and faster than stages."""
+    """Expert ranks change more slowly than tensor ranks, and faster than stages."""
     case = Case(pp=2, ep=2, experts="sequential")
     base = ranked(case, tmp_path, lambda r: r[0] + r[2] + 2 * r[1])
     assert not reported(tmp_path)
@@ -178,7 +178,7 @@ def test_expert_ranks_in_each_others_place(stage: int, tmp_path: Path) -> None:
     assert "item-mismatch" in {f.code for f in findings(tmp_path)}
 
 
-def test_a_name_that_only_one_rank_has(tmp_path: Path) -> None:
+def test_a_name_of_only_one_rank(tmp_path: Path) -> None:
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
         if rank[0] == 1:
             tree["model"]["decoder.extra.weight"] = torch.ones(4)
@@ -205,7 +205,7 @@ def test_an_array_that_megatron_would_not_write(change: dict[str, Any], copy: Co
 
 @pytest.mark.parametrize("name", ["metadata.json", "integrity.json"])
 def test_duplicate_names_are_refused(name: str, copy: Copy) -> None:
-    """Readers of JSON take the one or the other: neither is the truth."""
+    """JSON readers use the first or the last value: neither is the truth."""
     folder = copy("api_torch_dist_0.19.2") / "ckpt"
     text = (folder / name).read_text()
     first = next(iter(json.loads(text).items()))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class _Stubs(pickle.Unpickler):
-    """Builds classes of packages that are not installed, and keeps them under their own names."""
+    """Builds classes of packages that are not installed, and keeps their names."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -44,7 +44,7 @@ class _Stubs(pickle.Unpickler):
 
 
 def dcp(folder: Path, name: str) -> None:
-    """As if the job had held it in four bits."""
+    """Edit the metadata as if the job had a 4-bit dtype."""
     path = folder / ".metadata"
     before = set(sys.modules)
     with path.open("rb") as file:
@@ -57,7 +57,7 @@ def dcp(folder: Path, name: str) -> None:
 
 
 def header(folder: Path, name: str) -> None:
-    """The dtype of a tensor, in each safetensors file that has it; OLMo's names are pickles in base64."""
+    """Edit the dtype of a tensor in each safetensors file that has it; OLMo's names are pickles in base64."""
     done = 0
     for path in sorted(folder.rglob("*.safetensors")):
         raw = path.read_bytes()
@@ -89,7 +89,7 @@ def quantized() -> torch.Tensor:
 
 
 def listed_header(folder: Path, name: str) -> None:
-    """A header, and what lists the tensors of all ranks."""
+    """Edit a header, and the list of the tensors of all ranks."""
     header(folder, name)
     metadata = json.loads((folder / "metadata.json").read_text())
     metadata["tensors"][name]["dtype"] = "F6_E2M3"

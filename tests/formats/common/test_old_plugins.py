@@ -97,7 +97,7 @@ FORMAT = Format(NAME, "flat", "a line", detect, Reader(read, checksums="a sum"),
 
 
 def install(folder: Path, **modules: str) -> None:
-    """What pip would leave of a package with these modules, each with a FORMAT."""
+    """The files that pip would install for a package with these modules, each with a FORMAT."""
     info = folder / "plugin-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
@@ -108,7 +108,7 @@ def install(folder: Path, **modules: str) -> None:
 
 
 def run(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Runs code where the package is installed."""
+    """Run code with the package installed."""
     paths = os.pathsep.join([str(folder), str(ROOT)])
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
@@ -151,7 +151,7 @@ print(json.dumps([manifest.format, [[t.fqn, t.shape] for t in manifest.tensors],
     assert "npy_plugin:FORMAT fails: DeprecationWarning" in done.stdout
 
 
-def test_a_format_that_is_one_file_is_one_file(tmp_path: Path) -> None:
+def test_single_file_formats(tmp_path: Path) -> None:
     """With the fields of release 0.1 and with those of today: the same bytes, in a file and on a mesh."""
     install(tmp_path / "site", flat_old=FLAT_OLD, flat_new=FLAT_NEW)
     code = f"""
@@ -194,7 +194,7 @@ def _detect(source: Source) -> None:
 
 
 def _read(source: Source) -> Manifest:
-    """The manifest of a place without tensors."""
+    """The manifest of a folder without tensors."""
     return Builder().build("x", source.store.url, {})
 
 
@@ -239,7 +239,7 @@ def test_old_fields_become_a_reader_and_a_writer() -> None:
 
 
 def test_a_copy_may_change_old_fields() -> None:
-    """As a package did that made a format of its own out of one that is here."""
+    """As in a package that derived a format from one of this project."""
     dcp = by_name("dcp")
     with pytest.warns(DeprecationWarning, match="fields of Format"):
         mine = dataclasses.replace(dcp, name="mine", read=_read, single_file=True)
@@ -290,7 +290,7 @@ def test_old_attributes_are_there() -> None:
         ((*FACTS, _detect), {"writer": Writer(Layout(_arrange))}, "must have a reader"),
     ],
 )
-def test_what_is_no_format_is_refused(args: Any, fields: Any, message: str) -> None:
+def test_invalid_formats_are_refused(args: Any, fields: Any, message: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with pytest.raises(TypeError, match=message):
@@ -309,7 +309,7 @@ def test_an_old_module_is_the_new_one(name: str) -> None:
     assert name not in ckptcore.__all__, "an alias would take the place of a public function"
 
 
-def test_other_old_modules_say_where_their_content_is() -> None:
+def test_other_old_modules_name_the_new_ones() -> None:
     for room, modules in moved_modules.ROOMS.items():
         assert importlib.util.find_spec(f"ckptcore.{room}") is not None
         for old_name in modules.split():
@@ -329,12 +329,12 @@ def test_other_old_modules_say_where_their_content_is() -> None:
         ("from ckptcore.formats import nosuch", "cannot import name 'nosuch' from 'ckptcore.formats'"),
     ],
 )
-def test_what_is_not_there_says_so(code: str, message: str) -> None:
+def test_unknown_modules_and_names(code: str, message: str) -> None:
     with pytest.raises(ImportError) as caught:
         exec(code, {})
     assert message in str(caught.value)
 
 
-def test_registry_knows_no_format_twice() -> None:
+def test_the_registry_lists_each_format_once() -> None:
     found = registry().formats
     assert len({f.name for f in found}) == len(found)

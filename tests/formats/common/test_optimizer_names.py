@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers alike, a batch norm, and a tied head."""
+    """Equal layers, a batch norm, and a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
 
 
 def trained(net: nn.Module, *optimizers: torch.optim.Optimizer) -> list[dict[int, str]]:
-    """One step; number -> name, as torch numbers them."""
+    """Train one step; return number -> name, as torch numbers them."""
     net(torch.arange(8) % 9).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step(None)
@@ -102,7 +102,7 @@ def test_every_optimizer_of_torch(kind: str, tmp_path: Path) -> None:
 
 
 def test_groups_by_decay(tmp_path: Path) -> None:
-    """As trainers group: matrices decay, vectors do not, the embedding has a rate of its own."""
+    """As in trainers: matrices decay, vectors do not, and the embedding has its own rate."""
     net = Decoder()
     rest = [p for n, p in net.named_parameters() if not n.startswith("embed")]
     optimizer = torch.optim.AdamW(
@@ -120,7 +120,7 @@ def test_groups_by_decay(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters(tmp_path: Path) -> None:
-    """Among the numbers without a state, or not among them: then their shapes must be their own."""
+    """Numbered without a state, or not numbered: then their shapes must be unique."""
     net = Decoder()
     net.layers[0].requires_grad_(False)
     inside = torch.optim.AdamW(net.parameters())
@@ -140,7 +140,7 @@ def test_frozen_parameters(tmp_path: Path) -> None:
 
 
 class ActorCritic(nn.Module):
-    """Two networks that differ in their last layer alone, each with its optimizer."""
+    """Two networks that differ only in their last layer, each with its optimizer."""
 
     def __init__(self, critic: int = 1) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class ActorCritic(nn.Module):
 
 
 def test_several_optimizers(tmp_path: Path) -> None:
-    """What one trains the others do not, where as many numbers are there as parameters."""
+    """Each parameter belongs to one optimizer if there are as many numbers as parameters."""
     net = ActorCritic()
     pair = torch.optim.AdamW(net.actor.parameters()), torch.optim.SGD(net.critic.parameters(), 0.1, 0.9)
     truth = trained(net, *pair)
@@ -166,7 +166,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
 
 
 def test_one_optimizer_for_each_parameter(tmp_path: Path) -> None:
-    """As a loop over the parameters makes them; one that was never used has no state."""
+    """As made by a loop over the parameters; an unused one has no state."""
     net = Decoder()
     each = [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in net.parameters()]
     truth = trained(net, *each)
@@ -186,7 +186,7 @@ def test_one_optimizer_for_each_parameter(tmp_path: Path) -> None:
 
 
 def test_very_many_optimizers(tmp_path: Path) -> None:
-    """What each costs does not grow with the model."""
+    """The cost of each does not grow with the model."""
     count = 3000
     each = []
     for n in range(count):  # a shape of its own, and one that all have
@@ -201,7 +201,7 @@ def test_very_many_optimizers(tmp_path: Path) -> None:
 
 
 def test_twins_stay_numbers(tmp_path: Path) -> None:
-    """Two networks alike: the optimizers could be the other way round."""
+    """Two equal networks: the optimizers could be swapped."""
     net = ActorCritic(critic=2)
     pair = torch.optim.AdamW(net.actor.parameters()), torch.optim.AdamW(net.critic.parameters())
     trained(net, *pair)
@@ -214,8 +214,8 @@ def test_twins_stay_numbers(tmp_path: Path) -> None:
     assert len(states) == 3, "they are carried as they are"
 
 
-def test_names_that_the_optimizer_tells(tmp_path: Path) -> None:
-    """In any order; below the attribute of the module that holds the parameters."""
+def test_names_recorded_by_the_optimizer(tmp_path: Path) -> None:
+    """In any order; below the attribute of the module with the parameters."""
     net = nn.ModuleDict({"body": ActorCritic(critic=2), "other": nn.Linear(1, 1)})
     named = dict(net["body"].named_parameters())
     optimizer = torch.optim.AdamW(
@@ -233,7 +233,7 @@ def test_names_that_the_optimizer_tells(tmp_path: Path) -> None:
     assert unnamed(manifest) == ["optimizer_states.0"]
 
 
-def test_names_that_do_not_fit_are_not_believed(tmp_path: Path) -> None:
+def test_recorded_names_that_do_not_fit(tmp_path: Path) -> None:
     net = ActorCritic()
     optimizer = torch.optim.AdamW(list(net.named_parameters()))
     (truth,) = trained(net, optimizer)
@@ -244,7 +244,7 @@ def test_names_that_do_not_fit_are_not_believed(tmp_path: Path) -> None:
 
 
 def by_model(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A state as FSDP numbers it: as the model's parameters come."""
+    """A state numbered as by FSDP: in the order of the model's parameters."""
     order = {id(p): n for n, p in enumerate(net.parameters())}
     number = [order[id(p)] for g in optimizer.param_groups for p in g["params"]]
     state = optimizer.state_dict()
@@ -253,7 +253,7 @@ def by_model(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def test_numbers_that_count_the_models_parameters(tmp_path: Path) -> None:
-    """Twins, frozen layers and groups of any kind: the numbers themselves tell the places."""
+    """Twins, frozen layers and groups of any kind: the numbers themselves are the places."""
     net = Decoder()
     net.layers[1].requires_grad_(False)
     free = [p for p in net.parameters() if p.requires_grad]
@@ -352,8 +352,8 @@ def test_no_finding_without_numbers(case: str, tmp_path: Path) -> None:
     assert manifest.findings == ()
 
 
-def test_two_optimizers_that_count_the_model_and_do_not_agree(tmp_path: Path) -> None:
-    """A number means one parameter, and that has one shape."""
+def test_contradicting_optimizers_that_count_the_model(tmp_path: Path) -> None:
+    """A number means one parameter, which has one shape."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     square, row = adam((3, 3), ids=[1]), adam((3,), ids=[1])
     manifest = read(tmp_path, net, square, row)

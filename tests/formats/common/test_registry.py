@@ -21,7 +21,7 @@ from ckptcore.testing import CASES, DAMAGES, Case, Sample
 
 
 def install(folder: Path, entries: str) -> None:
-    """What pip would leave of a package with these entry points."""
+    """The files that pip would install for a package with these entry points."""
     (folder / "npy_plugin.py").write_text(PLUGIN)
     info = folder / "npy_plugin-1.0.dist-info"
     info.mkdir()
@@ -71,7 +71,7 @@ def test_npy(case, tmp_path):
     assert f"{len(CASES) - 1} passed, 1 skipped" in done.stdout, done.stdout[-500:]
 
 
-def test_a_package_that_cannot_be_used_is_named_and_does_no_harm(tmp_path: Path) -> None:
+def test_an_unusable_package_is_named_and_skipped(tmp_path: Path) -> None:
     install(tmp_path, "a = npy_plugin:NOT_A_FORMAT\nb = npy_plugin:MISSING\nc = npy_plugin:FORMAT")
     command = [sys.executable, "-m", "ckptcore", "formats", "--output", "json"]
     done = subprocess.run(

@@ -47,7 +47,7 @@ def test_folders_and_files(root: str) -> None:
 
 
 def test_a_folder_below_another(root: str) -> None:
-    """The same files under shorter names: sizes, stamps and bytes are those of the store around it."""
+    """The same files under shorter names: sizes, stamps and bytes are those of the outer store."""
     full = open_source(root)
     below = full.below("deep")
     name, inside = "model.safetensors", "deep/model.safetensors"
@@ -63,19 +63,19 @@ def test_a_folder_below_another(root: str) -> None:
     assert full.store.size(inside)  # what it reads from stays open
 
 
-def test_what_is_not_there(root: str) -> None:
+def test_missing_sources(root: str) -> None:
     with pytest.raises((SourceUnreadable, UnknownFormat)) as caught:
         ckptcore.open(f"{root}/nothing.safetensors")
     assert "nothing" in caught.value.message
     assert caught.value.hint
 
 
-def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+def test_names_that_are_too_long(tmp_path: Path) -> None:
     with pytest.raises(SourceUnreadable, match="cannot open"):
         open_source(str(tmp_path / ("n" * 300)))
 
 
-def test_what_is_no_regular_file(tmp_path: Path) -> None:
+def test_special_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     with pytest.raises(SourceUnreadable, match="not a regular file"):
         open_source(str(tmp_path / "pipe.pt"))

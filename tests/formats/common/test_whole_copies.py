@@ -20,7 +20,7 @@ VERL = FIXTURES / "torch" / "verl_fsdp2_4r"
 
 @pytest.fixture
 def actor(tmp_path: Path) -> Path:
-    """A step's folder of a real verl job, with the model once more as `hf_model` leaves it."""
+    """A step's folder of a real verl job, with a copy of the model as saved by `hf_model`."""
     folder = tmp_path / "actor"
     shutil.copytree(VERL / "ckpt" / "global_step_10" / "actor", folder)
     bare = ckptcore.open(str(folder))
@@ -73,7 +73,7 @@ def test_equal_copies_are_proven_and_change_nothing(actor: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("end", [0, -1])
 def test_a_flipped_bit_in_a_consolidated_file(end: int, actor: Path, tmp_path: Path) -> None:
-    """In every tensor of the whole files: first byte or last."""
+    """In every tensor of the consolidated files: first byte or last."""
     names = sorted(t.fqn for t in ckptcore.open(str(actor)).tensors)
     for path in consolidated(actor):
         for name in load_file(path):
@@ -97,7 +97,7 @@ def test_a_flipped_bit_in_a_consolidated_file(end: int, actor: Path, tmp_path: P
 
 
 def test_a_changed_element_in_a_ranks_file(actor: Path) -> None:
-    """With a right checksum around it, so that the copy alone can tell."""
+    """With a valid checksum around it, so that only the copy shows it."""
     path = actor / "model_world_size_4_rank_2.pt"
     tree = torch.load(path, weights_only=False)
     name = "model.embed_tokens.weight"

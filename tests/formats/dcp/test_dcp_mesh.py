@@ -40,7 +40,7 @@ ROWS, COLUMNS = ("up.weight", "embed.weight", "head.weight"), ("down.weight",)
 
 
 def layout(fqn: str, shape: tuple[int, ...], axes: Axes) -> TensorLayout:
-    """What `fully_shard` and `parallelize_module` make of a tensor of the samples."""
+    """The layout that `fully_shard` and `parallelize_module` give a tensor of the samples."""
     sizes = dict(axes)
     name = fqn.removeprefix("model.").removeprefix("optim.state.").removeprefix("optimizer.state.")
     name = name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq").removesuffix(".step")
@@ -56,7 +56,7 @@ def layout(fqn: str, shape: tuple[int, ...], axes: Axes) -> TensorLayout:
 
 
 def reshard(source: Path, target: Path, axes: Axes, **options: Any) -> Topology:
-    """Writes what a job of this mesh would have saved, with the placements above."""
+    """Write what a job of this mesh would have saved, with the placements above."""
     manifest = ckptcore.open(str(source))
     topology = Topology(Mesh(axes), {t.fqn: layout(t.fqn, t.shape, axes) for t in manifest.tensors})
     mesh = ",".join(f"{a}={n}" for a, n in axes)
@@ -66,7 +66,7 @@ def reshard(source: Path, target: Path, axes: Axes, **options: Any) -> Topology:
 
 
 def resume(sample: Sample, axes: Axes, tmp_path: Path) -> list[dict[str, Any]]:
-    """What each rank of the job tells."""
+    """Return the report of each rank of the job."""
     spec = {
         "axes": axes,
         "truth": str(sample.root / "expected.safetensors"),
@@ -106,7 +106,7 @@ def chunks(folder: Path) -> Chunks:
 
 
 def loaded(sample: Sample, axes: Axes, tmp_path: Path) -> tuple[Chunks, Chunks]:
-    """Has a job of this mesh load what was written; gives the chunks of that, and of what the job saves."""
+    """Load the output in a job of this mesh; return its chunks, and those that the job saves."""
     assert validate(ckptcore.open(str(tmp_path / "out")), "bytes").ok
     rows = resume(sample, axes, tmp_path)
     assert [row["wrong"] for row in rows] == [[]] * len(rows)
@@ -165,7 +165,7 @@ def test_jobs_of_every_mesh_resume(name: str, axes: Axes, found: dict[str, Sampl
     [pytest.param(a, marks=() if a == FSDP[2] else pytest.mark.soak) for a in (*FSDP.values(), HSDP)],
     ids=lambda a: "-".join(f"{k}{n}" for k, n in a),
 )
-def test_torchtitan_s_keys_by_the_built_in_rules(
+def test_torchtitan_keys_by_built_in_rules(
     axes: Axes, found: dict[str, Sample], cli: Cli, tmp_path: Path
 ) -> None:
     mesh = ",".join(f"{a}={n}" for a, n in axes)

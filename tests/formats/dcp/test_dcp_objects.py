@@ -70,7 +70,7 @@ def test_tensors_inside_objects(zstd: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zstd", [False, True], ids=["plain", "zstd"])
 def test_objects_larger_than_a_range(zstd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small objects are read together, one that is larger than a range in its own place."""
+    """Small objects are read together; one larger than a range is read in place."""
     monkeypatch.setattr(_dcpobjects, "_RANGE", 4096)
     state: dict[str, Any] = {f"o{n}": {"n": n, "raw": os.urandom(20 if n % 3 else 9000)} for n in range(9)}
     state["o9"] = {"tensor": torch.randn(4000), "n": 9}
@@ -83,7 +83,7 @@ def test_objects_larger_than_a_range(zstd: bool, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("inside", ["small", "large"])
 def test_tensors_inside_objects_that_ranks_share(inside: str, tmp_path: Path) -> None:
-    """Each rank left its own metadata: equal trees whose tensors hold other elements are other values."""
+    """Each rank wrote its own metadata: equal trees whose tensors have other elements are other values."""
     size = 4 if inside == "small" else 1 << 20
 
     def codes(value: float) -> set[str]:
@@ -129,7 +129,7 @@ DAMAGE: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_objects_that_have_no_form(name: str, tmp_path: Path) -> None:
+def test_objects_without_a_json_form(name: str, tmp_path: Path) -> None:
     make, code, message = DAMAGE[name]
     manifest = ckptcore.open(str(saved(tmp_path / "x", {"w": torch.ones(3), "odd": make()})))
     (found,) = (f for f in manifest.findings if f.fqn == "odd")
@@ -151,7 +151,7 @@ def test_a_file_outside_the_folder_is_not_read(tmp_path: Path) -> None:
     assert not ckptcore.check(manifest, "cover").ok
 
 
-def test_a_torn_compressed_object(tmp_path: Path) -> None:
+def test_a_cut_compressed_object(tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", {"a": {"raw": os.urandom(4000)}}, zstd=True)
     (data,) = folder.glob("*.distcp")
     torn = bytearray(data.read_bytes())
@@ -171,7 +171,7 @@ def packed(data: bytes = PLAIN, **options: Any) -> bytes:
 
 
 def both(data: bytes, limit: int, folder: Path, codec: str = "zstd") -> set[bytes]:
-    """What both ways of decoding give."""
+    """The results of both ways of decoding."""
     (folder / "x").write_bytes(b"before" + data + b"behind")
     store = open_store(str(folder))
     out, length = _codecs.decode_to_file(codec, store, "x", 6, len(data), limit, str(folder))
@@ -213,7 +213,7 @@ def test_zstd_that_is_damaged(name: str, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_codec_that_is_not_known(tmp_path: Path) -> None:
+def test_an_unknown_codec(tmp_path: Path) -> None:
     with pytest.raises(MalformedCheckpoint, match="unknown codec 'lz4'"):
         _codecs.decode_small("lz4", b"x", 10, "x")
     with pytest.raises(MalformedCheckpoint, match="unknown codec 'lz4'"):

@@ -55,7 +55,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """A source, by its name; all of one mesh are saved by one job, when the first is asked for."""
+    """A source by name; one job saves all sources of a mesh, on the first request."""
     root = tmp_path_factory.mktemp("decoders")
     cases: dict[str, Case] = {}
 
@@ -98,9 +98,9 @@ def test_jobs_resume(
 
 
 def as_torch_saves(case: Case, parts: list[dict[str, Box]]) -> None:
-    """The written folder has what the job itself saves: names, chunks, and files of ranks that have them.
+    """Require that the folder equals the job's own save: names, chunks, and files of ranks that have them.
 
-    parts: of each rank, what it has of each tensor.
+    parts: per rank, its part of each tensor.
     """
     ours, theirs = (stored_parts(Path(case[k])) for k in ("written", "saved"))
     more = ours.keys() - theirs.keys()  # stages save no groups where these have no names of parameters

@@ -17,7 +17,7 @@ JOB = JOBS / "hf_mesh_job.py"
 
 
 def pretrained(folder: Path) -> Path:
-    """A small Llama, every weight random, as `save_pretrained` leaves it."""
+    """A small Llama with random weights, as written by `save_pretrained`."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     from tiny_llama import tiny_llama
 

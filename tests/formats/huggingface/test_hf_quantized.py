@@ -71,7 +71,7 @@ def values_of_fp8(tensors: dict[str, Any], block: tuple[int, int] = (128, 128)) 
 
 
 def values_of_mxfp4(tensors: dict[str, Any]) -> Any:
-    """The formula, a value at a time, in Python's doubles and rounded once; exact within float32."""
+    """The formula, one value at a time, in Python's doubles and rounded once; exact within float32."""
     import torch
 
     blocks, scales = tensors["m_blocks"], tensors["m_scales"]
@@ -146,8 +146,10 @@ def test_mxfp4(shape: tuple[int, ...], cli: Cli, tmp_path: Path) -> None:
 
 
 def test_mxfp4_as_torch_computes_it(tmp_path: Path) -> None:
-    """torch's reader fills only the first values of each row (its chunks keep the stored shape), but
-    computes what it is asked for."""
+    """Compare with torch's reader.
+
+    It fills only the first values of each row, because its chunks keep the stored shape.
+    """
     import torch
     from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
@@ -204,7 +206,7 @@ def test_into_a_live_model(tmp_path: Path) -> None:
     assert same(live["l.weight"], values_of_fp8(made).to(torch.bfloat16))
 
 
-def test_casts_come_behind(cli: Cli, tmp_path: Path) -> None:
+def test_casts_follow_dequantization(cli: Cli, tmp_path: Path) -> None:
     import torch
 
     made = fp8(300, 200)
@@ -268,8 +270,8 @@ def test_the_manifest_travels(tmp_path: Path) -> None:
     assert same(ckptcore.read(back, "m_blocks"), ckptcore.read(manifest, "m_blocks"))
 
 
-def test_names_go_on_as_usual(cli: Cli, tmp_path: Path) -> None:
-    """Globs and renames mean the computed tensor; what it is computed from comes along."""
+def test_globs_and_renames(cli: Cli, tmp_path: Path) -> None:
+    """They mean the computed tensor; its inputs come along."""
     source = folder(tmp_path / "s", fp8(130, 140) | mxfp4(2, 3))
     flags = ["--exclude", "m_*", "--rename", "l.=model.l."]
     found = consolidated(cli, source, tmp_path / "out", *flags)
@@ -322,8 +324,8 @@ def test_pairs_that_do_not_fit_are_refused(cli: Cli, tmp_path: Path) -> None:
         assert found == read_safetensors(source)
 
 
-def test_what_only_sounds_like_it_is_plain(cli: Cli, tmp_path: Path) -> None:
-    """Names alone are no evidence: float blocks and scales, a scale without its weight."""
+def test_names_alone_are_no_evidence(cli: Cli, tmp_path: Path) -> None:
+    """Float blocks and scales, a scale without its weight."""
     import torch
 
     plain = {
@@ -368,7 +370,7 @@ def test_inputs_that_are_missing(cli: Cli, tmp_path: Path) -> None:
         assert (done.code, (tmp_path / "out").exists()) == (1, False), done
 
 
-def test_values_of_what_is_stored_are_looked_at(cli: Cli, tmp_path: Path) -> None:
+def test_stored_values_are_checked(cli: Cli, tmp_path: Path) -> None:
     import torch
 
     made = fp8(300, 200)

@@ -58,7 +58,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def consolidated(python: str, here: Path, folder: Path, cli: Cli, kind: str) -> dict[str, Any]:
-    """By the default name, and equal to what Lightning makes of the folder."""
+    """The file has the default name, and equals what Lightning makes of the folder."""
     assert {p.name for p in folder.iterdir()} == FOUR_RANKS
     assert validate(ckptcore.open(str(folder)), "bytes").ok
     tool = f"lightning.{kind}.utilities.consolidate_checkpoint"

@@ -51,7 +51,7 @@ SHARDED = [
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A run of three steps, once for all tests; gives the checkpoint, with its truth beside it."""
+    """Run three steps, once for all tests; return the checkpoint, with its truth beside it."""
     python = lightning_python()
 
     def run(verb: str, kind: str, optimizers: str, start: Path | None = None, steps: int = 3) -> Path:
@@ -93,7 +93,7 @@ def named(manifest: Manifest) -> dict[int, dict[int, str]]:
 
 @pytest.mark.parametrize(("kind", "optimizers"), FULL)
 def test_numbers_of_a_full_checkpoint(kind: str, optimizers: str, train: Callable[..., Path]) -> None:
-    """Named as the run knows them, or not at all; each named state is that parameter's."""
+    """Named as in the run, or not at all; each named state belongs to that parameter."""
     path = train("trainer", kind, optimizers)
     manifest, truth, saved = ckptcore.open(str(path)), load(f"{path}.truth"), load(path)
     assert validate(manifest, "bytes").ok
@@ -116,7 +116,7 @@ def test_numbers_of_a_full_checkpoint(kind: str, optimizers: str, train: Callabl
 def test_a_sharded_folder(
     verb: str, kind: str, optimizers: str, train: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Read and consolidated: what the run held, and what Lightning's own consolidation gives."""
+    """Read and consolidated: equal to the run's state, and to Lightning's own consolidation."""
     folder = train(verb, kind, optimizers)
     truth = load(f"{folder}.truth")
     manifest = ckptcore.open(str(folder))
@@ -159,7 +159,7 @@ def test_copies_of_a_hybrid_run_are_in_its_files(train: Callable[..., Path]) -> 
         ("fabric", "mp", "fsdp=1", "mp"),
     ],
 )
-def test_a_run_of_another_size_goes_on_from_our_folder(
+def test_a_run_of_another_size_resumes_from_the_written_folder(
     verb: str, kind: str, mesh: str, later_kind: str, train: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Saved on two ranks, written for a mesh, resumed on one, two and four as from the original."""
@@ -177,7 +177,7 @@ def test_a_run_of_another_size_goes_on_from_our_folder(
 
 
 @pytest.mark.parametrize(("verb", "kind"), [("trainer", "fsdp"), ("trainer", "mp"), ("fabric", "fsdp")])
-def test_a_run_goes_on_from_our_file(
+def test_a_run_resumes_from_the_written_file(
     verb: str, kind: str, train: Callable[..., Path], tmp_path: Path
 ) -> None:
     """From four steps' state in one file: the same model and optimizer on every parameter."""

@@ -27,7 +27,7 @@ def opened(value: Any, folder: Path, *, ranks: int = 1) -> ckptcore.Manifest:
 
 
 class Parts:
-    """A DTensor on a mesh of one axis, and the dicts it is pickled from."""
+    """A DTensor on a mesh of one axis, and the dicts of its pickle."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ def test_tensors_with_attributes(tmp_path: Path) -> None:
         assert torch.equal(ckptcore.read(manifest, name), FULL + n), name
 
 
-def test_elements_that_were_narrowed_of_a_storage(tmp_path: Path) -> None:
-    """A strided shard of 4 blocks over two ranks: a rank's memory holds two runs of rows."""
+def test_elements_narrowed_from_a_storage(tmp_path: Path) -> None:
+    """A strided shard of 4 blocks over two ranks: a rank's memory has two runs of rows."""
     ranks, rows = torch.arange(4).view(2, 2), torch.arange(8.0).view(8, 1)
     both = [("_StridedShard", {"dim": 0, "split_factor": 2}), ("Shard", {"dim": 0})]
     folder = tmp_path / "x"
@@ -211,14 +211,14 @@ BY_FIELDS = Called(Global(SHARD_ORDER), (), {"tensor_dim": 0, "mesh_dims": (0,)}
 
 @pytest.mark.parametrize("entry", [_order(0, (0,)), BY_FIELDS], ids=["a tuple", "fields"])
 def test_a_shard_order(entry: Called, tmp_path: Path) -> None:
-    """torch 2.10 and later tell in which order axes cut a dim."""
+    """torch >= 2.10 records in which order axes cut a dim."""
     parts = Parts("2.10")
     parts.spec["shard_order"] = (entry,)
     assert torch.equal(read(opened(parts.value, tmp_path / "x")), FULL)
 
 
 @pytest.mark.parametrize("factor", [0, "2", 1 << 20])
-def test_split_factors_that_are_none(factor: Any, tmp_path: Path) -> None:
+def test_invalid_split_factors(factor: Any, tmp_path: Path) -> None:
     parts = Parts(how=("_StridedShard", {"dim": 0, "split_factor": factor}))
     with pytest.raises(MalformedCheckpoint, match="split factor"):
         opened(parts.value, tmp_path / "x")
@@ -281,8 +281,8 @@ def test_sharded_tensors_that_contradict_themselves(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("where", ["a local tensor", "a shard", "a class"])
-def test_what_is_made_of_a_refused_class(where: str, tmp_path: Path) -> None:
-    """Its place is known and its values are not: the tensor is named, and cannot be read."""
+def test_tensors_of_a_refused_class(where: str, tmp_path: Path) -> None:
+    """The place is known, but the values are not: the tensor is named, and cannot be read."""
     parts = Parts()
     parts.state["_local_tensor"] = FRACTION
     value = {
@@ -307,7 +307,7 @@ def test_attributes_of_other_classes_are_unsafe(tmp_path: Path) -> None:
 
 
 def test_uneven_strided_shards_are_refused(tmp_path: Path) -> None:
-    """Releases of torch cut them differently, and the pickle does not tell the release."""
+    """Releases of torch cut them differently, and the pickle does not record the release."""
     ranks, uneven = torch.arange(4).view(2, 2), ("_StridedShard", {"dim": 0, "split_factor": 3})
     value = old.dtensor("2.6", torch.zeros(3, 1), (9, 1), ranks, [0, 0], [uneven, ("Shard", {"dim": 0})])
     with pytest.raises(UnsupportedFormat, match="uneven strided shard"):

@@ -37,8 +37,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.xdist_group("fsdp1")
-def test_what_is_resharded_loads_in_fsdp2_and_in_fsdp1(saved: Path) -> None:
-    """The optimizer's loader goes by places alone: each place must be that of the model's parameter."""
+def test_resharded_files_load_in_fsdp2_and_fsdp1(saved: Path) -> None:
+    """The optimizer's loader uses positions alone: each must be that of the model's parameter."""
     for case in CASES:
         reshard(str(saved / case / "ckpt"), saved / case / "new")
     job("load", saved)
@@ -46,7 +46,7 @@ def test_what_is_resharded_loads_in_fsdp2_and_in_fsdp1(saved: Path) -> None:
 
 @pytest.mark.xdist_group("fsdp1")
 def test_the_job_listed_its_parameters_in_another_order(saved: Path) -> None:
-    """Else the test above shows nothing."""
+    """Otherwise the test above proves nothing."""
     (names,) = torch.load(saved / "flat" / "groups.pt")
     assert names[:3] == ["embed.weight", "norm.weight", "lm_head.weight"]
     (names,) = torch.load(saved / "orig" / "groups.pt")
@@ -56,7 +56,7 @@ def test_the_job_listed_its_parameters_in_another_order(saved: Path) -> None:
 @pytest.mark.xdist_group("fsdp1")
 @pytest.mark.parametrize("case", CASES)
 def test_names_without_the_models_order_are_not_numbered(saved: Path, tmp_path: Path, case: str) -> None:
-    """Written from sorted names, a file tells no order any more."""
+    """A file written from sorted names no longer records an order."""
     full, out = tmp_path / "whole", tmp_path / "out"
     ckptcore.convert(str(saved / case / "ckpt"), str(full))
     with pytest.raises(UnprovenCheckpoint, match="nothing proves the order"):
@@ -67,7 +67,7 @@ def test_names_without_the_models_order_are_not_numbered(saved: Path, tmp_path: 
 @pytest.mark.xdist_group("fsdp1")
 @pytest.mark.parametrize("case", CASES)
 def test_a_flat_optimizer_is_kept_rank_by_rank(saved: Path, tmp_path: Path, case: str) -> None:
-    """As verl saves it: ``optimizer.state_dict()`` of each rank, flat, beside a sharded model."""
+    """As saved by verl: ``optimizer.state_dict()`` of each rank, flat, beside a sharded model."""
     source, out = str(saved / case / "verl"), tmp_path / "out"
     manifest = ckptcore.open(source)
     severities = {f.code: f.severity for f in ckptcore.check(manifest).findings}

@@ -34,7 +34,7 @@ def ranks(folder: Path, states: list[Any], name: str = "model_rank{}.pt") -> Pat
 
 
 def shards(folder: Path, extra: list[dict[str, Any]], world: int | None = None, named: str = "w") -> Path:
-    """Ranks' files with one tensor cut over them, and something else in each."""
+    """Rank files with one sharded tensor, and something else in each."""
     folder.mkdir(parents=True, exist_ok=True)
     world = world or len(extra)
     for rank, more in enumerate(extra):
@@ -51,14 +51,14 @@ def codes(folder: Path) -> list[str]:
     return [f.code for f in read(folder).findings]
 
 
-def test_a_file_that_is_no_torch_zip(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_torch_zip(tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2)}] * 2)
     (folder / "model_rank1.pt").write_bytes(b"none")
     with pytest.raises(MalformedCheckpoint, match=r"model_rank1\.pt \(4 bytes\) is not a torch zip"):
         read(folder)
 
 
-def test_ranks_that_are_no_dict(tmp_path: Path) -> None:
+def test_ranks_without_a_dict(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedFormat, match="holds a list"):
         read(ranks(tmp_path / "a", [[torch.ones(2)]] * 2))
     # One of several kinds has a name of its own to give.
@@ -75,7 +75,7 @@ def test_two_values_of_one_name(tmp_path: Path) -> None:
         read(ranks(tmp_path / "a", [state] * 2))
 
 
-def test_a_storage_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_storage(tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"a": torch.ones(2), "b": torch.ones(3)}])
     with (
         zipfile.ZipFile(folder / "model_rank0.pt") as complete,
@@ -89,14 +89,14 @@ def test_a_storage_that_is_not_there(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_tensors_that_stand_for_more_than_is_there(tmp_path: Path) -> None:
+def test_tensors_that_expand_far(tmp_path: Path) -> None:
     wide = torch.zeros(1).expand(30_000_000)
     with pytest.raises(MalformedCheckpoint, match="expand to tensors"):
         read(ranks(tmp_path / "a", [{"w": wide}] * 2))
 
 
-def test_tensors_that_nothing_refers_to(tmp_path: Path) -> None:
-    """A value of a class that is on nobody's list may hold them; without one there is no excuse."""
+def test_unreferenced_tensors(tmp_path: Path) -> None:
+    """A value of a class outside the allow-list may contain them; without such a value they are an error."""
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2), "x": torch.nn.Linear(2, 3)}] * 2)
     found = read(folder).findings
     assert {f.code for f in found} == {"refused-global", "refused-tensors"}
@@ -133,7 +133,7 @@ def test_replicas_of_every_layout(value: torch.Tensor, tmp_path: Path) -> None:
     assert manifest.findings == ()
 
 
-def test_a_mesh_by_itself_is_no_value(tmp_path: Path) -> None:
+def test_a_mesh_alone_is_refused(tmp_path: Path) -> None:
     mesh = old.Called(old.Global("torch.distributed.device_mesh.DeviceMesh"), (), {"mesh": None}, new=True)
     folder = shards(tmp_path / "a", [{"mesh": mesh}] * 2)
     assert [(f.code, f.fqn) for f in read(folder).findings] == [("refused-global", "mesh")]
@@ -145,7 +145,7 @@ def test_a_mesh_as_a_key(tmp_path: Path) -> None:
         read(shards(tmp_path / "a", [{"odd": {"a": 1, mesh: 2}}] * 2))
 
 
-def test_a_mesh_that_is_no_list_of_ranks(tmp_path: Path) -> None:
+def test_a_mesh_without_a_list_of_ranks(tmp_path: Path) -> None:
     value = old.dtensor("2.6", torch.ones(2), (4,), torch.ones(2), [0], SHARD)
     (tmp_path / "a").mkdir()
     old.save({"w": value}, tmp_path / "a" / "model_rank_0.pt")
@@ -153,8 +153,8 @@ def test_a_mesh_that_is_no_list_of_ranks(tmp_path: Path) -> None:
         read(tmp_path / "a")
 
 
-def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
-    """On a tensor's shape, and on whether it is cut."""
+def test_contradicting_ranks(tmp_path: Path) -> None:
+    """On a tensor's shape, and on whether it is sharded."""
     folder = shards(tmp_path / "a", [{}, {}])
     value = old.dtensor("2.6", torch.ones(3), (6,), torch.arange(2), [1], SHARD)
     old.save({"w": value}, folder / "model_rank_1.pt")
@@ -166,7 +166,7 @@ def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
 
 
 def test_numbers_that_mean_other_parameters_elsewhere(tmp_path: Path) -> None:
-    """Stages of a pipeline that number their own, where nothing proves the names."""
+    """Stages of a pipeline that number their own parameters, where nothing proves the names."""
     states = []
     for rank in range(2):
         model = {f"layers.{rank}.{n}": torch.ones(3) for n in "ab"}
@@ -184,7 +184,7 @@ def test_numbers_that_mean_other_parameters_elsewhere(tmp_path: Path) -> None:
     assert found == {f"model.layers.{r}.{n}" for r in (0, 1) for n in "ab"}
 
 
-def test_a_file_of_a_rank_that_was_not_there(tmp_path: Path) -> None:
+def test_a_file_of_a_rank_outside_the_job(tmp_path: Path) -> None:
     """By the names of the files, or by the mesh inside."""
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2)}] * 2, "model_world_size_2_rank_{}.pt")
     shutil.copy(folder / "model_world_size_2_rank_1.pt", folder / "model_world_size_2_rank_5.pt")
@@ -211,13 +211,13 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
         ('{"world_size": 3}', ["mixed-saves"]),
     ],
 )
-def test_verls_small_file(text: str, code: list[str], tmp_path: Path) -> None:
+def test_verls_config_file(text: str, code: list[str], tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2)}] * 2, "model_world_size_2_rank_{}.pt")
     (folder / "fsdp_config.json").write_text(text)
     assert codes(folder) == code
 
 
-def test_names_by_rank_that_hold_no_zip(tmp_path: Path) -> None:
+def test_files_named_by_rank_that_are_not_zips(tmp_path: Path) -> None:
     """Other tools number files, too."""
     for rank in range(2):
         (tmp_path / f"log_rank{rank}.bin").write_bytes(b"text of no interest")
@@ -240,7 +240,7 @@ MODEL = (("a", (2,)), ("b", (2,)))
         {"state": {}, "param_groups": [{"params": ["a", 1]}]},
     ],
 )
-def test_what_is_no_optimizer_by_name_is_written_as_it_is(tree: Any) -> None:
+def test_trees_without_a_named_optimizer_are_written_unchanged(tree: Any) -> None:
     assert numbers_for(tree, MODEL, lambda v: v) is tree
 
 

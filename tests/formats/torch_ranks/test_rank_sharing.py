@@ -38,7 +38,7 @@ ROWS = (
 
 
 def request(mesh: str) -> Arrangement:
-    """A model and its states: even and uneven tensors, plain ones, objects, stages where there are some."""
+    """A model and its states: even and uneven tensors, plain ones, objects, and stages on some meshes."""
     full_mesh = parse_mesh(mesh)
     axes = tuple(a for a, n in full_mesh.axes if a != "pp")
     cut = {"dp_replicate": Replicate(), "fsdp": Shard(0), "tp": Shard(0)}
@@ -78,7 +78,7 @@ def digest(layouts: Iterator[FileLayout]) -> str:
 
 
 @pytest.mark.parametrize("mesh", KNOWN)
-def test_bytes_around_tensors_stay(mesh: str) -> None:
+def test_bytes_around_tensors_do_not_change(mesh: str) -> None:
     assert digest(arrange(request(mesh))) == KNOWN[mesh]
 
 
@@ -88,7 +88,7 @@ def test_forgotten_layouts_are_rebuilt(kept: int) -> None:
         assert digest(arrange(request("pp=2,fsdp=3"))) == KNOWN["pp=2,fsdp=3"]
 
 
-def test_ranks_that_are_alike_are_built_once() -> None:
+def test_similar_ranks_are_built_once() -> None:
     made = mock.Mock(wraps=_rankwrite.RankPickled)
     behind = mock.Mock(wraps=_torchfile._behind)
     with mock.patch.object(_rankwrite, "RankPickled", made), mock.patch.object(_torchfile, "_behind", behind):

@@ -90,7 +90,7 @@ ODD: dict[str, tuple[Any, str]] = {
 
 
 def array(*state: Any, dtype: Any = None) -> Called:
-    """An array as numpy pickles it, with another state."""
+    """An array as pickled by numpy, with another state."""
     kind = call("numpy.dtype", "i4", False, True, state=(3, "<", None, None, None, -1, -1, 0))
     shape, order, data = state
     return call(MAKE, NDARRAY, (0,), "b", state=(1, shape, kind if dtype is None else dtype, order, data))
@@ -115,7 +115,7 @@ ODD |= {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_values_that_are_none(name: str, tmp_path: Path) -> None:
+def test_malformed_values(name: str, tmp_path: Path) -> None:
     value, message = ODD[name]
     with pytest.raises(MalformedCheckpoint, match=message) as caught:
         opened(value, tmp_path)
@@ -172,13 +172,13 @@ STORAGES: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", STORAGES)
-def test_storages_that_are_none(name: str, tmp_path: Path) -> None:
+def test_malformed_storages(name: str, tmp_path: Path) -> None:
     pid, message = STORAGES[name]
     with pytest.raises(MalformedCheckpoint, match=message):
         ckptcore.open(str(torch_file(tmp_path / "x.pt", view(Persistent(*pid), 0, (5,), (1,)))))
 
 
-def test_a_view_that_reaches_outside(tmp_path: Path) -> None:
+def test_a_view_beyond_its_storage(tmp_path: Path) -> None:
     pid = Persistent("storage", FLOATS, "0", "cpu", 6)
     for offset, shape, strides in ((1, (6,), (1,)), (0, (2, 2), (5, 1)), (0, (2,), (6,))):
         value = view(pid, offset, shape, strides)
@@ -187,7 +187,7 @@ def test_a_view_that_reaches_outside(tmp_path: Path) -> None:
 
 
 def torch_file(path: Path, value: Any, **records: bytes) -> Path:
-    """A torch zip with one storage of six floats and these records more."""
+    """A torch zip with one storage of six floats and additional records."""
     raw = io.BytesIO()
     _Pickler(raw).dump({"w": value})
     writer = torch._C.PyTorchFileWriter(str(path))
@@ -250,7 +250,7 @@ def by_hand(
 
 
 def test_sizes_in_zip64_fields(tmp_path: Path) -> None:
-    """Records beyond 4 GiB have their sizes in an extra field, behind any others."""
+    """Records beyond 4 GiB have their sizes in an extra field, after any others."""
     plain = ckptcore.open(str(by_hand(tmp_path / "a.pt")))
     other = struct.pack("<HHI", 0x5455, 4, 7)
     length = len(pickle.dumps({"a": 5}, 2))
@@ -269,12 +269,12 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("extra", FIELDS.values(), ids=FIELDS)
-def test_zip64_fields_that_are_not_there(extra: bytes, tmp_path: Path) -> None:
+def test_missing_zip64_fields(extra: bytes, tmp_path: Path) -> None:
     with pytest.raises(MalformedCheckpoint, match="zip64 sizes are missing"):
         ckptcore.open(str(by_hand(tmp_path / "x.pt", zip64=True, extra=extra)))
 
 
-def test_torch_reads_the_zip_made_here(tmp_path: Path) -> None:
+def test_torch_reads_the_zip_of_this_test(tmp_path: Path) -> None:
     with zipfile.ZipFile(by_hand(tmp_path / "x.pt", zip64=True)) as made:
         assert pickle.loads(made.read("x/data.pkl")) == {"a": 5}
 
@@ -298,7 +298,7 @@ def test_byte_orders(order: str, tmp_path: Path) -> None:
     assert torch.equal(ckptcore.read(ckptcore.open(str(path)), "w"), TENSOR)
 
 
-def test_a_byte_order_that_is_none(tmp_path: Path) -> None:
+def test_an_invalid_byte_order(tmp_path: Path) -> None:
     with pytest.raises(MalformedCheckpoint, match="byte order b'middle'"):
         ckptcore.open(str(torch_file(tmp_path / "x.pt", 5, byteorder=b"middle")))
 
@@ -316,7 +316,7 @@ CUTS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_zips_that_are_damaged(name: str, tmp_path: Path) -> None:
+def test_damaged_zips(name: str, tmp_path: Path) -> None:
     path = by_hand(tmp_path / "x.pt")
     path.write_bytes(CUTS[name](path.read_bytes()))
     with pytest.raises(CkptError) as caught:
