@@ -260,7 +260,7 @@ def test_old_attributes_are_there() -> None:
     found = {name: old_attribute(lightning, name) for name in names}
     none = {name: old_attribute(refused, name) for name in names}
     meshed = old_attribute(found.pop("for_mesh"), "place")
-    layout = lightning.writer.layout
+    layout = lightning.writer.whole
     assert found == {
         "read": lightning.reader.read,
         "arrange": layout.arrange,

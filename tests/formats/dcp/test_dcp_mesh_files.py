@@ -159,5 +159,5 @@ def test_a_tensor_that_no_rank_has_is_refused(tmp_path: Path) -> None:
     asked = Request(str(source), str(tmp_path / "out"), verb="reshard", to="dcp", mesh="pp=2")
     with pytest.raises(UsageError) as caught:
         convert(asked, catalog_url=False, topology=nowhere)
-    assert "0 elements of b" in caught.value.message
+    assert "all 3 elements of b (got 0)" in caught.value.message
     assert not (tmp_path / "out").exists()
