@@ -59,7 +59,7 @@ def test_a_file_that_is_not_a_torch_zip(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_dict(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormat, match="holds a list"):
+    with pytest.raises(UnsupportedFormat, match="must contain a state dict .got list"):
         read(ranks(tmp_path / "a", [[torch.ones(2)]] * 2))
     # One of several kinds has a name of its own to give.
     folder = ranks(tmp_path / "b", [{"w": torch.ones(2)}] * 2)
@@ -71,7 +71,7 @@ def test_ranks_without_a_dict(tmp_path: Path) -> None:
 
 def test_two_values_of_one_name(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
-    with pytest.raises(NameMismatch, match=r"two values are called a\.b"):
+    with pytest.raises(NameMismatch, match=r"two values have the name a\.b"):
         read(ranks(tmp_path / "a", [state] * 2))
 
 
@@ -111,7 +111,7 @@ def test_unreferenced_tensors(tmp_path: Path) -> None:
     for key in ("0", "7"):
         writer.write_record(f"data/{key}", b"\0" * 8, 8)
     writer.write_end_of_file()
-    with pytest.raises(UnsupportedFormat, match="8 bytes of tensors that nothing"):
+    with pytest.raises(UnsupportedFormat, match="8 bytes of tensors without a reference"):
         read(path.parent)
 
 

@@ -68,7 +68,7 @@ def test_trees_that_are_not_dicts(tree: Any, kind: str, tmp_path: Path) -> None:
 
 def test_two_values_of_one_name(tmp_path: Path) -> None:
     """Names are paths joined with dots, and a key may contain one."""
-    with pytest.raises(NameMismatch, match=r"two values are called a\.b"):
+    with pytest.raises(NameMismatch, match=r"two values have the name a\.b"):
         ckptcore.open(str(saved(tmp_path, {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})))
 
 
