@@ -128,7 +128,7 @@ def test_many_refused_values_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_meta_pt_that_is_not_a_dict(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormat, match="must contain a dict .got list"):
+    with pytest.raises(UnsupportedFormat, match=r"must contain a dict \(got list\)"):
         read(tmp_path, [1, 2])
 
 

@@ -59,7 +59,7 @@ def test_a_file_that_is_not_a_torch_zip(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_dict(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormat, match="must contain a state dict .got list"):
+    with pytest.raises(UnsupportedFormat, match=r"must contain a state dict \(got list\)"):
         read(ranks(tmp_path / "a", [[torch.ones(2)]] * 2))
     # One of several kinds has a name of its own to give.
     folder = ranks(tmp_path / "b", [{"w": torch.ones(2)}] * 2)
