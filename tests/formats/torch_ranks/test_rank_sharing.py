@@ -90,9 +90,9 @@ def test_forgotten_layouts_are_rebuilt(kept: int) -> None:
 
 def test_similar_ranks_are_built_once() -> None:
     made = mock.Mock(wraps=_rankwrite.RankPickled)
-    behind = mock.Mock(wraps=_torchfile._behind)
-    with mock.patch.object(_rankwrite, "RankPickled", made), mock.patch.object(_torchfile, "_behind", behind):
+    tail = mock.Mock(wraps=_torchfile._tail)
+    with mock.patch.object(_rankwrite, "RankPickled", made), mock.patch.object(_torchfile, "_tail", tail):
         files = list(arrange(request("fsdp=8,tp=2")))
     assert len(files) == 49
-    assert made.call_count <= 6  # two shapes of what is uneven, in three kinds of files
-    assert behind.call_count <= 12
+    assert made.call_count <= 6  # two shapes of uneven tensors, in three kinds of files
+    assert tail.call_count <= 12
