@@ -57,7 +57,8 @@ class Evidence:
 
     Attributes:
         format: Name of the format.
-        because: Sentences for the user.
+        because: Sentences for the user. Like messages of findings they are part of `Manifest.digest`:
+            rewording them gives unchanged checkpoints another digest.
         refines: More general formats that recognise the same files and give way to this one.
     """
 

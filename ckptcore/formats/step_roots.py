@@ -76,7 +76,7 @@ def _megatron(source: Source) -> tuple[str, str] | None:
     steps = _steps(source)
     wanted = text if text == "release" else next((s for s in steps if _number(s) == int(text)), None)
     if wanted in steps and (source.recover or finished(source.below(wanted))):
-        return wanted, f"{TRACKER} names {text}: {wanted}"
+        return wanted, f"{TRACKER} says {text}: {wanted}"
     complete = [s for s in steps if s != wanted and finished(source.below(s))]
     last = max(complete, key=_number, default=None)
     state = "is not complete" if wanted in steps else "does not exist"

@@ -68,7 +68,7 @@ def read(source: Source) -> Manifest:
     for part in seen.values():
         builder.findings += () if part.folder else reader.missing(part.files)
     if not any(role.startswith("optimizer") for role in seen):
-        message = "there is a model, but no optimizer"
+        message = "there is no optimizer beside the model"
         builder.findings.append(finding("missing-part", "files", message, file="optimizer_0"))
     world = max(names.writers(source), default=-1) + 1
     for part in names.states(source):

@@ -20,7 +20,7 @@ Params = Sequence[tuple[str, Shape]]  # (name, global shape) of a model's parame
 
 AMBIGUOUS = "the order and shapes of its parameters fit the model in more than one way"
 NO_FIT = "the order and shapes of its parameters do not fit the model"
-NO_SHAPES = "its states do not determine the shape of any parameter"
+NO_SHAPES = "its states do not tell the shape of any parameter"
 
 # Keys of states that have the parameter's own shape, from the optimizers of torch/optim.
 _MOMENTS = (

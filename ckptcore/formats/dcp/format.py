@@ -22,7 +22,7 @@ def detect(source: Source) -> Evidence | None:
     if source.name is not None:
         return None
     data = [p for p in source.listing if DATA.search(p) and "/" not in p]
-    files = [f"{len(data)} *.distcp {'file' if len(data) == 1 else 'files'}"] if data else []
+    files = [f"{len(data)} *.distcp file(s)"] if data else []
     if ".metadata" in source.listing:
         return Evidence("dcp", ("found .metadata", *files))
     ranks = sorted(int(m[1]) for p in source.listing if (m := RANK_METADATA.match(p)))

@@ -62,7 +62,7 @@ def detect(source: Source) -> Evidence | None:
         return Evidence("hf_shards", (f"found {here[0]}",), ("safetensors", "hf_quantized"))
     if inside:
         because = (
-            f"found {inside[0]}, which is read and compared with the consolidated files beside {FOLDER}/"
+            f"found {inside[0]}, which is read; consolidated files beside {FOLDER}/ are compared with it"
         )
         return Evidence("hf_shards", (because,), ("safetensors", "hf_quantized"))
     loose = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
@@ -228,7 +228,7 @@ def _differences(
         elif not shape and compared < _MAX_COMPARED:
             compared += 1
             if _bytes(folder, parts[0].file, parts[0]) != _bytes(source, path, parts[0], start):
-                yield fqn, f"{fqn}, a 0-d tensor, has different values in {path} and in the shards"
+                yield fqn, f"{fqn}, a 0-d tensor, has another value in {path} than in the shards"
 
 
 def _bytes(source: Source, path: str, part: Shard, start: int | None = None) -> bytes:

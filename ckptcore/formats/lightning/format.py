@@ -54,8 +54,7 @@ def detect(source: Source) -> Evidence | None:
         beside = [p for p in source.listing if "/" not in p and p != META]
         saved = [p for p in beside if DATA.search(p) or p in (".metadata", ".metadata.tmp")]
         if saved:
-            count = f"{len(saved)} {'file' if len(saved) == 1 else 'files'}"
-            found = "`.metadata`" if ".metadata" in saved else f"{count} of an unfinished save"
+            found = "`.metadata`" if ".metadata" in saved else f"{len(saved)} file(s) of an unfinished save"
             return Evidence(NAME, (f"found {META}", f"and {found}"), ("dcp",))
         if not any(p.endswith(_SUFFIXES) for p in beside):
             return Evidence(NAME, (f"found {META} alone",), ("torch_save",))
@@ -68,7 +67,7 @@ def detect(source: Source) -> Evidence | None:
     tree = contents(source, name).tree
     if VERSION not in tree or not isinstance(tree.get("state_dict"), dict):
         return None
-    return Evidence(NAME, (f"{name} has state_dict and {VERSION} {tree[VERSION]}",), ("torch_save",))
+    return Evidence(NAME, (f"{name} holds state_dict and {VERSION} {tree[VERSION]}",), ("torch_save",))
 
 
 def read(source: Source) -> Manifest:
@@ -191,8 +190,7 @@ def _with_model(manifest: Manifest, root: str) -> Manifest:
     attributes = {n.partition(".")[0] if "." in n else "" for n in names}
     if not names:
         return manifest
-    count = f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'}"
-    because = f"Lightning keeps the module's {count} under {root}"
+    because = f"Lightning keeps the module's {len(names)} tensors under {root}"
     if len(attributes) == 1 and (attribute := attributes.pop()):
         start += f"{attribute}."
         because += f", all of them under its attribute {attribute}"

@@ -45,8 +45,7 @@ def parameter_names(tree: Mapping[Any, Any], file: str) -> tuple[dict[str, dict[
 
 
 def _unproven(where: str, count: int, proof: NumberingProof, file: str) -> Finding:
-    parameters = f"{count} {'parameter' if count == 1 else 'parameters'}"
-    message = f"cannot name the {parameters} that {where} numbers: {proof.why}"
+    message = f"{where} numbers its {count} parameters: {proof.why}"
     return finding("unnamed-states", "files", message, fqn=where, file=file)
 
 

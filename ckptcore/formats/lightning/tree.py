@@ -153,9 +153,8 @@ def _add_findings(builder: Builder, read: Contents, name: str) -> None:
         )
     if len(others) > _MAX_LISTED:
         more = len(others) - _MAX_LISTED
-        values = "value" if more == 1 else "values"
         builder.findings.append(
-            finding("refused-global", "files", f"left out {more} more {values} of {name}", file=name)
+            finding("refused-global", "files", f"{more} more values of {name} are left out", file=name)
         )
     if hidden:
         gone = sorted({str(path[0]) for path, _ in others}) or ([] if read.lost else [name])

@@ -34,8 +34,7 @@ def detect(source: Source) -> Evidence | None:
     if any(p.endswith(_OTHERS) and "/" not in p for p in source.listing):
         # Beside another format, rank files are a trainer's own state, except verl's models.
         models = [p for p in source.listing if _VERL_MODEL.match(p)]
-        files = "file" if len(models) == 1 else "files"
-        return Evidence(_NAME, (f"{len(models)} {files} like {models[0]}",)) if models else None
+        return Evidence(_NAME, (f"{len(models)} files like {models[0]}",)) if models else None
     found = [p for kind in rank_files_of(source) for p in kind.paths.values()]
     if found:
         zips = [p for p in found[:8] if _is_zip(source, p)]
@@ -44,8 +43,7 @@ def detect(source: Source) -> Evidence | None:
             return None
         # A name with a world size is a rank's file, even if it contains a trainer's keys.
         instead = ("torch_save", "lightning") if verl else ("torch_save",)
-        files = "file" if len(found) == 1 else "files"
-        return Evidence(_NAME, (f"{len(found)} {files} named by rank, such as {found[0]}",), instead)
+        return Evidence(_NAME, (f"{len(found)} files named by rank, {found[0]} for one",), instead)
     folders = _folders(source)
     if folders:
         return Evidence(_NAME, (f"files named by rank in {', '.join(folders)}",), ("torch_save",))

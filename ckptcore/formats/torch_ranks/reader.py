@@ -236,7 +236,7 @@ class _Part:
         path = next(iter(self._files.paths.values()))
         confused = len(self._numbers) > 1 or (True in self._numbers and not one_model)
         if True in self._numbers and not confused:
-            message = f"{path} numbers the optimizer's states, but nothing proves their names"
+            message = f"{path} numbers the optimizer's states, and nothing proves their names"
             self._builder.findings.append(finding("unnamed-states", "files", message, file=path))
         flat = self._confused(path) if confused else self._flat(path)
         for name, rows in self._plain.items():
@@ -281,14 +281,14 @@ class _Part:
         if not differ or any(len(plain.shape) != 1 for rows in runs.values() for _, plain in rows):
             return frozenset()
         more = f" and {len(runs) - 1} more states" if len(runs) > 1 else ""
-        message = f"{differ[0]}{more} are flat, and every rank has its own part: each rank's is kept"
+        message = f"{differ[0]}{more} are flat, and every rank has its own part: they are kept rank by rank"
         self._builder.findings.append(
             finding(
                 "flat-buffers",
                 "files",
                 message,
                 file=path,
-                hint="they are copied as they are; only sharded state dicts of an optimizer can be resharded",
+                hint="they are carried as they are; sharded state dicts of an optimizer can be resharded",
             )
         )
         return frozenset(runs)
@@ -356,7 +356,7 @@ class _Part:
             message = f"{name} differs between the ranks' files: the files belong to different steps"
             self._report("mixed-saves", message, name)
         elif not own:
-            self._report("rank-object", f"{name} differs between ranks, and each rank's is kept", name)
+            self._report("rank-object", f"{name} differs between ranks, and is kept for each of them", name)
 
     def _report(self, code: str, message: str, name: str) -> None:
         self._builder.findings.append(finding(code, "files", message, fqn=name))
@@ -385,7 +385,7 @@ def _own_path(path: Path, rank: int) -> Path:
 
 def _unproven_order(files: RankFiles) -> Finding:
     path = next(iter(files.paths.values()))
-    message = f"{path} does not record how many ranks took part: files of other ranks may be missing"
+    message = f"nothing in {path} tells how many ranks took part: files of other ranks may be missing"
     return finding("missing-part", "files", message, file=path)
 
 

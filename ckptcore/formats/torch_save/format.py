@@ -74,7 +74,7 @@ def read(source: Source) -> Manifest:
     builder = Builder()
     file = builder.file(name, size)
     if source.name is not None and is_rank_file(name):
-        message = f"{name} has the name of one rank's file: name its folder to read the files of all ranks"
+        message = f"{name} is one rank's file by its name: name its folder to read those of all ranks"
         builder.findings.append(finding("missing-part", "files", message, file=name))
     if not isinstance(objects.tree, dict):
         raise UnsupportedFormat(f"{name} must contain a state dict (got {type(objects.tree).__name__})")

@@ -124,7 +124,7 @@ def test_many_refused_values_are_counted(tmp_path: Path) -> None:
     manifest = read(tmp_path, {**VERSION, "hyper_parameters": dict.fromkeys(range(130), torch.nn.GELU)})
     messages = [f.message for f in manifest.findings]
     assert len(messages) == 101
-    assert messages[-1] == "left out 30 more values of meta.pt"
+    assert messages[-1] == "30 more values of meta.pt are left out"
 
 
 def test_a_meta_pt_that_is_not_a_dict(tmp_path: Path) -> None:
